@@ -1,0 +1,143 @@
+"""One call in, one answer out: the same class behind every door, in replicas and gateways alike.
+
+It picks the version by the table, finds the target that runs it, and times the call once. It
+knows no protocol and no Ray: targets come in through the constructor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from serve_app import traffic
+from serve_app.errors import DeadlineExceeded, Loading, NoWorker, QueueFull, RelayError
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, ModelRef, Reply, ReplyStream, Table, VersionRow
+
+
+class Target(Protocol):
+    """Something that can answer a call: a runner in this process, or replicas behind a handle."""
+
+    async def infer(self, call: Call) -> Reply | ReplyStream:
+        """One call's answer. Raises RelayError."""
+
+
+class TableReader:
+    """This process's copy of the routing table, and a way to wait for the next one."""
+
+    def __init__(self, table: Table = Table()) -> None:
+        self.table = table
+        self._changed = asyncio.Event()
+
+    def put(self, table: Table) -> None:
+        self.table = table
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def next(self) -> None:
+        await self._changed.wait()
+
+
+class DataPlane:
+    """``local`` is the version that this process runs itself, if any; ``remote`` reaches the others."""
+
+    def __init__(
+        self,
+        reader: TableReader,
+        meters: Meters,
+        remote: Callable[[ModelRef, VersionRow], Target],
+        local: tuple[ModelRef, Target] | None = None,
+        patience: float = 30.0,
+    ) -> None:
+        self._reader = reader
+        self._meters = meters
+        self._remote = remote
+        self._local_ref, self._local = local or (None, None)
+        self._patience = patience  # seconds a call waits for a version that is loading
+        self._waiting: dict[ModelRef, int] = {}
+
+    @property
+    def table(self) -> Table:
+        return self._reader.table
+
+    async def infer(self, call: Call) -> Reply | ReplyStream:
+        """The answer of the version that the table gives this call. Raises RelayError."""
+        started = time.perf_counter()
+        version = ""
+        try:
+            if call.expired:
+                raise DeadlineExceeded(call.model, 0.0)
+            row = traffic.choose(self._reader.table, call)
+            version = row.version
+            reply = await (await self._target(call, row)).infer(call)
+        except RelayError as error:
+            # An unknown name is a caller's word, not a label: it would grow without bound.
+            model = call.model if version else ""
+            self._meters.request(model, version, error.reason, time.perf_counter() - started)
+            raise
+        except asyncio.CancelledError:
+            self._meters.request(call.model, version, "caller_left", time.perf_counter() - started)
+            raise
+        if isinstance(reply, ReplyStream):
+            return ReplyStream(reply.head, self._timed(call, version, started, reply))
+        self._meters.request(call.model, version, "ok", time.perf_counter() - started)
+        return reply
+
+    async def _target(self, call: Call, row: VersionRow) -> Target:
+        local = self._local_ref
+        if local is not None and local.version == row.version and local.name == call.model:
+            assert self._local is not None
+            return self._local
+        ref = ModelRef(call.model, row.version)
+        if row.replicas == 0 and row.phase != "ready":
+            row = await self._until_ready(call, ref, row)
+        return self._remote(ref, row)
+
+    async def _until_ready(self, call: Call, ref: ModelRef, row: VersionRow) -> VersionRow:
+        """Hold a call while its version loads: bounded in number by the version's queue, and in time."""
+        if row.phase == "loading" and self._waiting.get(ref, 0) >= row.job_queue_size:
+            raise QueueFull(ref.name, call.version, "the version is loading and its queue is full")
+        until = time.time() + self._patience
+        if call.deadline is not None:
+            until = min(until, call.deadline)
+        self._waiting[ref] = self._waiting.get(ref, 0) + 1
+        try:
+            while row.phase == "loading" and row.replicas == 0:
+                try:
+                    await asyncio.wait_for(self._reader.next(), until - time.time())
+                except asyncio.TimeoutError:
+                    if call.expired:
+                        raise DeadlineExceeded(call.model, 0.0) from None
+                    raise Loading(ref.name, call.version, "its replicas are still loading") from None
+                row = traffic.choose(self._reader.table, Call(ref.name, ref.version))
+        finally:
+            self._waiting[ref] -= 1
+        if row.phase in ("stopped", "failed") and row.replicas == 0:
+            raise NoWorker(ref.name, call.version, row.last_error or "no replica was asked for")
+        return row
+
+    async def _timed(self, call: Call, version: str, started: float, stream: ReplyStream) -> AsyncIterator[bytes]:
+        status = "caller_left"
+        try:
+            async for chunk in stream:
+                yield chunk
+            status = "ok"
+        except RelayError as error:
+            status = error.reason
+            raise
+        finally:
+            self._meters.request(call.model, version, status, time.perf_counter() - started)
+            await stream.aclose()
+
+    @property
+    def ready(self) -> bool:
+        """A table is here, and every version that start-up wanted is ready or has failed."""
+        return self._reader.table.generation > 0 and self._reader.table.settled
+
+    @property
+    def healthy(self) -> bool:
+        """Every default version has the replicas it should have, or time left to get them back."""
+        table = self._reader.table
+        return all(model.versions[model.default].healthy for model in table.models.values())

@@ -1,0 +1,299 @@
+"""Everything a caller may be told, as one tree.
+
+Each class carries positional arguments only and makes its message in ``__str__``: an exception
+crosses processes by pickle, which calls its class again with ``args``. ``reason`` is the
+machine-readable word that every door may show beside its own dialect's text.
+"""
+
+from __future__ import annotations
+
+
+class RelayError(Exception):
+    """The root: something Torchrelay can say in a caller's words."""
+
+    reason = "error"
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class BadRequest(RelayError):
+    """The request itself is wrong; sending it again unchanged will not help."""
+
+    reason = "bad_request"
+
+
+class MissingParameter(BadRequest):
+    """``MissingParameter(name)``"""
+
+    reason = "missing_parameter"
+
+    def __str__(self) -> str:
+        return f"Parameter {self.args[0]} is required."
+
+
+class InvalidBody(BadRequest):
+    """``InvalidBody(message)``: a body that is not what its content type says."""
+
+    reason = "invalid_body"
+
+
+class InvalidArchive(BadRequest):
+    """``InvalidArchive(file, what_is_wrong_and_the_cure)``"""
+
+    reason = "invalid_archive"
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
+
+
+class DownloadFailed(BadRequest):
+    """``DownloadFailed(url, why)``"""
+
+    reason = "download_failed"
+
+    def __str__(self) -> str:
+        return f"Failed to download archive from: {self.args[0]}"
+
+    @property
+    def detail(self) -> str:
+        return self.args[1] if len(self.args) > 1 else ""
+
+
+class ConfigurationError(BadRequest):
+    """``ConfigurationError(where, what_is_wrong_and_the_cure)``: a file or setting of the operator's."""
+
+    reason = "configuration"
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
+
+
+class Forbidden(RelayError):
+    """Understood, and refused."""
+
+    reason = "forbidden"
+
+
+class CannotRemoveDefault(Forbidden):
+    """``CannotRemoveDefault(model)``: other versions still stand behind the default one."""
+
+    reason = "default_version"
+
+    def __str__(self) -> str:
+        return f"Cannot remove default version for model {self.args[0]}"
+
+
+class NotFound(RelayError):
+    reason = "not_found"
+
+
+class ModelNotFound(NotFound):
+    """``ModelNotFound(model)``"""
+
+    reason = "model_not_found"
+
+    def __str__(self) -> str:
+        return f"Model not found: {self.args[0]}"
+
+
+class VersionNotFound(NotFound):
+    """``VersionNotFound(model, version)``"""
+
+    reason = "version_not_found"
+
+    def __str__(self) -> str:
+        return f"Model version: {self.args[1]} does not exist for model: {self.args[0]}"
+
+
+class ArchiveNotFound(NotFound):
+    """``ArchiveNotFound(message)``: no archive where the URL points, or a URL that is not allowed."""
+
+    reason = "archive_not_found"
+
+
+class ResourceNotFound(NotFound):
+    """No route of this API."""
+
+    reason = "no_route"
+
+    def __str__(self) -> str:
+        return "Requested resource is not found, please refer to API document."
+
+
+class MethodNotAllowed(RelayError):
+    reason = "method_not_allowed"
+
+    def __str__(self) -> str:
+        return "Requested method is not allowed, please refer to API document."
+
+
+class VersionExists(RelayError):
+    """``VersionExists(model, version)``"""
+
+    reason = "version_exists"
+
+    def __str__(self) -> str:
+        return f"Model version {self.args[1]} is already registered for model {self.args[0]}"
+
+
+class TooLarge(RelayError):
+    """``TooLarge(limit_in_bytes)``: the request's body is over the limit."""
+
+    reason = "too_large"
+
+    def __str__(self) -> str:
+        return f"The request's body is larger than max_request_size ({self.args[0]} bytes)."
+
+
+class Unavailable(RelayError):
+    """Nobody can answer now; ``retry_after`` is in seconds, a hint."""
+
+    reason = "unavailable"
+    retry_after = 1
+
+
+class _NobodyServes(Unavailable):
+    """``(model, version or None, detail)``: TorchServe has one sentence for all of these."""
+
+    def __str__(self) -> str:
+        # With a version the real server puts its closing quote after the version, and nowhere else.
+        version = f'" Version {self.args[1]}"' if self.args[1] else '"'
+        return (
+            f'Model "{self.args[0]}{version} has no worker to serve inference request. Please use scale workers API to add workers. '
+            "If this is a sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+        )
+
+    @property
+    def detail(self) -> str:
+        return self.args[2] if len(self.args) > 2 else ""
+
+
+class NoWorker(_NobodyServes):
+    """``NoWorker(model, version or None, detail)``: no replica was asked for, or none could start."""
+
+    reason = "no_worker"
+
+
+class QueueFull(_NobodyServes):
+    """``QueueFull(model, version or None, detail)``: the replica's bounded queue has no room."""
+
+    reason = "queue_full"
+
+
+class Loading(_NobodyServes):
+    """``Loading(model, version or None, detail)``: replicas are on their way, none is ready yet."""
+
+    reason = "loading"
+
+
+class DeadlineExceeded(RelayError):
+    """``DeadlineExceeded(model, seconds)``: the caller's time was over before there was an answer."""
+
+    reason = "deadline"
+
+    def __str__(self) -> str:
+        return f"The deadline of this request passed before model {self.args[0]} answered."
+
+
+class WorkerDied(RelayError):
+    """``WorkerDied(detail)``: the replica that ran the row ended (crash, kill, or response timeout)."""
+
+    reason = "worker_died"
+
+    def __str__(self) -> str:
+        return "Worker died."
+
+    @property
+    def detail(self) -> str:
+        return self.args[0] if self.args else ""
+
+
+class StartFailed(RelayError):
+    """``StartFailed(model, version, traceback)``: no replica of the version could be started."""
+
+    reason = "start_failed"
+
+    def __str__(self) -> str:
+        return f"Failed to start workers for model {self.args[0]} version: {self.args[1]}"
+
+    @property
+    def detail(self) -> str:
+        """The handler's own traceback, or what kept it from starting."""
+        return self.args[2] if len(self.args) > 2 else ""
+
+
+class StartOutOfMemory(StartFailed):
+    reason = "out_of_memory"
+
+
+class NotYet(RelayError):
+    """``NotYet(what)``: accepted and stored, not everywhere in force yet."""
+
+    reason = "in_progress"
+
+
+class HandlerFailed(RelayError):
+    """``HandlerFailed(detail)``: the handler raised; ``detail`` holds its traceback."""
+
+    reason = "handler_failed"
+
+    def __str__(self) -> str:
+        return "Prediction failed"
+
+    @property
+    def detail(self) -> str:
+        return self.args[0] if self.args else ""
+
+
+class InvalidOutput(HandlerFailed):
+    """The handler returned something that is not a list."""
+
+    reason = "invalid_output"
+
+    def __str__(self) -> str:
+        return "Invalid model predict output"
+
+
+class CountMismatch(HandlerFailed):
+    """The handler returned a list of another length than its batch."""
+
+    reason = "count_mismatch"
+
+    def __str__(self) -> str:
+        return "number of batch response mismatched"
+
+
+class UnsupportedOutput(HandlerFailed):
+    """A returned value that is neither bytes, text, a tensor nor JSON."""
+
+    reason = "unsupported_output"
+
+    def __str__(self) -> str:
+        return "Unsupported model output data type."
+
+
+class OutOfResources(HandlerFailed):
+    """The handler ran out of memory, on the host or on the device."""
+
+    reason = "out_of_memory"
+
+    def __str__(self) -> str:
+        return "Out of resources"
+
+
+class HandlerSaid(HandlerFailed):
+    """``HandlerSaid(message, code)``: the handler's own PredictionException, its words and its status."""
+
+    reason = "handler_said"
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def code(self) -> int:
+        return int(self.args[1])
+
+    @property
+    def detail(self) -> str:
+        return ""

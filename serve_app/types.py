@@ -1,0 +1,254 @@
+"""The words of the design as frozen values: what travels between the rooms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Kind = Literal["predict", "explain", "describe"]
+Phase = Literal["stopped", "loading", "ready", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """One version of one model."""
+
+    name: str
+    version: str
+
+    @property
+    def app(self) -> str:
+        """The name of the Serve application, and of the deployment in it, that runs this version."""
+        return f"{self.name}--{self.version}"
+
+    @property
+    def route(self) -> str:
+        """The version's explicit route; the default version also answers on the model's own."""
+        return f"/predictions/{self.name}/{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What a version should be. Everything a replica needs to start is here, and nothing else.
+
+    Times are in the unit that TorchServe's API uses for them: ``max_batch_delay`` and
+    ``client_timeout`` in milliseconds, all others in seconds.
+    """
+
+    name: str
+    version: str
+    url: str  # as the caller gave it
+    digest: str  # sha256 of the stored archive
+    archive: str  # URI of the stored archive, the same from every node
+    handler: str = ""  # overrides the manifest's where set
+    runtime: str = "python"
+    min_workers: int = 0
+    max_workers: int = 0
+    batch_size: int = 1
+    max_batch_delay: int | None = None  # None: nobody asked for a wait, so an idle model starts at once
+    response_timeout: int = 120
+    startup_timeout: int = 120
+    max_retry_timeout: int = 300
+    client_timeout: int = 0
+    job_queue_size: int = 100
+    device_type: str = ""
+    device_ids: tuple[int, ...] = ()
+    batcher: Literal["torchrelay", "ray"] = "torchrelay"
+    retries: bool = True  # a failed batch is run again in halves; rows of a dead replica go to another
+    num_cpus: float = 0.1
+    num_gpus: float = 0.0
+    max_ongoing_requests: int = 0  # 0: as many as the queue and two batches hold
+    fast_path: Literal["torchserve", "oip"] = "torchserve"
+    loaded_at_startup: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)  # model-config.yaml, whole, for the handler
+
+    @property
+    def ref(self) -> ModelRef:
+        return ModelRef(self.name, self.version)
+
+    def with_(self, **changes: Any) -> ModelSpec:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One named part of a request, as it came over the wire.
+
+    Decoding waits for the author's thread: a replica's event loop parses no JSON, and the hop
+    between processes copies bytes rather than objects.
+    """
+
+    name: str
+    value: bytes
+    content_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request in nobody's dialect."""
+
+    model: str
+    version: str | None = None
+    inputs: tuple[Input, ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)  # the client's case is kept
+    kind: Kind = "predict"
+    request_id: str = ""
+    deadline: float | None = None  # absolute, in seconds of time.time(), so that it crosses machines
+
+    @property
+    def expired(self) -> bool:
+        return self.deadline is not None and time.time() >= self.deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a row's time went, in seconds; measured once, reported everywhere."""
+
+    queue: float = 0.0
+    inference: float = 0.0
+    batch_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One row's answer: bytes already, with what the handler set on its context."""
+
+    body: bytes
+    content_type: str | None = None
+    status: int = 200
+    phrase: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+    version: str = ""
+    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a streamed reply. The first carries status and headers; ``last`` ends the stream."""
+
+    body: bytes
+    last: bool = False
+    head: Reply | None = None
+
+
+class ReplyStream:
+    """A reply that comes in pieces: ``head`` has its status and headers, iterating gives the bodies.
+
+    Closing the iterator early (``aclose``) tells the runtime that the caller left. An error in
+    mid-stream is raised by the iterator.
+    """
+
+    __slots__ = ("head", "_chunks")
+
+    def __init__(self, head: Reply, chunks: AsyncIterator[bytes]) -> None:
+        self.head = head
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._chunks
+
+    async def aclose(self) -> None:
+        close = getattr(self._chunks, "aclose", None)
+        if close is not None:
+            await close()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A replica as a management door shows it."""
+
+    id: str
+    pid: int
+    started: float  # seconds since the epoch
+    ready: bool
+    memory: int = 0  # resident bytes
+    gpu: str = ""  # "" on a CPU, else the visible device ids
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What a version is, as far as the control plane has seen."""
+
+    phase: Phase = "stopped"
+    replicas: int = 0  # running now
+    last_error: str = ""
+    workers: tuple[Worker, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One version in the table: only what the data plane needs to choose and to call."""
+
+    version: str
+    phase: Phase
+    replicas: int
+    job_queue_size: int = 100
+    max_batch_size: int = 1
+    client_timeout: int = 0  # milliseconds, 0: none
+    retries: bool = True
+    healthy: bool = True  # as many replicas as it should have, or within its time to recover
+    last_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One model in the table."""
+
+    default: str
+    versions: Mapping[str, VersionRow]
+    policy: Mapping[str, Any] = field(default_factory=lambda: {"policy": "default"})
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The routing table that the data plane reads. A higher generation is newer."""
+
+    generation: int = 0
+    models: Mapping[str, ModelRow] = field(default_factory=dict)
+    settled: bool = False  # every version that start-up wanted is ready or has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a caller asks for when registering an archive; None where it did not say.
+
+    ``url`` is a bare name in the model store, or a ``file://``, ``http://`` or ``https://`` URI.
+    """
+
+    url: str
+    model_name: str | None = None
+    handler: str | None = None
+    runtime: str | None = None
+    batch_size: int | None = None
+    max_batch_delay: int | None = None  # milliseconds
+    initial_workers: int | None = None
+    response_timeout: int | None = None  # seconds
+    startup_timeout: int | None = None  # seconds
+    wait: bool = True  # until the workers are ready, or have failed
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a change of a version's replicas has come.
+
+    ``done``: they are all there; ``processing``: asked for without waiting; ``partial``: waited for,
+    and some are still on their way.
+    """
+
+    ref: ModelRef
+    replicas: int
+    state: Literal["done", "processing", "partial"]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A version as a management door shows it."""
+
+    spec: ModelSpec
+    status: ModelStatus
+    default: bool
+    pending: int = 0  # rows waiting in its replicas' queues
+    metadata: Any = None  # what the handler's describe said, where it was asked
