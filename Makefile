@@ -1,0 +1,60 @@
+# make setup   everything that the rest needs: .venv, the packages, an example model; quick when nothing changed
+# make run     setup, then the server in the foreground; Ctrl-C ends it
+# make test    setup, then all tests; ARGS="tests/store -x" goes to pytest
+# make bench   setup, then the comparison with other servers
+# make lint    the style check
+# make clean   removes what the targets above made; your archives and the server's state stay
+
+# Python 3.11 first, on which the whole set is installed and tested most; else the newest that fits.
+PYTHON ?= $(shell for python in python3.11 python3.13 python3.12 python3.10 python3; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null \
+	&& echo $$python && break; done)
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+CREATED := $(VENV)/.created
+INSTALLED := $(VENV)/.installed
+MODEL := model_store/digits.mar
+
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+.PHONY: help setup run test bench lint clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+setup: $(INSTALLED) $(MODEL)
+
+$(CREATED):
+	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 with its venv module was found." \
+		"Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(INSTALLED): $(CREATED) pyproject.toml constraints.txt
+	@echo "Installing Torchrelay and its packages into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(MODEL): $(wildcard examples/01_first_model/*.py examples/01_first_model/*.yaml examples/01_first_model/*.json \
+		examples/01_first_model/*.png) | $(INSTALLED)
+	@echo "Training the example model into $@"
+	@$(BIN)/python examples/01_first_model/train.py
+
+run: setup
+	@$(BIN)/torchrelay start
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: setup
+	@$(BIN)/python -m serve_app.bench.compare $(ARGS)
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(MODEL)
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
