@@ -1,0 +1,77 @@
+"""Sends requests side by side and prints how the server put them together."""
+
+import argparse
+import asyncio
+import os
+import time
+from collections import Counter
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from sklearn.datasets import load_digits
+
+INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
+MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
+METRICS = os.environ.get("TORCHRELAY_METRICS", "http://127.0.0.1:8082")
+
+
+async def register(client: httpx.AsyncClient) -> None:
+    answer = await client.post(f"{MANAGEMENT}/models", params={"url": "mlp.mar", "initial_workers": 1}, timeout=120)
+    if answer.status_code != 409:  # 409: it is there already
+        answer.raise_for_status()
+
+
+async def batches(client: httpx.AsyncClient) -> Counter[float]:
+    """How many batches had up to so many rows, from the buckets of the histogram."""
+    text = (await client.get(f"{METRICS}/metrics")).raise_for_status().text
+    return Counter(
+        {
+            float(sample.labels["le"]): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "torchrelay_batch_size_bucket" and sample.labels["model"] == "mlp"
+        }
+    )
+
+
+async def send(client: httpx.AsyncClient, connections: int, requests: int) -> tuple[float, float]:
+    """The seconds that all requests took, and the share of right answers."""
+    digits = load_digits()
+    numbers = iter(range(requests))
+    right = 0
+
+    async def connection() -> None:
+        nonlocal right
+        for number in numbers:
+            row = number % len(digits.data)
+            answer = await client.post(f"{INFERENCE}/predictions/mlp", json=digits.data[row].tolist())
+            right += answer.raise_for_status().json()["digit"] == digits.target[row]
+
+    start = time.perf_counter()
+    await asyncio.gather(*(connection() for _ in range(connections)))
+    return time.perf_counter() - start, right / requests
+
+
+async def main(connections: int, requests: int) -> None:
+    limits = httpx.Limits(max_connections=connections)
+    async with httpx.AsyncClient(limits=limits, timeout=30) as client:
+        await register(client)
+        before = await batches(client)
+        seconds, accuracy = await send(client, connections, requests)
+        after = await batches(client)
+    print(f"{requests} requests over {connections} connections in {seconds:.1f} s; {accuracy:.1%} right")
+    smaller = below = 0
+    for size, count in sorted(after.items()):
+        here = count - before[size]
+        if here > below:
+            rows = f"{smaller + 1:g} to {size:g}" if size > smaller + 1 else f"{size:g}"
+            print(f"{here - below:6g} batches of {rows}")
+        smaller, below = size, max(below, here)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=2000)
+    arguments = parser.parse_args()
+    asyncio.run(main(arguments.connections, arguments.requests))
