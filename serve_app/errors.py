@@ -106,6 +106,13 @@ class VersionNotFound(NotFound):
         return f"Model version: {self.args[1]} does not exist for model: {self.args[0]}"
 
 
+class UnknownDefault(VersionNotFound):
+    """``UnknownDefault(model, version)``: a default that is not there; TorchServe words this one apart."""
+
+    def __str__(self) -> str:
+        return f"Model version {self.args[1]} does not exist for model {self.args[0]}"
+
+
 class ArchiveNotFound(NotFound):
     """``ArchiveNotFound(message)``: no archive where the URL points, or a URL that is not allowed."""
 

@@ -1,0 +1,244 @@
+"""Where the registry outlives every process: two tables of SQL and the number of the last change.
+
+SQLite in a file of the head node by default, PostgreSQL by URL. There is one writer; the
+generation number notices a second. The schema is alembic's (see migrations/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+import yaml
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy.engine import URL, Connection, make_url
+
+from serve_app.control.registry import Record, Registry
+from serve_app.errors import ConfigurationError, Unavailable
+from serve_app.types import ModelSpec
+
+SCHEMA = sa.MetaData()
+
+MODELS = sa.Table(
+    "torchrelay_models",
+    SCHEMA,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("default_version", sa.Text, nullable=False),
+    sa.Column("policy", sa.JSON, nullable=False),
+)
+
+VERSIONS = sa.Table(
+    "torchrelay_versions",
+    SCHEMA,
+    sa.Column("model", sa.Text, sa.ForeignKey("torchrelay_models.name", ondelete="CASCADE"), primary_key=True),
+    sa.Column("version", sa.Text, primary_key=True),
+    sa.Column("spec", sa.JSON, nullable=False),
+    # YAML, as the author wrote it: JSON would turn its numeric keys into text and has no dates.
+    sa.Column("config", sa.Text, nullable=False),
+)
+
+CHANGES = sa.Table(
+    "torchrelay_changes",
+    SCHEMA,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("generation", sa.BigInteger, nullable=False),
+)
+
+_SETTING = "control.database_url"
+_PATIENCE = 10  # seconds to reach a server, or to wait for SQLite's lock
+_LOCK = 0x746F726368  # PostgreSQL's advisory lock of whoever brings the schema up to date
+
+
+class Database:
+    """The stored registry. Blocking: call it from a thread.
+
+    Opening it brings the schema up to date, and raises ConfigurationError where that cannot be.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = _checked(url)
+        self._generation = 0
+        try:
+            self._engine = _open(self._url)
+        except (sa.exc.DBAPIError, CommandError, OSError, ImportError) as error:
+            raise ConfigurationError(_SETTING, self._explain(error)) from None
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @property
+    def generation(self) -> int:
+        """The number of the last change that was saved or loaded here; every save raises it by one."""
+        return self._generation
+
+    def load(self) -> Registry:
+        """The registry as it was last saved, by whomever. Raises Unavailable."""
+        with self._transaction() as connection:
+            # Taking the row keeps a writer out until all three tables are read.
+            generation = connection.execute(sa.select(CHANGES.c.generation).with_for_update()).scalar_one()
+            versions: dict[str, dict[str, ModelSpec]] = {}
+            for row in connection.execute(sa.select(VERSIONS).order_by(VERSIONS.c.model, VERSIONS.c.version)):
+                versions.setdefault(row.model, {})[row.version] = _spec(row)
+            models = {
+                row.name: Record(row.default_version, versions[row.name], row.policy)
+                for row in connection.execute(sa.select(MODELS).order_by(MODELS.c.name))
+            }
+        self._generation = generation
+        return Registry(models)
+
+    def save(self, before: Registry, after: Registry) -> None:
+        """Store what ``after`` changes in ``before``, which is what was last loaded or saved here.
+
+        All of it or nothing; when this returns the change outlives the machine's power. Saving
+        the same registry again only raises the generation. Raises Unavailable where another writer
+        came between or the database is gone: ``load`` says then what is stored.
+        """
+        with self._transaction() as connection:
+            known = CHANGES.c.generation == self._generation
+            raised = connection.execute(sa.update(CHANGES).where(known).values(generation=self._generation + 1))
+            if raised.rowcount != 1:
+                raise Unavailable("Another writer has changed the registry. Nothing was stored; try again.")
+            for name in before.models.keys() - after.models.keys():
+                connection.execute(sa.delete(MODELS).where(MODELS.c.name == name))
+            for name, record in after.models.items():
+                if record != before.models.get(name):
+                    _save(connection, name, before.models.get(name), record)
+        self._generation += 1
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except sa.exc.DBAPIError as error:
+            raise Unavailable(f"The registry's database cannot be used now: {self._explain(error)}") from None
+
+    def _explain(self, error: Exception) -> str:
+        """What went wrong and the cure, without the password that URL or driver may hold."""
+        where = self._url.set(query={}).render_as_string(hide_password=True)
+        if isinstance(error, CommandError):
+            return f"{where} was made by a newer Torchrelay, whose schema this one does not know. Start that version."
+        if isinstance(error, ImportError):
+            return f"{where} cannot be opened: {error}. Install its driver with: pip install 'torchrelay[postgres]'"
+        said = str(error.orig) if isinstance(error, sa.exc.DBAPIError) else str(error)
+        secrets = [self._url.password, *(value for key, value in self._url.query.items() if "pass" in key)]
+        for secret in filter(None, secrets):
+            said = said.replace(str(secret), "***")
+        cure = (
+            "Check that the file is a database of Torchrelay's and can be written, with its directory."
+            if self._url.get_backend_name() == "sqlite"
+            else "Check that the server runs there, and the user, the password and the database's name in the URL."
+        )
+        return f"{where} cannot be opened: {' '.join(said.split())}. {cure}"
+
+
+# The URL and the engine
+
+
+def _checked(text: str) -> URL:
+    try:
+        url = make_url(text)
+    except (sa.exc.ArgumentError, ValueError):
+        raise ConfigurationError(_SETTING, f"not a database URL. {_EXAMPLES}") from None
+    if "@" in (url.host or ""):
+        raise ConfigurationError(_SETTING, "not a database URL. Write @ and % in a password as %40 and %25.")
+    kind = url.drivername
+    if kind in ("postgres", "postgresql"):
+        return url.set(drivername="postgresql+psycopg")
+    if kind not in ("sqlite", "postgresql+psycopg"):
+        raise ConfigurationError(_SETTING, f"a registry cannot be kept in {kind!r}. {_EXAMPLES}")
+    if kind == "sqlite" and url.database in (None, "", ":memory:"):
+        raise ConfigurationError(_SETTING, f"SQLite without a file forgets everything. {_EXAMPLES}")
+    return url
+
+
+_EXAMPLES = (
+    "Write sqlite:////path/to/registry.db, or postgresql+psycopg://user:password@host/database, "
+    "or nothing for SQLite in control.state_dir."
+)
+
+
+def _open(url: URL) -> sa.Engine:
+    engine = _engine(url)
+    try:
+        with engine.begin() as connection:
+            _upgrade(connection)
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+def _engine(url: URL) -> sa.Engine:
+    if url.get_backend_name() == "postgresql":
+        patience = {} if "connect_timeout" in url.query else {"connect_timeout": _PATIENCE}
+        # Asked before it is used: a connection that lay idle while the server restarted is replaced.
+        return sa.create_engine(url, pool_pre_ping=True, connect_args=patience)
+    Path(str(url.database)).parent.mkdir(parents=True, exist_ok=True)
+    engine = sa.create_engine(url, connect_args={"timeout": _PATIENCE})
+    sa.event.listen(engine, "connect", _prepare)
+    sa.event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _prepare(connection: Any, _record: Any) -> None:
+    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin(connection: Connection) -> None:
+    # At once the only writer: a transaction that turns writer later may be refused half-way.
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _upgrade(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+    config = Config()
+    config.set_main_option("script_location", "serve_app.control:migrations")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+# Rows
+
+
+def _save(connection: Connection, name: str, before: Record | None, after: Record) -> None:
+    model = {"default_version": after.default, "policy": dict(after.policy)}
+    if before is None:
+        connection.execute(sa.insert(MODELS).values(name=name, **model))
+    elif (before.default, before.policy) != (after.default, after.policy):
+        connection.execute(sa.update(MODELS).where(MODELS.c.name == name).values(**model))
+    old: Mapping[str, ModelSpec] = before.versions if before else {}
+    for version in old.keys() - after.versions.keys():
+        connection.execute(sa.delete(VERSIONS).where(*_is(name, version)))
+    for version, spec in after.versions.items():
+        if version not in old:
+            connection.execute(sa.insert(VERSIONS).values(model=name, version=version, **_columns(spec)))
+        elif spec != old[version]:
+            connection.execute(sa.update(VERSIONS).where(*_is(name, version)).values(**_columns(spec)))
+
+
+def _is(name: str, version: str) -> tuple[sa.ColumnElement[bool], ...]:
+    return VERSIONS.c.model == name, VERSIONS.c.version == version
+
+
+def _columns(spec: ModelSpec) -> dict[str, Any]:
+    apart = ("name", "version", "config")
+    fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name not in apart}
+    return {"spec": fields, "config": yaml.safe_dump(dict(spec.config), sort_keys=False)}
+
+
+def _spec(row: Any) -> ModelSpec:
+    """A stored spec. What a newer version added is passed over; what an older one lacks gets its default."""
+    known = {f.name for f in dataclasses.fields(ModelSpec)}
+    fields = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in row.spec.items() if key in known
+    }
+    return ModelSpec(name=row.model, version=row.version, config=yaml.safe_load(row.config), **fields)

@@ -1,0 +1,1 @@
+"""The database's schema, step by step; alembic runs what is missing whenever the server starts."""

@@ -1,0 +1,310 @@
+"""What should run: every model, its versions, its default. Pure functions over frozen values.
+
+A change takes a registry and returns another; it reads no clock and touches nothing, so a change
+that is refused has changed nothing. Who stores a registry is in database.py, who makes the
+cluster agree with it in reconciler.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from serve_app import traffic
+from serve_app.errors import (
+    BadRequest,
+    CannotRemoveDefault,
+    ModelNotFound,
+    UnknownDefault,
+    VersionExists,
+    VersionNotFound,
+)
+from serve_app.settings import Settings
+from serve_app.store.manifest import Manifest, ModelConfig
+from serve_app.types import ModelRef, ModelRow, ModelSpec, ModelStatus, Registration, Table, VersionRow
+
+RUNTIMES = ("python", "python3", "LSP")
+
+# A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_LONGEST = 100
+
+
+@dataclass(frozen=True)
+class Record:
+    """One model: its versions, which of them is the default, and its traffic policy as plain data."""
+
+    default: str
+    versions: Mapping[str, ModelSpec]
+    policy: Mapping[str, Any] = field(default_factory=lambda: {"policy": "default"})
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Every model by name. Two registries that say the same are equal."""
+
+    models: Mapping[str, Record] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[ModelSpec]:
+        """Every version of every model."""
+        return (spec for record in self.models.values() for spec in record.versions.values())
+
+
+@dataclass(frozen=True)
+class Desired:
+    """An application that should run: ``low`` to ``high`` replicas of a version behind one route."""
+
+    spec: ModelSpec
+    route: str
+
+    @property
+    def low(self) -> int:
+        return self.spec.min_workers
+
+    @property
+    def high(self) -> int:
+        return self.spec.max_workers
+
+
+# Changes
+
+
+def register(registry: Registry, spec: ModelSpec) -> Registry:
+    """The registry with one version more; a model's first version becomes its default.
+
+    Raises VersionExists, and BadRequest where the version's application would have another's name.
+    """
+    record = registry.models.get(spec.name)
+    if record is not None and spec.version in record.versions:
+        raise VersionExists(spec.name, spec.version)
+    for other in registry:
+        if other.ref.app == spec.ref.app:
+            raise BadRequest(
+                f"Model {spec.name} version {spec.version} cannot stand beside model {other.name} version "
+                f"{other.version}: both would run as the application {spec.ref.app}. Give one of them another name."
+            )
+    if record is None:
+        return _with(registry, spec.name, Record(spec.version, {spec.version: spec}))
+    return _with(registry, spec.name, replace(record, versions={**record.versions, spec.version: spec}))
+
+
+def unregister(registry: Registry, name: str, version: str | None) -> tuple[Registry, ModelRef]:
+    """The registry without a version (None: the default one); a model goes with its last version.
+
+    Raises ModelNotFound, VersionNotFound, and CannotRemoveDefault while other versions stand.
+    """
+    spec = find(registry, name, version)
+    record = registry.models[name]
+    if len(record.versions) == 1:
+        return Registry({key: value for key, value in registry.models.items() if key != name}), spec.ref
+    if spec.version == record.default:
+        raise CannotRemoveDefault(name)
+    rest = {key: value for key, value in record.versions.items() if key != spec.version}
+    return _with(registry, name, replace(record, versions=rest)), spec.ref
+
+
+def scale(registry: Registry, name: str, version: str | None, low: int, high: int) -> tuple[Registry, ModelRef]:
+    """The registry in which a version (None: the default one) has ``low`` to ``high`` workers.
+
+    Raises ModelNotFound, VersionNotFound and BadRequest.
+    """
+    if low < 0 or high < low:
+        raise BadRequest(f"A model cannot have {low} to {high} workers.")
+    spec = find(registry, name, version).with_(min_workers=low, max_workers=high)
+    record = registry.models[name]
+    return _with(registry, name, replace(record, versions={**record.versions, spec.version: spec})), spec.ref
+
+
+def set_default(registry: Registry, name: str, version: str) -> tuple[Registry, ModelRef]:
+    """The registry in which calls that name no version get ``version``.
+
+    Raises ModelNotFound and UnknownDefault.
+    """
+    record = _record(registry, name)
+    if version not in record.versions:
+        raise UnknownDefault(name, version)
+    return _with(registry, name, replace(record, default=version)), ModelRef(name, version)
+
+
+def _with(registry: Registry, name: str, record: Record) -> Registry:
+    return Registry({**registry.models, name: record})
+
+
+# Questions
+
+
+def find(registry: Registry, name: str, version: str | None) -> ModelSpec:
+    """A version's spec (None: the default one's). Raises ModelNotFound and VersionNotFound."""
+    record = _record(registry, name)
+    spec = record.versions.get(version or record.default)
+    if spec is None:
+        raise VersionNotFound(name, version)
+    return spec
+
+
+def desired(registry: Registry) -> dict[str, Desired]:
+    """What should run, by application name: every version that has workers, behind the route it owns.
+
+    The default version owns its model's own route while it takes all of the model's traffic;
+    otherwise that route is the gateway's, and the version keeps to its explicit one.
+    """
+    return {
+        spec.ref.app: Desired(spec, _route(record, spec))
+        for record in registry.models.values()
+        for spec in record.versions.values()
+        if spec.min_workers > 0
+    }
+
+
+def _route(record: Record, spec: ModelSpec) -> str:
+    whole = traffic.owns_fast_path(ModelRow(record.default, {}, record.policy))
+    if spec.version != record.default or not whole:
+        return spec.ref.route
+    return f"/v2/models/{spec.name}" if spec.fast_path == "oip" else f"/predictions/{spec.name}"
+
+
+def table(
+    registry: Registry,
+    statuses: Mapping[ModelRef, ModelStatus],
+    healthy: Mapping[ModelRef, bool],
+    generation: int,
+    settled: bool,
+) -> Table:
+    """What the data plane reads. A version that nobody has looked at yet counts as healthy."""
+    models = {
+        name: ModelRow(
+            default=record.default,
+            versions={v: _row(s, statuses.get(s.ref), healthy.get(s.ref, True)) for v, s in record.versions.items()},
+            policy=record.policy,
+        )
+        for name, record in registry.models.items()
+    }
+    return Table(generation=generation, models=models, settled=settled)
+
+
+def _row(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionRow:
+    status = status or ModelStatus()
+    # Asked for and not begun is loading: its callers wait for it rather than hear that nobody serves.
+    begun = status.phase != "stopped" or spec.min_workers == 0
+    return VersionRow(
+        version=spec.version,
+        phase=status.phase if begun else "loading",
+        replicas=status.replicas,
+        job_queue_size=spec.job_queue_size,
+        max_batch_size=spec.batch_size,
+        client_timeout=spec.client_timeout,
+        retries=spec.retries,
+        healthy=healthy,
+        last_error=status.last_error,
+    )
+
+
+def _record(registry: Registry, name: str) -> Record:
+    record = registry.models.get(name)
+    if record is None:
+        raise ModelNotFound(name)
+    return record
+
+
+# From an archive and what its caller asked for
+
+# What model-config.yaml may say and no registration can.
+_OF_THE_FILE = (
+    "max_retry_timeout",
+    "client_timeout",
+    "job_queue_size",
+    "device_type",
+    "device_ids",
+    "batcher",
+    "num_cpus",
+    "num_gpus",
+    "retries",
+    "fast_path",
+    "max_ongoing_requests",
+)
+
+
+def spec_from(
+    registration: Registration,
+    manifest: Manifest,
+    config: ModelConfig,
+    *,
+    digest: str,
+    archive: str,
+    settings: Settings,
+    at_startup: bool,
+) -> ModelSpec:
+    """The spec of a version, from what its caller, its model-config.yaml and the settings say.
+
+    The first that says anything wins. Batch size and delay: caller, file. Time-outs: file, caller,
+    settings. Workers: file, caller, settings, and at start-up one. All others: file, settings. A
+    number of zero or less says nothing, but for ``initial_workers``. Raises BadRequest.
+    """
+    defaults = settings.runtime
+    ref = _ref(registration.model_name or manifest.model_name, manifest.version)
+    low, high = _workers(registration, config, settings, at_startup)
+    said: dict[str, Any] = {
+        "job_queue_size": defaults.job_queue_size,
+        "num_cpus": defaults.num_cpus,
+        # A model that asks for the CPU takes no share of a GPU, which it would leave idle.
+        "num_gpus": 0.0 if config.device_type == "cpu" else defaults.num_gpus,
+        **{key: getattr(config, key) for key in _OF_THE_FILE if getattr(config, key) is not None},
+    }
+    return ModelSpec(
+        name=ref.name,
+        version=ref.version,
+        url=registration.url,
+        digest=digest,
+        archive=archive,
+        handler=registration.handler or manifest.handler,
+        runtime=_runtime(registration.runtime or manifest.runtime),
+        min_workers=low,
+        max_workers=high,
+        batch_size=_first(registration.batch_size, config.batch_size) or 1,
+        max_batch_delay=_first(registration.max_batch_delay, config.max_batch_delay),
+        response_timeout=_first(config.response_timeout, registration.response_timeout)
+        or defaults.default_response_timeout,
+        startup_timeout=_first(config.startup_timeout, registration.startup_timeout)
+        or defaults.default_startup_timeout,
+        loaded_at_startup=at_startup,
+        config=dict(config.raw),
+        **said,
+    )
+
+
+def _first(*numbers: int | None) -> int | None:
+    """The first number that says anything."""
+    return next((number for number in numbers if number is not None and number > 0), None)
+
+
+def _workers(registration: Registration, config: ModelConfig, settings: Settings, at_startup: bool) -> tuple[int, int]:
+    if config.min_workers is not None:
+        low, high = config.min_workers, config.max_workers or config.min_workers
+        if high >= low:
+            return low, high
+    if registration.initial_workers is not None:
+        count = max(0, registration.initial_workers)
+    else:
+        count = _first(settings.runtime.default_workers_per_model) or int(at_startup)
+    return count, count
+
+
+def _runtime(runtime: str) -> str:
+    if runtime not in RUNTIMES:
+        raise BadRequest(f"Invalid RuntimeType value: {runtime}")
+    return runtime
+
+
+def _ref(name: str, version: str) -> ModelRef:
+    for word in (name, version):
+        if not _WORD.fullmatch(word):
+            raise BadRequest(
+                f"{word!r} cannot be part of a route: a model's name and version have letters, digits and any of "
+                "_ . - and begin with none of . and -"
+            )
+    ref = ModelRef(name, version)
+    if len(ref.app) > _LONGEST:
+        raise BadRequest(f"{ref.app!r} is too long: name and version together have at most {_LONGEST - 2} characters.")
+    return ref
