@@ -44,7 +44,7 @@ $(MODEL): $(wildcard examples/01_first_model/*.py examples/01_first_model/*.yaml
 	@$(BIN)/python examples/01_first_model/train.py
 
 run: setup
-	@$(BIN)/torchrelay start
+	@$(BIN)/torchrelay start --example digits=examples/01_first_model/three.png
 
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
