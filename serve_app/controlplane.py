@@ -6,7 +6,8 @@ stores the registry and makes the cluster agree with it, comes in through the co
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 from serve_app.errors import BadRequest, MissingParameter, MethodNotAllowed
 from serve_app.settings import Settings
@@ -25,6 +26,8 @@ class Keeper(Protocol):
     async def unregister(self, model: str, version: str | None) -> ModelRef: ...
 
     async def describe(self, model: str, version: str | None) -> Description: ...
+
+    async def metadata(self, model: str, version: str | None) -> Any: ...
 
     async def versions(self, model: str) -> list[str]: ...
 
@@ -65,10 +68,19 @@ class ControlPlane:
             raise MethodNotAllowed()
         return await self._keeper.unregister(model, version)
 
-    async def describe(self, model: str, version: str | None = None, every: bool = False) -> list[Description]:
-        """One version (None: the default one), or every version of a model."""
+    async def describe(
+        self, model: str, version: str | None = None, every: bool = False, customized: bool = False
+    ) -> list[Description]:
+        """One version (None: the default one), or every version of a model.
+
+        ``customized`` asks the one version's handler, too, for what it says of itself; NoWorker where
+        none of its replicas can answer.
+        """
         if not every:
-            return [await self._keeper.describe(model, version)]
+            description = await self._keeper.describe(model, version)
+            if customized:
+                description = replace(description, metadata=await self._keeper.metadata(model, version))
+            return [description]
         return [await self._keeper.describe(model, v) for v in await self._keeper.versions(model)]
 
     async def models(self, start: int = 0, limit: int = 100) -> tuple[list[tuple[str, str]], int | None]:

@@ -1,0 +1,94 @@
+"""The one table from what went wrong to TorchServe's status, type name and body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from serve_app import errors
+from serve_app.doors.exchange import Exchange, Headers
+
+JSON = (b"content-type", b"application/json")
+
+
+class JsonSyntaxError(errors.InvalidBody):
+    """``JsonSyntaxError(message)``: a registration's JSON body that cannot be read; TorchServe takes it on itself."""
+
+
+# Looked up along the MRO, so a class without a line of its own answers as its parent does.
+TABLE: dict[type[BaseException], tuple[int, str]] = {
+    Exception: (500, "InternalServerException"),
+    errors.BadRequest: (400, "BadRequestException"),
+    JsonSyntaxError: (500, "JsonSyntaxException"),
+    errors.InvalidArchive: (400, "InvalidModelException"),
+    errors.DownloadFailed: (400, "DownloadArchiveException"),
+    errors.Forbidden: (403, "IllegalArgumentException"),
+    errors.CannotRemoveDefault: (403, "InvalidModelVersionException"),
+    errors.NotFound: (404, "ResourceNotFoundException"),
+    errors.ModelNotFound: (404, "ModelNotFoundException"),
+    errors.VersionNotFound: (404, "ModelVersionNotFoundException"),
+    errors.ArchiveNotFound: (404, "ModelNotFoundException"),
+    errors.MethodNotAllowed: (405, "MethodNotAllowedException"),
+    errors.VersionExists: (409, "ConflictStatusException"),
+    errors.TooLarge: (413, ""),  # no type: its body is empty
+    errors.Unavailable: (503, "ServiceUnavailableException"),
+    errors.DeadlineExceeded: (504, "RequestTimeoutException"),
+    errors.WorkerDied: (500, "InternalServerException"),
+    errors.StartFailed: (500, "InternalServerException"),
+    errors.StartOutOfMemory: (507, "InternalServerException"),
+    errors.NotYet: (202, ""),  # no type: it is a status, not an error
+    errors.HandlerFailed: (503, "InternalServerException"),
+    errors.OutOfResources: (507, "InternalServerException"),
+}
+# Whose detail the caller should see: that of a management call, never a handler's traceback on inference.
+_DETAILED = (errors.StartFailed, errors.DownloadFailed)
+
+
+def look_up(error: Exception) -> tuple[int, str]:
+    """The status and the type name of an error."""
+    status, name = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+    if isinstance(error, errors.HandlerSaid):
+        status = http_status(error.code)
+        status = 507 if status == 413 else status  # 413 speaks of the request's size alone
+    return status, name
+
+
+def http_status(code: int) -> int:
+    """``code``, or 500 where no HTTP answer can end with it."""
+    return code if 200 <= code < 600 else 500
+
+
+def document(error: Exception, request_id: str = "") -> dict[str, Any] | None:
+    """The body of an error's answer; None when it has none."""
+    status, name = look_up(error)
+    if not name:
+        return {"status": str(error)} if status < 400 else None
+    if not isinstance(error, errors.RelayError):  # its words are not meant for a caller
+        where = f"; the server's log has more under {request_id}" if request_id else ""
+        return {"code": status, "type": name, "message": f"Unexpected {type(error).__name__}{where}."}
+    said: dict[str, Any] = {"code": status, "type": name, "message": str(error)}
+    if isinstance(error, _DETAILED) and error.detail:
+        said["detail"] = error.detail
+    return said
+
+
+async def refuse(exchange: Exchange, error: Exception) -> None:
+    """Answer with an error. Header ``x-torchrelay-reason`` tells apart what TorchServe has one text for."""
+    headers: Headers = []
+    said = document(error, exchange.request_id)
+    if said is not None:
+        headers.append(JSON)
+    headers.append((b"x-torchrelay-reason", getattr(error, "reason", "internal").encode()))
+    if isinstance(error, errors.Unavailable):
+        headers.append((b"retry-after", str(error.retry_after).encode()))
+    await exchange.reply(look_up(error)[0], headers, b"" if said is None else pretty(said))
+
+
+async def reply_json(exchange: Exchange, said: Any, status: int = 200) -> None:
+    await exchange.reply(status, [JSON], pretty(said))
+
+
+def pretty(said: Any) -> bytes:
+    """JSON as TorchServe prints it: two spaces, and a line end."""
+    return orjson.dumps(said, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)

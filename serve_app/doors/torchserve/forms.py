@@ -1,0 +1,108 @@
+"""A request's body as the named inputs that a handler sees."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote_to_bytes
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from serve_app.errors import InvalidBody
+from serve_app.types import Input
+
+MULTIPART = "multipart/form-data"
+URLENCODED = "application/x-www-form-urlencoded"
+
+
+def inputs(content_type: str | None, body: bytes) -> tuple[Input, ...]:
+    """A form's fields in the order they came, repeated ones too; any other body is the one input ``body``.
+
+    A part's Content-Type counts only where the part has a file name, and its parameters never do.
+    Raises InvalidBody.
+    """
+    if content_type is None:
+        return (Input("body", body),)
+    mime = content_type.partition(";")[0].strip()
+    kind = mime.lower()
+    if kind == MULTIPART:
+        return _multipart(content_type, body)
+    if kind == URLENCODED:
+        return _urlencoded(body)
+    return (Input("body", body, mime or None),)
+
+
+def _urlencoded(body: bytes) -> tuple[Input, ...]:
+    fields = []
+    for pair in body.strip(b"\r\n").split(b"&"):
+        if pair:
+            name, _, value = pair.replace(b"+", b" ").partition(b"=")
+            fields.append(Input(unquote_to_bytes(name).decode("utf-8", "replace"), unquote_to_bytes(value)))
+    return tuple(fields)
+
+
+def _multipart(content_type: str, body: bytes) -> tuple[Input, ...]:
+    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    if not boundary:
+        raise InvalidBody(f"Content-Type {MULTIPART} names no boundary.")
+    form = _Form()
+    try:
+        parser = MultipartParser(boundary, form.callbacks())
+        parser.write(body)
+    except FormParserError as error:
+        raise InvalidBody(f"The {MULTIPART} body is malformed: {error}") from None
+    if not form.ended:
+        raise InvalidBody(f"The {MULTIPART} body ends before its closing boundary.")
+    return tuple(form.fields)
+
+
+class _Form:
+    """What the parser has found so far."""
+
+    def __init__(self) -> None:
+        self.fields: list[Input] = []
+        self.ended = False
+        self._headers: dict[bytes, bytes] = {}
+        self._name = self._value = b""
+        self._pieces: list[bytes] = []
+
+    def callbacks(self) -> dict:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": self._header_name,
+            "on_header_value": self._header_value,
+            "on_header_end": self._header_end,
+            "on_part_data": self._data,
+            "on_part_end": self._end,
+            "on_end": self._finish,
+        }
+
+    def _begin(self) -> None:
+        self._headers = {}
+        self._pieces = []
+
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_end(self) -> None:
+        self._headers[self._name.lower()] = self._value
+        self._name = self._value = b""
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        self._pieces.append(data[start:end])
+
+    def _end(self) -> None:
+        disposition = parse_options_header(self._headers.get(b"content-disposition"))[1]
+        name = disposition.get(b"name")
+        if name is None:
+            raise InvalidBody(f"A part of the {MULTIPART} body has no name in its Content-Disposition.")
+        content_type = None
+        if b"filename" in disposition:
+            given = self._headers.get(b"content-type", b"application/octet-stream")
+            content_type = given.partition(b";")[0].strip().decode("latin-1")
+        self.fields.append(Input(name.decode("utf-8", "replace"), b"".join(self._pieces), content_type))
+
+    def _finish(self) -> None:
+        self.ended = True

@@ -1,0 +1,302 @@
+"""TorchServe's REST management API for models, over the control plane."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+
+from serve_app.controlplane import ControlPlane
+from serve_app.doors.exchange import Exchange
+from serve_app.doors.torchserve import errors, forms, openapi
+from serve_app.doors.torchserve.errors import JsonSyntaxError
+from serve_app.errors import (
+    ArchiveNotFound,
+    MethodNotAllowed,
+    MissingParameter,
+    NoWorker,
+    ResourceNotFound,
+    StartFailed,
+)
+from serve_app.settings import Settings
+from serve_app.types import Description, Progress, Registration, Worker
+
+MAX_BATCH_DELAY = 100  # milliseconds, what TorchServe shows where nobody said
+_PAGE = 100
+_WORDS = ("model_name", "handler", "runtime")
+_COUNTS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
+_KNOWN = {"url", "synchronous", *_WORDS, *_COUNTS}
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+
+
+class NobodyDescribes(NoWorker):
+    """``NobodyDescribes(model)``"""
+
+    def __str__(self) -> str:
+        return (
+            f'Model "{self.args[0]}" has no worker to serve describe request. '
+            "Please use scale workers API to add workers."
+        )
+
+
+class ManagementDoor:
+    """The routes of the management port."""
+
+    def __init__(self, control: ControlPlane, settings: Settings) -> None:
+        self._control = control
+        self._limit = settings.inference.max_request_size
+
+    refuse = staticmethod(errors.refuse)
+
+    async def answer(self, exchange: Exchange) -> None:
+        method = exchange.method
+        match exchange.segments:
+            case []:
+                if method != "OPTIONS":
+                    raise MethodNotAllowed()
+                await errors.reply_json(exchange, openapi.document(openapi.MANAGEMENT))
+            case ["api-description"]:
+                await errors.reply_json(exchange, openapi.document(openapi.MANAGEMENT))
+            case ["models"]:
+                await self._models(exchange)
+            case ["models", model]:
+                await self._model(exchange, model, None)
+            case ["models", model, version]:
+                await self._model(exchange, model, version)
+            case ["models", model, version, "set-default"]:
+                if method != "PUT":
+                    raise MethodNotAllowed()
+                await self._set_default(exchange, model, version)
+            case ["v1", "models", name]:
+                if method != "GET":
+                    raise MethodNotAllowed()
+                await self._ready(exchange, name.partition(":")[0])
+            case _:
+                raise ResourceNotFound()
+
+    async def _models(self, exchange: Exchange) -> None:
+        if exchange.method == "GET":
+            await self._list(exchange)
+        elif exchange.method == "POST":
+            await self._register(exchange)
+        else:
+            raise MethodNotAllowed()
+
+    async def _model(self, exchange: Exchange, model: str, version: str | None) -> None:
+        if exchange.method == "GET":
+            await self._describe(exchange, model, version)
+        elif exchange.method == "PUT":
+            await self._scale(exchange, model, version)
+        elif exchange.method == "DELETE":
+            await self._control.unregister(model, version)
+            await _say(exchange, 200, f'Model "{model}" unregistered')
+        elif exchange.method == "OPTIONS":
+            await self._control.describe(model, version)
+            await errors.reply_json(exchange, openapi.of_model(openapi.MANAGEMENT, model))
+        else:
+            raise MethodNotAllowed()
+
+    async def _list(self, exchange: Exchange) -> None:
+        query = _query(exchange)
+        limit = integer(query.get("limit"), _PAGE)
+        start = integer(query.get("next_page_token"), 0)
+        page, following = await self._control.models(max(start, 0), limit if 0 <= limit <= _PAGE else _PAGE)
+        said: dict[str, Any] = {} if following is None else {"nextPageToken": str(following)}
+        said["models"] = [{"modelName": name, "modelUrl": url} for name, url in page]
+        await errors.reply_json(exchange, said)
+
+    async def _register(self, exchange: Exchange) -> None:
+        parameters = await self._registration(exchange)
+        try:
+            progress = await self._control.register(registration(parameters))
+        except MissingParameter:
+            if "url" in parameters:
+                raise ArchiveNotFound("empty url") from None
+            raise
+        await _say(exchange, *registered(progress))
+
+    async def _registration(self, exchange: Exchange) -> dict[str, str]:
+        """The parameters of the query, the form or the JSON body. What the body says wins."""
+        parameters = _query(exchange)
+        body = await exchange.body(self._limit)
+        content_type = exchange.headers.get("content-type", "")
+        kind = content_type.partition(";")[0].strip().lower()
+        if body and kind == "application/json":
+            parameters.update(_json_parameters(body))
+        elif kind in (forms.MULTIPART, forms.URLENCODED):
+            fields = forms.inputs(content_type, body)
+            parameters.update({field.name: field.value.decode("utf-8", "replace") for field in fields})
+        return parameters
+
+    async def _scale(self, exchange: Exchange, model: str, version: str | None) -> None:
+        query = _query(exchange)
+        version = version or query.get("model_version") or None
+        low = integer(query.get("min_worker"), 1)
+        high = integer(query.get("max_worker"), low)
+        try:
+            progress = await self._control.scale(model, version, low, high, truth(query.get("synchronous")))
+        except StartFailed as error:
+            if version is None:  # TorchServe names the version only where the caller did
+                raise type(error)(model, "null", error.detail) from None
+            raise
+        await _say(exchange, *scaled(progress, low, version is not None))
+
+    async def _set_default(self, exchange: Exchange, model: str, version: str) -> None:
+        await self._control.set_default(model, version)
+        await _say(exchange, 200, f'Default version successfully updated for model "{model}" to "{version}"')
+
+    async def _describe(self, exchange: Exchange, model: str, version: str | None) -> None:
+        if version == "all":
+            found = await self._control.describe(model, every=True)
+        elif truth(_query(exchange).get("customized")):
+            try:
+                found = await self._control.describe(model, version, customized=True)
+            except NoWorker:
+                raise NobodyDescribes(model) from None
+        else:
+            found = await self._control.describe(model, version)
+        await errors.reply_json(exchange, [described(description) for description in found])
+
+    async def _ready(self, exchange: Exchange, model: str) -> None:
+        [description] = await self._control.describe(model)
+        await errors.reply_json(exchange, {"name": model, "ready": description.status.phase == "ready"})
+
+
+def registered(progress: Progress) -> tuple[int, str]:
+    """The status and the sentence after a registration."""
+    if progress.state == "done":
+        ref = progress.ref
+        sentence = f'Model "{ref.name}" Version: {ref.version} registered with {progress.replicas} initial workers'
+        if progress.replicas == 0:
+            sentence += ". Use scale workers API to add workers for the model."
+        return 200, sentence
+    return _UNDER_WAY[progress.state]
+
+
+def scaled(progress: Progress, asked: int, named: bool) -> tuple[int, str]:
+    """The status and the sentence after a change of workers; the version is in it where the caller ``named`` it."""
+    if progress.state == "done":
+        version = f", version: {progress.ref.version}" if named else ""
+        return 200, f"Workers scaled to {asked} for model: {progress.ref.name}{version}"
+    return _UNDER_WAY[progress.state]
+
+
+_UNDER_WAY = {
+    "processing": (202, "Processing worker updates..."),
+    "partial": (206, "Workers scaling in progress..."),
+}
+
+
+def described(description: Description) -> dict[str, Any]:
+    """A version in TorchServe's words, its fields in TorchServe's order; what it cannot say yet is off."""
+    spec, status = description.spec, description.status
+    said: dict[str, Any] = {
+        "modelName": spec.name,
+        "modelVersion": spec.version,
+        "modelUrl": spec.url,
+        "runtime": spec.runtime,
+        "minWorkers": spec.min_workers,
+        "maxWorkers": spec.max_workers,
+        "batchSize": spec.batch_size,
+        "maxBatchDelay": MAX_BATCH_DELAY if spec.max_batch_delay is None else spec.max_batch_delay,
+        "responseTimeout": spec.response_timeout,
+        "startupTimeout": spec.startup_timeout,
+        "maxRetryTimeoutInSec": spec.max_retry_timeout,
+        "clientTimeoutInMills": spec.client_timeout,
+        "parallelType": "",
+        "parallelLevel": 0,
+        "deviceType": spec.device_type or ("gpu" if spec.num_gpus else "cpu"),
+    }
+    if spec.device_ids:
+        said["deviceIds"] = list(spec.device_ids)
+    said |= {
+        "continuousBatching": False,
+        "useJobTicket": False,
+        "useVenv": False,
+        "stateful": False,
+        "sequenceMaxIdleMSec": 0,
+        "sequenceTimeoutMSec": 0,
+        "maxNumSequence": 0,
+        "maxSequenceJobQueueSize": 0,
+        "loadedAtStartup": spec.loaded_at_startup,
+        "workers": [_worker(worker) for worker in status.workers],
+        "jobQueueStatus": {
+            "remainingCapacity": max(0, spec.job_queue_size * max(1, status.replicas) - description.pending),
+            "pendingRequests": description.pending,
+        },
+    }
+    if description.metadata is not None:
+        said["customizedMetadata"] = description.metadata if isinstance(description.metadata, dict) else {}
+    if status.last_error:
+        said["lastError"] = status.last_error
+    return said
+
+
+def _worker(worker: Worker) -> dict[str, Any]:
+    started = datetime.fromtimestamp(worker.started, timezone.utc).isoformat(timespec="milliseconds")
+    return {
+        "id": worker.id,
+        "startTime": started.replace("+00:00", "Z"),
+        "status": "READY" if worker.ready else "UNLOADING",
+        "memoryUsage": worker.memory,
+        "pid": worker.pid,
+        "gpu": bool(worker.gpu),
+        "gpuUsage": f"gpuId::{worker.gpu}" if worker.gpu else "N/A",
+    }
+
+
+def registration(parameters: Mapping[str, str]) -> Registration:
+    """What the parameters ask for. A number that is none says nothing, as in TorchServe."""
+    return Registration(
+        url=parameters.get("url", ""),
+        **{key: parameters.get(key) or None for key in _WORDS},
+        **{key: integer(parameters.get(key), None) for key in _COUNTS},
+        wait=truth(parameters.get("synchronous", "true")),
+    )
+
+
+def integer(text: str | None, default: Any) -> Any:
+    """The number that ``text`` is, as a 32-bit integer of Java's would read it, or ``default``."""
+    if text is None or not _INTEGER.fullmatch(text) or len(text) > 11:
+        return default
+    number = int(text)
+    return number if -(2**31) <= number < 2**31 else default
+
+
+def truth(text: str | None) -> bool:
+    return text is not None and text.lower() == "true"
+
+
+def _json_parameters(body: bytes) -> dict[str, str]:
+    """A registration's JSON body as the text that its query would hold. Raises JsonSyntaxError."""
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise JsonSyntaxError(f"The body is not JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise JsonSyntaxError(f"The body must be a JSON object, and is a {type(said).__name__}.")
+    return {key: _json_text(key, value) for key, value in said.items() if key in _KNOWN and value is not None}
+
+
+def _json_text(key: str, value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, (dict, list)) or (key in _COUNTS and integer(text, None) is None):
+        wanted = "an integer" if key in _COUNTS else "text"
+        raise JsonSyntaxError(f"{key} must be {wanted}, and is {orjson.dumps(value).decode()}.")
+    return text
+
+
+def _query(exchange: Exchange) -> dict[str, str]:
+    """The query's parameters; of a repeated one the first."""
+    pairs = parse_qsl(exchange.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+    return dict(reversed(pairs))
+
+
+async def _say(exchange: Exchange, status: int, sentence: str) -> None:
+    await errors.reply_json(exchange, {"status": sentence}, status)

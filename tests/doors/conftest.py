@@ -1,0 +1,276 @@
+"""Both apps in process: a real DataPlane over a target written in the test, a real ControlPlane over a keeper in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from serve_app.controlplane import ControlPlane
+from serve_app.dataplane import DataPlane, TableReader
+from serve_app.doors.app import App, inference_app, management_app
+from serve_app.errors import CannotRemoveDefault, ModelNotFound, UnknownDefault, VersionExists, VersionNotFound
+from serve_app.settings import ControlSettings, InferenceSettings, Settings
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import (
+    Call,
+    Description,
+    ModelRef,
+    ModelRow,
+    ModelSpec,
+    ModelStatus,
+    Progress,
+    Registration,
+    Reply,
+    ReplyStream,
+    Table,
+    VersionRow,
+    Worker,
+)
+
+Infer = Callable[[Call], Awaitable["Reply | ReplyStream"]]
+
+
+@dataclass
+class Answer:
+    """What the app sent: ``pieces`` are the body messages, one each."""
+
+    status: int = 0
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    pieces: list[bytes] = field(default_factory=list)
+    ended: bool = False
+    error: BaseException | None = None
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    def __getitem__(self, name: str) -> str | None:
+        values = [value.decode("latin-1") for key, value in self.headers if key == name.encode()]
+        assert len(values) <= 1, f"{name} was sent {len(values)} times"
+        return values[0] if values else None
+
+
+def ask(
+    app: App,
+    method: str,
+    target: str,
+    body: bytes | list[bytes] = b"",
+    headers: dict[str, str] | None = None,
+    scope: dict[str, Any] | None = None,
+    raises: bool = False,
+) -> Answer:
+    """One request over the bare ASGI interface; a body that is a list comes in as many pieces."""
+    return asyncio.run(_ask(app, method, target, body, headers or {}, scope or {}, raises))
+
+
+async def _ask(app, method, target, body, headers, scope, raises) -> Answer:
+    answer = Answer()
+    pieces = list(body) if isinstance(body, list) else [body]
+
+    async def receive() -> dict[str, Any]:
+        if not pieces:
+            return {"type": "http.disconnect"}
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            assert not answer.status
+            answer.status, answer.headers = message["status"], list(message["headers"])
+        else:
+            assert answer.status
+            assert not answer.ended
+            answer.pieces.append(message.get("body", b""))
+            answer.ended = not message.get("more_body", False)
+
+    path, _, query = target.partition("?")
+    full = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "root_path": "",
+        "query_string": query.encode(),
+        "headers": [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()],
+        "http_version": "1.1",
+        "client": ("127.0.0.1", 40000),
+        **scope,
+    }
+    try:
+        await app(full, receive, send)
+    except Exception as error:
+        if not raises:
+            raise
+        answer.error = error
+    return answer
+
+
+class Says:
+    """A target that answers with a function, and keeps the calls it got."""
+
+    def __init__(self, infer: Infer) -> None:
+        self._infer = infer
+        self.calls: list[Call] = []
+
+    async def infer(self, call: Call) -> Reply | ReplyStream:
+        self.calls.append(call)
+        return await self._infer(call)
+
+
+async def echo(call: Call) -> Reply:
+    return Reply(call.inputs[0].value if call.inputs else b"", version=call.version or "1.0")
+
+
+def two_versions() -> Table:
+    rows = {version: VersionRow(version, "ready", 1) for version in ("1.0", "2.0")}
+    return Table(1, {"m": ModelRow("1.0", rows)}, settled=True)
+
+
+@dataclass
+class Inference:
+    app: App
+    target: Says
+    meters: Meters
+    access: list[tuple]
+
+    def __call__(self, method: str, target: str, *args: Any, **named: Any) -> Answer:
+        return ask(self.app, method, target, *args, **named)
+
+
+class Lines:
+    """An access log that keeps its lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple] = []
+
+    def write(self, *line: Any) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture
+def inference() -> Callable[..., Inference]:
+    def build(infer: Infer = echo, table: Table | None = None, max_request_size: int = 6_553_500) -> Inference:
+        target, meters, access = Says(infer), Meters(), Lines()
+        settings = Settings(inference=InferenceSettings(max_request_size=max_request_size))
+        reader = TableReader(two_versions() if table is None else table)
+        plane = DataPlane(reader, meters, lambda ref, row: target)
+        return Inference(inference_app(plane, settings, meters, access), target, meters, access.lines)
+
+    return build
+
+
+class Shelf:
+    """A keeper in memory: every archive is called after its URL, and its version stands behind a dash."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, dict[str, ModelSpec]] = {}
+        self.defaults: dict[str, str] = {}
+        self.status: dict[ModelRef, ModelStatus] = {}
+        self.said: Any = None  # what handlers say of themselves
+        self.fails: Exception | None = None
+        self.state: str = "done"
+        self.asked: list[tuple] = []
+
+    def _spec(self, model: str, version: str | None) -> ModelSpec:
+        if model not in self.specs:
+            raise ModelNotFound(model)
+        version = version or self.defaults[model]
+        if version not in self.specs[model]:
+            raise VersionNotFound(model, version)
+        return self.specs[model][version]
+
+    def _under_way(self, ref: ModelRef, count: int, wait: bool) -> Progress:
+        if self.fails is not None:
+            raise self.fails
+        state = self.state if wait else "processing"
+        return Progress(ref, count, state if count else "done")
+
+    async def register(self, registration: Registration) -> Progress:
+        self.asked.append(("register", registration))
+        name, _, version = registration.url.removesuffix(".mar").partition("-")
+        name, version = registration.model_name or name, version or "1.0"
+        if version in self.specs.get(name, {}):
+            raise VersionExists(name, version)
+        count = max(0, registration.initial_workers or 0)
+        progress = self._under_way(ModelRef(name, version), count, registration.wait)
+        spec = ModelSpec(
+            name,
+            version,
+            registration.url,
+            "sha256",
+            "archive",
+            min_workers=count,
+            max_workers=count,
+            batch_size=registration.batch_size or 1,
+            max_batch_delay=registration.max_batch_delay,
+        )
+        self.specs.setdefault(name, {})[version] = spec
+        self.defaults.setdefault(name, version)
+        return progress
+
+    async def scale(self, model: str, version: str | None, low: int, high: int, wait: bool) -> Progress:
+        self.asked.append(("scale", model, version, low, high, wait))
+        spec = self._spec(model, version)
+        return self._under_way(spec.ref, low, wait)
+
+    async def set_default(self, model: str, version: str) -> ModelRef:
+        if version not in self.specs.get(model, {version: None}):
+            raise UnknownDefault(model, version)
+        ref = self._spec(model, version).ref
+        self.defaults[model] = version
+        return ref
+
+    async def unregister(self, model: str, version: str | None) -> ModelRef:
+        ref = self._spec(model, version).ref
+        if ref.version == self.defaults[model] and len(self.specs[model]) > 1:
+            raise CannotRemoveDefault(model)
+        del self.specs[model][ref.version]
+        if not self.specs[model]:
+            del self.specs[model]
+        return ref
+
+    async def describe(self, model: str, version: str | None) -> Description:
+        spec = self._spec(model, version)
+        status = self.status.get(spec.ref, ModelStatus())
+        return Description(spec, status, spec.version == self.defaults[model])
+
+    async def metadata(self, model: str, version: str | None) -> Any:
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+    async def versions(self, model: str) -> list[str]:
+        self._spec(model, None)
+        return list(self.specs[model])
+
+    async def models(self) -> list[tuple[str, str]]:
+        return [(name, versions[self.defaults[name]].url) for name, versions in sorted(self.specs.items())]
+
+    def put(self, spec: ModelSpec, *workers: Worker, **status: Any) -> None:
+        """A version that stands already."""
+        self.specs.setdefault(spec.name, {})[spec.version] = spec
+        self.defaults.setdefault(spec.name, spec.version)
+        phase = "ready" if workers else "stopped"
+        self.status[spec.ref] = replace(ModelStatus(phase, len(workers), workers=workers), **status)
+
+
+@dataclass
+class Management:
+    app: App
+    shelf: Shelf
+
+    def __call__(self, method: str, target: str, *args: Any, **named: Any) -> Answer:
+        return ask(self.app, method, target, *args, **named)
+
+
+@pytest.fixture
+def management() -> Callable[..., Management]:
+    def build(enable_model_api: bool = True) -> Management:
+        shelf = Shelf()
+        settings = Settings(control=ControlSettings(enable_model_api=enable_model_api))
+        return Management(management_app(ControlPlane(shelf, settings), settings), shelf)
+
+    return build

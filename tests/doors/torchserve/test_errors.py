@@ -1,0 +1,149 @@
+"""Every class of the tree through TorchServe's table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from serve_app import errors
+from serve_app.doors.torchserve.errors import TABLE, JsonSyntaxError, document, look_up, pretty
+
+NO_WORKER = (
+    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
+    "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+)
+# One instance of every class that a caller can be told: status, type, message as TorchServe has them.
+SAID = [
+    (errors.BadRequest("no"), 400, "BadRequestException", "no"),
+    (errors.MissingParameter("url"), 400, "BadRequestException", "Parameter url is required."),
+    (errors.InvalidBody("no"), 400, "BadRequestException", "no"),
+    (JsonSyntaxError("no"), 500, "JsonSyntaxException", "no"),
+    (errors.InvalidArchive("a.mar", "no"), 400, "InvalidModelException", "a.mar: no"),
+    (errors.DownloadFailed("u", "w"), 400, "DownloadArchiveException", "Failed to download archive from: u"),
+    (errors.ConfigurationError("f", "no"), 400, "BadRequestException", "f: no"),
+    (errors.Forbidden("no"), 403, "IllegalArgumentException", "no"),
+    (
+        errors.CannotRemoveDefault("m"),
+        403,
+        "InvalidModelVersionException",
+        "Cannot remove default version for model m",
+    ),
+    (errors.NotFound("no"), 404, "ResourceNotFoundException", "no"),
+    (errors.ModelNotFound("m"), 404, "ModelNotFoundException", "Model not found: m"),
+    (
+        errors.VersionNotFound("m", "3"),
+        404,
+        "ModelVersionNotFoundException",
+        "Model version: 3 does not exist for model: m",
+    ),
+    (
+        errors.UnknownDefault("m", "3"),
+        404,
+        "ModelVersionNotFoundException",
+        "Model version 3 does not exist for model m",
+    ),
+    (errors.ArchiveNotFound("empty url"), 404, "ModelNotFoundException", "empty url"),
+    (
+        errors.ResourceNotFound(),
+        404,
+        "ResourceNotFoundException",
+        "Requested resource is not found, please refer to API document.",
+    ),
+    (
+        errors.MethodNotAllowed(),
+        405,
+        "MethodNotAllowedException",
+        "Requested method is not allowed, please refer to API document.",
+    ),
+    (
+        errors.VersionExists("m", "1.0"),
+        409,
+        "ConflictStatusException",
+        "Model version 1.0 is already registered for model m",
+    ),
+    (errors.NoWorker("m", None), 503, "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
+    (errors.QueueFull("m", "1.0"), 503, "ServiceUnavailableException", f'Model "m" Version 1.0" {NO_WORKER}'),
+    (errors.Loading("m", None), 503, "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
+    (errors.Unavailable("no"), 503, "ServiceUnavailableException", "no"),
+    (
+        errors.DeadlineExceeded("m", 1.0),
+        504,
+        "RequestTimeoutException",
+        "The deadline of this request passed before model m answered.",
+    ),
+    (errors.WorkerDied("why"), 500, "InternalServerException", "Worker died."),
+    (
+        errors.StartFailed("m", "1.0", ""),
+        500,
+        "InternalServerException",
+        "Failed to start workers for model m version: 1.0",
+    ),
+    (
+        errors.StartOutOfMemory("m", "1.0", ""),
+        507,
+        "InternalServerException",
+        "Failed to start workers for model m version: 1.0",
+    ),
+    (errors.HandlerFailed("traceback"), 503, "InternalServerException", "Prediction failed"),
+    (errors.InvalidOutput(), 503, "InternalServerException", "Invalid model predict output"),
+    (errors.CountMismatch(), 503, "InternalServerException", "number of batch response mismatched"),
+    (errors.UnsupportedOutput(), 503, "InternalServerException", "Unsupported model output data type."),
+    (errors.OutOfResources("traceback"), 507, "InternalServerException", "Out of resources"),
+    (errors.HandlerSaid("my words", 418), 418, "InternalServerException", "my words"),
+    (errors.HandlerSaid("my words", 413), 507, "InternalServerException", "my words"),
+    (errors.HandlerSaid("my words", 42), 500, "InternalServerException", "my words"),
+]
+
+
+def tree(cls: type) -> set[type]:
+    return {cls}.union(*(tree(child) for child in cls.__subclasses__() if child.__module__ == errors.__name__))
+
+
+@pytest.mark.parametrize(("error", "status", "name", "message"), SAID, ids=lambda v: type(v).__name__)
+def test_error_answers_as_torchserve_does(error: Exception, status: int, name: str, message: str) -> None:
+    assert look_up(error) == (status, name)
+    said = document(error)
+    assert said is not None
+    assert {key: said[key] for key in ("code", "type", "message")} == {
+        "code": status,
+        "type": name,
+        "message": message,
+    }
+
+
+def test_every_class_of_the_tree_is_in_the_examples() -> None:
+    shown = {type(error) for error, *_ in SAID} | {errors.TooLarge, errors.NotYet, errors.RelayError}
+    named = {cls for cls in tree(errors.RelayError) if not cls.__name__.startswith("_")}
+    assert named <= shown
+
+
+@pytest.mark.parametrize("cls", sorted(tree(errors.RelayError), key=lambda c: c.__name__), ids=lambda c: c.__name__)
+def test_every_class_finds_a_line_of_its_own_tree(cls: type) -> None:
+    found = next(c for c in cls.__mro__ if c in TABLE)
+    assert found is not Exception or cls is errors.RelayError
+
+
+def test_body_is_pretty_json_with_a_line_end() -> None:
+    assert pretty(document(errors.ModelNotFound("m"))) == (
+        b'{\n  "code": 404,\n  "type": "ModelNotFoundException",\n  "message": "Model not found: m"\n}\n'
+    )
+
+
+def test_too_large_has_no_body_and_not_yet_is_a_status() -> None:
+    assert look_up(errors.TooLarge(10))[0] == 413
+    assert document(errors.TooLarge(10)) is None
+    assert look_up(errors.NotYet("nearly"))[0] == 202
+    assert document(errors.NotYet("nearly")) == {"status": "nearly"}
+
+
+def test_a_failed_start_brings_the_handlers_traceback() -> None:
+    said = document(errors.StartFailed("m", "1.0", "Traceback: no module named foo"))
+    assert said is not None
+    assert said["detail"] == "Traceback: no module named foo"
+    assert said["message"] == "Failed to start workers for model m version: 1.0"
+
+
+@pytest.mark.parametrize("error", [errors.HandlerFailed("secret"), errors.NoWorker("m", None, "secret"), OSError("secret")])
+def test_no_other_error_tells_what_is_inside(error: Exception) -> None:
+    assert "secret" not in json.dumps(document(error))
