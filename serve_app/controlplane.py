@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol
 
-from serve_app.errors import BadRequest, MissingParameter, MethodNotAllowed
+from serve_app.errors import BadRequest, MethodNotAllowed, MissingParameter
 from serve_app.settings import Settings
 from serve_app.types import Description, ModelRef, Progress, Registration
 

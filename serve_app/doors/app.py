@@ -39,8 +39,10 @@ class AccessLog(Protocol):
         status: int,
         milliseconds: float,
         request_id: str,
+        model: str,
+        version: str,
     ) -> None:
-        """One request was answered, or its caller left."""
+        """One request was answered, or its caller left; ``model`` and ``version`` are empty where none was asked."""
 
 
 class App:
@@ -86,6 +88,8 @@ class App:
             exchange.status or _CALLER_LEFT,
             seconds * 1000,
             exchange.request_id,
+            exchange.model,
+            exchange.version,
         )
 
 

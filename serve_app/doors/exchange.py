@@ -44,10 +44,22 @@ class Exchange:
     """``segments`` are the parts of the client's path, decoded once, without trailing slashes.
 
     ``headers`` are the request's, lower-cased by ASGI; of a repeated one the last. ``status`` is the
-    answer's, 0 until it has begun.
+    answer's, 0 until it has begun. ``model`` and ``version`` are what answered, for the access log.
     """
 
-    __slots__ = ("_receive", "_send", "headers", "method", "path", "request_id", "scope", "segments", "status")
+    __slots__ = (
+        "_receive",
+        "_send",
+        "headers",
+        "method",
+        "model",
+        "path",
+        "request_id",
+        "scope",
+        "segments",
+        "status",
+        "version",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -57,6 +69,7 @@ class Exchange:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = uuid4()
         self.status = 0
+        self.model = self.version = ""
         self._receive = receive
         self._send = send
 

@@ -1,4 +1,6 @@
-"""Both apps in process: a real DataPlane over a target written in the test, a real ControlPlane over a keeper in memory."""
+"""Both apps in process: a real DataPlane over a target that the test writes, a real ControlPlane over
+a keeper in memory.
+"""
 
 from __future__ import annotations
 

@@ -180,12 +180,12 @@ def test_a_real_server_ends_a_broken_stream_without_its_last_chunk(inference) ->
 
 def test_a_real_server_answers_a_body_that_is_too_large_and_goes_on(inference) -> None:
     async def run() -> list[int]:
-        async with serving(inference(max_request_size=1000).app) as port:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-                refused = await client.post("/predictions/m", content=b"x" * 200_000)
-                assert refused.content == b""
-                served = await client.post("/predictions/m", content=b"x" * 1000)
-                return [refused.status_code, served.status_code]
+        async with serving(inference(max_request_size=1000).app) as port, httpx.AsyncClient(trust_env=False) as client:
+            url = f"http://127.0.0.1:{port}/predictions/m"
+            refused = await client.post(url, content=b"x" * 200_000)
+            assert refused.content == b""
+            served = await client.post(url, content=b"x" * 1000)
+            return [refused.status_code, served.status_code]
 
     assert asyncio.run(run()) == [413, 200]
 

@@ -56,6 +56,7 @@ class InferenceDoor:
             raise ResourceNotFound()
         model = segments[1]
         version = segments[2] if len(segments) > 2 else None
+        exchange.model, exchange.version = model, version or ""
         if exchange.method == "OPTIONS":
             if model not in self._plane.table.models:
                 raise ModelNotFound(model)
@@ -77,10 +78,12 @@ class InferenceDoor:
         )
         if isinstance(reply, ReplyStream):
             head = reply.head
+            exchange.version = head.version
             sent = author_headers(head.content_type, head.headers)
             sent.append((b"ts_stream_next", b"true"))
             await exchange.stream(errors.http_status(head.status), sent, reply)
         else:
+            exchange.version = reply.version
             await exchange.reply(errors.http_status(reply.status), _headers(reply), reply.body)
 
     def _deadline(self, headers: Mapping[str, str], model: str, version: str | None) -> float | None:

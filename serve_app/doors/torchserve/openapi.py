@@ -73,9 +73,7 @@ def document(routes: dict[str, dict[str, Operation]]) -> dict[str, Any]:
 
 def of_model(routes: dict[str, dict[str, Operation]], model: str) -> dict[str, Any]:
     """The document of the routes that name a model, with this one's name in them."""
-    named = {
-        path.replace("{model_name}", model): methods for path, methods in routes.items() if "{model_name}" in path
-    }
+    named = {path.replace("{model_name}", model): methods for path, methods in routes.items() if "{model_name}" in path}
     return document(named)
 
 

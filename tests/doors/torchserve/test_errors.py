@@ -144,6 +144,8 @@ def test_a_failed_start_brings_the_handlers_traceback() -> None:
     assert said["message"] == "Failed to start workers for model m version: 1.0"
 
 
-@pytest.mark.parametrize("error", [errors.HandlerFailed("secret"), errors.NoWorker("m", None, "secret"), OSError("secret")])
+@pytest.mark.parametrize(
+    "error", [errors.HandlerFailed("secret"), errors.NoWorker("m", None, "secret"), OSError("secret")]
+)
 def test_no_other_error_tells_what_is_inside(error: Exception) -> None:
     assert "secret" not in json.dumps(document(error))

@@ -40,7 +40,9 @@ def test_multipart_keeps_the_type_of_files_only() -> None:
 
 
 def test_a_plain_field_loses_its_content_type() -> None:
-    body = b'--XX\r\nContent-Disposition: form-data; name="data"\r\nContent-Type: application/json\r\n\r\n{}\r\n--XX--\r\n'
+    body = (
+        b'--XX\r\nContent-Disposition: form-data; name="data"\r\nContent-Type: application/json\r\n\r\n{}\r\n--XX--\r\n'
+    )
     assert inputs(FORM, body) == (Input("data", b"{}"),)
 
 

@@ -164,7 +164,13 @@ def test_a_fault_of_ours_is_logged_with_its_traceback(inference, caplog) -> None
 
 def test_what_the_handler_set_goes_out(inference) -> None:
     async def reply(call: Call) -> Reply:
-        headers = (("X-Mine", "1"), ("Pragma", "cache"), ("Content-Length", "99"), ("bad name", "x"), ("X-Two", "a\r\nb: c"))
+        headers = (
+            ("X-Mine", "1"),
+            ("Pragma", "cache"),
+            ("Content-Length", "99"),
+            ("bad name", "x"),
+            ("X-Two", "a\r\nb: c"),
+        )
         return Reply(b"hi", "text/plain", 599, "Odd", headers)
 
     answer = inference(reply)("POST", "/predictions/m")
@@ -271,9 +277,9 @@ def test_a_deadline_that_passes_is_answered(inference) -> None:
 class Pieces:
     """A stream of ``pieces`` that says whether it was closed; an exception among them is raised."""
 
-    def __init__(self, *pieces: bytes | Exception, head: Reply = Reply(b"")) -> None:
+    def __init__(self, *pieces: bytes | Exception, head: Reply | None = None) -> None:
         self._pieces = pieces
-        self._head = head
+        self._head = head or Reply(b"")
         self.closed = False
 
     async def infer(self, call: Call) -> ReplyStream:
@@ -323,7 +329,11 @@ def test_live(inference) -> None:
 
 
 def test_ready_names_what_is_not_there_yet(inference) -> None:
-    rows = [VersionRow("1.0", "loading", 0), VersionRow("2.0", "failed", 0, last_error="secret"), VersionRow("3.0", "ready", 1)]
+    rows = [
+        VersionRow("1.0", "loading", 0),
+        VersionRow("2.0", "failed", 0, last_error="secret"),
+        VersionRow("3.0", "ready", 1),
+    ]
     answer = inference(table=table(*rows, settled=False))("GET", "/health/ready")
     assert answer.status == 503
     assert json.loads(answer.body) == {"ready": False, "loading": ["m/1.0"], "failed": ["m/2.0"]}
@@ -334,7 +344,9 @@ def test_ready_names_what_is_not_there_yet(inference) -> None:
     assert json.loads(answer.body)["reason"] == "no routing table has reached this process yet"
 
 
-@pytest.mark.parametrize(("method", "path"), [("OPTIONS", "/"), ("GET", "/api-description"), ("POST", "/api-description/")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("OPTIONS", "/"), ("GET", "/api-description"), ("POST", "/api-description/")]
+)
 def test_the_api_describes_itself(inference, method: str, path: str) -> None:
     answer = inference()(method, path)
     assert answer.status == 200
@@ -366,10 +378,15 @@ def test_every_answer_is_counted_and_logged(inference) -> None:
     app = inference()
     answer = app("POST", "/predictions/m?a=b", b"x")
     app("GET", "/nothing")
-    counts = {dict(labels)["code"]: value for name, labels, value in app.meters.samples() if name == "torchrelay_http_responses_total"}
+    counts = {
+        dict(labels)["code"]: value
+        for name, labels, value in app.meters.samples()
+        if name == "torchrelay_http_responses_total"
+    }
     assert counts == {"200": 1.0, "404": 1.0}
-    client, method, path, http_version, status, milliseconds, request_id = app.access[0]
+    client, method, path, http_version, status, milliseconds, request_id, model, version = app.access[0]
     assert (client, method, path, http_version, status) == ("127.0.0.1:40000", "POST", "/predictions/m?a=b", "1.1", 200)
     assert 0 < milliseconds < 1000
-    assert request_id == answer["x-request-id"]
+    assert (request_id, model, version) == (answer["x-request-id"], "m", "1.0")
     assert app.access[1][4] == 404
+    assert app.access[1][7:] == ("", "")

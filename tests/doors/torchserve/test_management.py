@@ -201,8 +201,7 @@ def test_register_without_workers(management) -> None:
     answer = management()("POST", "/models?url=m.mar")
     assert said(answer) == (
         200,
-        'Model "m" Version: 1.0 registered with 0 initial workers. '
-        "Use scale workers API to add workers for the model.",
+        'Model "m" Version: 1.0 registered with 0 initial workers. Use scale workers API to add workers for the model.',
     )
 
 
@@ -303,7 +302,10 @@ def test_json_that_cannot_be_read(management, body: bytes, says: str) -> None:
     [
         ("", (400, "BadRequestException", "Parameter url is required.")),
         ("?url=", (404, "ModelNotFoundException", "empty url")),
-        ("?url=noop-1.11.mar", (409, "ConflictStatusException", "Model version 1.11 is already registered for model noop")),
+        (
+            "?url=noop-1.11.mar",
+            (409, "ConflictStatusException", "Model version 1.11 is already registered for model noop"),
+        ),
     ],
 )
 def test_registrations_that_are_refused(management, query: str, expected: tuple[int, str, str]) -> None:
