@@ -36,8 +36,10 @@ class TableReader:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def next(self) -> None:
-        await self._changed.wait()
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when the table after this one comes. Take it before you read the table: nothing is missed then."""
+        return self._changed
 
 
 class DataPlane:
@@ -104,14 +106,17 @@ class DataPlane:
             until = min(until, call.deadline)
         self._waiting[ref] = self._waiting.get(ref, 0) + 1
         try:
-            while row.phase == "loading" and row.replicas == 0:
+            while True:
+                changed = self._reader.changed
+                row = traffic.choose(self._reader.table, Call(ref.name, ref.version))
+                if row.phase != "loading" or row.replicas:
+                    break
                 try:
-                    await asyncio.wait_for(self._reader.next(), until - time.time())
+                    await asyncio.wait_for(changed.wait(), until - time.time())
                 except asyncio.TimeoutError:
                     if call.expired:
                         raise DeadlineExceeded(call.model, 0.0) from None
                     raise Loading(ref.name, call.version, "its replicas are still loading") from None
-                row = traffic.choose(self._reader.table, Call(ref.name, ref.version))
         finally:
             self._waiting[ref] -= 1
         if row.phase in ("stopped", "failed") and row.replicas == 0:

@@ -1,0 +1,192 @@
+"""The server as an operating system's process: `serve run`, and everything that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import yaml
+
+from serve_app.errors import ConfigurationError
+from serve_app.ports import holder
+from serve_app.settings import Settings, load
+
+_GRACE = 3.5  # seconds for a clean end, before what is left is killed
+_MARK = "TORCHRELAY_RUN"  # in the environment of every process of one start, however it was daemonised
+
+# Ports that Ray Serve takes beside ours, and the variables that move them.
+_RAY_PORTS = {
+    8404: "RAY_SERVE_HAPROXY_STATS_PORT",
+    8500: "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    9101: "RAY_SERVE_HAPROXY_METRICS_PORT",
+}
+
+
+class StartError(Exception):
+    """Why the server did not start, in words for the one who started it."""
+
+
+def read_env(path: Path) -> dict[str, str]:
+    """The KEY=VALUE lines of an environment file. Raises StartError, naming file and line."""
+    values = {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise StartError(f"{path}: {error.strerror}; name another file with --env") from None
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if line and not line.startswith("#"):
+            key, equals, value = line.partition("=")
+            if not equals or not key.replace("_", "").isalnum():
+                raise StartError(f"{path}, line {number}: {line!r} is not KEY=VALUE")
+            values[key] = value
+    return values
+
+
+class ServerProcess:
+    """One server, started from a configuration and an environment file."""
+
+    def __init__(self, config: Path, env: Path) -> None:
+        self.config = config
+        self._env = env
+        try:
+            document = yaml.safe_load(config.read_text())
+        except OSError as error:
+            raise StartError(f"{config}: {error.strerror}; run this in the project's folder, or name a file") from None
+        except yaml.YAMLError as error:
+            raise StartError(f"{config}: {error}") from None
+        http = document.get("http_options") or {}
+        applications = document.get("applications") or [{}]
+        try:
+            self.settings: Settings = load(applications[0].get("args"), str(config))
+        except ConfigurationError as error:
+            raise StartError(str(error)) from None
+        self._http = (str(http.get("host", "127.0.0.1")), int(http.get("port", 8000)))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def inference(self) -> str:
+        return _address(*self._http)
+
+    @property
+    def management(self) -> str:
+        return _address(self.settings.management.host, self.settings.management.port)
+
+    @property
+    def metrics(self) -> str:
+        return _address(self.settings.management.metrics_host, self.settings.management.metrics_port) + "/metrics"
+
+    @property
+    def log(self) -> Path:
+        return self.settings.state_dir / "logs" / "server.log"
+
+    @property
+    def _mark_file(self) -> Path:
+        return self.settings.state_dir / "server.run"
+
+    def start(self, detached: bool = False) -> None:
+        """Start `serve run` in the environment of the file. Raises StartError."""
+        env = {**read_env(self._env), **os.environ}
+        if self._running():
+            raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
+        self._check_ports(env)
+        env[_MARK] = mark = uuid.uuid4().hex
+        env["PYTHONUNBUFFERED"] = "1"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._mark_file.write_text(mark)
+        with self.log.open("wb") as log:
+            # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the rest in order.
+            self._process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "serve"), "run", str(self.config)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ended(self) -> int | None:
+        """The exit code, once the server has ended by itself."""
+        return self._process.poll() if self._process is not None else None
+
+    def wait(self) -> int:
+        """Wait for the end, or for Ctrl-C or SIGTERM, which bring it about."""
+        assert self._process is not None
+
+        def leave(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGTERM, leave)
+        try:
+            return self._process.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            return 0
+
+    def stop(self) -> bool:
+        """End the server and everything that it started; False where there was nothing to end."""
+        ours = self._running()
+        if not ours:
+            return False
+        first = min(ours, key=lambda process: process.create_time())
+        with contextlib.suppress(psutil.Error):
+            first.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline and first.is_running() and first.status() != psutil.STATUS_ZOMBIE:
+            if self._process is not None:
+                self._process.poll()
+            time.sleep(0.05)
+        for _ in range(3):  # a process that is being killed may still have started another
+            left = self._running()
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=1)
+        if self._process is not None:
+            self._process.wait()
+        self._mark_file.unlink(missing_ok=True)
+        return True
+
+    def _running(self) -> list[psutil.Process]:
+        """Every live process that carries this server's mark."""
+        try:
+            mark = self._mark_file.read_text()
+        except OSError:
+            return []
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def _check_ports(self, env: dict[str, str]) -> None:
+        m = self.settings.management
+        wanted = {
+            self._http[1]: (self._http[0], f"http_options.port in {self.config}"),
+            m.port: (m.host, f"management.port in {self.config}"),
+            m.metrics_port: (m.metrics_host, f"management.metrics_port in {self.config}"),
+        }
+        if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+            wanted |= {int(env.get(name, port)): ("0.0.0.0", f"{name} in {self._env}") for port, name in _RAY_PORTS.items()}
+        for port, (host, setting) in wanted.items():
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    raise StartError(
+                        f"Port {port}: {error.strerror}{holder(port)}. End that process, or change {setting}."
+                    ) from None
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"

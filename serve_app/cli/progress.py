@@ -1,0 +1,85 @@
+"""What a person sees while the server starts, and once it is ready."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from serve_app.cli.process import ServerProcess, StartError
+from serve_app.client import Client, ServerError
+
+_LAST_LINES = 15
+
+
+def versions(client: Client) -> Table:
+    """Every version of every model, with its replicas."""
+    table = Table("model", "version", "replicas", "state", "archive")
+    for model in client.models():
+        for version in client.describe(model["modelName"]):
+            running = sum(worker["status"] == "READY" for worker in version["workers"])
+            wanted = version["minWorkers"]
+            failed = version.get("lastError")
+            state = "[red]failed" if failed and not running else "[green]ready" if running >= wanted else "[yellow]loading"
+            if wanted == 0:
+                state = "no workers"
+            table.add_row(
+                model["modelName"], version["modelVersion"], f"{running} of {wanted}", state, version["modelUrl"]
+            )
+            if failed:
+                table.add_row("", "", "", Text(failed.strip().splitlines()[-1], style="red"), "")
+    return table
+
+
+def until_ready(server: ServerProcess, console: Console, patience: float) -> None:
+    """Show how the models come up, until all of them are ready or have failed. Raises StartError."""
+    deadline = time.monotonic() + patience
+    spinner = Spinner("dots", "Starting Ray …")
+    with Client(server.inference, server.management, timeout=2) as client, Live(
+        spinner, console=console, transient=True, refresh_per_second=8
+    ) as live:
+        while not client.ready():
+            if server.ended() is not None:
+                raise StartError(f"`serve run` ended with code {server.ended()}:\n{_tail(server)}")
+            if time.monotonic() > deadline:
+                server.stop()
+                raise StartError(f"It was not ready within {patience:.0f} s:\n{_tail(server)}")
+            try:
+                spinner.update(text="Loading models …")
+                live.update(Group(spinner, versions(client)))
+            except (httpx.HTTPError, ServerError):
+                spinner.update(text="Starting Ray …")
+                live.update(spinner)
+            time.sleep(0.1)
+        table = versions(client)
+    console.print(table)
+
+
+def welcome(server: ServerProcess, console: Console, example: str | None) -> None:
+    """Say where it listens, and what to paste."""
+    console.print("\n[bold green]Torchrelay is ready.[/bold green]")
+    rows = {
+        "inference": server.inference,
+        "management": server.management,
+        "metrics": server.metrics,
+        "dashboard": "http://127.0.0.1:8265",
+        "log": str(server.log),
+    }
+    for name, value in rows.items():
+        console.print(f"  {name:<11} {value}", highlight=False, soft_wrap=True)
+    model, _, file = (example or "MODEL=FILE").partition("=")
+    console.print("\nTry it:")
+    console.print(f"  curl {server.inference}/predictions/{model} -T {file}\n", highlight=False, soft_wrap=True)
+
+
+def _tail(server: ServerProcess) -> str:
+    try:
+        lines = server.log.read_text(errors="replace").splitlines()
+    except OSError:
+        return f"no log at {server.log}"
+    return "\n".join(lines[-_LAST_LINES:]) + f"\nThe whole log: {server.log}"

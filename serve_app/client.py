@@ -1,0 +1,101 @@
+"""A small client of the two REST APIs, for the command line and for scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+
+class ServerError(Exception):
+    """The server said no: ``status`` and its message."""
+
+    def __init__(self, status: int, message: str, detail: str = "") -> None:
+        super().__init__(status, message, detail)
+        self.status = status
+        self.message = message
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.status})" + (f"\n{self.detail}" if self.detail else "")
+
+
+class Client:
+    """Speaks to the inference port and to the management port of one server."""
+
+    def __init__(
+        self,
+        inference: str = "http://127.0.0.1:8080",
+        management: str = "http://127.0.0.1:8081",
+        timeout: float = 120.0,
+    ) -> None:
+        self._inference = httpx.Client(base_url=inference, timeout=timeout)
+        self._management = httpx.Client(base_url=management, timeout=timeout)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._inference.close()
+        self._management.close()
+
+    def ready(self) -> bool:
+        """Whether the server has its table, and every version that start-up wanted is ready or has failed."""
+        try:
+            return self._inference.get("/health/ready", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def predict(self, model: str, body: bytes, content_type: str = "", version: str | None = None) -> bytes:
+        path = f"/predictions/{model}" + (f"/{version}" if version else "")
+        headers = {"content-type": content_type} if content_type else {}
+        return _checked(self._inference.post(path, content=body, headers=headers)).content
+
+    def models(self) -> list[dict[str, Any]]:
+        """Every model by name: ``modelName`` and ``modelUrl`` of its default version."""
+        models: list[dict[str, Any]] = []
+        token: str | None = "0"
+        while token is not None:
+            page = _checked(self._management.get("/models", params={"next_page_token": token})).json()
+            models += page["models"]
+            token = page.get("nextPageToken")
+        return models
+
+    def describe(self, model: str, version: str = "all") -> list[dict[str, Any]]:
+        return _checked(self._management.get(f"/models/{model}/{version}")).json()
+
+    def register(self, url: str, **parameters: Any) -> str:
+        """Register an archive; ``parameters`` are those of ``POST /models``."""
+        answer = self._management.post("/models", params={"url": url, **_asked(parameters)}, timeout=None)
+        return _checked(answer).json()["status"]
+
+    def scale(self, model: str, version: str | None = None, **parameters: Any) -> str:
+        path = f"/models/{model}" + (f"/{version}" if version else "")
+        return _checked(self._management.put(path, params=_asked(parameters), timeout=None)).json()["status"]
+
+    def set_default(self, model: str, version: str) -> str:
+        return _checked(self._management.put(f"/models/{model}/{version}/set-default")).json()["status"]
+
+    def unregister(self, model: str, version: str | None = None) -> str:
+        path = f"/models/{model}" + (f"/{version}" if version else "")
+        return _checked(self._management.delete(path)).json()["status"]
+
+
+def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
+    def word(value: Any) -> Any:
+        return str(value).lower() if isinstance(value, bool) else value
+
+    return {key: word(value) for key, value in parameters.items() if value is not None}
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_success:
+        return response
+    try:
+        body = response.json()
+        raise ServerError(response.status_code, body["message"], body.get("detail", ""))
+    except (ValueError, KeyError, TypeError):
+        raise ServerError(response.status_code, response.text or response.reason_phrase) from None

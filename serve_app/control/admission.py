@@ -1,0 +1,87 @@
+"""From an archive's address to a spec: fetched, stored, and checked before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from serve_app.control.registry import spec_from
+from serve_app.errors import RelayError
+from serve_app.settings import Settings
+from serve_app.store.cache import Cache
+from serve_app.store.manifest import Manifest, check
+from serve_app.store.sources import fetch, file_path
+from serve_app.types import ModelSpec, Registration
+
+_ARCHIVES = (".mar", ".tar.gz", ".tgz", ".zip")
+
+
+class Admission:
+    """Every method blocks: call it from a thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._cache = Cache(settings.state_dir, settings.store)
+
+    def admit(self, registration: Registration, used: frozenset[str], at_startup: bool = False) -> ModelSpec:
+        """The spec of the version in the archive that ``registration`` names, which is in the cache from now on.
+
+        ``used`` are the digests of versions that are registered: an archive that is refused leaves
+        the cache again, unless one of them needs it.
+        Raises ArchiveNotFound, DownloadFailed, InvalidArchive, ConfigurationError and BadRequest.
+        """
+        settings = self._settings
+        with tempfile.TemporaryDirectory(prefix="torchrelay-") as into:
+            source = fetch(registration.url, settings.store, settings.model_store, Path(into))
+            stored = self._cache.store(source, source.name)
+        try:
+            manifest = Manifest.read(stored.directory, source.name, settings.store.default_service_handler)
+            asked = {"model_name": registration.model_name, "handler": registration.handler}
+            manifest = dataclasses.replace(manifest, **{key: value for key, value in asked.items() if value})
+            config = check(stored.directory, manifest)
+            return spec_from(
+                registration,
+                manifest,
+                config,
+                digest=stored.digest,
+                archive=stored.uri,
+                settings=settings,
+                at_startup=at_startup,
+            )
+        except RelayError:
+            if stored.digest not in used:
+                self._cache.remove(stored.digest)
+            raise
+
+    def at_startup(self) -> list[Registration]:
+        """What ``control.load_models`` asks for: everything in the model store, nothing, or a list."""
+        wanted = self._settings.control.load_models.strip()
+        if wanted in ("", "none"):
+            return []
+        if wanted == "all":
+            store = self._settings.model_store
+            found = sorted(store.iterdir()) if store.is_dir() else []
+            return [Registration(path.name) for path in found if _is_archive(path)]
+        pairs = (item.strip().partition("=") for item in wanted.split(",") if item.strip())
+        return [Registration(url, model_name=name) if equals else Registration(name) for name, equals, url in pairs]
+
+    def discard(self, digest: str) -> None:
+        """Forget an archive that no version uses any more."""
+        self._cache.remove(digest)
+
+    def read(self, spec: ModelSpec, offset: int, length: int) -> bytes:
+        """A piece of a stored archive; empty at its end."""
+        path = file_path(spec.archive)
+        assert path is not None, "the cache stores archives in files"
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+
+def _is_archive(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
+    if path.is_dir():
+        return (path / "MAR-INF").is_dir()
+    return path.name.lower().endswith(_ARCHIVES)

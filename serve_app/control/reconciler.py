@@ -1,0 +1,169 @@
+"""Makes Ray Serve agree with the registry: what is seen, what should be, and the steps between.
+
+``plan`` is a pure function; ``Reconciler`` looks and acts. Both can be repeated at any moment:
+when nothing differs, nothing is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from ray import serve
+from ray.serve.context import _get_global_client
+
+from serve_app.control.registry import Desired
+from serve_app.types import Worker
+
+log = logging.getLogger("torchrelay.reconciler")
+
+OURS = "torchrelay"  # the key in user_config by which an application is known as ours
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One version's application, as Serve has it now."""
+
+    app: str
+    route: str | None
+    replicas: int  # asked for
+    config: Mapping[str, Any]
+    status: str  # of the application: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, DELETING
+    message: str
+    workers: tuple[Worker, ...]  # alive, ready or not
+
+    @property
+    def running(self) -> int:
+        return sum(worker.ready for worker in self.workers)
+
+    @property
+    def failed(self) -> bool:
+        """Serve has given up starting it."""
+        return self.status == "DEPLOY_FAILED" and self.running == 0
+
+
+@dataclass(frozen=True)
+class Deploy:
+    desired: Desired
+    route: str | None
+
+
+@dataclass(frozen=True)
+class Delete:
+    app: str
+
+
+def plan(
+    desired: Mapping[str, Desired],
+    seen: Mapping[str, Seen],
+    config_of: Callable[[Desired], Mapping[str, Any]],
+) -> list[list[Deploy | Delete]]:
+    """The steps from what is seen to what is desired, in waves: a wave begins when the one before was accepted.
+
+    An application gets its route once a replica of it runs; until then the gateway answers, and can
+    say that it is loading. A route changes hands in two waves, for Serve refuses to give one away
+    that is still held.
+    """
+    first: list[Deploy | Delete] = [Delete(app) for app in seen if app not in desired and seen[app].status != "DELETING"]
+    then: list[Deploy | Delete] = []
+    held = {s.route: s.app for s in seen.values() if s.route and s.app in desired}
+    for app, want in desired.items():
+        have = seen.get(app)
+        if have is not None and have.status == "DELETING":
+            continue  # its name is free again when its replicas have drained
+        route = want.route if have is not None and (have.running or have.route) else None
+        same = (
+            have is not None
+            and have.route == route
+            and have.replicas == want.low
+            and have.config == config_of(want)
+        )
+        if not same:
+            wave = then if route and held.get(route, app) != app else first
+            wave.append(Deploy(want, route))
+    return [wave for wave in (first, then) if wave]
+
+
+class Reconciler:
+    """Looks at Serve and acts on it. Blocking, and not thread-safe: one thread calls it."""
+
+    def __init__(
+        self, application: Callable[[Desired], Any], config_of: Callable[[Desired], Mapping[str, Any]]
+    ) -> None:
+        self._application = application
+        self._config_of = config_of
+
+    def look(self) -> dict[str, Seen]:
+        """Every application of ours, by name."""
+        details = _get_global_client().get_serve_details()
+        seen = {}
+        for name, app in details["applications"].items():
+            for deployment in app["deployments"].values():
+                config = deployment["deployment_config"]
+                ours = config.get("user_config") or {}
+                if OURS in ours:
+                    seen[name] = Seen(
+                        app=name,
+                        route=app["route_prefix"],
+                        replicas=deployment["target_num_replicas"],
+                        config=ours,
+                        status=str(getattr(app["status"], "value", app["status"])),
+                        message=deployment["message"] or app["message"] or "",
+                        workers=tuple(_worker(r) for r in deployment["replicas"]),
+                    )
+        return seen
+
+    def sources(self) -> set[str]:
+        """The replica ids of everything that runs, the gateways too."""
+        details = _get_global_client().get_serve_details()
+        return {
+            replica["replica_id"]
+            for app in details["applications"].values()
+            for deployment in app["deployments"].values()
+            for replica in deployment["replicas"]
+        }
+
+    def act(self, desired: Mapping[str, Desired], seen: Mapping[str, Seen]) -> int:
+        """Take the steps that ``plan`` names; how many there were."""
+        steps = 0
+        for wave in plan(desired, seen, self._config_of):
+            targets = []
+            for step in wave:
+                steps += 1
+                if isinstance(step, Delete):
+                    log.info("deleting %s", step.app)
+                    serve.delete(step.app, _blocking=False)
+                else:
+                    app = step.desired.spec.ref.app
+                    log.info("deploying %s: %s replicas, route %s", app, step.desired.low, step.route)
+                    targets.append(serve.RunTarget(self._application(step.desired), app, step.route))
+            if targets:
+                serve.run_many(
+                    targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+                )
+        return steps
+
+
+def _worker(replica: Mapping[str, Any]) -> Worker:
+    state = str(getattr(replica["state"], "value", replica["state"]))
+    pid = replica["pid"] or 0
+    return Worker(
+        id=replica["replica_id"],
+        pid=pid,
+        started=replica["start_time_s"],
+        ready=state == "RUNNING",
+        memory=_resident(pid),
+        node=replica["node_ip"] or "",
+    )
+
+
+def _resident(pid: int) -> int:
+    """Resident bytes of a process of this machine; 0 for another machine's."""
+    try:
+        process = psutil.Process(pid)
+        return process.memory_info().rss if "ray" in process.name().lower() else 0
+    except psutil.Error:
+        return 0

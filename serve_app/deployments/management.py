@@ -1,0 +1,365 @@
+"""Management: the only writer. It keeps the registry, and makes the cluster agree with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ray import serve
+
+from serve_app.control import registry as change
+from serve_app.control.admission import Admission
+from serve_app.control.board import Board, Nudge
+from serve_app.control.database import Database
+from serve_app.control.reconciler import Reconciler, Seen
+from serve_app.control.registry import Desired, Registry
+from serve_app.controlplane import ControlPlane
+from serve_app.deployments import options
+from serve_app.deployments.listener import Listener
+from serve_app.doors.app import management_app
+from serve_app.doors.metrics import metrics_app
+from serve_app.errors import NotYet, RelayError, StartFailed
+from serve_app.settings import Settings
+from serve_app.telemetry import logs
+from serve_app.telemetry.metrics import Meters, Sample, Sum
+from serve_app.types import Description, ModelRef, ModelSpec, ModelStatus, Progress, Registration, Table
+
+log = logging.getLogger("torchrelay.management")
+T = TypeVar("T")
+
+_BUSY_PERIOD = 0.25  # seconds between passes while something is starting or stopping
+_PLACEMENT = 30.0  # seconds that a replica may wait for a place, beyond its startup_timeout
+_PAUSES = (0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55)  # seconds before the n-th start after crashes
+_CRASHES_COUNT = 300.0  # seconds for which a crash is remembered
+
+
+@dataclass
+class _Failure:
+    """A version whose replicas do not start."""
+
+    error: StartFailed
+    count: int = 1
+    since: float = 0.0  # of the first of these failures, monotonic
+    again_at: float = 0.0  # when it is tried again, monotonic
+
+
+@serve.deployment
+class Management:
+    """One replica, on the head node. What it has acknowledged is in the database."""
+
+    async def __init__(self, settings: Settings) -> None:
+        logs.configure(settings.telemetry.log_level)
+        self._settings = settings
+        settings.state_dir.mkdir(parents=True, exist_ok=True)
+        self._serve = ThreadPoolExecutor(1, thread_name_prefix="serve")  # Serve's client is not thread-safe
+        self._database = await asyncio.to_thread(Database, settings.database_url)
+        self._registry: Registry = await asyncio.to_thread(self._database.load)
+        self._admission = await asyncio.to_thread(Admission, settings)
+        self._meters = Meters()
+        self._total = Sum()
+        self._board = Board(self._total)
+        self._reconciler = Reconciler(self._application, self._config_of)
+        self._writing = asyncio.Lock()
+        self._kick = asyncio.Event()
+        self._passed = asyncio.Event()
+        self._seen: dict[str, Seen] = {}
+        self._statuses: dict[ModelRef, ModelStatus] = {}
+        self._failures: dict[ModelRef, _Failure] = {}
+        self._crashes: dict[ModelRef, list[float]] = {}
+        self._short_since: dict[ModelRef, float] = {}
+        self._leaving: dict[str, str] = {}  # applications of removed versions, and the digests that they may still need
+        self._booted = False
+        self._settled = False
+        m = settings.management
+        api = management_app(ControlPlane(self, settings), settings)
+        self._listeners = [
+            Listener(api, m.host, m.port, "management.port"),
+            Listener(metrics_app(self._render), m.metrics_host, m.metrics_port, "management.metrics_port"),
+        ]
+        for listener in self._listeners:
+            await listener.open()
+        self._publish()
+        self._tasks = [asyncio.create_task(self._boot()), asyncio.create_task(self._run())]
+
+    # What readers ask
+
+    async def poll(self, source: str, generation: int, samples: list[Sample] | None) -> Table | Nudge | None:
+        """A reader's long poll; see control/board.py."""
+        return await self._board.poll(source, generation, samples)
+
+    async def leave(self, source: str, samples: list[Sample]) -> None:
+        self._board.leave(source, samples)
+
+    async def start_failed(self, ref: ModelRef, error: StartFailed) -> None:
+        """A replica could not load its model; here is the author's traceback."""
+        self._fail(ref, error)
+        self._kick.set()
+
+    async def pause_before_start(self, ref: ModelRef) -> float:
+        """Seconds that a new replica should wait, because the ones before it crashed."""
+        self._kick.set()
+        await self._next_pass()
+        recent = [t for t in self._crashes.get(ref, ()) if t > time.monotonic() - _CRASHES_COUNT]
+        return _PAUSES[min(len(recent), len(_PAUSES) - 1)]
+
+    async def archive(self, ref: ModelRef, offset: int, length: int) -> bytes:
+        """A piece of a version's archive, for a node that does not share this one's disk; empty at its end."""
+        spec = change.find(self._registry, ref.name, ref.version)
+        return await asyncio.to_thread(self._admission.read, spec, offset, length)
+
+    # What the control plane asks (controlplane.Keeper)
+
+    async def register(self, registration: Registration) -> Progress:
+        spec = await asyncio.to_thread(self._admission.admit, registration, self._digests())
+        async with self._writing:
+            await self._commit(change.register(self._registry, spec))
+        if spec.min_workers == 0:
+            return Progress(spec.ref, 0, "done")
+        if not registration.wait:
+            return Progress(spec.ref, 0, "processing")
+        try:
+            return await self._until_running(spec.ref, spec.min_workers, spec.startup_timeout)
+        except StartFailed:
+            async with self._writing:
+                await self._commit(change.unregister(self._registry, spec.name, spec.version)[0])
+            raise
+
+    async def scale(self, model: str, version: str | None, low: int, high: int, wait: bool) -> Progress:
+        async with self._writing:
+            after, ref = change.scale(self._registry, model, version, low, high)
+            self._failures.pop(ref, None)
+            await self._commit(after)
+        spec = change.find(after, ref.name, ref.version)
+        if not wait:
+            return Progress(ref, self._running(ref), "processing")
+        return await self._until_running(ref, low, spec.startup_timeout)
+
+    async def set_default(self, model: str, version: str) -> ModelRef:
+        async with self._writing:
+            after, ref = change.set_default(self._registry, model, version)
+            await self._commit(after)
+        return ref
+
+    async def unregister(self, model: str, version: str | None) -> ModelRef:
+        async with self._writing:
+            digest = change.find(self._registry, model, version).digest
+            after, ref = change.unregister(self._registry, model, version)
+            await self._commit(after)
+            self._leaving[ref.app] = digest
+        self._failures.pop(ref, None)
+        self._crashes.pop(ref, None)
+        return ref
+
+    async def describe(self, model: str, version: str | None) -> Description:
+        spec = change.find(self._registry, model, version)
+        await self._board.collect(1.0, self._alive)
+        pending = int(self._total.total("torchrelay_queue_depth", model=spec.name, version=spec.version))
+        default = self._registry.models[model].default == spec.version
+        return Description(spec, self._statuses.get(spec.ref, ModelStatus()), default, pending)
+
+    async def versions(self, model: str) -> list[str]:
+        change.find(self._registry, model, None)
+        return sorted(self._registry.models[model].versions)
+
+    async def models(self) -> list[tuple[str, str]]:
+        records = sorted(self._registry.models.items())
+        return [(name, record.versions[record.default].url) for name, record in records]
+
+    # Changes
+
+    async def _commit(self, after: Registry) -> None:
+        """Store a change, put it in force, and only then return. Raises NotYet where a live reader lags."""
+        await asyncio.to_thread(self._database.save, self._registry, after)
+        self._registry = after
+        self._publish()
+        self._kick.set()
+        late = await self._board.in_force(self._settings.control.acknowledge_timeout, self._alive)
+        if late:
+            raise NotYet(f"Stored, and not yet in force at {len(late)} of the replicas that run.")
+
+    def _digests(self) -> frozenset[str]:
+        return frozenset(spec.digest for spec in self._registry)
+
+    def _publish(self) -> None:
+        healthy = {spec.ref: self._healthy(spec) for spec in self._registry}
+        now = self._board.table
+        table = change.table(self._registry, self._statuses, healthy, now.generation, self._settled)
+        if table != now or now.generation == 0:
+            self._board.hang(Table(self._board.next_generation(), table.models, table.settled))
+
+    async def _until_running(self, ref: ModelRef, count: int, startup_timeout: int) -> Progress:
+        """Wait until ``count`` replicas run, no more and no fewer. Raises StartFailed."""
+        deadline = time.monotonic() + startup_timeout + _PLACEMENT
+        while True:
+            failure = self._failures.get(ref)
+            if failure is not None:
+                raise failure.error
+            running = self._running(ref)
+            if running == count:
+                return Progress(ref, running, "done")
+            if time.monotonic() > deadline:
+                if running:
+                    return Progress(ref, running, "partial")
+                raise StartFailed(ref.name, ref.version, self._why_not(ref))
+            await self._next_pass()
+
+    def _running(self, ref: ModelRef) -> int:
+        seen = self._seen.get(ref.app)
+        return seen.running if seen is not None else 0
+
+    def _why_not(self, ref: ModelRef) -> str:
+        seen = self._seen.get(ref.app)
+        said = seen.message if seen is not None else "Ray Serve has not begun"
+        return f"no replica runs: {said or 'it waits for a place with enough free CPUs and GPUs'}"
+
+    # The loop
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                busy = await self._pass()
+            except Exception:
+                log.exception("a pass of the reconciler failed; the next one follows")
+                busy = False
+            self._kick.clear()
+            period = _BUSY_PERIOD if busy else self._settings.control.reconcile_period
+            try:
+                await asyncio.wait_for(self._kick.wait(), period)
+            except asyncio.TimeoutError:
+                continue
+
+    async def _pass(self) -> bool:
+        """Look, note, act. True while something is on its way."""
+        desired = change.desired(self._registry)
+        seen = await self._in_serve(self._reconciler.look)
+        self._note(desired, seen)
+        now = time.monotonic()
+        tried = {
+            app: want
+            for app, want in desired.items()
+            if want.spec.ref not in self._failures or self._failures[want.spec.ref].again_at <= now or seen_runs(seen, app)
+        }
+        steps = await self._in_serve(self._reconciler.act, tried, seen)
+        await self._discard(seen)
+        self._publish()
+        passed, self._passed = self._passed, asyncio.Event()
+        passed.set()
+        return bool(steps) or any(
+            app not in seen or seen[app].running != want.low for app, want in tried.items()
+        ) or any(app not in desired for app in seen)
+
+    async def _discard(self, seen: Mapping[str, Seen]) -> None:
+        """Drop the archives of versions that were removed and whose replicas are gone."""
+        for app in [app for app in self._leaving if app not in seen]:
+            digest = self._leaving.pop(app)
+            if digest not in self._digests():
+                await asyncio.to_thread(self._admission.discard, digest)
+
+    async def _next_pass(self) -> None:
+        await self._passed.wait()
+
+    def _note(self, desired: Mapping[str, Desired], seen: dict[str, Seen]) -> None:
+        """Draw from what is seen who runs, who failed, and who crashed."""
+        now = time.monotonic()
+        for app, want in desired.items():
+            ref, have, before = want.spec.ref, seen.get(app), self._seen.get(app)
+            running = have.running if have is not None else 0
+            if have is not None and have.failed:
+                self._fail(ref, StartFailed(ref.name, ref.version, have.message), again=False)
+            if running >= want.low:
+                self._failures.pop(ref, None)
+                self._short_since.pop(ref, None)
+            else:
+                self._short_since.setdefault(ref, now)
+            if have is not None and before is not None and have.config == before.config and have.replicas >= before.replicas:
+                gone = {w.id for w in before.workers if w.ready} - {w.id for w in have.workers}
+                self._crashes.setdefault(ref, []).extend(now for _ in gone)
+            failure = self._failures.get(ref)
+            phase = "ready" if running else "failed" if failure is not None else "loading"
+            error = failure.error.detail if failure is not None else ""
+            self._statuses[ref] = ModelStatus(phase, running, error, have.workers if have is not None else ())
+            self._meters.replicas(ref.name, ref.version, running, want.low)
+        kept = {want.spec.ref for want in desired.values()}
+        for ref in [ref for ref in self._statuses if ref not in kept]:
+            del self._statuses[ref]
+            self._meters.forget(ref.name, ref.version)
+        self._seen = seen
+        if self._booted and not self._settled:
+            phases = [self._statuses[want.spec.ref].phase for want in desired.values()]
+            self._settled = all(phase in ("ready", "failed") for phase in phases)
+
+    def _fail(self, ref: ModelRef, error: StartFailed, again: bool = True) -> None:
+        """Note that a version does not start, and when it is tried again: later each time, then no more."""
+        now = time.monotonic()
+        failure = self._failures.get(ref)
+        if failure is None:
+            failure = self._failures[ref] = _Failure(error, since=now)
+        elif again:
+            failure.error = error
+            failure.count += 1
+        else:
+            return
+        spec = self._registry.models[ref.name].versions.get(ref.version) if ref.name in self._registry.models else None
+        window = spec.max_retry_timeout if spec is not None else 0
+        pause = _PAUSES[min(failure.count + 1, len(_PAUSES) - 1)]
+        failure.again_at = now + pause if now - failure.since < window else float("inf")
+
+    def _healthy(self, spec: ModelSpec) -> bool:
+        since = self._short_since.get(spec.ref)
+        return since is None or time.monotonic() - since < spec.max_retry_timeout
+
+    async def _boot(self) -> None:
+        """Register what the model store holds: what is new there, and what has changed."""
+        try:
+            for archive in await asyncio.to_thread(self._admission.at_startup):
+                try:
+                    spec = await asyncio.to_thread(self._admission.admit, archive, self._digests(), True)
+                except RelayError as error:
+                    log.error("%s was not loaded: %s", archive.url, error)
+                    continue
+                async with self._writing:
+                    after = change.put(self._registry, spec)
+                    if after is not self._registry:
+                        await self._commit(after)
+        except Exception:
+            log.exception("the model store could not be read")
+        finally:
+            self._booted = True
+            self._kick.set()
+
+    def _application(self, want: Desired) -> Any:
+        return options.model_app(want.spec, self._settings, want.low)
+
+    def _config_of(self, want: Desired) -> Mapping[str, Any]:
+        return options.user_config(want.spec, self._settings)
+
+    async def _in_serve(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._serve, function, *args)
+
+    async def _alive(self) -> set[str]:
+        return await self._in_serve(self._reconciler.sources)
+
+    async def _render(self) -> bytes:
+        await self._board.collect(1.0, self._alive)
+        self._total.put("management", self._meters.samples())
+        return self._total.render()
+
+    async def check_health(self) -> None:
+        for task in self._tasks:
+            if task.done() and task.exception() is not None:
+                raise RuntimeError("the reconciler ended") from task.exception()
+
+    async def __del__(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for listener in self._listeners:
+            await listener.close()
+
+
+def seen_runs(seen: Mapping[str, Seen], app: str) -> bool:
+    return app in seen and seen[app].running > 0

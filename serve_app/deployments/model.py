@@ -1,0 +1,195 @@
+"""One version of one model: the replica that holds it, and answers for it directly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from serve_app.dataplane import DataPlane, TableReader
+from serve_app.deployments.link import Link
+from serve_app.deployments.remote import Remotes
+from serve_app.doors import middleware
+from serve_app.doors.app import inference_app
+from serve_app.errors import ArchiveNotFound, RelayError, StartFailed
+from serve_app.runtime.author import Author
+from serve_app.runtime.batcher import Batcher
+from serve_app.runtime.runner import Runner
+from serve_app.settings import Settings
+from serve_app.store.cache import Cache
+from serve_app.store.manifest import Manifest
+from serve_app.telemetry import logs
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, Chunk, ModelSpec, Reply, ReplyStream
+
+log = logging.getLogger("torchrelay.model")
+
+_FAREWELL = 0.3  # seconds that the answers of a hung replica get to leave before its process ends
+_EXIT_HUNG = 70
+_PIECE = 4 << 20  # bytes of an archive that come from Management at a time
+
+
+class LocalTarget:
+    """The model in this process, as the data plane calls it."""
+
+    def __init__(self, batcher: Any) -> None:
+        self.infer = batcher.submit
+
+
+@serve.deployment
+@serve.ingress()
+class ModelReplica:
+    """Opens its archive, loads and warms its model, and runs the same doors as the gateway over it."""
+
+    async def __init__(self, spec: ModelSpec, settings: Settings) -> None:
+        logs.configure(settings.telemetry.log_level)
+        middleware.serve_at(spec.ref.route)
+        self._spec = spec
+        self._settings = settings
+        self._hung = False
+        self._meters = Meters()
+        reader = TableReader()
+        self._link = Link(reader, self._meters)
+        await self._pause_after_crashes()
+        try:
+            await self._load()
+        except StartFailed as error:
+            log.error("%s\n%s", error, error.detail)
+            # Serve keeps only the end of a long message; Management wants the author's traceback whole.
+            await self._link.management.start_failed.remote(spec.ref, error)
+            raise
+        local = (spec.ref, LocalTarget(self._batcher))
+        self._plane = DataPlane(reader, self._meters, remote=Remotes(reader), local=local)
+        self._access = logs.AccessLog() if settings.telemetry.access_log else None
+        self._link.start()
+        await self._link.first_table(timeout=30)
+
+    async def _pause_after_crashes(self) -> None:
+        """A crash loop is slowed down here, where waiting costs nobody anything."""
+        try:
+            pause = await asyncio.wait_for(self._link.management.pause_before_start.remote(self._spec.ref), 10)
+        except Exception as error:  # Management is being replaced: starting the model matters more
+            log.info("Management did not say how long to pause: %s", type(error).__name__)
+            return
+        if pause:
+            log.warning("%s: its last replicas crashed; starting in %s s", self._spec.ref.app, pause)
+            await asyncio.sleep(pause)
+
+    async def _load(self) -> None:
+        spec, settings = self._spec, self._settings
+        author = Author()
+        gpu = 0 if ray.get_gpu_ids() else None
+
+        def load(directory: Path) -> Runner:
+            manifest = Manifest.read(directory, Path(spec.archive).name, settings.store.default_service_handler)
+            runner = Runner(spec, directory, manifest.raw, settings.runtime, gpu)
+            runner.load()
+            runner.warm_up()
+            return runner
+
+        async def open_and_load() -> Runner:
+            directory = await self._open()
+            return await asyncio.get_running_loop().run_in_executor(author, load, directory)
+
+        try:
+            runner = await asyncio.wait_for(open_and_load(), spec.startup_timeout or None)
+        except asyncio.TimeoutError:
+            why = f"not ready within startup_timeout ({spec.startup_timeout} s); raise it at the registration"
+            raise StartFailed(spec.name, spec.version, why) from None
+        except RelayError as error:
+            if isinstance(error, StartFailed):
+                raise
+            raise StartFailed(spec.name, spec.version, str(error)) from None
+        self._batcher = Batcher(
+            runner.run,
+            spec.ref,
+            self._meters,
+            author=author,
+            max_batch_size=spec.batch_size,
+            max_batch_delay=spec.max_batch_delay,
+            queue_size=spec.job_queue_size,
+            response_timeout=spec.response_timeout,
+            retries=spec.retries,
+            on_hung=self._end_hung,
+        )
+
+    async def _open(self) -> Path:
+        """The model's directory on this node; from Management where the archive's own disk is not here."""
+        spec = self._spec
+        cache = await asyncio.to_thread(Cache, self._settings.state_dir, self._settings.store)
+        try:
+            return await asyncio.to_thread(cache.open, spec.archive, spec.digest)
+        except ArchiveNotFound:
+            log.info("%s is not on this node; asking Management for it", spec.archive)
+        with tempfile.TemporaryDirectory(prefix="torchrelay-") as place:
+            copy = Path(place) / Path(spec.archive).name
+            with copy.open("wb") as file:
+                while piece := await self._link.management.archive.remote(spec.ref, file.tell(), _PIECE):
+                    await asyncio.to_thread(file.write, piece)
+            return await asyncio.to_thread(cache.open, copy.as_uri(), spec.digest)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return inference_app(self._plane, self._settings, self._meters, self._access)
+
+    def reconfigure(self, config: dict[str, Any]) -> None:
+        """Take over what needs no restart."""
+        tunables = config["torchrelay"]
+        self._batcher.configure(
+            max_batch_size=tunables["batch_size"],
+            max_batch_delay=tunables["max_batch_delay"],
+            queue_size=tunables["job_queue_size"],
+            response_timeout=tunables["response_timeout"],
+            retries=tunables["retries"],
+        )
+
+    async def infer(self, calls: list[Call]) -> list[Reply | RelayError | list[Chunk]]:
+        """The hop: rows from another process, one result or one error each."""
+        return await asyncio.gather(*(self._row(call) for call in calls))
+
+    async def _row(self, call: Call) -> Reply | RelayError | list[Chunk]:
+        try:
+            reply = await self._batcher.submit(call)
+            if isinstance(reply, Reply):
+                return reply
+            return [chunk async for chunk in _chunks(reply)]
+        except RelayError as error:
+            return error
+
+    async def stream(self, call: Call) -> AsyncIterator[Chunk]:
+        """One row alone; the first chunk has the head, and is the last one where the handler does not stream."""
+        reply = await self._batcher.submit(call)
+        if isinstance(reply, Reply):
+            yield Chunk(b"", last=True, head=reply)
+            return
+        try:
+            async for chunk in _chunks(reply):
+                yield chunk
+        finally:
+            await reply.aclose()
+
+    def _end_hung(self) -> None:
+        """The handler does not come back: let the answers leave, then end; Serve starts another replica."""
+        log.error("%s: no answer within response_timeout (%s s)", self._spec.ref.app, self._spec.response_timeout)
+        self._hung = True
+        asyncio.get_running_loop().call_later(_FAREWELL, os._exit, _EXIT_HUNG)
+
+    async def check_health(self) -> None:
+        if self._hung:
+            raise RuntimeError("the handler hangs")
+
+    async def __del__(self) -> None:
+        await self._link.leave()
+
+
+async def _chunks(stream: ReplyStream) -> AsyncIterator[Chunk]:
+    head: Reply | None = stream.head
+    async for body in stream:
+        yield Chunk(body, head=head)
+        head = None

@@ -1,0 +1,202 @@
+"""A version behind a handle: rows that wait together travel together.
+
+A handle call costs most of a millisecond of CPU however little it carries, so rows are sent, not
+calls: at most two handle calls a replica are under way, and what arrives meanwhile goes in the
+next. Nothing waits while the way is free, so there is no timer. A call that streams goes alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray.exceptions
+from ray import serve
+from ray.serve.exceptions import BackPressureError
+
+from serve_app.dataplane import TableReader
+from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, NoWorker, QueueFull, RelayError, WorkerDied
+from serve_app.types import Call, Chunk, ModelRef, Reply, ReplyStream, VersionRow
+
+log = logging.getLogger("torchrelay.remote")
+
+HOPS_PER_REPLICA = 2
+MAX_ROWS = 64  # rows of one hop; a batch rarely holds more
+MAX_BYTES = 8 << 20  # bytes of one hop, unless one row alone is larger
+
+
+class _Row:
+    __slots__ = ("call", "size", "future", "attempts")
+
+    def __init__(self, call: Call, future: asyncio.Future[Reply]) -> None:
+        self.call = call
+        self.size = sum(len(part.value) for part in call.inputs)
+        self.future = future
+        self.attempts = 0
+
+
+class RemoteTarget:
+    """One version's replicas, as this process reaches them."""
+
+    def __init__(self, ref: ModelRef, row: VersionRow) -> None:
+        handle = serve.get_deployment_handle(ref.app, ref.app)
+        self._unary = handle.infer
+        self._streaming = handle.options(stream=True).stream
+        self._ref = ref
+        self.row = row
+        self._streams: bool | None = None  # whether its handler streams: unknown until the first reply
+        self._rows: deque[_Row] = deque()
+        self._hops = 0
+
+    async def infer(self, call: Call) -> Reply | ReplyStream:
+        if self._streams is not False:
+            return await self._alone(call)
+        limit = max(self.row.job_queue_size, self.row.max_batch_size) * max(1, self.row.replicas)
+        if len(self._rows) >= limit:
+            raise QueueFull(self._ref.name, call.version, f"{len(self._rows)} rows wait for its replicas")
+        row = _Row(call, asyncio.get_running_loop().create_future())
+        self._rows.append(row)
+        self._send()
+        return await row.future
+
+    def _send(self) -> None:
+        """Start hops while the way is free and rows wait."""
+        while self._rows and self._hops < HOPS_PER_REPLICA * max(1, self.row.replicas):
+            hop: list[_Row] = []
+            size = 0
+            while self._rows and len(hop) < MAX_ROWS and (not hop or size + self._rows[0].size <= MAX_BYTES):
+                row = self._rows.popleft()
+                if row.future.cancelled():
+                    continue
+                if row.call.expired:
+                    row.future.set_exception(DeadlineExceeded(self._ref.name, 0.0))
+                    continue
+                size += row.size
+                hop.append(row)
+            if hop:
+                self._hops += 1
+                asyncio.get_running_loop().create_task(self._hop(hop))
+
+    async def _hop(self, hop: list[_Row]) -> None:
+        try:
+            results = await self._unary.remote([row.call for row in hop])
+        except asyncio.CancelledError:
+            for row in hop:
+                row.future.cancel()
+            raise
+        except Exception as error:
+            self._failed(hop, error)
+        else:
+            for row, result in zip(hop, results):
+                if row.future.done():
+                    continue
+                if isinstance(result, RelayError):
+                    row.future.set_exception(result)
+                elif isinstance(result, list):  # it streamed after all: give the pieces, and know better next time
+                    self._streams = True
+                    row.future.set_result(_replay(result))
+                else:
+                    row.future.set_result(result)
+        finally:
+            self._hops -= 1
+            self._send()
+
+    def _failed(self, hop: list[_Row], error: Exception) -> None:
+        again = self.row.retries and _replica_lost(error)
+        for row in reversed(hop):
+            row.attempts += 1
+            if again and row.attempts < 2 and not row.future.done():
+                self._rows.appendleft(row)
+            elif not row.future.done():
+                row.future.set_exception(_in_our_words(error, self._ref, row.call))
+
+    async def _alone(self, call: Call) -> Reply | ReplyStream:
+        for attempt in (1, 2):
+            answers = self._streaming.remote(call).__aiter__()
+            try:
+                first: Chunk = await answers.__anext__()
+            except StopAsyncIteration:
+                raise WorkerDied("the replica ended the stream before it began") from None
+            except RelayError:
+                raise
+            except Exception as error:
+                if attempt == 1 and self.row.retries and _replica_lost(error):
+                    continue
+                raise _in_our_words(error, self._ref, call) from None
+            assert first.head is not None
+            if first.last:
+                self._streams = bool(self._streams)
+                return first.head
+            self._streams = True
+            return ReplyStream(first.head, self._rest(call, first, answers))
+        raise AssertionError("unreachable")
+
+    async def _rest(self, call: Call, first: Chunk, answers: AsyncIterator[Chunk]) -> AsyncIterator[bytes]:
+        yield first.body
+        try:
+            async for chunk in answers:
+                yield chunk.body
+        except RelayError:
+            raise
+        except Exception as error:
+            raise _in_our_words(error, self._ref, call) from None
+
+
+def _replay(pieces: list[Chunk]) -> ReplyStream:
+    async def bodies() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece.body
+
+    assert pieces[0].head is not None
+    return ReplyStream(pieces[0].head, bodies())
+
+
+def _replica_lost(error: Exception) -> bool:
+    """Whether the replica, or the way to it, is gone, so that another may still answer."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return False
+    return isinstance(error, ray.exceptions.RayError | ConnectionError) or type(error).__name__ == "AioRpcError"
+
+
+def _in_our_words(error: Exception, ref: ModelRef, call: Call) -> RelayError:
+    cause = getattr(error, "cause", None)
+    if isinstance(error, RelayError):
+        return error
+    if isinstance(cause, RelayError):
+        return cause
+    if isinstance(error, BackPressureError):
+        return QueueFull(ref.name, call.version, "its replicas hold as many requests as they may")
+    if isinstance(error, ray.serve.exceptions.DeploymentUnavailableError):
+        return NoWorker(ref.name, call.version, "its replicas could not be started")
+    if _replica_lost(error):
+        return WorkerDied(f"a replica of {ref.app} was lost: {type(error).__name__}")
+    log.error("a hop to %s failed", ref.app, exc_info=error)
+    return HandlerFailed(f"{type(error).__name__}: {error}")
+
+
+class Remotes:
+    """The RemoteTargets of this process, one a version, made when first needed."""
+
+    def __init__(self, reader: TableReader) -> None:
+        self._reader = reader
+        self._targets: dict[ModelRef, RemoteTarget] = {}
+
+    def __call__(self, ref: ModelRef, row: VersionRow) -> RemoteTarget:
+        target = self._targets.get(ref)
+        if target is None:
+            self._forget_removed()
+            try:
+                target = self._targets[ref] = RemoteTarget(ref, row)
+            except Exception as error:  # the application is not there (yet): its replicas are on their way
+                raise Loading(ref.name, ref.version, f"{type(error).__name__}: {error}") from None
+        target.row = row
+        return target
+
+    def _forget_removed(self) -> None:
+        models = self._reader.table.models
+        for ref in list(self._targets):
+            if ref.name not in models or ref.version not in models[ref.name].versions:
+                del self._targets[ref]

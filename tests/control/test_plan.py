@@ -1,0 +1,69 @@
+"""From what Ray Serve has to what the registry wants: the steps, and their order."""
+
+from __future__ import annotations
+
+from serve_app.control.reconciler import Delete, Deploy, Seen, plan
+from serve_app.control.registry import Desired
+from serve_app.types import ModelSpec, Worker
+
+
+def want(version: str, route: str, workers: int = 1) -> Desired:
+    spec = ModelSpec("m", version, "m.mar", "d" * 64, "file:///m.mar", min_workers=workers, max_workers=workers)
+    return Desired(spec, route)
+
+
+def have(version: str, route: str | None, running: int = 1, replicas: int = 1, status: str = "RUNNING") -> Seen:
+    workers = tuple(Worker(f"r{i}", 100 + i, 0.0, True) for i in range(running))
+    return Seen(f"m--{version}", route, replicas, {"v": version}, status, "", workers)
+
+
+def steps(desired: list[Desired], seen: list[Seen]) -> list[list[Deploy | Delete]]:
+    return plan(
+        {d.spec.ref.app: d for d in desired}, {s.app: s for s in seen}, lambda d: {"v": d.spec.version}
+    )
+
+
+def test_nothing_differs_nothing_is_done() -> None:
+    assert steps([want("1", "/predictions/m")], [have("1", "/predictions/m")]) == []
+
+
+def test_a_new_version_starts_without_a_route() -> None:
+    assert steps([want("1", "/predictions/m")], []) == [[Deploy(want("1", "/predictions/m"), None)]]
+
+
+def test_it_gets_its_route_once_a_replica_runs() -> None:
+    assert steps([want("1", "/predictions/m")], [have("1", None, running=0)]) == []
+    assert steps([want("1", "/predictions/m")], [have("1", None)]) == [
+        [Deploy(want("1", "/predictions/m"), "/predictions/m")]
+    ]
+
+
+def test_a_crash_takes_no_route_away() -> None:
+    assert steps([want("1", "/predictions/m")], [have("1", "/predictions/m", running=0)]) == []
+
+
+def test_a_route_changes_hands_in_two_waves() -> None:
+    old, new = want("1", "/predictions/m/1"), want("2", "/predictions/m")
+    waves = steps([old, new], [have("1", "/predictions/m"), have("2", "/predictions/m/2")])
+    assert waves == [[Deploy(old, "/predictions/m/1")], [Deploy(new, "/predictions/m")]]
+
+
+def test_a_route_whose_holder_is_deleted_is_free_at_once() -> None:
+    new = want("2", "/predictions/m")
+    waves = steps([new], [have("1", "/predictions/m"), have("2", "/predictions/m/2")])
+    assert waves == [[Delete("m--1"), Deploy(new, "/predictions/m")]]
+
+
+def test_replica_counts_and_settings_are_compared() -> None:
+    three = want("1", "/predictions/m", workers=3)
+    assert steps([three], [have("1", "/predictions/m")]) == [[Deploy(three, "/predictions/m")]]
+    changed = plan(
+        {"m--1": want("1", "/predictions/m")}, {"m--1": have("1", "/predictions/m")}, lambda d: {"v": "other"}
+    )
+    assert changed == [[Deploy(want("1", "/predictions/m"), "/predictions/m")]]
+
+
+def test_an_application_that_drains_is_left_alone() -> None:
+    drains = have("1", "/predictions/m", status="DELETING")
+    assert steps([], [drains]) == []
+    assert steps([want("1", "/predictions/m")], [drains]) == [], "its name is not free yet"
