@@ -1,0 +1,210 @@
+"""The cache: every archive kept once under its digest, and unpacked once on each node.
+
+::
+
+    root/archives/<digest>/<name>   the archive
+    root/models/<digest>/           the model's directory
+    root/partial/<host>-<pid>-*/    work in progress; what a dead process left is swept
+    root/locks/<digest>             held while a node unpacks that digest
+
+Whole things appear under ``archives`` and ``models`` by one rename, and leave by one, so nobody
+ever sees a half. Who loses a race uses what the winner put there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from serve_app.errors import ArchiveNotFound, InvalidArchive
+from serve_app.settings import MIB, StoreSettings
+from serve_app.store.archive import pack, unpack
+from serve_app.store.sources import OnProgress, download, file_path
+
+LEFTOVER = 3600.0  # seconds without a write, after which anybody's partial work is left over
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One archive in the cache."""
+
+    digest: str  # sha256 of the archive's bytes, in hex
+    uri: str  # where other nodes find it
+    directory: Path  # where it is unpacked here
+
+
+class Cache:
+    """Archives by digest below ``root``. Every method blocks; any number of processes may share a root."""
+
+    def __init__(self, root: Path, settings: StoreSettings) -> None:
+        self._settings = settings
+        root = root.absolute()
+        self._archives, self._models, self._partial, self._locks = (
+            root / name for name in ("archives", "models", "partial", "locks")
+        )
+        for directory in (self._archives, self._models, self._partial, self._locks):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.sweep()
+
+    def store(self, source: Path, name: str, progress: OnProgress | None = None) -> Stored:
+        """Keep and unpack an archive, or a model's directory as it is now; on disk when this returns.
+
+        ``name`` is the archive's file name; the first one given for a digest is kept.
+        Raises InvalidArchive, and then keeps nothing.
+        """
+        with self._workplace() as place:
+            kept = place / "archive"
+            kept.mkdir()
+            archive = kept / _file_name(name)
+            if source.is_dir():
+                archive = archive.with_name(archive.name.removesuffix(".mar") + ".mar")
+                pack(source, archive, self._settings)
+                digest = self._copy(archive, None, name, progress)
+            else:
+                digest = self._copy(source, archive, name, progress)
+            directory = self._models / digest
+            if not directory.is_dir():
+                _settle(unpack(archive, place / "model", self._settings), directory)
+            _to_disk(archive)
+            _settle(kept, self._archives / digest)
+            _to_disk(self._archives)
+        (archive,) = (self._archives / digest).iterdir()
+        return Stored(digest, archive.as_uri(), directory)
+
+    def open(self, uri: str, digest: str, progress: OnProgress | None = None) -> Path:
+        """The unpacked directory of a digest on this node: at once where it is here, else brought from ``uri``.
+
+        Raises ArchiveNotFound and DownloadFailed where ``uri`` has nothing to give, and
+        InvalidArchive where it gives something else.
+        """
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise InvalidArchive(uri, f"{digest!r} is no sha256; register the archive again")
+        directory = self._models / digest
+        if directory.is_dir():
+            return directory
+        with self._lock(digest), self._workplace() as place:
+            if directory.is_dir():  # another process of this node did it meanwhile
+                return directory
+            (place / "archive").mkdir()
+            archive = place / "archive" / _file_name(unquote(uri))
+            found = self._bring(uri, archive, progress)
+            if found != digest:
+                raise InvalidArchive(uri, f"its sha256 is {found} and should be {digest}; register the archive again")
+            _settle(unpack(archive, place / "model", self._settings), directory)
+        return directory
+
+    def remove(self, digest: str) -> None:
+        """Forget a digest that no version uses any more; nothing happens where it is not here."""
+        with self._workplace() as place:
+            for kept in (self._models / digest, self._archives / digest):
+                with contextlib.suppress(FileNotFoundError):
+                    kept.rename(place / kept.parent.name)
+
+    def sweep(self) -> None:
+        """Remove partial work of processes that are dead, or that wrote nothing for an hour."""
+        for place in self._partial.iterdir():
+            if _left_over(place):
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _bring(self, uri: str, archive: Path, progress: OnProgress | None) -> str:
+        if not uri.startswith("file://"):
+            download(uri, archive, self._settings, progress)
+            return self._copy(archive, None, archive.name)
+        source = file_path(uri)
+        try:
+            return self._copy(source or Path(), archive, archive.name, progress)
+        except (FileNotFoundError, IsADirectoryError):
+            raise ArchiveNotFound(f"Model not found at: {uri}") from None
+
+    def _copy(self, source: Path, target: Path | None, name: str, progress: OnProgress | None = None) -> str:
+        """Copy a file (to nowhere with None) and return the digest of what was read."""
+        digest = hashlib.sha256()
+        limit = self._settings.max_archive_bytes
+        done = 0
+        with source.open("rb") as reading, (target or Path(os.devnull)).open("wb") as writing:
+            total = os.fstat(reading.fileno()).st_size or None
+            while chunk := reading.read(MIB):
+                done += len(chunk)
+                if done > limit:
+                    raise InvalidArchive(name, f"is larger than max_archive_bytes ({limit}); raise it to allow this")
+                digest.update(chunk)
+                writing.write(chunk)
+                if progress:
+                    progress(done, total)
+        return digest.hexdigest()
+
+    @contextlib.contextmanager
+    def _workplace(self) -> Iterator[Path]:
+        """A directory of this process alone, on the cache's own file system; gone afterwards."""
+        place = Path(tempfile.mkdtemp(prefix=f"{socket.gethostname()}-{os.getpid()}-", dir=self._partial))
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _lock(self, digest: str) -> Iterator[None]:
+        """Of a node's replicas that open one archive at once, one does the work.
+
+        An economy only: a file system without locks costs work, not correctness.
+        """
+        with (self._locks / digest).open("ab") as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)  # the kernel lets go when this process dies
+            yield
+
+
+def _file_name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2].lstrip(".") or "archive"
+
+
+def _settle(made: Path, final: Path) -> None:
+    """Put a whole directory in its place, unless another process was quicker."""
+    try:
+        made.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _to_disk(path: Path) -> None:
+    """What was written to a file or directory outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _left_over(place: Path) -> bool:
+    host, _, owner = place.name.rpartition("-")[0].rpartition("-")
+    if host == socket.gethostname() and owner.isdecimal() and not _alive(int(owner)):
+        return True
+    newest = 0.0
+    for directory, _, files in os.walk(place):
+        for path in (directory, *(os.path.join(directory, name) for name in files)):
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, os.lstat(path).st_mtime)
+    return 0.0 < newest < time.time() - LEFTOVER
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,341 @@
+"""What an archive says of its model: ``MAR-INF/MANIFEST.json`` and ``model-config.yaml``, read and checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from serve_app.errors import ConfigurationError, InvalidArchive
+from serve_app.settings import near_miss
+
+MANIFEST = "MAR-INF/MANIFEST.json"
+CONFIG = "model-config.yaml"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An archive's manifest; None where it names no such file."""
+
+    archive: str  # the archive's file name, for messages
+    model_name: str
+    version: str = "1.0"
+    handler: str = ""  # a built-in name, or file[.py][:function]
+    runtime: str = "python"
+    serialized_file: str | None = None
+    model_file: str | None = None
+    requirements_file: str | None = None
+    config_file: str | None = None
+    extensions: tuple[str, ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict)  # as handlers see it
+
+    @classmethod
+    def read(cls, directory: Path, archive: str, default_handler: str = "") -> Manifest:
+        """The manifest of an unpacked model. Older ones, and none at all, are taken with TorchServe's defaults.
+
+        ``archive`` is the archive's file name: its stem names a model that does not name itself.
+        """
+        name = stem(archive)
+        try:
+            text = (directory / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            config = CONFIG if (directory / CONFIG).is_file() else None
+            return cls(archive, name, handler=default_handler, config_file=config)
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArchive(archive, f"{MANIFEST} is not JSON ({error}); {_REBUILD}") from None
+        model = raw.get("model") if isinstance(raw, dict) else None
+        if not isinstance(model, dict):
+            raise InvalidArchive(archive, f'{MANIFEST} has no object "model"; {_REBUILD}')
+
+        def word(key: str, where: Mapping[str, Any] = model) -> str | None:
+            value = where.get(key)
+            if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+                return str(value) or None
+            if value is None:
+                return None
+            raise InvalidArchive(archive, f'{MANIFEST}: "{key}" is {value!r} and must be text; {_REBUILD}')
+
+        extensions = model.get("extensions") or ()
+        return cls(
+            archive=archive,
+            model_name=word("modelName") or name,
+            version=word("modelVersion") or "1.0",
+            handler=word("handler") or default_handler,
+            runtime=word("runtime", raw) or "python",
+            serialized_file=word("serializedFile"),
+            model_file=word("modelFile"),
+            requirements_file=word("requirementsFile"),
+            config_file=word("configFile"),
+            extensions=tuple(extensions.split(",") if isinstance(extensions, str) else map(str, extensions)),
+            raw=raw,
+        )
+
+
+class _Type(NamedTuple):
+    """What a key's value must be: in words, and read (ValueError where it is not)."""
+
+    wants: str
+    read: Callable[[Any], Any]
+
+
+def _type(wants: str, accepts: Callable[[Any], bool], make: Callable[[Any], Any] = lambda value: value) -> _Type:
+    def read(value: Any) -> Any:
+        if not accepts(value):
+            raise ValueError
+        return make(value)
+
+    return _Type(wants, read)
+
+
+def _whole(low: int) -> _Type:
+    return _type(f"a whole number from {low}", lambda value: type(value) is int and value >= low)
+
+
+def _words(*allowed: str) -> _Type:
+    return _type(" or ".join(map(repr, allowed)), lambda value: isinstance(value, str) and value in allowed)
+
+
+def _list(wants: str, of: type) -> _Type:
+    return _type(wants, lambda value: type(value) is list and all(type(item) is of for item in value), tuple)
+
+
+_AT_LEAST_ONE = _type("a whole number", lambda value: type(value) is int, lambda value: max(1, value))
+_FLAG = _type("true or false", lambda value: type(value) is bool)
+_MAPPING = _type("a mapping", lambda value: isinstance(value, dict))
+_AMOUNT = _type("a number from 0", lambda v: type(v) in (int, float) and 0 <= v and math.isfinite(v), float)
+
+
+def _theirs(key: str, type_: _Type) -> Any:
+    """TorchServe's key: a wrong value is ignored with a warning, as there."""
+    return field(default=None, metadata={"key": key, "type": type_})
+
+
+def _ours(type_: _Type) -> Any:
+    """Our key, named as the field: a wrong value is refused."""
+    return field(default=None, metadata={"type": type_})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``model-config.yaml``: every key that the server reads, None where absent; ``raw`` is the handler's, whole.
+
+    Times are in seconds where the key says nothing else; ``max_batch_delay``, ``client_timeout``
+    and the sequence times are in milliseconds.
+    """
+
+    min_workers: int | None = _theirs("minWorkers", _AT_LEAST_ONE)
+    max_workers: int | None = _theirs("maxWorkers", _whole(1))
+    batch_size: int | None = _theirs("batchSize", _AT_LEAST_ONE)
+    max_batch_delay: int | None = _theirs("maxBatchDelay", _whole(1))
+    response_timeout: int | None = _theirs("responseTimeout", _whole(1))
+    startup_timeout: int | None = _theirs("startupTimeout", _whole(1))
+    device_type: Literal["cpu", "gpu"] | None = _theirs("deviceType", _words("cpu", "gpu"))
+    device_ids: tuple[int, ...] | None = _theirs("deviceIds", _list("a list of whole numbers", int))
+    parallel_type: str | None = _theirs("parallelType", _words("pp", "tp", "pptp", "custom"))
+    parallel_level: int | None = _theirs("parallelLevel", _whole(1))
+    torchrun: Mapping[str, Any] | None = _theirs("torchrun", _MAPPING)
+    max_retry_timeout: int | None = _theirs("maxRetryTimeoutInSec", _whole(1))
+    client_timeout: int | None = _theirs("clientTimeoutInMills", _whole(0))
+    job_queue_size: int | None = _theirs("jobQueueSize", _whole(1))
+    use_job_ticket: bool | None = _theirs("useJobTicket", _FLAG)
+    sequence_max_idle: int | None = _theirs("sequenceMaxIdleMSec", _whole(0))
+    sequence_timeout: int | None = _theirs("sequenceTimeoutMSec", _whole(0))
+    max_num_sequence: int | None = _theirs("maxNumSequence", _whole(1))
+    max_sequence_job_queue_size: int | None = _theirs("maxSequenceJobQueueSize", _whole(1))
+    continuous_batching: bool | None = _theirs("continuousBatching", _FLAG)
+    sequence_batching: bool | None = _theirs("sequenceBatching", _FLAG)
+    async_communication: bool | None = _theirs("asyncCommunication", _FLAG)
+    use_venv: bool | None = _theirs("useVenv", _FLAG)
+
+    batcher: Literal["torchrelay", "ray"] | None = _ours(_words("torchrelay", "ray"))
+    num_cpus: float | None = _ours(_AMOUNT)
+    num_gpus: float | None = _ours(_AMOUNT)
+    retries: bool | None = _ours(_FLAG)
+    fast_path: Literal["torchserve", "oip"] | None = _ours(_words("torchserve", "oip"))
+    max_ongoing_requests: int | None = _ours(_whole(0))
+    samples: tuple[str, ...] | None = _ours(_list("a list of file names", str))
+    trusted: bool | None = _ours(_FLAG)
+
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path, manifest: Manifest) -> ModelConfig:
+        """The configuration that the manifest names, empty where it names none. Raises ConfigurationError."""
+        if manifest.config_file is None:
+            return cls()
+        return cls.parse(_file(directory, manifest, manifest.config_file).read_bytes(), _where(manifest))
+
+    @classmethod
+    def parse(cls, text: str | bytes, where: str = CONFIG) -> ModelConfig:
+        """The configuration in a YAML text; ``where`` names it in messages."""
+        raw = _yaml(text, where)
+        known = {f.metadata.get("key", f.name): f for f in fields(cls) if f.metadata}
+        values = {}
+        for key, value in raw.items():
+            if key not in known:
+                near = near_miss(key, [*known, *_HANDLERS_KEYS], cutoff=0.9) if isinstance(key, str) else None
+                if near is not None and key not in _HANDLERS_KEYS:
+                    raise ConfigurationError(where, f"unknown key {key!r}; did you mean {near!r}?")
+                continue
+            entry = known[key]
+            wants, read = entry.metadata["type"]
+            try:
+                values[entry.name] = read(value)
+            except ValueError:
+                if "key" not in entry.metadata:
+                    raise ConfigurationError(where, f"{key}: {value!r} must be {wants}") from None
+                log.warning("%s: %s: %r is ignored, it must be %s", where, key, value, wants)
+        return cls(**values, raw=raw)
+
+
+# Known to handlers of TorchServe's, so a near miss of one of these is a mistake as well.
+_HANDLERS_KEYS = ("handler", "pt2", "micro_batching", "pippy", "deepspeed")
+
+_REBUILD = "rebuild the archive with torch-model-archiver"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NODES = 100_000  # values in a configuration once its aliases are written out
+
+
+def check(directory: Path, manifest: Manifest) -> ModelConfig:
+    """Everything that can be known before a replica starts is right; returns the configuration, read.
+
+    Names fit into routes, files that are named exist inside the model, its Python compiles, a
+    built-in handler exists. To check names given at a registration, put them into the manifest
+    first (``dataclasses.replace``). Raises InvalidArchive and ConfigurationError.
+    """
+    for what, name in (("model name", manifest.model_name), ("version", manifest.version)):
+        if not _NAME.fullmatch(name):
+            cure = "use letters, digits, '_', '-' and '.', and begin with none of '-' and '.'"
+            raise InvalidArchive(manifest.archive, f"the {what} {name!r} cannot be part of a route; {cure}")
+    if manifest.runtime not in ("python", "python3"):
+        cure = "archive the model with --runtime python"
+        raise InvalidArchive(manifest.archive, f"the runtime {manifest.runtime!r} is not served; {cure}")
+    for name in (manifest.serialized_file, manifest.model_file, manifest.requirements_file, manifest.config_file):
+        if name is not None:
+            _file(directory, manifest, name)
+    config = ModelConfig.read(directory, manifest)
+    for sample in config.samples or ():
+        _file(directory, manifest, sample)
+    _check_handler(directory, manifest)
+    if manifest.model_file is not None:
+        _compiles(directory / manifest.model_file, manifest)
+    return config
+
+
+def handler_file(directory: Path, handler: str) -> Path | None:
+    """The file of the model that ``handler`` names, if it is there: ``name`` or ``name.py``, each with ``:function``.
+
+    Like TorchServe, a file of the model's wins over a built-in handler of the same name, and the
+    last part of a path is enough, because archivers flatten folders.
+    """
+    path = PurePosixPath(_module(handler))
+    inside = path.parts and not path.is_absolute() and ".." not in path.parts
+    for place in (path, path.name) if inside else (path.name,):
+        file = directory / f"{place}.py"
+        if path.name and file.is_file():
+            return file
+    return None
+
+
+def stem(archive: str) -> str:
+    """A model's name from its archive's: ``digits`` from ``digits.mar`` or ``digits.tar.gz``."""
+    return re.sub(r"\.(mar|zip|tar\.gz|tgz)$", "", archive, flags=re.IGNORECASE)
+
+
+def _check_handler(directory: Path, manifest: Manifest) -> None:
+    if not manifest.handler:
+        cure = "name one when registering, or set default_service_handler"
+        raise InvalidArchive(manifest.archive, f"names no handler; {cure}")
+    file = handler_file(directory, manifest.handler)
+    if file is not None:
+        return _compiles(file, manifest)
+    from handlers import HANDLERS  # late: reading a manifest needs no handler
+
+    module, function = _module(manifest.handler), manifest.handler.partition(":")[2]
+    if module in HANDLERS and function in ("", "handle"):
+        return
+    package = module.partition(".")[0]
+    if ("." in module or function) and package.isidentifier():
+        # A module in a package of the archive's, or installed: only the model's own process may import it.
+        if (directory / package).is_dir() or importlib.util.find_spec(package) is not None:
+            return
+    near = near_miss(module, list(HANDLERS))
+    hint = f"did you mean {near!r}?" if near else f"there are {', '.join(HANDLERS)}"
+    missing = f"the handler {manifest.handler!r} is neither a file of the archive nor built in"
+    raise InvalidArchive(manifest.archive, f"{missing}; put it into the archive, or name a built-in one: {hint}")
+
+
+def _module(handler: str) -> str:
+    return handler.partition(":")[0].removesuffix(".py")
+
+
+def _file(directory: Path, manifest: Manifest, name: str) -> Path:
+    """The file ``name`` of the model; InvalidArchive where it is missing or lies outside."""
+    home = directory.resolve()
+    try:
+        path = (home / name).resolve()
+        if home in path.parents and path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError):
+        pass
+    raise InvalidArchive(manifest.archive, f"{name!r} is named but not in the archive; add it, or mend its name")
+
+
+def _compiles(file: Path, manifest: Manifest) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the author's style is not our business
+            compile(file.read_bytes(), file.name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+        raise InvalidArchive(
+            manifest.archive, f"{file.name}, line {error.lineno}: {error.msg} (read with {python}); mend the file"
+        ) from None
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise InvalidArchive(manifest.archive, f"{file.name} is not Python ({error}); mend the file") from None
+
+
+def _where(manifest: Manifest) -> str:
+    return f"{manifest.archive}/{manifest.config_file}"
+
+
+def _yaml(text: str | bytes, where: str) -> dict[Any, Any]:
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise ConfigurationError(where, f"{line}{error.problem or error.context}; mend the YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, bytes that are no text
+        raise ConfigurationError(where, f"is not YAML ({error})") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigurationError(where, f"line 1: holds a {type(raw).__name__} and must be a mapping of keys to values")
+    if _size(raw, _NODES) < 0:
+        raise ConfigurationError(where, f"holds more than {_NODES} values once its aliases are written out; use fewer")
+    return raw
+
+
+def _size(value: Any, left: int) -> int:
+    """What is left of ``left`` after counting ``value``; below 0 also for one that contains itself."""
+    pending = [value]
+    while pending and left >= 0:
+        left -= 1
+        value = pending.pop()
+        pending.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    return left

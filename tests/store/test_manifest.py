@@ -1,0 +1,300 @@
+"""Manifests and configurations: read as TorchServe reads them, checked before anything starts."""
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serve_app.errors import ConfigurationError, InvalidArchive
+from serve_app.settings import StoreSettings
+from serve_app.store.archive import unpack
+from serve_app.store.manifest import Manifest, ModelConfig, check, handler_file, stem
+
+HANDLER = "def handle(data, context):\n    return data\n"
+MODEL = {"modelName": "echo", "modelVersion": "1.0", "handler": "handler.py"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(model, files)``: an unpacked model with this manifest (None: with none)."""
+
+    def write(model=MODEL, files=None, **manifest):
+        for name, text in ({"handler.py": HANDLER} | (files or {})).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        if model is not None:
+            (tmp_path / "MAR-INF").mkdir(exist_ok=True)
+            whole = {"runtime": "python", "model": model} | manifest
+            (tmp_path / "MAR-INF/MANIFEST.json").write_text(json.dumps(whole))
+        return tmp_path
+
+    return write
+
+
+def read(directory: Path, default_handler: str = "") -> Manifest:
+    return Manifest.read(directory, "echo.mar", default_handler)
+
+
+def test_a_manifest_is_read_whole(write):
+    model = MODEL | {
+        "serializedFile": "m.pt", "modelFile": "model.py", "requirementsFile": "r.txt", "configFile": "c.yaml",
+        "extensions": "a.txt,b.txt",
+    }  # fmt: skip
+    raw = {"runtime": "python3", "model": model, "archiverVersion": "0.12.0"}
+    assert read(write(**raw)) == Manifest(
+        archive="echo.mar", model_name="echo", version="1.0", handler="handler.py", runtime="python3",
+        serialized_file="m.pt", model_file="model.py", requirements_file="r.txt", config_file="c.yaml",
+        extensions=("a.txt", "b.txt"), raw=raw,
+    )  # fmt: skip
+
+
+def test_an_older_manifest_is_read(write):
+    old = {"modelServerVersion": "1.0", "implementationVersion": "1.0", "specificationVersion": "1.0"}
+    manifest = read(write({"modelName": "old", "handler": "service:handle"}, **old))
+    assert (manifest.model_name, manifest.version, manifest.handler) == ("old", "1.0", "service:handle")
+
+
+def test_a_number_for_a_version_is_its_text(write):
+    assert read(write(MODEL | {"modelVersion": 2.1})).version == "2.1"
+
+
+def test_without_a_manifest_the_archive_names_the_model(write):
+    directory = write(None)
+    assert Manifest.read(directory, "digits.tar.gz", "image_classifier") == Manifest(
+        archive="digits.tar.gz", model_name="digits", version="1.0", handler="image_classifier"
+    )
+    write(None, {"model-config.yaml": "batchSize: 4"})
+    assert ModelConfig.read(directory, read(directory)).batch_size == 4
+
+
+@pytest.mark.parametrize("name", ["digits", "digits.mar", "digits.MAR", "digits.zip", "digits.tar.gz", "digits.tgz"])
+def test_the_stem_of_an_archive(name):
+    assert stem(name) == "digits"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"model": 3}', '{"model": {"handler": ["a"]}}', "[" * 100_000, "\xff"]
+)
+def test_a_manifest_that_is_none_is_refused(write, text):
+    directory = write()
+    (directory / "MAR-INF/MANIFEST.json").write_text(text, encoding="latin-1")
+    with pytest.raises(InvalidArchive, match="^echo.mar: MAR-INF/MANIFEST.json.* rebuild the archive"):
+        read(directory)
+
+
+def refused(directory: Path, *words: str, **changes) -> None:
+    with pytest.raises(InvalidArchive) as error:
+        check(directory, dataclasses.replace(read(directory), **changes))
+    assert str(error.value).startswith("echo.mar: ")
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_good_model_passes(write):
+    config = "batchSize: 8\nsamples: [one.json, sub/two.json]\n"
+    model = MODEL | {"serializedFile": "m.pt", "modelFile": "model.py", "configFile": "c.yaml"}
+    files = {"m.pt": "", "model.py": "class Model: ...", "c.yaml": config, "one.json": "1", "sub/two.json": "2"}
+    directory = write(model, files)
+    assert check(directory, read(directory)).samples == ("one.json", "sub/two.json")
+
+
+@pytest.mark.parametrize("key", ["serializedFile", "modelFile", "requirementsFile", "configFile"])
+@pytest.mark.parametrize("name", ["absent.bin", "../echo.mar", "/etc/passwd", "a\0b", "n" * 5000])
+def test_a_file_that_is_named_must_be_there(write, key, name):
+    refused(write(MODEL | {key: name}), repr(name), "not in the archive")
+
+
+def test_a_link_out_is_not_there(write):
+    directory = write(MODEL | {"serializedFile": "m.pt"})
+    (directory / "m.pt").symlink_to("/etc/passwd")
+    refused(directory, "'m.pt'", "not in the archive")
+
+
+def test_a_sample_must_be_there(write):
+    refused(write(MODEL | {"configFile": "c.yaml"}, {"c.yaml": "samples: [absent.json]"}), "'absent.json'")
+
+
+@pytest.mark.parametrize("handler", ["handler.py", "handler", "handler:handle", "handler.py:handle", "lib/handler.py"])
+def test_a_handler_file_however_it_is_named(write, handler):
+    directory = write(MODEL | {"handler": handler})
+    assert handler_file(directory, handler) == directory / "handler.py"
+    check(directory, read(directory))
+
+
+def test_a_built_in_handler(write):
+    directory = write(MODEL | {"handler": "image_classifier"})
+    assert handler_file(directory, "image_classifier") is None
+    check(directory, read(directory))
+    refused(directory, "'image_clasifier'", "did you mean 'image_classifier'", handler="image_clasifier")
+    refused(directory, "'xyz.py'", "base_handler", handler="xyz.py")
+    refused(directory, "names no handler", "default_service_handler", handler="")
+
+
+def test_a_module_is_left_to_the_models_own_process(write):
+    directory = write(MODEL | {"handler": "lib.serving:Handler"}, {"lib/serving/__init__.py": "raise Exception"})
+    check(directory, read(directory))
+    check(directory, dataclasses.replace(read(directory), handler="json.decoder:JSONDecoder"))
+    refused(directory, "'nowhere.serving:Handler'", handler="nowhere.serving:Handler")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("import os\ndef handle(:\n", "handler.py, line 2"), ("return 1\n", "line 1"), ("x = '\0'\n", "handler.py")],
+)
+def test_a_handler_that_does_not_compile(write, text, words):
+    refused(write(files={"handler.py": text}), words, "mend the file")
+
+
+def test_a_model_file_that_does_not_compile(write):
+    refused(write(MODEL | {"modelFile": "model.py"}, {"model.py": "\n\nclass"}), "model.py, line 3")
+
+
+def test_a_warning_about_an_authors_code_is_none_of_ours(write):
+    directory = write(files={"handler.py": HANDLER + "x = '\\d' is 3\n"})
+    check(directory, read(directory))
+
+
+@pytest.mark.parametrize("name", ["a/b", "a b", "é", "", ".", "..", "-a", ".hidden", "a\n", "a?b", "a%2fb"])
+def test_a_name_that_is_no_part_of_a_route(write, name):
+    refused(write(), f"model name {name!r}", "letters, digits", model_name=name)
+    refused(write(), f"version {name!r}", "letters, digits", version=name)
+
+
+def test_another_runtime_is_refused(write):
+    refused(write(runtime="LSP"), "'LSP'", "--runtime python")
+
+
+def parse(text: str) -> ModelConfig:
+    return ModelConfig.parse(text, "echo.mar/c.yaml")
+
+
+def test_every_key_is_read():
+    config = parse("""
+        minWorkers: 0
+        maxWorkers: 4
+        batchSize: 0
+        deviceIds: [0, 1]
+        useVenv: true
+        torchrun: {nproc-per-node: 2}
+        batcher: ray
+        num_cpus: 1
+        num_gpus: 0.25
+        retries: false
+        fast_path: oip
+        max_ongoing_requests: 7
+        samples: [a.json]
+        trusted: true
+        handler: {anything: at all}
+        1: a key that is no text
+    """)
+    assert (config.min_workers, config.max_workers, config.batch_size) == (1, 4, 1)  # at least one, as TorchServe
+    assert (config.device_ids, config.use_venv, config.torchrun) == ((0, 1), True, {"nproc-per-node": 2})
+    assert (config.batcher, config.num_cpus, config.num_gpus, config.retries) == ("ray", 1.0, 0.25, False)
+    assert (config.fast_path, config.max_ongoing_requests, config.samples) == ("oip", 7, ("a.json",))
+    assert config.trusted is True
+    assert config.raw["handler"] == {"anything": "at all"} and config.raw["minWorkers"] == 0
+    assert config.response_timeout is None and config.startup_timeout is None
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_configuration(text):
+    assert parse(text) == ModelConfig()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "batchSize: four", "batchSize: true", "maxBatchDelay: 0", "responseTimeout: -5", "responseTimeout: 1.5",
+        "deviceType: tpu", "deviceIds: [0, x]", "useVenv: 1", "parallelType: xx", "torchrun: 3", "deviceType: [cpu]",
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_torchserves_is_ignored_with_a_warning(line, caplog):
+    with caplog.at_level(logging.WARNING):
+        config = parse(line)
+    assert dataclasses.replace(config, raw={}) == ModelConfig()
+    assert "echo.mar/c.yaml" in caplog.text and line.partition(":")[0] in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "batcher: fast", "num_cpus: -1", "num_gpus: lots", "num_gpus: .inf", "num_gpus: .nan", "num_cpus: true",
+        "retries: 3", "fast_path: /x", "max_ongoing_requests: 1.5", "samples: one.json", "samples: [1]",
+        "trusted: 'no'", "batcher: [ray]",
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_ours_is_refused(line):
+    key = line.partition(":")[0]
+    with pytest.raises(ConfigurationError, match=f"^echo.mar/c.yaml: {key}: .* must be "):
+        parse(line)
+
+
+@pytest.mark.parametrize(
+    "key, near",
+    [
+        ("batchsize", "batchSize"), ("batch_size", "batchSize"), ("maxWorker", "maxWorkers"), ("num_gpu", "num_gpus"),
+        ("numGpus", "num_gpus"), ("responseTimout", "responseTimeout"), ("handlers", "handler"), ("sample", "samples"),
+    ],
+)  # fmt: skip
+def test_a_near_miss_is_refused(key, near):
+    with pytest.raises(ConfigurationError) as error:
+        parse(f"{key}: 1")
+    assert str(error.value) == f"echo.mar/c.yaml: unknown key {key!r}; did you mean {near!r}?"
+
+
+@pytest.mark.parametrize(
+    "key", ["handler", "pt2", "micro_batching", "pippy", "deepspeed", "tokenizer", "max_length", "device", "model"]
+)
+def test_a_key_of_the_handlers_is_kept(key):
+    assert parse(f"{key}: {{a: 1}}").raw == {key: {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [("a: 1\nb: [1, 2\n", "line 3"), ("a: 1\n\tb: 2\n", "line 2"), ("a: *b", "line 1"), ("- a\n", "line 1")],
+)
+def test_yaml_that_is_none_names_its_line(text, line):
+    with pytest.raises(ConfigurationError, match=f"^echo.mar/c.yaml: {line}: "):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\xff", b"a: \x00", b"a: 2020-99-99", b"a: !!python/object:os.system {}"])
+def test_bytes_that_are_no_yaml(text):
+    with pytest.raises(ConfigurationError, match="^echo.mar/c.yaml: "):
+        ModelConfig.parse(text, "echo.mar/c.yaml")
+
+
+def test_aliases_that_blow_up_are_refused():
+    laughs = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    laughs += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+    for text in (laughs, "a: &a [*a]"):
+        with pytest.raises(ConfigurationError, match="aliases"):
+            parse(text)
+
+
+@pytest.mark.parametrize("form, file", [
+    ("default", "echo.mar"), ("zip-store", "echo.mar"), ("tgz", "echo.tar.gz"), ("no-archive", "echo"),
+])  # fmt: skip
+def test_what_the_real_archiver_makes(tmp_path, form, file):
+    inputs = {"service.py": HANDLER, "net.py": "class Net: ...", "w.pt": "w", "x": "", "r.txt": "", "c.yaml": "batchSize: 2"}
+    for name, text in inputs.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "tmp").mkdir()
+    subprocess.run(
+        [Path(sys.executable).with_name("torch-model-archiver"), "--model-name", "echo", "-v", "2.0",
+         "--handler", "service.py", "--model-file", "net.py", "--serialized-file", "w.pt", "--extra-files", "x", "-r", "r.txt", "-c", "c.yaml",
+         "--export-path", "out", "--archive-format", form],
+        check=True, cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")},
+    )  # fmt: skip
+    made = tmp_path / "out" / file
+    directory = made if made.is_dir() else unpack(made, tmp_path / "into", StoreSettings())
+    manifest = Manifest.read(directory, file)
+    assert (manifest.model_name, manifest.version, manifest.handler) == ("echo", "2.0", "service.py")
+    assert (manifest.serialized_file, manifest.model_file) == ("w.pt", "net.py")
+    assert check(directory, manifest).batch_size == 2
+    assert sorted(p.name for p in directory.iterdir()) == sorted([*inputs, "MAR-INF"])

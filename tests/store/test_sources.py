@@ -1,0 +1,213 @@
+"""Sources: what a URL may name, and downloads from a real HTTP server."""
+
+import contextlib
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from serve_app.errors import ArchiveNotFound, DownloadFailed
+from serve_app.settings import StoreSettings
+from serve_app.store.sources import fetch
+
+BODY = bytes(range(256)) * 5000
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A model store with each kind of thing in it, and things beside it."""
+    store = tmp_path / "model_store"
+    (store / "plain" / "MAR-INF").mkdir(parents=True)
+    (store / "team").mkdir()
+    for name in ("m.mar", "m.tar.gz", "team/n.mar"):
+        (store / name).write_bytes(b"archive")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "o.mar").write_bytes(b"archive")
+    (store / "out.mar").symlink_to(outside / "o.mar")
+    (store / "out").symlink_to(outside)
+    (store / "same.mar").symlink_to("m.mar")
+    (store / "loop").symlink_to("loop")
+    return store
+
+
+@pytest.fixture
+def get(store, tmp_path):
+    """``get(url, **settings)``: fetch with a model store and a place for downloads."""
+    into = tmp_path / "into"
+    into.mkdir()
+
+    def get(url, progress=None, **settings):
+        try:
+            return fetch(url, StoreSettings(**settings), store, into, progress)
+        except Exception:
+            assert list(into.iterdir()) == []
+            raise
+
+    return get
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """An HTTP server that answers GET with ``answer(handler)``; gives its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer(self)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def plain(handler, body=BODY, length=len(BODY)):
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(length))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+@pytest.mark.parametrize("name", ["m.mar", "m.tar.gz", "plain", "plain/", "team/n.mar", "same.mar"])
+def test_a_name_in_the_model_store(get, store, name):
+    assert get(name, allowed_urls=()) == store / name
+
+
+def test_a_file_url_and_an_absolute_path(get, store, tmp_path):
+    outside = tmp_path / "outside"
+    assert get(f"file://{outside}/o.mar") == outside / "o.mar"
+    assert get(f"file://localhost{outside}/o.mar") == outside / "o.mar"
+    assert get(str(outside)) == outside
+    (outside / "a b.mar").write_bytes(b"")
+    assert get((outside / "a b.mar").as_uri()) == outside / "a b.mar"
+    assert get(str(store / "m.mar"), allowed_urls=()) == store / "m.mar"
+
+
+def refused(get, url, message, **settings):
+    with pytest.raises(ArchiveNotFound) as error:
+        get(url, **settings)
+    assert str(error.value) == message
+
+
+def test_what_is_not_there_is_not_found(get, tmp_path):
+    refused(get, "", "empty url")
+    absent = f"file://{tmp_path}/absent.mar"
+    for url in ("absent.mar", ".", "loop", "a\0b", "n" * 5000, absent, "file://elsewhere/m.mar"):
+        refused(get, url, f"Model not found at: {url}")
+    refused(get, f"{tmp_path}/absent", f"Model not found at: {tmp_path}/absent")
+
+
+@pytest.mark.parametrize("url", ["../o.mar", "team/../m.mar", "file:///models/../etc", "http://h/%2e%2e/m.mar", ".."])
+def test_a_relative_path_is_refused(get, url):
+    refused(get, url, f"Relative path is not allowed in url: {url}")
+
+
+@pytest.mark.parametrize("name", ["out.mar", "out", "out/o.mar"])
+def test_a_link_out_of_the_model_store_is_refused(get, name):
+    with pytest.raises(ArchiveNotFound, match=f"Model not found at: {name} .*leaves the model store"):
+        get(name)
+
+
+def test_a_url_must_match_in_full(get, tmp_path):
+    only = {"allowed_urls": ("https://models.example/.*", "file:///models/.*")}
+    here = f"file://{tmp_path}"
+    for url in ("http://models.example/m.mar", "xhttps://models.example/m.mar", here, "s3://bucket/m.mar"):
+        refused(get, url, f"Given URL {url} does not match any allowed URL(s)", **only)
+    refused(get, str(tmp_path), f"Given URL {tmp_path} does not match any allowed URL(s)", **only)
+
+
+def test_another_scheme_names_those_there_are(get):
+    with pytest.raises(DownloadFailed) as error:
+        get("s3://bucket/m.mar", allowed_urls=("s3://.*",))
+    assert str(error.value) == "Failed to download archive from: s3://bucket/m.mar"
+    assert "http(s)://" in error.value.detail
+
+
+def test_a_download(get):
+    seen = []
+    with serving(plain) as address:
+        file = get(f"{address}/models/m.mar?token=x", progress=lambda *at: seen.append(at))
+    assert file.name == "m.mar"
+    assert file.read_bytes() == BODY
+    assert seen[-1] == (len(BODY), len(BODY))
+
+
+@pytest.mark.parametrize("path, name", [("", "archive"), ("/a%2fb.mar", "a_b.mar"), ("/.hidden", "hidden")])
+def test_the_name_of_a_download_is_a_plain_one(get, path, name):
+    with serving(plain) as address:
+        assert get(address + path).name == name
+
+
+def failed(get, url, *words, **settings):
+    with pytest.raises(DownloadFailed) as error:
+        get(url, **settings)
+    assert str(error.value) == f"Failed to download archive from: {url}"
+    for word in words:
+        assert word in error.value.detail
+
+
+def test_a_status_is_told(get):
+    with serving(lambda handler: handler.send_error(404)) as address:
+        failed(get, f"{address}/m.mar", "404 Not Found")
+
+
+def test_a_body_shorter_than_it_says_is_an_error(get):
+    with serving(lambda handler: plain(handler, length=len(BODY) + 1)) as address:
+        failed(get, f"{address}/m.mar")
+
+
+def endless(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    with contextlib.suppress(OSError):
+        while True:
+            handler.wfile.write(BODY)
+
+
+@pytest.mark.parametrize("answer", [plain, endless])
+def test_a_download_too_large_is_an_error(get, answer):
+    with serving(answer) as address:
+        failed(get, f"{address}/m.mar", "max_archive_bytes (1000)", max_archive_bytes=1000)
+
+
+def test_a_download_too_slow_is_an_error(get):
+    with serving(endless) as address:
+        failed(get, f"{address}/m.mar", "download_timeout (0.2 s)", download_timeout=0.2)
+    gone = threading.Event()
+    with serving(lambda handler: gone.wait()) as address:
+        try:
+            failed(get, f"{address}/m.mar", "ReadTimeout", download_timeout=0.2)
+        finally:
+            gone.set()
+
+
+def test_nobody_there_is_an_error(get):
+    with serving(plain) as address:
+        pass
+    failed(get, f"{address}/m.mar", "ConnectError")
+    failed(get, "http://127.0.0.1:99999999/m.mar")
+
+
+def test_a_redirect_must_be_allowed_too(get):
+    def redirect(handler):
+        handler.send_response(302)
+        handler.send_header("Location", f"{target}/m.mar")
+        handler.end_headers()
+
+    with serving(plain) as target, serving(redirect) as address:
+        assert get(f"{address}/m.mar").read_bytes() == BODY
+        (get(f"{address}/m.mar")).unlink()
+        refused(
+            get,
+            f"{address}/m.mar",
+            f"Given URL {target}/m.mar does not match any allowed URL(s)",
+            allowed_urls=(f"{address}/.*",),
+        )
