@@ -1,4 +1,4 @@
-"""Where the registry outlives every process: two tables of SQL and the number of the last change.
+"""Where the registry outlives every process: tables of SQL, and the number of the last change.
 
 SQLite in a file of the head node by default, PostgreSQL by URL. There is one writer; the
 generation number notices a second. The schema is alembic's (see migrations/).
@@ -21,7 +21,7 @@ from sqlalchemy.engine import URL, Connection, make_url
 
 from serve_app.control.registry import Record, Registry
 from serve_app.errors import ConfigurationError, Unavailable
-from serve_app.types import ModelSpec
+from serve_app.types import ModelRef, ModelSpec
 
 SCHEMA = sa.MetaData()
 
@@ -41,6 +41,15 @@ VERSIONS = sa.Table(
     sa.Column("spec", sa.JSON, nullable=False),
     # YAML, as the author wrote it: JSON would turn its numeric keys into text and has no dates.
     sa.Column("config", sa.Text, nullable=False),
+)
+
+# The digest that each version had last, removed ones too: start-up does not bring back what was removed.
+ARCHIVES = sa.Table(
+    "torchrelay_archives",
+    SCHEMA,
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("version", sa.Text, primary_key=True),
+    sa.Column("digest", sa.Text, nullable=False),
 )
 
 CHANGES = sa.Table(
@@ -80,7 +89,7 @@ class Database:
     def load(self) -> Registry:
         """The registry as it was last saved, by whomever. Raises Unavailable."""
         with self._transaction() as connection:
-            # Taking the row keeps a writer out until all three tables are read.
+            # Taking the row keeps a writer out until every table is read.
             generation = connection.execute(sa.select(CHANGES.c.generation).with_for_update()).scalar_one()
             versions: dict[str, dict[str, ModelSpec]] = {}
             for row in connection.execute(sa.select(VERSIONS).order_by(VERSIONS.c.model, VERSIONS.c.version)):
@@ -89,8 +98,9 @@ class Database:
                 row.name: Record(row.default_version, versions[row.name], row.policy)
                 for row in connection.execute(sa.select(MODELS).order_by(MODELS.c.name))
             }
+            archives = {ModelRef(row.model, row.version): row.digest for row in connection.execute(sa.select(ARCHIVES))}
         self._generation = generation
-        return Registry(models)
+        return Registry(models, archives)
 
     def save(self, before: Registry, after: Registry) -> None:
         """Store what ``after`` changes in ``before``, which is what was last loaded or saved here.
@@ -109,6 +119,7 @@ class Database:
             for name, record in after.models.items():
                 if record != before.models.get(name):
                     _save(connection, name, before.models.get(name), record)
+            _save_archives(connection, before.archives, after.archives)
         self._generation += 1
 
     @contextlib.contextmanager
@@ -125,7 +136,7 @@ class Database:
         if isinstance(error, CommandError):
             return f"{where} was made by a newer Torchrelay, whose schema this one does not know. Start that version."
         if isinstance(error, ImportError):
-            return f"{where} cannot be opened: {error}. Install its driver with: pip install 'torchrelay[postgres]'"
+            return f"{where}: {error}. Install its driver with: pip install 'torchrelay[postgres]'"
         said = str(error.orig) if isinstance(error, sa.exc.DBAPIError) else str(error)
         secrets = [self._url.password, *(value for key, value in self._url.query.items() if "pass" in key)]
         for secret in filter(None, secrets):
@@ -135,7 +146,7 @@ class Database:
             if self._url.get_backend_name() == "sqlite"
             else "Check that the server runs there, and the user, the password and the database's name in the URL."
         )
-        return f"{where} cannot be opened: {' '.join(said.split())}. {cure}"
+        return f"{where}: {' '.join(said.split())}. {cure}"
 
 
 # The URL and the engine
@@ -217,16 +228,24 @@ def _save(connection: Connection, name: str, before: Record | None, after: Recor
         connection.execute(sa.update(MODELS).where(MODELS.c.name == name).values(**model))
     old: Mapping[str, ModelSpec] = before.versions if before else {}
     for version in old.keys() - after.versions.keys():
-        connection.execute(sa.delete(VERSIONS).where(*_is(name, version)))
+        connection.execute(sa.delete(VERSIONS).where(*_is(VERSIONS, name, version)))
     for version, spec in after.versions.items():
         if version not in old:
             connection.execute(sa.insert(VERSIONS).values(model=name, version=version, **_columns(spec)))
         elif spec != old[version]:
-            connection.execute(sa.update(VERSIONS).where(*_is(name, version)).values(**_columns(spec)))
+            connection.execute(sa.update(VERSIONS).where(*_is(VERSIONS, name, version)).values(**_columns(spec)))
 
 
-def _is(name: str, version: str) -> tuple[sa.ColumnElement[bool], ...]:
-    return VERSIONS.c.model == name, VERSIONS.c.version == version
+def _save_archives(connection: Connection, before: Mapping[ModelRef, str], after: Mapping[ModelRef, str]) -> None:
+    changed = {ref for ref in before.keys() | after.keys() if before.get(ref) != after.get(ref)}
+    for ref in changed & before.keys():
+        connection.execute(sa.delete(ARCHIVES).where(*_is(ARCHIVES, ref.name, ref.version)))
+    for ref in changed & after.keys():
+        connection.execute(sa.insert(ARCHIVES).values(model=ref.name, version=ref.version, digest=after[ref]))
+
+
+def _is(table: sa.Table, name: str, version: str) -> tuple[sa.ColumnElement[bool], ...]:
+    return table.c.model == name, table.c.version == version
 
 
 def _columns(spec: ModelSpec) -> dict[str, Any]:

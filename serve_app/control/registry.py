@@ -43,9 +43,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Registry:
-    """Every model by name. Two registries that say the same are equal."""
+    """Every model by name, and the digest of the archive that each version had last, removed ones too.
+
+    Two registries that say the same are equal.
+    """
 
     models: Mapping[str, Record] = field(default_factory=dict)
+    archives: Mapping[ModelRef, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[ModelSpec]:
         """Every version of every model."""
@@ -85,9 +89,21 @@ def register(registry: Registry, spec: ModelSpec) -> Registry:
                 f"Model {spec.name} version {spec.version} cannot stand beside model {other.name} version "
                 f"{other.version}: both would run as the application {spec.ref.app}. Give one of them another name."
             )
-    if record is None:
-        return _with(registry, spec.name, Record(spec.version, {spec.version: spec}))
-    return _with(registry, spec.name, replace(record, versions={**record.versions, spec.version: spec}))
+    return _with_version(registry, spec)
+
+
+def put(registry: Registry, spec: ModelSpec) -> Registry:
+    """The registry once start-up has found an archive in the model store: a new version, or a changed one's new spec.
+
+    The same registry where the version had this very archive before: what was scaled stays scaled,
+    and what was removed stays away. Raises BadRequest as ``register`` does.
+    """
+    if registry.archives.get(spec.ref) == spec.digest:
+        return registry
+    record = registry.models.get(spec.name)
+    if record is None or spec.version not in record.versions:
+        return register(registry, spec)
+    return _with_version(registry, spec)
 
 
 def unregister(registry: Registry, name: str, version: str | None) -> tuple[Registry, ModelRef]:
@@ -98,7 +114,7 @@ def unregister(registry: Registry, name: str, version: str | None) -> tuple[Regi
     spec = find(registry, name, version)
     record = registry.models[name]
     if len(record.versions) == 1:
-        return Registry({key: value for key, value in registry.models.items() if key != name}), spec.ref
+        return replace(registry, models={key: r for key, r in registry.models.items() if key != name}), spec.ref
     if spec.version == record.default:
         raise CannotRemoveDefault(name)
     rest = {key: value for key, value in record.versions.items() if key != spec.version}
@@ -113,8 +129,7 @@ def scale(registry: Registry, name: str, version: str | None, low: int, high: in
     if low < 0 or high < low:
         raise BadRequest(f"A model cannot have {low} to {high} workers.")
     spec = find(registry, name, version).with_(min_workers=low, max_workers=high)
-    record = registry.models[name]
-    return _with(registry, name, replace(record, versions={**record.versions, spec.version: spec})), spec.ref
+    return _with_version(registry, spec), spec.ref
 
 
 def set_default(registry: Registry, name: str, version: str) -> tuple[Registry, ModelRef]:
@@ -129,7 +144,13 @@ def set_default(registry: Registry, name: str, version: str) -> tuple[Registry, 
 
 
 def _with(registry: Registry, name: str, record: Record) -> Registry:
-    return Registry({**registry.models, name: record})
+    return replace(registry, models={**registry.models, name: record})
+
+
+def _with_version(registry: Registry, spec: ModelSpec) -> Registry:
+    record = registry.models.get(spec.name) or Record(spec.version, {})
+    whole = _with(registry, spec.name, replace(record, versions={**record.versions, spec.version: spec}))
+    return replace(whole, archives={**registry.archives, spec.ref: spec.digest})
 
 
 # Questions

@@ -10,6 +10,7 @@ from serve_app.control.registry import (
     Registry,
     desired,
     find,
+    put,
     register,
     scale,
     set_default,
@@ -74,16 +75,47 @@ class TestRegister:
         assert registry(spec("a"), spec("b")) == registry(spec("b"), spec("a"))
 
 
+class TestPut:
+    """What start-up makes of the archives in the model store."""
+
+    def test_a_new_archive_is_registered(self):
+        assert put(Registry(), spec()) == registry(spec())
+        whole = put(registry(spec()), spec(version="2.0"))
+        assert whole == registry(spec(), spec(version="2.0"))
+        assert whole.models["m"].default == "1.0"
+
+    def test_a_known_archive_changes_nothing_however_its_version_was_changed_since(self):
+        scaled, _ = scale(registry(spec(batch_size=4)), "m", None, 3, 3)
+        assert put(scaled, spec(min_workers=1)) is scaled
+
+    def test_what_was_removed_stays_away_until_its_archive_changes(self):
+        removed, _ = unregister(registry(spec()), "m", None)
+        assert put(removed, spec()) is removed
+        changed = spec().with_(digest="e" * 64)
+        assert put(removed, changed).models == registry(changed).models
+        assert register(removed, spec()) == registry(spec())
+
+    def test_a_changed_archive_takes_its_versions_place(self):
+        whole, _ = set_default(registry(spec(), spec(version="2.0")), "m", "2.0")
+        changed = spec().with_(digest="e" * 64)
+        assert put(whole, changed).models == {"m": Record("2.0", {"1.0": changed, "2.0": spec(version="2.0")})}
+        assert put(put(whole, changed), changed).archives == {changed.ref: "e" * 64, ModelRef("m", "2.0"): "d" * 64}
+
+    def test_applications_of_one_name_are_refused_here_too(self):
+        with pytest.raises(BadRequest):
+            put(registry(spec("a--b", "c")), spec("a", "b--c"))
+
+
 class TestUnregister:
     def test_the_last_version_takes_the_model_along(self):
         whole, ref = unregister(registry(spec(), spec("n")), "m", None)
         assert ref == ModelRef("m", "1.0")
-        assert whole == registry(spec("n"))
+        assert whole.models == registry(spec("n")).models
 
     def test_a_version_that_is_not_the_default_goes_alone(self):
         whole, ref = unregister(registry(spec(), spec(version="2.0")), "m", "2.0")
         assert ref == ModelRef("m", "2.0")
-        assert whole == registry(spec())
+        assert whole.models == registry(spec()).models
 
     @pytest.mark.parametrize("version", [None, "1.0"])
     def test_the_default_stays_while_others_stand(self, version):

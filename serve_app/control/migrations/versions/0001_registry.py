@@ -1,4 +1,4 @@
-"""Models, their versions, and the number of the last change."""
+"""Models, their versions, the archives they had, and the number of the last change."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -21,6 +21,12 @@ def upgrade() -> None:
         sa.Column("spec", sa.JSON, nullable=False),
         sa.Column("config", sa.Text, nullable=False),
     )
+    op.create_table(
+        "torchrelay_archives",
+        sa.Column("model", sa.Text, primary_key=True),
+        sa.Column("version", sa.Text, primary_key=True),
+        sa.Column("digest", sa.Text, nullable=False),
+    )
     changes = op.create_table(
         "torchrelay_changes",
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
@@ -31,5 +37,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("torchrelay_changes")
+    op.drop_table("torchrelay_archives")
     op.drop_table("torchrelay_versions")
     op.drop_table("torchrelay_models")
