@@ -146,7 +146,7 @@ class Database:
             if self._url.get_backend_name() == "sqlite"
             else "Check that the server runs there, and the user, the password and the database's name in the URL."
         )
-        return f"{where}: {' '.join(said.split())}. {cure}"
+        return f"{where}: {' '.join(said.split()).rstrip('.?')}. {cure}"
 
 
 # The URL and the engine

@@ -369,7 +369,7 @@ class TestWrongURLs:
         file = tmp_path / "notes.txt"
         file.write_text("my notes\n" * 1000)
         with pytest.raises(
-            ConfigurationError, match=r"^control.database_url: .*notes\.txt .*not a database.*Check that"
+            ConfigurationError, match=r"^control.database_url: .*notes\.txt: .*not a database.*Check that"
         ):
             Database(f"sqlite:///{file}")
         assert file.read_text() == "my notes\n" * 1000
