@@ -1,0 +1,66 @@
+"""The thread that a model author's code runs in: loading, warming up, and every batch."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+log = logging.getLogger("torchrelay.author")
+
+
+class Author(Executor):
+    """One thread, in order. A daemon, because a handler that hangs must not keep its process alive."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._ended = False
+        self._thread = threading.Thread(target=self._work, name="author", daemon=True)
+        self._thread.start()
+
+    @property
+    def ident(self) -> int:
+        """The thread's identity, as ``sys._current_frames`` knows it."""
+        assert self._thread.ident is not None
+        return self._thread.ident
+
+    def post(self, task: Callable[..., None], *args: Any) -> None:
+        """Run ``task`` with no word of its end: the cheap way in, for the batcher."""
+        self._tasks.put((task, args))
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self._ended:
+            raise RuntimeError("this thread was told to end")
+        future: Future[Any] = Future()
+        self.post(_settle, future, fn, args, kwargs)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread when what was given to it before has run."""
+        if not self._ended:
+            self._ended = True
+            self._tasks.put(None)
+        if wait:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task[0](*task[1])
+            except BaseException:  # nothing that an author does may end the thread
+                log.exception("a task of the author's thread failed")
+            del task  # an idle thread keeps no batch alive
+
+
+def _settle(future: Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,441 @@
+"""Rows become batches: an idle model starts at once, a busy one collects.
+
+Everything but ``_execute`` and what it calls runs on the event loop; those run in the author's
+thread. A batch costs two crossings between the threads, however many rows it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import EllipsisType
+from typing import Any, Protocol
+
+from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, QueueFull, RelayError, WorkerDied
+from serve_app.runtime.author import Author
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
+
+log = logging.getLogger("torchrelay.batcher")
+
+Emit = Callable[[int, "bytes | Reply"], None]
+Run = Callable[[Sequence[Call], Emit], "list[Reply | RelayError]"]
+
+
+class Timer(Protocol):
+    def __call__(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle: ...
+
+
+class _Row:
+    """A call that waits for its answer."""
+
+    __slots__ = ("call", "future", "arrived", "emitted", "pieces")
+
+    def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream], arrived: float) -> None:
+        self.call = call
+        self.future = future
+        self.arrived = arrived
+        self.emitted = False  # set in the author's thread: a row that streamed is never run again
+        self.pieces: _Pieces | None = None
+
+
+class _Batch:
+    """Rows that were given to the author's thread together."""
+
+    __slots__ = ("rows", "began", "runs")
+
+    def __init__(self, rows: list[_Row]) -> None:
+        self.rows = rows
+        self.began: float | None = None  # of the run that is under way
+        self.runs: list[tuple[float, list[float]]] = []  # seconds, and each row's wait; more than one after a failure
+
+
+class _Pieces(AsyncIterator[bytes]):
+    """A streamed reply's pieces, each as it was emitted."""
+
+    __slots__ = ("_ready", "_waiter", "_ended", "_error")
+
+    def __init__(self) -> None:
+        self._ready: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._error: RelayError | None = None
+
+    def put(self, piece: bytes) -> None:
+        if not self._ended:
+            self._ready.append(piece)
+            self._wake()
+
+    def end(self, error: RelayError | None = None) -> None:
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __anext__(self) -> bytes:
+        while not self._ready:
+            if self._ended:
+                error, self._error = self._error, None
+                raise error or StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        """The caller left: nothing more is kept for it."""
+        self.end()
+        self._ready.clear()
+
+
+class Batcher:
+    """Answers each call with its own reply or error, running many together where they meet.
+
+    ``run`` is Runner.run; it is called in ``author``'s thread only. ``max_batch_delay`` (milliseconds)
+    is how long an idle model waits for a batch to fill, counted from its first row; None or 0: not at
+    all. ``response_timeout`` (seconds) bounds one run of the handler; 0: unbounded. ``on_hung`` is
+    called once, after everybody who waited was told, when a run exceeds it: the process is then of
+    no more use. ``clock`` counts seconds; ``timer`` is ``call_later`` of the loop that submits.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        ref: ModelRef,
+        meters: Meters,
+        *,
+        author: Author | None = None,
+        max_batch_size: int = 1,
+        max_batch_delay: int | None = None,
+        queue_size: int = 100,
+        response_timeout: float = 120,
+        retries: bool = True,
+        on_hung: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+        timer: Timer | None = None,
+    ) -> None:
+        self._run = run
+        self._ref = ref
+        self._meters = meters
+        self.author = author or Author()
+        self._on_hung = on_hung
+        self._clock = clock
+        self._timer = timer
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queue: deque[_Row] = deque()
+        self._flight: deque[_Batch] = deque()  # what the author's thread runs, and at most one full batch behind it
+        self._ahead = 0  # rows of that second batch that somebody waits for
+        self._starting = False  # _start is due at the end of this turn of the loop
+        self._delayed: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._refusal = ""  # why no more rows are taken
+        self._drained: asyncio.Event | None = None
+        self._max_batch_size = max(1, max_batch_size)
+        self._delay = max(0, max_batch_delay or 0) / 1000
+        self._queue_size = queue_size
+        self._timeout = response_timeout
+        self._retries = retries
+
+    def configure(
+        self,
+        *,
+        max_batch_size: int | None = None,
+        max_batch_delay: int | None | EllipsisType = ...,
+        queue_size: int | None = None,
+        response_timeout: float | None = None,
+        retries: bool | None = None,
+    ) -> None:
+        """Take new limits; what is not given stays."""
+        if max_batch_size is not None:
+            self._max_batch_size = max(1, max_batch_size)
+        if not isinstance(max_batch_delay, EllipsisType):
+            self._delay = max(0, max_batch_delay or 0) / 1000
+        if queue_size is not None:
+            self._queue_size = queue_size
+        if retries is not None:
+            self._retries = retries
+        if response_timeout is not None:
+            self._timeout = response_timeout
+            if self._watch is not None:
+                self._watch.cancel()
+                self._look()
+        if self._queue:
+            self._start()
+
+    @property
+    def pending(self) -> int:
+        """Rows that wait; those that run are not among them."""
+        return len(self._queue) + self._ahead
+
+    async def submit(self, call: Call) -> Reply | ReplyStream:
+        """The call's answer, when its batch has run. Raises RelayError; QueueFull does so at once."""
+        if self._refusal:
+            raise Loading(self._ref.name, call.version, self._refusal)
+        if self.pending >= self._queue_size:
+            raise QueueFull(self._ref.name, call.version, f"{self.pending} rows wait, job_queue_size allows no more")
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
+            self._timer = self._timer or loop.call_later
+        assert self._timer is not None
+        row = _Row(call, loop.create_future(), self._clock())
+        self._queue.append(row)
+        if not self._flight:
+            # At the end of the loop's turn: requests that were read in the same turn join the batch.
+            if not self._starting:
+                self._starting = True
+                loop.call_soon(self._start)
+        elif len(self._flight) < 2 and len(self._queue) >= self._max_batch_size:
+            self._start()
+        expiry = None if call.deadline is None else self._timer(call.deadline - time.time(), self._expire, row)
+        try:
+            return await row.future
+        except asyncio.CancelledError:
+            self._left(row)
+            raise
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+
+    async def close(self) -> None:
+        """Take no more rows, answer those that were taken, then end the author's thread."""
+        self._refusal = self._refusal or "its replica is stopping"
+        if self._flight or self._queue:
+            self._drained = asyncio.Event()
+            self._start()
+            await self._drained.wait()
+        self.author.shutdown(wait=False)
+
+    def _left(self, row: _Row) -> None:
+        if row.pieces is not None:
+            row.pieces.end()
+        elif row.future.done() and not row.future.cancelled():
+            row.future.exception()  # the answer came as the caller left; nobody will look at it
+        self._forget(row)
+
+    def _expire(self, row: _Row) -> None:
+        if not row.future.done():
+            self._forget(row)
+            row.future.set_exception(DeadlineExceeded(self._ref.name, self._clock() - row.arrived))
+
+    def _forget(self, row: _Row) -> None:
+        """Make room at once: rows that nobody waits for do not fill the queue."""
+        try:
+            self._queue.remove(row)
+        except ValueError:
+            if len(self._flight) > 1 and row in self._flight[1].rows:
+                self._ahead -= 1
+        if self._drained is not None and not self._queue and not self._flight:
+            self._drained.set()
+
+    def _start(self) -> None:
+        """Give the author's thread what may run: anything when it is idle, full batches when it is not.
+
+        One full batch lies ready behind the running one, so a saturated model never waits for the loop.
+        """
+        self._starting = False
+        while self._queue and len(self._flight) < 2:
+            full = len(self._queue) >= self._max_batch_size or self._queue[0].call.kind != self._queue[-1].call.kind
+            if not full:
+                if self._flight:
+                    return
+                if self._delay and not self._refusal and self._waits():
+                    return
+            rows = self._take()
+            if rows:
+                batch = _Batch(rows)
+                self._ahead = len(rows) if self._flight else 0
+                self._flight.append(batch)
+                self.author.post(self._execute, batch)
+                if self._watch is None and self._timeout > 0:
+                    self._look_in(self._timeout)
+
+    def _waits(self) -> bool:
+        """Whether the first row has time left to wait for others."""
+        left = self._queue[0].arrived + self._delay - self._clock()
+        if left <= 0:
+            return False
+        if self._delayed is not None:
+            self._delayed.cancel()
+        assert self._timer is not None
+        self._delayed = self._timer(left, self._start)
+        return True
+
+    def _take(self) -> list[_Row]:
+        """The next batch: rows of one kind, in the order they came."""
+        queue = self._queue
+        kind = queue[0].call.kind
+        rows: list[_Row] = []
+        while queue and len(rows) < self._max_batch_size and queue[0].call.kind == kind:
+            row = queue.popleft()
+            if not row.future.done():
+                rows.append(row)
+        return rows
+
+    # In the author's thread
+
+    def _execute(self, batch: _Batch) -> None:
+        answers: list[tuple[_Row, Reply | RelayError]] = []
+        self._attempt(batch, batch.rows, answers)
+        self._tell(self._finish, batch, answers)
+
+    def _attempt(self, batch: _Batch, rows: list[_Row], answers: list[tuple[_Row, Reply | RelayError]]) -> None:
+        rows = [row for row in rows if self._wanted(row, answers)]
+        if not rows:
+            return
+        size = len(rows)
+        began = batch.began = self._clock()
+
+        def emit(index: int, piece: bytes | Reply) -> None:
+            row = rows[index]
+            row.emitted = True
+            if isinstance(piece, Reply):
+                piece = _timed(piece, Timings(began - row.arrived, self._clock() - began, size))
+            self._tell(self._piece, row, piece)
+
+        try:
+            results = self._run([row.call for row in rows], emit)
+        except BaseException:  # Runner.run raises nothing; whoever else is asked must not lose rows
+            results = [HandlerFailed(traceback.format_exc())] * size
+        seconds = self._clock() - began
+        batch.runs.append((seconds, [began - row.arrived for row in rows]))
+        if size > 1 and self._retries and _failed_whole(results):
+            again = [row for row in rows if not row.emitted]
+            if again:
+                log.warning("%s: a batch of %d failed (%s); it runs again in halves", self._ref.app, size, results[0])
+                answers.extend((row, result) for row, result in zip(rows, results, strict=True) if row.emitted)
+                middle = (len(again) + 1) // 2
+                self._attempt(batch, again[:middle], answers)
+                self._attempt(batch, again[middle:], answers)
+                return
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result, Reply):
+                result = _timed(result, Timings(began - row.arrived, seconds, size))
+            answers.append((row, result))
+
+    def _wanted(self, row: _Row, answers: list[tuple[_Row, Reply | RelayError]]) -> bool:
+        """Whether somebody still waits for the row, asked at the last moment."""
+        if row.future.done():
+            return False
+        if row.call.expired:
+            answers.append((row, DeadlineExceeded(self._ref.name, self._clock() - row.arrived)))
+            return False
+        return True
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            log.debug("%s: the event loop is closed, nobody waits any more", self._ref.app)
+
+    # On the event loop again
+
+    def _piece(self, row: _Row, piece: bytes | Reply) -> None:
+        if isinstance(piece, Reply):
+            if row.future.done():
+                return
+            head, piece = piece, piece.body
+            row.pieces = _Pieces()
+            row.future.set_result(ReplyStream(_headed(head), row.pieces))
+        if row.pieces is not None:
+            row.pieces.put(piece)
+
+    def _finish(self, batch: _Batch, answers: list[tuple[_Row, Reply | RelayError]]) -> None:
+        if not self._flight or self._flight[0] is not batch:
+            return  # too late: its rows were given up
+        self._flight.popleft()
+        self._ahead = 0
+        if self._queue:
+            self._start()
+        for row, answer in answers:
+            if row.pieces is not None:
+                if isinstance(answer, Reply):
+                    row.pieces.put(answer.body)
+                    row.pieces.end()
+                else:
+                    row.pieces.end(_own(answer))
+            elif not row.future.done():
+                if isinstance(answer, Reply):
+                    row.future.set_result(answer)
+                else:
+                    row.future.set_exception(_own(answer))
+        assert self._loop is not None
+        self._loop.call_soon(self._measure, batch)  # after the answers have left
+        if self._drained is not None and not self._queue and not self._flight:
+            self._drained.set()
+
+    def _measure(self, batch: _Batch) -> None:
+        name, version = self._ref.name, self._ref.version
+        for seconds, waits in batch.runs:
+            self._meters.batch(name, version, len(waits), seconds, waits)
+        self._meters.depth(name, version, self.pending)
+
+    # The watch over a handler that does not come back: one timer, moved on when it fires, not one a batch
+
+    def _look_in(self, seconds: float) -> None:
+        assert self._timer is not None
+        self._watch = self._timer(seconds, self._look)
+
+    def _look(self) -> None:
+        self._watch = None
+        if not self._flight or self._timeout <= 0:
+            return
+        began = self._flight[0].began
+        left = self._timeout if began is None else began + self._timeout - self._clock()
+        if left > 0:
+            self._look_in(left)
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        why = f"the handler gave no answer within response_timeout ({self._timeout:g} s)"
+        frame = sys._current_frames().get(self.author.ident)
+        where = "".join(traceback.format_stack(frame)) if frame else "(its thread has ended)\n"
+        log.error("%s: %s; it stands at\n%s", self._ref.app, why, where)
+        self._refusal = "its replica hangs and is being replaced"
+        running = self._flight[0].rows
+        waiting = [row for batch in list(self._flight)[1:] for row in batch.rows] + list(self._queue)
+        self._flight.clear()
+        self._ahead = 0
+        self._queue.clear()
+        for row in running:
+            if row.pieces is not None:
+                row.pieces.end(WorkerDied(why))
+            elif not row.future.done():
+                row.future.set_exception(WorkerDied(why))
+        for row in waiting:
+            if not row.future.done():
+                row.future.set_exception(Loading(self._ref.name, row.call.version, self._refusal))
+        self._meters.depth(self._ref.name, self._ref.version, 0)
+        if self._drained is not None:
+            self._drained.set()
+        self._on_hung()
+
+
+def _failed_whole(results: Sequence[Reply | RelayError]) -> bool:
+    """Whether the handler failed the batch rather than some of its rows: one error object stands for all."""
+    first = results[0]
+    return isinstance(first, HandlerFailed) and all(result is first for result in results)
+
+
+def _own(error: RelayError) -> RelayError:
+    """A copy for one row: an exception that several tasks raise gathers all their tracebacks."""
+    return type(error)(*error.args)
+
+
+def _timed(reply: Reply, timings: Timings) -> Reply:
+    # Not dataclasses.replace: that takes twice as long, and this is done for every row.
+    return Reply(reply.body, reply.content_type, reply.status, reply.phrase, reply.headers, reply.version, timings)
+
+
+def _headed(first: Reply) -> Reply:
+    """The head of a stream whose first piece is ``first.body``."""
+    return Reply(b"", first.content_type, first.status, first.phrase, first.headers, first.version, first.timings)

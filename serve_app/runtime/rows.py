@@ -1,0 +1,113 @@
+"""A row at its two ends: what a handler sees of a request, and the bytes of what it returns.
+
+Both follow TorchServe to the byte, because handlers and clients were written against it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from typing import Any
+
+import orjson
+
+from serve_app.errors import UnsupportedOutput
+from serve_app.types import Call, Input
+
+_INJECTED = {"predict": {"explain": "False"}, "explain": {"explain": "True"}, "describe": {"describe": "True"}}
+
+# What json.dumps refuses must not be written either: those types go to orjson's default, which is none.
+_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+_EXPONENT = re.compile(rb"e[-+0-9]")
+
+
+def decode(part: Input) -> Any:
+    """A part's value: an object for JSON, ``str`` for text, else (and where it is not what it says) ``bytearray``."""
+    media_type = part.content_type
+    if media_type:
+        if media_type != "application/json":
+            media_type = media_type.partition(";")[0].strip().lower()
+        try:
+            if media_type == "application/json":
+                return _loads(part.value)
+            if media_type.startswith("text"):
+                return part.value.decode()
+        except (ValueError, RecursionError):
+            pass
+    return bytearray(part.value)
+
+
+def _loads(value: bytes) -> Any:
+    try:
+        return orjson.loads(value)
+    except ValueError:  # NaN, Infinity and lone surrogates are JSON to the standard library
+        return json.loads(value.decode())
+
+
+def row(call: Call, decoded: bool = True) -> dict[str, Any]:
+    """One element of a handler's ``data``: the call's inputs by name."""
+    if decoded:
+        return {part.name: decode(part) for part in call.inputs}
+    return {part.name: bytearray(part.value) for part in call.inputs}
+
+
+def headers(call: Call) -> dict[str, str]:
+    """The request's headers with the one that tells a handler which kind of call it is."""
+    return {**call.headers, **_INJECTED[call.kind]}
+
+
+def parameters(call: Call) -> dict[str, dict[str, str]]:
+    """Each input's content type, as the context shows it; "" where the wire had none."""
+    return {part.name: {"content-type": part.content_type or ""} for part in call.inputs}
+
+
+def encode(value: Any) -> bytes:
+    """The bytes of one returned value. Raises UnsupportedOutput.
+
+    Bytes as they are, text as UTF-8, a tensor as ``torch.save`` writes it, anything else exactly as
+    ``json.dumps(value, indent=2)`` does.
+    """
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    try:
+        if isinstance(value, str):
+            return value.encode()
+        if _is_tensor(value):
+            return _saved(value)
+        return _dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedOutput(f"a handler's {type(value).__name__} cannot be sent: {error}") from None
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # whoever made a tensor has imported it
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _saved(tensor: Any) -> bytes:
+    buffer = io.BytesIO()
+    sys.modules["torch"].save(tensor, buffer)
+    return buffer.getvalue()
+
+
+def _dumps(value: Any) -> bytes:
+    """``json.dumps(value, indent=2).encode()``, by orjson where that writes the same bytes.
+
+    They differ in text that is not printable ASCII (which json escapes), in NaN and infinity
+    (orjson: null), in floats below 1e-4 and in exponents (1e-07, 1e-7). A false alarm is only slow.
+    """
+    try:
+        fast = orjson.dumps(value, option=_INDENTED)
+    except TypeError:
+        return json.dumps(value, indent=2).encode()
+    if (
+        fast.isascii()
+        and b"null" not in fast
+        and b"0.0000" not in fast
+        and b"\x7f" not in fast
+        and (b"e" not in fast or _EXPONENT.search(fast) is None)
+    ):
+        return fast
+    return json.dumps(value, indent=2).encode()

@@ -1,0 +1,47 @@
+import gc
+import logging
+import os
+import sys
+
+import pytest
+
+from serve_app.runtime.runner import Runner
+from serve_app.settings import RuntimeSettings
+from serve_app.types import ModelSpec
+
+
+@pytest.fixture
+def own_process():
+    """What loading a model changes for its process is put back: this one has more tests to run."""
+    where, path, finders, modules = os.getcwd(), list(sys.path), list(sys.meta_path), set(sys.modules)
+    yield
+    os.chdir(where)
+    sys.path[:] = path
+    sys.meta_path[:] = finders
+    for name in set(sys.modules) - modules:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if "pytest-" in file or name == "ts" or name.startswith("ts."):
+            del sys.modules[name]
+    gc.unfreeze()
+
+
+@pytest.fixture
+def make_runner(tmp_path, own_process):
+    """A Runner over a real archive directory: ``files`` is name -> text, ``code`` that of handler.py."""
+
+    def make(code, files=None, settings=None, **spec):
+        directory = tmp_path / "archive"
+        for name, content in {"handler.py": code, **(files or {})}.items():
+            file = directory / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        manifest = {"model": {"modelName": "m", "modelVersion": "1.0", "handler": "handler.py"}}
+        known = ModelSpec("m", "1.0", url="m.mar", digest="", archive="")
+        return Runner(known.with_(**spec), directory, manifest, settings or RuntimeSettings())
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog):
+    caplog.set_level(logging.INFO, logger="torchrelay")

@@ -1,0 +1,192 @@
+import dataclasses
+import datetime
+import enum
+import io
+import json
+import math
+import struct
+import uuid
+
+import numpy
+import orjson
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.errors import UnsupportedOutput
+from serve_app.runtime import rows
+from serve_app.types import Call, Input
+
+# What json.dumps writes
+
+
+def same(value):
+    assert rows.encode(value) == json.dumps(value, indent=2).encode()
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.floats(0, 1),
+    st.floats(-1e-3, 1e-3),
+    st.text(),
+    st.text(st.characters(codec="ascii")),
+)
+keys = st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none())
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner), st.lists(inner).map(tuple), st.dictionaries(keys, inner)),
+    max_leaves=20,
+)
+
+
+@given(st.one_of(st.lists(values), st.dictionaries(keys, values), scalars.filter(lambda v: not isinstance(v, str))))
+@settings(max_examples=250, deadline=None, database=None)
+def test_json_is_json_dumps_to_the_byte(value):
+    same(value)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=50, max_size=50))
+@settings(max_examples=100, deadline=None, database=None)
+def test_floats_of_all_bit_patterns_are_json_dumps(bits):
+    same([struct.unpack("d", struct.pack("Q", each))[0] for each in bits])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {},
+        [[]],
+        {"a": {}, "b": []},
+        [1e-4, 1e-5, 9.9e-5, 1e-7, 1e15, 1e16, 1e17, 1e22, -0.0, 5e-324, 1.7976931348623157e308],
+        [math.nan],
+        [math.inf, -math.inf],
+        [2**63, 2**64, -(2**63), -(2**64)],
+        ["\x7f", "\x00\x1f\b\f\n\r\t", '"\\/<>&', "é", "\u2028", "😀", "\ud800"],
+        {"é": "e1", "e-1": 2, "null": 3, "0.0000": 4},
+        {0: "a", None: "b", True: "c", 1.5: "d"},
+        [True, False, None],
+        [(1, 2), [3]],
+        {"deep": [[[[[[{"a": [1.0]}]]]]]]},
+        enum.IntEnum("Number", "one two").one,
+        [numpy.float64(0.25)],
+    ],
+    ids=repr,
+)
+def test_the_known_differences_of_the_fast_way_are_mended(value):
+    same(value)
+
+
+def test_the_usual_answer_takes_the_fast_way(monkeypatch):
+    answer = {"class": 3, "label": "eel", "logits": [1.25, -0.5, 1234.5, 0.001], "ok": True}
+    expected = json.dumps(answer, indent=2).encode()
+    monkeypatch.setattr(json, "dumps", None)
+    assert rows.encode(answer) == expected
+
+
+def test_bytes_text_and_tensors_have_their_own_form():
+    assert rows.encode(b"\x00raw") == b"\x00raw"
+    assert rows.encode(bytearray(b"raw")) == b"raw"
+    assert type(rows.encode(bytearray(b"raw"))) is bytes
+    assert rows.encode("é") == "é".encode()
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert torch.equal(torch.load(io.BytesIO(rows.encode(tensor))), tensor)
+
+
+@dataclasses.dataclass
+class Point:
+    x: int = 1
+
+
+CIRCULAR: list = []
+CIRCULAR.append(CIRCULAR)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        {1, 2},
+        numpy.zeros(2),
+        [numpy.float32(1)],
+        [numpy.int64(1)],
+        {"a": torch.zeros(1)},
+        Point(),
+        datetime.date(2024, 1, 1),
+        datetime.datetime(2024, 1, 1),
+        1j,
+        {(1, 2): 3},
+        memoryview(b"x"),
+        [b"bytes"],
+        CIRCULAR,
+        "\ud800",
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_what_json_dumps_refuses_is_unsupported_and_named(value):
+    with pytest.raises(UnsupportedOutput, match="Unsupported model output data type") as caught:
+        rows.encode(value)
+    assert type(value).__name__ in caught.value.detail
+
+
+@pytest.mark.parametrize("value", [uuid.UUID(int=1), enum.Enum("Colour", "red").red], ids=["uuid", "enum"])
+def test_uuids_and_enums_go_through_where_torchserve_refuses(value):
+    assert rows.encode([value]) == orjson.dumps([value], option=orjson.OPT_INDENT_2)
+
+
+# What a handler sees
+
+
+def seen(value, content_type):
+    return rows.decode(Input("body", value, content_type))
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+def test_json_becomes_an_object(content_type):
+    assert seen(b'{"a": [1, 2.5, null]}', content_type) == {"a": [1, 2.5, None]}
+
+
+def test_what_only_the_standard_library_takes_for_json_is_json():
+    assert math.isnan(seen(b"NaN", "application/json"))
+    assert seen(b"[-Infinity]", "application/json") == [-math.inf]
+    assert seen(b'"\\ud800"', "application/json") == "\ud800"
+    assert seen(b"1e400", "application/json") == math.inf
+
+
+@pytest.mark.parametrize("value", [b"{not json", b"", b"\xff", b"\xef\xbb\xbf1", b"[" * 100_000])
+def test_json_that_is_none_stays_raw(value):
+    got = seen(value, "application/json")
+    assert got == value
+    assert type(got) is bytearray
+
+
+def test_text_becomes_str_and_stays_raw_where_it_is_not_utf8():
+    assert seen("é".encode(), "text/plain") == "é"
+    assert seen(b"<p>", "text/html; charset=utf-8") == "<p>"
+    assert seen(b"\xff", "text/plain") == bytearray(b"\xff")
+
+
+@pytest.mark.parametrize("content_type", [None, "", "image/png", "application/octet-stream", "application/x-ndjson"])
+def test_everything_else_is_a_bytearray(content_type):
+    got = seen(b"{}", content_type)
+    assert got == b"{}"
+    assert type(got) is bytearray
+
+
+def test_a_row_has_its_inputs_by_name():
+    call = Call("m", inputs=(Input("a", b"1", "application/json"), Input("b", b"x", "text/plain")))
+    assert rows.row(call) == {"a": 1, "b": "x"}
+    assert rows.row(call, decoded=False) == {"a": bytearray(b"1"), "b": bytearray(b"x")}
+    assert rows.parameters(call) == {"a": {"content-type": "application/json"}, "b": {"content-type": "text/plain"}}
+
+
+def test_the_kind_of_call_is_a_header_as_torchserve_injects_it():
+    sent = {"X-Mine": "1"}
+    assert rows.headers(Call("m", headers=sent)) == {"X-Mine": "1", "explain": "False"}
+    assert rows.headers(Call("m", headers=sent, kind="explain")) == {"X-Mine": "1", "explain": "True"}
+    assert rows.headers(Call("m", headers=sent, kind="describe")) == {"X-Mine": "1", "describe": "True"}
+    assert sent == {"X-Mine": "1"}
