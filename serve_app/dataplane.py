@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from serve_app import traffic
@@ -73,6 +74,8 @@ class DataPlane:
                 raise DeadlineExceeded(call.model, 0.0)
             row = traffic.choose(self._reader.table, call)
             version = row.version
+            if row.client_timeout:
+                call = _bounded(call, row.client_timeout / 1000)
             reply = await (await self._target(call, row)).infer(call)
         except RelayError as error:
             # An unknown name is a caller's word, not a label: it would grow without bound.
@@ -83,7 +86,7 @@ class DataPlane:
             self._meters.request(call.model, version, "caller_left", time.perf_counter() - started)
             raise
         if isinstance(reply, ReplyStream):
-            return ReplyStream(reply.head, self._timed(call, version, started, reply))
+            return ReplyStream(reply.head, _Counted(reply, self._meters, call.model, version, started))
         self._meters.request(call.model, version, "ok", time.perf_counter() - started)
         return reply
 
@@ -123,19 +126,6 @@ class DataPlane:
             raise NoWorker(ref.name, call.version, row.last_error or "no replica was asked for")
         return row
 
-    async def _timed(self, call: Call, version: str, started: float, stream: ReplyStream) -> AsyncIterator[bytes]:
-        status = "caller_left"
-        try:
-            async for chunk in stream:
-                yield chunk
-            status = "ok"
-        except RelayError as error:
-            status = error.reason
-            raise
-        finally:
-            self._meters.request(call.model, version, status, time.perf_counter() - started)
-            await stream.aclose()
-
     @property
     def ready(self) -> bool:
         """A table is here, and every version that start-up wanted is ready or has failed."""
@@ -145,4 +135,40 @@ class DataPlane:
     def healthy(self) -> bool:
         """Every default version has the replicas it should have, or time left to get them back."""
         table = self._reader.table
-        return all(model.versions[model.default].healthy for model in table.models.values())
+        return all(row.healthy for m in table.models.values() for v, row in m.versions.items() if v == m.default)
+
+
+def _bounded(call: Call, seconds: float) -> Call:
+    """The call with a deadline at most ``seconds`` away."""
+    deadline = time.time() + seconds
+    return call if call.deadline is not None and call.deadline <= deadline else replace(call, deadline=deadline)
+
+
+class _Counted(AsyncIterator[bytes]):
+    """A streamed reply's pieces; when they end, or the caller leaves, the call is counted."""
+
+    def __init__(self, stream: ReplyStream, meters: Meters, model: str, version: str, started: float) -> None:
+        self._stream = stream
+        self._pieces = stream.__aiter__()
+        self._count: Callable[[str], None] | None = lambda status: meters.request(
+            model, version, status, time.perf_counter() - started
+        )
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await self._pieces.__anext__()
+        except StopAsyncIteration:
+            self._end("ok")
+            raise
+        except RelayError as error:
+            self._end(error.reason)
+            raise
+
+    async def aclose(self) -> None:
+        self._end("caller_left")
+        await self._stream.aclose()
+
+    def _end(self, status: str) -> None:
+        count, self._count = self._count, None
+        if count is not None:
+            count(status)

@@ -23,11 +23,6 @@ class ModelRef:
         """The name of the Serve application, and of the deployment in it, that runs this version."""
         return f"{self.name}--{self.version}"
 
-    @property
-    def route(self) -> str:
-        """The version's explicit route; the default version also answers on the model's own."""
-        return f"/predictions/{self.name}/{self.version}"
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -67,6 +62,16 @@ class ModelSpec:
     @property
     def ref(self) -> ModelRef:
         return ModelRef(self.name, self.version)
+
+    @property
+    def default_route(self) -> str:
+        """The model's own route, which its default version's application owns."""
+        return f"/v2/models/{self.name}" if self.fast_path == "oip" else f"/predictions/{self.name}"
+
+    @property
+    def route(self) -> str:
+        """The version's explicit route, which begins with the model's own."""
+        return f"{self.default_route}/{'versions/' if self.fast_path == 'oip' else ''}{self.version}"
 
     def with_(self, **changes: Any) -> ModelSpec:
         return replace(self, **changes)

@@ -132,6 +132,58 @@ def test_every_call_is_counted_once_whatever_becomes_of_it() -> None:
     asyncio.run(main())
 
 
+def test_a_stream_that_nobody_began_to_read_is_closed_and_counted() -> None:
+    class Held(Pieces):
+        closed = False
+
+        async def infer(self, call: Call) -> ReplyStream:
+            held = self
+
+            class Bodies:
+                def __aiter__(self):
+                    return self
+
+                async def __anext__(self):
+                    return b"more"
+
+                async def aclose(self):
+                    held.closed = True
+
+            return ReplyStream(Reply(b""), Bodies())
+
+    async def main() -> None:
+        meters, target = Meters(), Held()
+        p = DataPlane(TableReader(table(v1="ready")), meters, remote=lambda ref, row: target)
+        await (await p.infer(Call("m"))).aclose()
+        assert target.closed
+        assert ("torchrelay_requests_total", (("model", "m"), ("status", "caller_left"), ("version", "v1")), 1.0) in (
+            meters.samples()
+        )
+
+    asyncio.run(main())
+
+
+def test_a_model_may_bound_how_long_its_callers_wait() -> None:
+    seen: list[float | None] = []
+
+    class Note(Echo):
+        async def infer(self, call: Call) -> Reply | ReplyStream:
+            seen.append(call.deadline)
+            return await super().infer(call)
+
+    async def main() -> None:
+        row = replace(table(v1="ready").models["m"].versions["v1"], client_timeout=500)
+        reader = TableReader(Table(1, {"m": ModelRow("v1", {"v1": row})}))
+        p = DataPlane(reader, Meters(), remote=lambda ref, row: Note("v1"))
+        now = time.time()
+        await p.infer(Call("m"))
+        await p.infer(Call("m", deadline=now + 0.1))
+        await p.infer(Call("m", deadline=now + 60))
+        assert [round(d - now, 1) for d in seen if d] == [0.5, 0.1, 0.5]
+
+    asyncio.run(main())
+
+
 def test_health_follows_the_default_versions() -> None:
     rows = table(v1="ready", v2="failed").models["m"].versions
     sick = replace(rows["v2"], healthy=False)

@@ -95,7 +95,7 @@ class ServerProcess:
     def start(self, detached: bool = False) -> None:
         """Start `serve run` in the environment of the file. Raises StartError."""
         env = {**read_env(self._env), **os.environ}
-        if self._running():
+        if self.processes():
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
         self._check_ports(env)
         env[_MARK] = mark = uuid.uuid4().hex
@@ -133,7 +133,7 @@ class ServerProcess:
 
     def stop(self) -> bool:
         """End the server and everything that it started; False where there was nothing to end."""
-        ours = self._running()
+        ours = self.processes()
         if not ours:
             return False
         first = min(ours, key=lambda process: process.create_time())
@@ -145,7 +145,7 @@ class ServerProcess:
                 self._process.poll()
             time.sleep(0.05)
         for _ in range(3):  # a process that is being killed may still have started another
-            left = self._running()
+            left = self.processes()
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -155,7 +155,7 @@ class ServerProcess:
         self._mark_file.unlink(missing_ok=True)
         return True
 
-    def _running(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         """Every live process that carries this server's mark."""
         try:
             mark = self._mark_file.read_text()

@@ -181,9 +181,7 @@ def desired(registry: Registry) -> dict[str, Desired]:
 
 def _route(record: Record, spec: ModelSpec) -> str:
     whole = traffic.owns_fast_path(ModelRow(record.default, {}, record.policy))
-    if spec.version != record.default or not whole:
-        return spec.ref.route
-    return f"/v2/models/{spec.name}" if spec.fast_path == "oip" else f"/predictions/{spec.name}"
+    return spec.default_route if whole and spec.version == record.default else spec.route
 
 
 def table(

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import orjson
 from ray import serve
 
 from serve_app.control import registry as change
@@ -19,15 +20,27 @@ from serve_app.control.database import Database
 from serve_app.control.reconciler import Reconciler, Seen
 from serve_app.control.registry import Desired, Registry
 from serve_app.controlplane import ControlPlane
+from serve_app.dataplane import TableReader
 from serve_app.deployments import options
 from serve_app.deployments.listener import Listener
+from serve_app.deployments.remote import Remotes
 from serve_app.doors.app import management_app
 from serve_app.doors.metrics import metrics_app
-from serve_app.errors import NotYet, RelayError, StartFailed
+from serve_app.errors import NotYet, NoWorker, RelayError, StartFailed, Unavailable
 from serve_app.settings import Settings
 from serve_app.telemetry import logs
 from serve_app.telemetry.metrics import Meters, Sample, Sum
-from serve_app.types import Description, ModelRef, ModelSpec, ModelStatus, Progress, Registration, Table
+from serve_app.types import (
+    Call,
+    Description,
+    ModelRef,
+    ModelSpec,
+    ModelStatus,
+    Progress,
+    Registration,
+    Reply,
+    Table,
+)
 
 log = logging.getLogger("torchrelay.management")
 T = TypeVar("T")
@@ -63,6 +76,7 @@ class Management:
         self._meters = Meters()
         self._total = Sum()
         self._board = Board(self._total)
+        self._remotes = Remotes(TableReader())
         self._reconciler = Reconciler(self._application, self._config_of)
         self._writing = asyncio.Lock()
         self._kick = asyncio.Event()
@@ -117,7 +131,7 @@ class Management:
     async def register(self, registration: Registration) -> Progress:
         spec = await asyncio.to_thread(self._admission.admit, registration, self._digests())
         async with self._writing:
-            await self._commit(change.register(self._registry, spec))
+            await self._commit(change.register(self._registry, spec), wait=False)  # nobody reads of it yet
         if spec.min_workers == 0:
             return Progress(spec.ref, 0, "done")
         if not registration.wait:
@@ -126,7 +140,8 @@ class Management:
             return await self._until_running(spec.ref, spec.min_workers, spec.startup_timeout)
         except StartFailed:
             async with self._writing:
-                await self._commit(change.unregister(self._registry, spec.name, spec.version)[0])
+                await self._commit(change.unregister(self._registry, spec.name, spec.version)[0], wait=False)
+                self._leaving[spec.ref.app] = spec.digest
             raise
 
     async def scale(self, model: str, version: str | None, low: int, high: int, wait: bool) -> Progress:
@@ -162,6 +177,15 @@ class Management:
         default = self._registry.models[model].default == spec.version
         return Description(spec, self._statuses.get(spec.ref, ModelStatus()), default, pending)
 
+    async def metadata(self, model: str, version: str | None) -> Any:
+        """What the handler says of itself: the answer of one replica to a ``describe`` call."""
+        ref = change.find(self._registry, model, version).ref
+        if not self._running(ref):
+            raise NoWorker(ref.name, version, "no replica runs that could describe it")
+        row = self._board.table.models[ref.name].versions[ref.version]
+        reply = await self._remotes(ref, row).infer(Call(ref.name, ref.version, kind="describe"))
+        return orjson.loads(reply.body) if isinstance(reply, Reply) and reply.body else {}
+
     async def versions(self, model: str) -> list[str]:
         change.find(self._registry, model, None)
         return sorted(self._registry.models[model].versions)
@@ -172,12 +196,23 @@ class Management:
 
     # Changes
 
-    async def _commit(self, after: Registry) -> None:
-        """Store a change, put it in force, and only then return. Raises NotYet where a live reader lags."""
-        await asyncio.to_thread(self._database.save, self._registry, after)
+    async def _commit(self, after: Registry, wait: bool = True) -> None:
+        """Store a change, put it in force (and wait until it is), and only then return.
+
+        Raises Unavailable where it could not be stored, NotYet where a live reader lags behind it.
+        """
+        try:
+            await asyncio.to_thread(self._database.save, self._registry, after)
+        except Unavailable:
+            # The connection may have gone after the commit: what is stored is what holds.
+            self._registry = await asyncio.to_thread(self._database.load)
+            self._publish()
+            raise
         self._registry = after
         self._publish()
         self._kick.set()
+        if not wait:
+            return
         late = await self._board.in_force(self._settings.control.acknowledge_timeout, self._alive)
         if late:
             raise NotYet(f"Stored, and not yet in force at {len(late)} of the replicas that run.")
@@ -325,7 +360,7 @@ class Management:
                 async with self._writing:
                     after = change.put(self._registry, spec)
                     if after is not self._registry:
-                        await self._commit(after)
+                        await self._commit(after, wait=False)
         except Exception:
             log.exception("the model store could not be read")
         finally:

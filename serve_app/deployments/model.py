@@ -15,6 +15,7 @@ from ray import serve
 
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.deployments.link import Link
+from serve_app.deployments.ray_batcher import RayBatcher
 from serve_app.deployments.remote import Remotes
 from serve_app.doors import middleware
 from serve_app.doors.app import inference_app
@@ -50,7 +51,7 @@ class ModelReplica:
 
     async def __init__(self, spec: ModelSpec, settings: Settings) -> None:
         logs.configure(settings.telemetry.log_level)
-        middleware.serve_at(spec.ref.route)
+        middleware.serve_at(spec.route)
         self._spec = spec
         self._settings = settings
         self._hung = False
@@ -107,7 +108,7 @@ class ModelReplica:
             if isinstance(error, StartFailed):
                 raise
             raise StartFailed(spec.name, spec.version, str(error)) from None
-        self._batcher = Batcher(
+        batcher = Batcher(
             runner.run,
             spec.ref,
             self._meters,
@@ -119,6 +120,11 @@ class ModelReplica:
             retries=spec.retries,
             on_hung=self._end_hung,
         )
+        self._batcher: Batcher | RayBatcher = batcher
+        if spec.batcher == "ray":
+            self._batcher = RayBatcher(
+                batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size
+            )
 
     async def _open(self) -> Path:
         """The model's directory on this node; from Management where the archive's own disk is not here."""

@@ -205,7 +205,7 @@ class TestDesired:
 
     def test_a_model_may_own_the_open_protocols_route(self):
         whole = registry(spec(min_workers=1, fast_path="oip"), spec(version="2.0", min_workers=1, fast_path="oip"))
-        assert [one.route for one in desired(whole).values()] == ["/v2/models/m", "/predictions/m/2.0"]
+        assert [one.route for one in desired(whole).values()] == ["/v2/models/m", "/v2/models/m/versions/2.0"]
 
     def test_a_policy_that_divides_the_traffic_sends_every_version_to_its_own_route(self):
         record = registry(spec(min_workers=1)).models["m"]

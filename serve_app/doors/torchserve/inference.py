@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from serve_app.dataplane import DataPlane
@@ -73,7 +72,7 @@ class InferenceDoor:
                 headers,
                 kind,
                 exchange.request_id,
-                self._deadline(headers, model, version),
+                _deadline(headers.get(TIMEOUT)),
             )
         )
         if isinstance(reply, ReplyStream):
@@ -85,19 +84,6 @@ class InferenceDoor:
         else:
             exchange.version = reply.version
             await exchange.reply(errors.http_status(reply.status), _headers(reply), reply.body)
-
-    def _deadline(self, headers: Mapping[str, str], model: str, version: str | None) -> float | None:
-        """When the caller, or the model's clientTimeoutInMills, stops waiting: the sooner of the two."""
-        seconds = math.inf
-        asked = headers.get(TIMEOUT)
-        if asked is not None:
-            seconds = _seconds(asked)
-        row = self._plane.table.models.get(model)
-        if row is not None:
-            limits = row.versions.get(version or row.default)
-            if limits is not None and limits.client_timeout:
-                seconds = min(seconds, limits.client_timeout / 1000)
-        return None if seconds == math.inf else time.time() + seconds
 
     async def _ping(self, exchange: Exchange) -> None:
         if self._plane.healthy:
@@ -143,12 +129,14 @@ def _headers(reply: Reply) -> Headers:
     return sent
 
 
-def _seconds(text: str) -> float:
-    """The seconds that a caller will wait; 0 is without end, as Ray Serve has it for this header."""
+def _deadline(seconds: str | None) -> float | None:
+    """When the caller stops waiting; 0 seconds are without end, as Ray Serve has it for this header."""
+    if seconds is None:
+        return None
     try:
-        seconds = float(text)
+        limit = float(seconds)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise BadRequest(f"Header {TIMEOUT} must be a number of seconds, 0 for no limit; got {text!r}.")
-    return seconds or math.inf
+        limit = -1.0
+    if not 0 <= limit < math.inf:
+        raise BadRequest(f"Header {TIMEOUT} must be a number of seconds, 0 for no limit; got {seconds!r}.")
+    return time.time() + limit if limit else None

@@ -1,0 +1,58 @@
+"""``batcher: ray``: Ray Serve's own batching in front of the same runner, for those who want its semantics.
+
+``@serve.batch`` decides which rows run together; each batch it forms then goes through our batcher
+whole, which runs it at once and keeps everything else: one error a row, halves, streams, time-outs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray import serve
+
+from serve_app.errors import QueueFull, RelayError
+from serve_app.runtime.batcher import Batcher
+from serve_app.types import Call, ModelRef, Reply, ReplyStream
+
+_TORCHSERVE_DELAY = 100  # milliseconds; what Ray's batches wait for company when nobody said how long
+
+
+class RayBatcher:
+    """The same face as ``Batcher``."""
+
+    def __init__(
+        self, batcher: Batcher, ref: ModelRef, max_batch_size: int, max_batch_delay: int | None, queue_size: int
+    ) -> None:
+        self._batcher = batcher
+        self._ref = ref
+        self._waiting = 0
+
+        @serve.batch(max_batch_size=max_batch_size)
+        async def together(calls: list[Call]) -> list[Any]:
+            # An exception in the list is one row's; raised, it would be every row's.
+            return await asyncio.gather(*(batcher.submit(call) for call in calls), return_exceptions=True)
+
+        self._together = together
+        self.configure(max_batch_size=max_batch_size, max_batch_delay=max_batch_delay, queue_size=queue_size)
+
+    def configure(
+        self, *, max_batch_size: int, max_batch_delay: int | None, queue_size: int, **rest: Any
+    ) -> None:
+        delay = _TORCHSERVE_DELAY if max_batch_delay is None else max_batch_delay
+        self._queue_size = queue_size
+        self._together.set_max_batch_size(max_batch_size)
+        self._together.set_batch_wait_timeout_s(delay / 1000)
+        self._batcher.configure(max_batch_size=max_batch_size, max_batch_delay=None, **rest)
+
+    async def submit(self, call: Call) -> Reply | ReplyStream:
+        if self._waiting >= self._queue_size:
+            raise QueueFull(self._ref.name, call.version, f"{self._waiting} rows wait, job_queue_size allows no more")
+        self._waiting += 1
+        try:
+            answer = await self._together(call)
+        finally:
+            self._waiting -= 1
+        if isinstance(answer, (RelayError, asyncio.CancelledError)):
+            raise answer
+        return answer
