@@ -1,0 +1,101 @@
+"""The benchmark's models as TorchServe archives: one file, the same for every server that is compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SOURCES = Path(__file__).parent / "models"
+
+
+class ArchiveFailed(Exception):
+    """torch-model-archiver is missing or could not build an archive; the message says which."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the benchmark: how it is archived, asked, and its answer checked."""
+
+    name: str
+    body: bytes
+    check: Callable[[Any], bool]  # of the decoded JSON answer
+    batch_size: int = 1
+    handler: str = ""
+    model_file: str = ""
+
+    @property
+    def archive(self) -> str:
+        return f"{self.name}.mar"
+
+    def build(self) -> Any:
+        """The eager torch module, seeded, so that every build has the same weights."""
+        import importlib
+
+        import torch
+
+        torch.manual_seed(0)
+        module = importlib.import_module(f"serve_app.bench.models.{Path(self.model_file).stem}")
+        (cls,) = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        return cls().eval()
+
+
+def _echo_body() -> bytes:
+    body = json.dumps({"text": ""}, separators=(",", ":"))
+    return json.dumps({"text": "x" * (100 - len(body))}, separators=(",", ":")).encode()
+
+
+_ECHO = _echo_body()
+
+MODELS: Mapping[str, Model] = {
+    "echo": Model("echo", _ECHO, lambda answer: answer == json.loads(_ECHO), handler="echo.py"),
+    "mlp": Model(
+        "mlp",
+        json.dumps([float(i * 7 % 17) for i in range(64)]).encode(),
+        lambda answer: len(answer["logits"]) == 10 and answer["logits"][answer["class"]] == max(answer["logits"]),
+        batch_size=16,
+        handler="mlp_handler.py",
+        model_file="mlp.py",
+    ),
+    "encoder": Model(
+        "encoder",
+        json.dumps([i * 37 % 1000 for i in range(64)]).encode(),
+        lambda answer: len(answer["vector"]) == 8 and answer["threads"] >= 1,
+        batch_size=8,
+        handler="encoder_handler.py",
+        model_file="encoder.py",
+    ),
+}
+
+
+def build(folder: Path, names: tuple[str, ...] = tuple(MODELS)) -> dict[str, Path]:
+    """Write the named models' archives into ``folder``; returns name -> file.
+
+    Raises ArchiveFailed with the archiver's own words.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    archives = {}
+    for model in (MODELS[name] for name in names):
+        command = [sys.executable, "-m", "model_archiver.model_packaging", "--force"]
+        command += ["--model-name", model.name, "--version", "1.0", "--export-path", str(folder)]
+        command += ["--handler", str(_SOURCES / model.handler)]
+        weights = folder / f"{model.name}.pt"
+        if model.model_file:
+            import torch
+
+            torch.save(model.build().state_dict(), weights)
+            command += ["--model-file", str(_SOURCES / model.model_file), "--serialized-file", str(weights)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        weights.unlink(missing_ok=True)
+        archive = folder / model.archive
+        if done.returncode or not archive.is_file():
+            raise ArchiveFailed(
+                f"torch-model-archiver could not build {archive}; is it installed beside {sys.executable} "
+                f"(pip install torch-model-archiver)? It said:\n{done.stderr.strip() or done.stdout.strip()}"
+            )
+        archives[model.name] = archive
+    return archives

@@ -1,0 +1,143 @@
+"""``torchrelay bench``: load on one URL, and a table of what came of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from serve_app.bench import Load, Request, Result, send
+from serve_app.bench.wrk import WrkFailed
+
+_OPEN_CONNECTIONS = 256  # the most that an open loop opens where nobody says
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="Where to send, such as http://127.0.0.1:8080/predictions/digits.")],
+    data: Annotated[str, typer.Option("--data", "-d", help="The body: text, or @FILE for a file's bytes.")] = "",
+    method: Annotated[str, typer.Option("--method", "-X", help="POST with a body and GET without, unless said.")] = "",
+    content_type: Annotated[str, typer.Option("--content-type", "-t", help="Of the body.")] = "application/json",
+    header: Annotated[Optional[list[str]], typer.Option("--header", "-H", help="'Name: value', repeatable.")] = None,  # noqa: UP045
+    connections: Annotated[str, typer.Option("--connections", "-c", help="One run each, such as 1,8,32.")] = "",
+    duration: Annotated[float, typer.Option(help="Seconds of each run.")] = 10.0,
+    requests: Annotated[Optional[int], typer.Option(help="End a run after so many, if that is sooner.")] = None,  # noqa: UP045
+    rate: Annotated[Optional[float], typer.Option(help="Arrivals a second: an open loop.")] = None,  # noqa: UP045
+    limit: Annotated[Optional[float], typer.Option(help="Milliseconds; answers within it are the goodput.")] = None,  # noqa: UP045
+    warmup: Annotated[float, typer.Option(help="Seconds before each run that are not counted.")] = 1.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for one request.")] = 10.0,
+    same: Annotated[bool, typer.Option("--same", help="Every answer must equal the first.")] = False,
+    engine: Annotated[str, typer.Option(help="auto (wrk where it is installed and can), asyncio or wrk.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Send load to a URL and show throughput, latencies and errors."""
+    if engine not in ("auto", "asyncio", "wrk"):
+        raise typer.BadParameter(f"{engine!r} is none of auto, asyncio, wrk", param_hint="--engine")
+    progress = Console(stderr=True)
+    results = []
+    try:
+        request = Request(
+            url,
+            method or ("POST" if data else "GET"),
+            _body(data),
+            content_type,
+            dict(_header(line) for line in header or []),
+            _Same() if same else None,
+        )
+        for count in _connections(connections, rate):
+            load = Load(
+                connections=count,
+                rate=rate,
+                seconds=duration,
+                requests=requests,
+                warmup=warmup,
+                timeout=timeout,
+                limit=limit / 1000 if limit is not None else None,
+            )
+            with progress.status(f"{count} connections" + (f", {rate:g} arrivals/s" if rate else "")):
+                results.append(send(request, load, engine))
+    except (ValueError, WrkFailed) as error:
+        progress.print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(2) from None
+    if as_json:
+        json.dump([as_dict(result) for result in results], sys.stdout, indent=2)
+        print()
+    else:
+        Console().print(table(results))
+    if not any(result.requests for result in results):
+        raise typer.Exit(1)
+
+
+def table(results: list[Result]) -> Table:
+    """The results as rows, latencies in milliseconds; below them how they were measured."""
+    limit = any(result.limit is not None for result in results)
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), caption=_caption(results), caption_justify="left")
+    numbers = ["conn.", "requests/s", *(["goodput/s"] if limit else []), "p50 ms", "p90 ms", "p99 ms", "max ms"]
+    for column in numbers:
+        shown.add_column(column, justify="right", no_wrap=True)
+    shown.add_column("errors")
+    for r in results:
+        latencies = ["-" if math.isnan(v) else f"{v * 1000:.2f}" for v in (r.p50, r.p90, r.p99, r.max)]
+        good = [f"{r.goodput:,.0f}" if r.goodput is not None else "-"] if limit else []
+        errors = "\n".join(f"{count:,} × {kind}" for kind, count in sorted(r.errors.items())) or "none"
+        shown.add_row(str(r.connections), f"{r.throughput:,.0f}", *good, *latencies, errors)
+    return shown
+
+
+def _caption(results: list[Result]) -> str:
+    engines = " and ".join(sorted({result.engine for result in results}))
+    rates = [result for result in results if result.rate]
+    if not rates:
+        return f"closed loop, sent by {engines}"
+    lag = max(result.lag for result in rates) * 1000
+    return f"open loop of {rates[0].rate:g} requests/s; the generator itself was late by {lag:.2f} ms (p99)"
+
+
+def as_dict(result: Result) -> dict[str, Any]:
+    """A result for JSON: seconds stay seconds, and a percentile of nothing is null."""
+    found = {**asdict(result), "throughput": result.throughput, "goodput": result.goodput}
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in found.items()}
+
+
+class _Same:
+    """Whether an answer is the first one again."""
+
+    def __init__(self) -> None:
+        self.first: bytes | None = None
+
+    def __call__(self, body: bytes) -> bool:
+        if self.first is None:
+            self.first = body
+        return body == self.first
+
+
+def _body(data: str) -> bytes:
+    if not data.startswith("@"):
+        return data.encode()
+    try:
+        return Path(data[1:]).read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"{data[1:]}: {error.strerror}", param_hint="--data") from None
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, colon, value = line.partition(":")
+    if not colon or not name.strip():
+        raise typer.BadParameter(f"{line!r} is not 'Name: value'", param_hint="--header")
+    return name.strip(), value.strip()
+
+
+def _connections(text: str, rate: float | None) -> list[int]:
+    if not text:
+        return [_OPEN_CONNECTIONS] if rate else [1, 8, 32]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,8,32", param_hint="--connections") from None

@@ -1,0 +1,351 @@
+"""The comparison: Torchrelay, TorchServe and bare FastAPI, one after another, round after round.
+
+``python -m serve_app.bench.compare`` prints its report as Markdown. Within a round every contender is
+measured once, so that a disturbance of the machine meets all of them; figures are medians of the rounds.
+All servers stay up meanwhile; what each costs idle is measured and shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Optional
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from serve_app.bench import Load, Request, Result, peers, report, send, wrk
+from serve_app.bench.archives import MODELS, ArchiveFailed, build
+from serve_app.bench.peers import Peer, PeerFailed
+from serve_app.bench.report import Case, Footprint, Report
+
+GROUPS = ("echo", "mlp", "encoder", "gateway", "middleware", "memory")
+DELAYS = (0, 1, 5, 10, 50, 100)  # milliseconds of max_batch_delay that TorchServe is tried with
+_MIDDLEWARE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+_JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of a table: its name, and how it is measured."""
+
+    name: str
+    measure: Callable[[Load], Result]
+
+
+def over_http(name: str, url: str, model: str) -> Contender:
+    """A contender that answers a model's requests at ``url``, and has just answered one rightly."""
+    ask(url, model)
+    return Contender(name, partial(send, Request(url, body=MODELS[model].body)))
+
+
+def ask(url: str, model: str) -> dict:
+    """One checked answer of a model. Raises PeerFailed when it is wrong or none."""
+    try:
+        answer = httpx.post(url, content=MODELS[model].body, headers=_JSON, timeout=30)
+        decoded = answer.json()
+        if answer.status_code == 200 and MODELS[model].check(decoded):
+            return decoded
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise PeerFailed(f"{url} gave no answer of {model}: {error!r}") from error
+    raise PeerFailed(f"{url} gave a wrong answer of {model}: {answer.status_code} {answer.text[:200]}")
+
+
+def bare_loop(model: str, threads: int) -> Contender:
+    """The same model in a process of its own, without a server."""
+
+    def measure(load: Load) -> Result:
+        command = [sys.executable, "-m", "serve_app.bench.bare_loop", model, str(threads), str(load.seconds)]
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(command, env=env, cwd=peers.ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise PeerFailed(f"the bare loop of {model} ended with {done.returncode}: {done.stderr.strip()}")
+        found = json.loads(done.stdout)
+        nan = math.nan  # a batch has a time, a request has none here
+        return Result("loop", 0, found["seconds"], found["rows"], found["rows"], nan, nan, nan, nan)
+
+    return Contender(report.LOOP, measure)
+
+
+class Comparison:
+    """One run: what was measured so far, and what could not be."""
+
+    def __init__(self, folder: Path, rounds: int, seconds: float, progress: Progress) -> None:
+        self.folder, self.rounds, self.seconds, self.progress = folder, rounds, seconds, progress
+        self.figures: dict[Case, dict[str, list[Result]]] = {}
+        self.footprints: list[Footprint] = []
+        self.notes: list[str] = []
+        self.archives: dict[str, Path] = {}
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.progress.console.print(f"[yellow]{text}[/yellow]", highlight=False)
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """What one peer cannot do is noted, and costs only its own rows."""
+        try:
+            yield
+        except (PeerFailed, wrk.WrkFailed) as error:
+            self.note(str(error))
+
+    def interleave(self, group: str, contenders: Sequence[Contender], connections: Sequence[int]) -> None:
+        """Measure A B C, A B C, … under each number of connections."""
+        if not contenders:
+            return
+        task = self.progress.add_task(group, total=self.rounds * len(contenders) * len(connections))
+        for count in connections:
+            for _ in range(self.rounds):
+                for contender in contenders:
+                    self.progress.update(task, description=f"{group}, {count} connections: {contender.name}")
+                    self.add(Case(group, count), contender)
+                    self.progress.advance(task)
+        self.progress.update(task, description=group)
+
+    def add(self, case: Case, contender: Contender) -> None:
+        load = Load(connections=case.connections, seconds=self.seconds, warmup=1.0)
+        with self.going_on():
+            result = contender.measure(load)
+            self.figures.setdefault(case, {}).setdefault(contender.name, []).append(result)
+            shown = f"{case.group} {case.connections:>3} {contender.name}: {result.throughput:,.0f}/s"
+            self.progress.console.print(f"{shown}, p99 {result.p99 * 1000:.2f} ms, {result.failed} errors", highlight=False)
+
+    # What each server serves
+
+    def serve(self, peer: Peer, name: str, model: str, **how: int) -> str:
+        return peer.register(self.archives[model], f"bench_{name}", **how)
+
+    def footprint(self, peer: Peer, *, models: bool = True) -> None:
+        """Memory and start of a server that has just been started."""
+        task = self.progress.add_task(f"memory: {peer.name}", total=None)
+        first = with_model = per_worker = math.nan
+        if models:
+            ask(self.serve(peer, "memory", "mlp", batch_size=16), "mlp")
+            first = time.monotonic() - peer.began
+            time.sleep(2)
+            with_model, _ = peer.memory()
+            peer.scale("bench_memory", 3)
+            time.sleep(2)
+            per_worker = (peer.memory()[0] - with_model) / 2
+            peer.unregister("bench_memory")
+        time.sleep(3)
+        idle, counted = peer.memory()
+        cpu, count = peer.idle_cpu(), len(peer.processes())
+        self.footprints.append(
+            Footprint(peer.name, peer.ready_seconds, first, idle, with_model, per_worker, counted, cpu, count)
+        )
+        self.progress.remove_task(task)
+
+    def best_delay(self, peer: Peer, workers: int, connections: int) -> int:
+        """The max_batch_delay with which TorchServe serves the mlp best under so many connections."""
+        found = {}
+        task = self.progress.add_task(f"tuning {peer.name}: {workers} workers, {connections}", total=len(DELAYS))
+        for delay in DELAYS:
+            url = self.serve(peer, "tuning", "mlp", workers=workers, batch_size=16, max_batch_delay=delay)
+            request = Request(url, body=MODELS["mlp"].body)
+            found[delay] = send(request, Load(connections=connections, seconds=2, warmup=1)).throughput
+            self.progress.advance(task)
+        peer.unregister("bench_tuning")
+        self.progress.remove_task(task)
+        best = max(found, key=found.__getitem__)
+        tried = ", ".join(f"{delay} ms {rate:,.0f}/s" for delay, rate in found.items())
+        self.note(
+            f"TorchServe, mlp, {workers} worker{'s' * (workers > 1)}, {connections} connections: max_batch_delay {best} ms is "
+            f"its best ({tried}) and the one compared with."
+        )
+        return best
+
+    # The groups
+
+    def echo(self, relay: Peer | None, serve: Peer | None, bare: Peer | None) -> None:
+        contenders = []
+        with self.going_on():
+            if bare:
+                contenders.append(over_http(report.FASTAPI, bare.url("echo"), "echo"))
+        for peer, one, batched in (
+            (serve, report.SERVE1, report.SERVE_BATCHED),
+            (relay, report.RELAY1, report.RELAY_BATCHED),
+        ):
+            with self.going_on():
+                if peer:
+                    contenders.append(over_http(one, self.serve(peer, "echo", "echo"), "echo"))
+                    delay = {"max_batch_delay": 1} if peer is serve else {}
+                    url = self.serve(peer, "echo_batched", "echo", batch_size=16, **delay)
+                    contenders.append(over_http(batched, url, "echo"))
+        self.interleave("echo", contenders, (1, 32))
+
+    def mlp(self, relay: Peer | None, serve: Peer | None, bare: Peer | None) -> None:
+        shared = []
+        with self.going_on():
+            if bare:
+                shared.append(over_http(report.FASTAPI, bare.url("mlp"), "mlp"))
+        for workers, name in ((1, report.RELAY1), (2, report.RELAY2)):
+            with self.going_on():
+                if relay:
+                    url = self.serve(relay, f"mlp_{workers}", "mlp", workers=workers, batch_size=16)
+                    shared.append(over_http(name, url, "mlp"))
+        for connections in (1, 32):
+            theirs = []
+            for workers, name in ((1, report.SERVE1), (2, report.SERVE2)):
+                with self.going_on():
+                    if serve:
+                        delay = self.best_delay(serve, workers, connections)
+                        how = {"workers": workers, "batch_size": 16, "max_batch_delay": delay}
+                        url = self.serve(serve, f"mlp_{workers}_{connections}", "mlp", **how)
+                        theirs.append(over_http(name, url, "mlp"))
+            self.interleave("mlp", [*theirs, *shared], (connections,))
+
+    def encoder(self, relay: Peer | None, serve: Peer | None) -> None:
+        contenders, threads = [], 1
+        with self.going_on():
+            if relay:
+                url = self.serve(relay, "encoder", "encoder", batch_size=8)
+                contenders.append(over_http(report.RELAY1, url, "encoder"))
+                threads = ask(url, "encoder")["threads"]
+        with self.going_on():
+            if serve:
+                url = self.serve(serve, "encoder", "encoder", batch_size=8, max_batch_delay=50)
+                contenders.append(over_http(report.SERVE1, url, "encoder"))
+        self.note(f"The encoder computes with {threads} thread{'s' * (threads > 1)} in its replica and in the bare loop.")
+        self.interleave("encoder", [bare_loop("encoder", threads), *contenders], (32,))
+
+    def gateway(self, relay: Peer, path: str) -> None:
+        with self.going_on():
+            fast = self.serve(relay, "gateway", "echo", batch_size=16)
+            slow = relay.base + path.format(model="bench_gateway")
+            pair = [over_http(report.RELAY1, fast, "echo"), over_http(report.GATEWAY, slow, "echo")]
+            self.interleave("gateway", pair, (1, 32, 64))
+
+    def middleware(self, configs: Path) -> None:
+        """One server at a time: the middleware is in the environment of the whole of it."""
+        task = self.progress.add_task("middleware", total=2 * self.rounds)
+        for _ in range(self.rounds):
+            for name, without in ((report.RELAY1, ()), (report.PLAIN, (_MIDDLEWARE,))):
+                self.progress.update(task, description=f"middleware: {name}")
+                with self.going_on(), peers.torchrelay(self.folder, configs, without=without) as relay:
+                    contender = over_http(name, self.serve(relay, "echo", "echo", batch_size=16), "echo")
+                    self.add(Case("middleware", 32), contender)
+                self.progress.advance(task)
+
+
+def machine() -> Mapping[str, str]:
+    """What the figures depend on."""
+    facts = {"machine": f"{os.cpu_count()} cores, {_memory()}, {platform.system()}"}
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        facts["processor"] = next(line.split(": ", 1)[1] for line in lines if line.startswith("model name"))
+    versions = [f"Python {platform.python_version()}"]
+    for package in ("torch", "ray", "fastapi", "uvicorn"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    with contextlib.suppress(PeerFailed):
+        versions.append(f"Java {peers.java_version()}")
+    facts["versions"] = ", ".join(versions)
+    facts["generator"] = "wrk, on the same machine" if wrk.installed() else "the asyncio client, on the same machine"
+    return facts
+
+
+def _memory() -> str:
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+
+
+def main(
+    only: Annotated[str, typer.Option(help=f"Some of {','.join(GROUPS)}; all where nothing is said.")] = "",
+    rounds: Annotated[int, typer.Option(help="How often each contender is measured.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Of each measurement.")] = 5.0,
+    skip_torchserve: Annotated[bool, typer.Option("--skip-torchserve", help="Leave TorchServe out.")] = False,
+    skip_torchrelay: Annotated[bool, typer.Option("--skip-torchrelay", help="Measure the others alone.")] = False,
+    configs: Annotated[Path, typer.Option(help="The folder of app.yaml and serve.env.")] = Path("configs"),
+    inference: Annotated[str, typer.Option(help="A running Torchrelay, in place of one that is started.")] = "",
+    management: Annotated[str, typer.Option(help="Its management address.")] = "http://127.0.0.1:8081",
+    gateway: Annotated[str, typer.Option(help="The gateway's path to a model, such as /v2/{model}.")] = "",
+    folder: Annotated[Optional[Path], typer.Option(help="For archives and logs; a temporary one unless said.")] = None,  # noqa: UP045
+    output: Annotated[Optional[Path], typer.Option(help="Also write the report to this file.")] = None,  # noqa: UP045
+) -> None:
+    """Compare Torchrelay with TorchServe 0.12 and bare FastAPI on this machine."""
+    groups = tuple(filter(None, only.split(","))) or GROUPS
+    if unknown := set(groups) - set(GROUPS):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is none of {', '.join(GROUPS)}", param_hint="--only")
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with contextlib.ExitStack() as stack:
+        place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-bench-")))
+        progress = stack.enter_context(Progress(*columns, console=console))
+        run = Comparison(place.resolve(), rounds, seconds, progress)
+        try:
+            run.archives = build(run.folder / "archives")
+        except ArchiveFailed as error:
+            raise typer.Exit(_complain(console, error)) from None
+        if set(groups) - {"middleware"}:
+            _together(run, groups, skip_torchserve, skip_torchrelay, configs, inference, management, gateway)
+        if "middleware" in groups and not skip_torchrelay and not inference:
+            run.middleware(configs.resolve())
+    command = shlex.join(["python", "-m", "serve_app.bench.compare", *sys.argv[1:]])
+    text = Report(machine(), command, run.figures, run.footprints, run.notes).markdown()
+    if output:
+        output.write_text(text)
+    print(text)
+
+
+def _together(
+    run: Comparison,
+    groups: Sequence[str],
+    skip_torchserve: bool,
+    skip_torchrelay: bool,
+    configs: Path,
+    inference: str,
+    management: str,
+    gateway: str,
+) -> None:
+    """Start what is compared, and measure the groups for which all of it is up at once."""
+    with contextlib.ExitStack() as stack:
+
+        def enter(manager: contextlib.AbstractContextManager[Peer], *, models: bool = True) -> Peer | None:
+            with run.going_on():
+                peer = stack.enter_context(manager)
+                if "memory" in groups and peer.began:
+                    run.footprint(peer, models=models)
+                return peer
+            return None
+
+        bare = enter(peers.bare(run.folder), models=False)
+        serve = None if skip_torchserve else enter(peers.torchserve(run.folder, run.folder / "archives"))
+        relay = None
+        if inference:
+            relay = enter(peers.attached("Torchrelay", inference, management))
+        elif not skip_torchrelay:
+            relay = enter(peers.torchrelay(run.folder, configs.resolve()))
+        if "echo" in groups:
+            run.echo(relay, serve, bare)
+        if "mlp" in groups:
+            run.mlp(relay, serve, bare)
+        if "encoder" in groups:
+            run.encoder(relay, serve)
+        if "gateway" in groups and relay and gateway:
+            run.gateway(relay, gateway)
+        elif "gateway" in groups:
+            run.note("The gateway was not measured: it needs Torchrelay, and --gateway with a path.")
+
+
+def _complain(console: Console, error: Exception) -> int:
+    console.print(f"[red]{error}[/red]", highlight=False)
+    return 1
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,349 @@
+"""What the benchmark compares, each started and ended as a context manager that gives a Peer.
+
+All of them listen on loopback ports of their own, and all but the bare server take the same archives
+by TorchServe's management API.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import yaml
+
+TORCHSERVE = "0.12.0"
+ROOT = Path(__file__).parents[2]  # the checkout, where this is not installed
+_MARK = "TORCHRELAY_BENCH"  # in the environment of everything that a peer starts, however it was daemonised
+CACHE = Path("~/.cache/torchrelay-bench").expanduser()
+
+
+class PeerFailed(Exception):
+    """A server to compare with cannot be had or did not start; the message says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A running server: where it answers, and the tree of processes that it is."""
+
+    name: str
+    base: str  # of the inference API, no slash at the end
+    management: str = ""  # of the management API; "" where there is none
+    pid: int = 0  # the root of its processes; 0: unknown, started by somebody else
+    mark: str = ""  # in the environment of all of them
+    began: float = 0.0  # when its command was given, on time.monotonic's clock; 0: unknown
+    ready_seconds: float = 0.0  # from then to the first healthy ping
+    store: bool = False  # whether it takes archives of its model store only, by bare name
+
+    def url(self, model: str) -> str:
+        return f"{self.base}/predictions/{model}"
+
+    def register(
+        self,
+        archive: Path,
+        name: str,
+        *,
+        workers: int = 1,
+        batch_size: int = 1,
+        max_batch_delay: int | None = None,
+    ) -> str:
+        """Register an archive as ``name``, in place of what had the name, and wait for its workers.
+
+        ``max_batch_delay`` is in milliseconds; None leaves it to the server. Returns the model's URL.
+        Raises PeerFailed.
+        """
+        self.unregister(name)
+        url = archive.name if self.store else archive.resolve().as_uri()
+        params = {"url": url, "model_name": name, "batch_size": batch_size, "initial_workers": workers}
+        if max_batch_delay is not None:
+            params["max_batch_delay"] = max_batch_delay
+        self._manage("POST", "/models", f"registering {archive.name} as {name}", **params, synchronous="true")
+        return self.url(name)
+
+    def unregister(self, name: str) -> None:
+        """Unregister a model, if it is there."""
+        self._manage("DELETE", f"/models/{name}", f"unregistering {name}", also=404)
+
+    def scale(self, name: str, workers: int) -> None:
+        """Set a model's workers and wait until they are there. Raises PeerFailed."""
+        params = {"min_worker": workers, "max_worker": workers, "synchronous": "true"}
+        self._manage("PUT", f"/models/{name}", f"scaling {name} to {workers}", **params)
+
+    def _manage(self, method: str, path: str, doing: str, also: int = 200, **params: str | int) -> None:
+        try:
+            answer = httpx.request(method, self.management + path, params=params, timeout=180)
+        except httpx.HTTPError as error:
+            raise PeerFailed(f"{self.name}: {doing} failed: {error!r}") from error
+        if answer.status_code not in (200, also):
+            raise PeerFailed(f"{self.name}: {doing} gave {answer.status_code}: {answer.text.strip()}")
+
+    def processes(self) -> list[psutil.Process]:
+        """Its processes now; none where the root is unknown or gone."""
+        return _tree(self.pid, self.mark) if self.pid else []
+
+    def memory(self) -> tuple[int, str]:
+        """Bytes of the whole tree, and how they were counted: ``PSS`` (shared pages once) or ``RSS``."""
+        total, kind = 0, "PSS"
+        for process in self.processes():
+            try:
+                total += process.memory_full_info().pss
+            except psutil.NoSuchProcess:
+                continue
+            except (psutil.AccessDenied, AttributeError):
+                kind = "RSS"
+                break
+        if kind == "RSS":
+            total = sum(p.memory_info().rss for p in self.processes())
+        return total, kind
+
+    def idle_cpu(self, seconds: float = 3.0) -> float:
+        """Cores that the tree keeps busy while nobody asks it anything."""
+
+        def spent() -> float:
+            total = 0.0
+            for process in self.processes():
+                try:
+                    times = process.cpu_times()
+                    total += times.user + times.system
+                except psutil.Error:
+                    continue
+            return total
+
+        before, began = spent(), time.monotonic()
+        time.sleep(seconds)
+        return max(0.0, spent() - before) / (time.monotonic() - began)
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+@contextmanager
+def attached(name: str, base: str, management: str = "", pid: int = 0) -> Iterator[Peer]:
+    """A server that already runs; it is left running."""
+    yield Peer(name, base.rstrip("/"), management.rstrip("/"), pid)
+
+
+@contextmanager
+def started(
+    name: str,
+    command: Sequence[str],
+    base: str,
+    management: str = "",
+    *,
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    store: bool = False,
+) -> Iterator[Peer]:
+    """Run ``command`` until the block ends; its output goes to ``folder/<name>.log``.
+
+    Ready is when ``/ping`` answers 200. Raises PeerFailed when it ends before, or takes longer than
+    ``timeout`` seconds. At the end it gets what Ctrl-C gives; whatever is left of it then is killed.
+    """
+    base, management = base.rstrip("/"), management.rstrip("/")
+    log = folder / f"{re.sub('[^A-Za-z0-9]+', '-', name).lower()}.log"
+    mark = uuid.uuid4().hex
+    # So that a checkout that is not installed works from any folder.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, **(env or {}), _MARK: mark}
+    began = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        with httpx.Client(timeout=2.0) as client:
+            while not _healthy(client, base):
+                if process.poll() is not None:
+                    raise PeerFailed(f"{name} ended with {process.returncode} before it was ready:\n{_tail(log)}")
+                if time.monotonic() - began > timeout:
+                    raise PeerFailed(f"{name} was not ready after {timeout:g} s:\n{_tail(log)}")
+                time.sleep(0.02)
+        ready = time.monotonic() - began
+        yield Peer(name, base, management, process.pid, mark, began, ready, store)
+    finally:
+        _end(process, mark)
+
+
+@contextmanager
+def bare(folder: Path) -> Iterator[Peer]:
+    """Bare FastAPI on uvicorn, one process."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "serve_app.bench.bare", str(port)]
+    env = {"OMP_NUM_THREADS": "1"}
+    with started("FastAPI", command, f"http://127.0.0.1:{port}", folder=folder, env=env) as peer:
+        yield peer
+
+
+@contextmanager
+def torchrelay(folder: Path, configs: Path, *, without: Sequence[str] = ()) -> Iterator[Peer]:
+    """Torchrelay, from ``configs/app.yaml`` and ``serve.env``, on ports and with a state of its own.
+
+    ``without`` names variables of serve.env that are left out, to measure what they give or cost.
+    """
+    run = folder / "torchrelay"
+    shutil.rmtree(run, ignore_errors=True)
+    (run / "model_store").mkdir(parents=True)
+    document = yaml.safe_load((configs / "app.yaml").read_text())
+    inference, management, metrics = free_ports(3)
+    document["http_options"] |= {"host": "127.0.0.1", "port": inference}
+    args = document["applications"][0].setdefault("args", {})
+    own = {
+        "store": {"model_store": str(run / "model_store")},
+        "control": {"state_dir": str(run / "state"), "load_models": "none"},
+        "management": {"host": "127.0.0.1", "port": management, "metrics_port": metrics},
+    }
+    for room, settings in own.items():
+        args[room] = {**(args.get(room) or {}), **settings}
+    (run / "app.yaml").write_text(yaml.safe_dump(document))
+    lines = (configs / "serve.env").read_text().splitlines(keepends=True)
+    (run / "serve.env").write_text("".join(line for line in lines if line.partition("=")[0] not in without))
+    command = [sys.executable, "-m", "serve_app.cli", "start"]
+    command += ["--config", str(run / "app.yaml"), "--env", str(run / "serve.env")]
+    base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
+    with started("Torchrelay", command, base, control, folder=run) as peer:
+        yield peer
+
+
+@contextmanager
+def torchserve(folder: Path, model_store: Path, cache: Path = CACHE) -> Iterator[Peer]:
+    """TorchServe from PyPI in a virtual environment of its own, with this interpreter's torch.
+
+    Logs only warnings, and those into files: the kindest setting that it has. Raises PeerFailed when
+    Java or the package cannot be had.
+    """
+    java_version()
+    python = _torchserve_environment(cache)
+    inference, management, metrics, grpc1, grpc2 = free_ports(5)
+    run = folder / "torchserve"
+    shutil.rmtree(run, ignore_errors=True)
+    for name in ("tmp", "logs", "metrics"):
+        (run / name).mkdir(parents=True)
+    config = {
+        "inference_address": f"http://127.0.0.1:{inference}",
+        "management_address": f"http://127.0.0.1:{management}",
+        "metrics_address": f"http://127.0.0.1:{metrics}",
+        "grpc_inference_port": grpc1,
+        "grpc_management_port": grpc2,
+        "disable_token_authorization": "true",
+        "enable_model_api": "true",
+        "job_queue_size": 1000,
+        "disable_system_metrics": "true",
+        "model_store": model_store.resolve(),
+    }
+    (run / "config.properties").write_text("".join(f"{k}={v}\n" for k, v in config.items()))
+    (run / "log4j2.xml").write_text(_LOG4J2)
+    command = [str(python), "-m", "ts.model_server", "--start", "--foreground", "--ncs"]
+    command += ["--ts-config", str(run / "config.properties"), "--log-config", str(run / "log4j2.xml")]
+    command += ["--model-store", str(model_store.resolve())]
+    # Its pid file and worker sockets go to the temporary folder: of its own, or two runs would meet there.
+    own = {"TMPDIR": str(run / "tmp"), "TEMP": str(run / "tmp"), "OMP_NUM_THREADS": "1"}
+    own |= {"LOG_LOCATION": str(run / "logs"), "METRICS_LOCATION": str(run / "metrics")}
+    own |= {"PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])}
+    base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
+    with started("TorchServe", command, base, control, folder=run, env=own, store=True) as peer:
+        yield peer
+
+
+def java_version() -> str:
+    """The version of the Java that TorchServe would use. Raises PeerFailed below 17."""
+    home = os.environ.get("JAVA_HOME")
+    java = f"{home}/bin/java" if home else shutil.which("java")
+    if not java:
+        raise PeerFailed("TorchServe needs Java 17, and there is no java on the PATH and no JAVA_HOME")
+    said = subprocess.run([java, "-version"], capture_output=True, text=True).stderr
+    found = re.search(r'version "(\d+)([^"]*)"', said)
+    if not found or int(found[1]) < 17:
+        raise PeerFailed(f"TorchServe needs Java 17; {java} says: {said.strip().splitlines()[0] if said else 'nothing'}")
+    return found[1] + found[2]
+
+
+def _torchserve_environment(cache: Path) -> Path:
+    """The interpreter of TorchServe's environment, made when it is not there yet."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    environment = cache / f"torchserve-{TORCHSERVE}-py{here}"
+    python, done = environment / "bin" / "python", environment / "installed"
+    packages = Path(sysconfig.get_path("purelib"))
+    if done.is_file() and done.read_text() == str(packages):
+        return python
+    shutil.rmtree(environment, ignore_errors=True)
+    try:
+        subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, capture_output=True, text=True)
+        (site,) = environment.glob("lib/python*/site-packages")
+        # After its own packages come this interpreter's: the same torch, and nothing is downloaded twice.
+        (site / "shared.pth").write_text(f"{packages}\n")
+        install = [str(python), "-m", "pip", "install", "-q", f"torchserve=={TORCHSERVE}"]
+        subprocess.run(install, check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        raise PeerFailed(f"pip could not install torchserve {TORCHSERVE}:\n{error.stderr.strip()[-1000:]}") from error
+    done.write_text(str(packages))
+    return python
+
+
+_LOG4J2 = """<?xml version="1.0" encoding="UTF-8"?>
+<Configuration status="WARN">
+  <Appenders><File name="file" fileName="${env:LOG_LOCATION}/torchserve.log"/></Appenders>
+  <Loggers><Root level="warn"><AppenderRef ref="file"/></Root></Loggers>
+</Configuration>
+"""
+
+
+def _healthy(client: httpx.Client, base: str) -> bool:
+    try:
+        return client.get(f"{base}/ping").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _tree(pid: int, mark: str) -> list[psutil.Process]:
+    """The descendants of ``pid``, itself, and all that carry the mark with theirs."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            if process.pid == pid or (mark and process.environ().get(_MARK) == mark):
+                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+        except psutil.Error:
+            continue
+    return list(found.values())
+
+
+def _end(process: subprocess.Popen, mark: str, patience: float = 10.0) -> None:
+    """End the process as Ctrl-C would, then whatever of its tree is left."""
+    tree = _tree(process.pid, mark)
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+    _, alive = psutil.wait_procs({*tree, *_tree(process.pid, mark)}, timeout=0.2)
+    for left in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+    psutil.wait_procs(alive, timeout=patience)
+    process.wait()
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

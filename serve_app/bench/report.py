@@ -1,0 +1,189 @@
+"""The comparison's report: medians of rounds, the targets they are held against, and both as Markdown."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from serve_app.bench.load import Result
+
+FASTAPI = "FastAPI"
+SERVE1, SERVE2 = "TorchServe, 1 worker", "TorchServe, 2 workers"
+SERVE_BATCHED = "TorchServe, 1 worker, batches of 16"
+RELAY1, RELAY2 = "Torchrelay, 1 replica", "Torchrelay, 2 replicas"
+RELAY_BATCHED = "Torchrelay, 1 replica, batches of 16"
+GATEWAY = "Torchrelay, by the gateway"
+PLAIN = "Torchrelay, no middleware"
+LOOP = "Bare loop of full batches"
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """What is measured: a model under so many connections. ``group`` names its table."""
+
+    group: str
+    connections: int
+
+
+Figures = Mapping[Case, Mapping[str, Sequence[Result]]]  # case -> contender -> one Result a round
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a server costs before anybody asks it anything."""
+
+    contender: str
+    ready: float = math.nan  # seconds from the command to the first healthy ping
+    first_answer: float = math.nan  # seconds from the command to the first prediction, a registration included
+    idle: float = math.nan  # bytes of the whole tree without a model
+    with_model: float = math.nan  # bytes with the mlp on one worker
+    per_worker: float = math.nan  # bytes of each further worker
+    counted: str = ""  # PSS or RSS
+    idle_cpu: float = math.nan  # cores
+    processes: int = 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio that is to be reached: ours over theirs, of one measure in one case."""
+
+    case: Case
+    ours: str
+    theirs: str
+    measure: Literal["throughput", "p50", "p99"]
+    needed: float
+
+    @property
+    def text(self) -> str:
+        sign = "≥" if self.measure == "throughput" else "≤"
+        at = f"{self.case.connections} connection" + ("s" if self.case.connections != 1 else "")
+        return f"{self.case.group}, {at}: {self.measure} of *{self.ours}* {sign} {self.needed:g} × *{self.theirs}*"
+
+    def ratio(self, figures: Figures) -> float:
+        """The ratio of the medians; NaN where either side was not measured."""
+        contenders = figures.get(self.case, {})
+        ours, theirs = (median(contenders.get(name, ()), self.measure) for name in (self.ours, self.theirs))
+        return ours / theirs if theirs else math.nan
+
+    def reached(self, figures: Figures) -> bool | None:
+        ratio = self.ratio(figures)
+        if math.isnan(ratio):
+            return None
+        return ratio >= self.needed if self.measure == "throughput" else ratio <= self.needed
+
+
+TARGETS = (
+    Target(Case("echo", 32), RELAY1, SERVE1, "throughput", 3.0),
+    Target(Case("echo", 32), RELAY1, FASTAPI, "throughput", 0.5),
+    Target(Case("echo", 1), RELAY1, SERVE1, "p50", 1.0),
+    Target(Case("echo", 32), RELAY1, SERVE1, "p99", 1.25),
+    Target(Case("mlp", 32), RELAY1, SERVE1, "throughput", 0.75),
+    Target(Case("mlp", 32), RELAY2, SERVE1, "throughput", 1.1),
+    Target(Case("mlp", 1), RELAY1, SERVE1, "p50", 1.0),
+    Target(Case("mlp", 32), RELAY1, SERVE1, "p99", 1.25),
+    Target(Case("encoder", 32), RELAY1, LOOP, "throughput", 0.95),
+    Target(Case("gateway", 32), GATEWAY, RELAY1, "throughput", 0.7),
+    Target(Case("gateway", 64), GATEWAY, RELAY1, "throughput", 0.7),
+    Target(Case("middleware", 32), RELAY1, PLAIN, "throughput", 0.92),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole comparison."""
+
+    machine: Mapping[str, str]
+    command: str
+    figures: Figures
+    footprints: Sequence[Footprint] = ()
+    notes: Sequence[str] = ()
+    targets: Sequence[Target] = field(default=TARGETS)
+
+    def markdown(self) -> str:
+        """All of it, ready to be pasted into a page."""
+        parts = [f"`{self.command}`", _list(f"{key}: {value}" for key, value in self.machine.items())]
+        for group in dict.fromkeys(case.group for case in self.figures):
+            parts += [f"### {group}", self._figures(group)]
+        if self.footprints:
+            parts += ["### Memory and start", self._footprints()]
+        parts += ["### Targets", self._targets()]
+        if self.notes:
+            parts += ["### Notes", _list(self.notes)]
+        return "\n\n".join(parts) + "\n"
+
+    def _figures(self, group: str) -> str:
+        rows = []
+        for case, contenders in self.figures.items():
+            if case.group != group:
+                continue
+            for name, results in contenders.items():
+                rate = [r.throughput for r in results]
+                errors = sum(r.failed for r in results)
+                rows.append(
+                    (
+                        str(case.connections or "-"),
+                        name,
+                        _count(_median(rate)),
+                        f"{_count(min(rate))} to {_count(max(rate))}" if len(rate) > 1 else "-",
+                        *(_milliseconds(median(results, m)) for m in ("p50", "p90", "p99")),
+                        _milliseconds(max((r.max for r in results), default=math.nan)),
+                        str(errors),
+                    )
+                )
+        head = ("connections", "", "requests/s", "of the rounds", "p50 ms", "p90 ms", "p99 ms", "max ms", "errors")
+        return _table(head, rows, left={1})
+
+    def _footprints(self) -> str:
+        rows = [
+            (
+                f.contender,
+                _number(f.ready, "{:.1f}"),
+                _number(f.first_answer, "{:.1f}"),
+                *(_number(b / 2**20, "{:,.0f}") for b in (f.idle, f.with_model, f.per_worker)),
+                f.counted or "-",
+                str(f.processes or "-"),
+                _number(f.idle_cpu, "{:.2f}"),
+            )
+            for f in self.footprints
+        ]
+        head = ("", "ready s", "first answer s", "idle MiB", "with the mlp MiB", "per further worker MiB")
+        return _table((*head, "counted as", "processes", "idle cores"), rows, left={0, 6})
+
+    def _targets(self) -> str:
+        words = {True: "reached", False: "**not reached**", None: "not measured"}
+        rows = [(t.text, _number(t.ratio(self.figures), "{:.2f}"), words[t.reached(self.figures)]) for t in self.targets]
+        return _table(("target", "measured", ""), rows, left={0, 2})
+
+
+def median(results: Sequence[Result], measure: str) -> float:
+    """The median over rounds of one of a Result's numbers; NaN of none."""
+    return _median([getattr(result, measure) for result in results])
+
+
+def _median(values: Sequence[float]) -> float:
+    known = [v for v in values if not math.isnan(v)]
+    return statistics.median(known) if known else math.nan
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else form.format(value)
+
+
+def _count(value: float) -> str:
+    return _number(value, "{:,.0f}")
+
+
+def _milliseconds(seconds: float) -> str:
+    return _number(seconds * 1000, "{:.2f}")
+
+
+def _list(items) -> str:
+    return "\n".join(f"- {item}" for item in items)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:
+    rules = [":--" if column in left else "--:" for column in range(len(head))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rules, *rows))

@@ -1,0 +1,70 @@
+"""The benchmark's archives, built by the real archiver."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from serve_app.bench import archives
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return archives.build(tmp_path_factory.mktemp("archives"))
+
+
+@pytest.mark.parametrize("name", archives.MODELS)
+def test_an_archive_holds_what_its_manifest_names(built, name):
+    model = archives.MODELS[name]
+    with zipfile.ZipFile(built[name]) as archive:
+        manifest = json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"]
+        assert (manifest["modelName"], manifest["handler"]) == (name, model.handler)
+        for key in ("handler", "modelFile", "serializedFile"):
+            assert key not in manifest or archive.getinfo(manifest[key])
+        if model.model_file:
+            with archive.open(manifest["serializedFile"]) as weights:
+                model.build().load_state_dict(torch.load(weights))
+
+
+def test_nothing_but_archives_is_left_in_the_folder(built):
+    folder = built["mlp"].parent
+    assert sorted(path.name for path in folder.iterdir()) == ["echo.mar", "encoder.mar", "mlp.mar"]
+
+
+def test_the_weights_are_the_same_in_every_build():
+    first, second = (archives.MODELS["mlp"].build().state_dict() for _ in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_the_sample_bodies_are_what_the_models_take():
+    assert len(archives.MODELS["echo"].body) == 100
+    for name, shape in (("mlp", (1, 10)), ("encoder", (1, 8))):
+        model = archives.MODELS[name]
+        row = json.loads(model.body)
+        assert len(row) == 64
+        with torch.inference_mode():
+            assert model.build()(torch.tensor([row])).shape == shape
+
+
+def test_the_echo_handler_answers_row_by_row():
+    handle = runpy.run_path(str(archives._SOURCES / "echo.py"))["handle"]
+    assert handle([{"body": {"a": 1}}, {"data": [2]}], None) == [{"a": 1}, [2]]
+    assert handle(None, None) is None
+
+
+def test_a_check_tells_right_answers_from_wrong_ones():
+    assert archives.MODELS["echo"].check(json.loads(archives.MODELS["echo"].body))
+    assert not archives.MODELS["echo"].check({"text": ""})
+    assert archives.MODELS["mlp"].check({"class": 1, "logits": [0.0, 2.0, *[1.0] * 8]})
+    assert not archives.MODELS["mlp"].check({"class": 0, "logits": [0.0, 2.0, *[1.0] * 8]})
+
+
+def test_without_the_archiver_the_error_names_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(archives.ArchiveFailed, match="pip install torch-model-archiver"):
+        archives.build(tmp_path, ("echo",))

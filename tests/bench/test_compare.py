@@ -1,0 +1,76 @@
+"""The order and the patience of a comparison."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+from typer.testing import CliRunner
+
+from serve_app.bench import Load, Result, compare, report
+from serve_app.bench.peers import PeerFailed
+from serve_app.bench.report import Case
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    return compare.Comparison(tmp_path, 2, 0.1, Progress(console=Console(quiet=True)))
+
+
+def contender(name: str, seen: list[tuple[str, int]]) -> compare.Contender:
+    def measure(load: Load) -> Result:
+        seen.append((name, load.connections))
+        return Result("asyncio", load.connections, 1.0, 10, 10, 0.1, 0.1, 0.1, 0.1)
+
+    return compare.Contender(name, measure)
+
+
+def test_rounds_are_interleaved(comparison):
+    seen: list[tuple[str, int]] = []
+    comparison.interleave("echo", [contender("a", seen), contender("b", seen)], (1, 32))
+    assert seen == [("a", 1), ("b", 1), ("a", 1), ("b", 1), ("a", 32), ("b", 32), ("a", 32), ("b", 32)]
+    assert {case: {n: len(r) for n, r in of.items()} for case, of in comparison.figures.items()} == {
+        Case("echo", 1): {"a": 2, "b": 2},
+        Case("echo", 32): {"a": 2, "b": 2},
+    }
+
+
+def test_a_contender_that_fails_costs_only_its_own_rows(comparison):
+    def broken(load: Load) -> Result:
+        raise PeerFailed("b is gone")
+
+    comparison.interleave("echo", [contender("a", []), compare.Contender("b", broken)], (1,))
+    assert list(comparison.figures[Case("echo", 1)]) == ["a"]
+    assert comparison.notes == ["b is gone", "b is gone"]
+
+
+def test_nothing_to_measure_is_no_table(comparison):
+    comparison.interleave("echo", [], (1, 32))
+    assert comparison.figures == {}
+
+
+def test_the_bare_loop_counts_full_batches():
+    result = compare.bare_loop("mlp", 1).measure(Load(seconds=0.2))
+    assert result.requests > 0
+    assert result.requests % 16 == 0
+    assert result.seconds >= 0.2
+
+
+def test_the_facts_of_the_machine_name_its_cores_and_versions():
+    facts = compare.machine()
+    assert "cores" in facts["machine"]
+    assert "torch" in facts["versions"]
+
+
+def test_a_group_that_does_not_exist_is_refused():
+    import typer
+
+    app = typer.Typer()
+    app.command()(compare.main)
+    refused = CliRunner().invoke(app, ["--only", "echo,mpl"])
+    assert refused.exit_code == 2
+    assert "mpl" in refused.output
+
+
+def test_every_target_is_of_a_group_that_is_measured():
+    assert {target.case.group for target in report.TARGETS} <= set(compare.GROUPS)

@@ -1,0 +1,99 @@
+"""Starting and ending real processes to compare with."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import pytest
+
+from serve_app.bench import compare, peers
+from serve_app.bench.archives import MODELS
+
+_SERVER = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """What the standard library's file server needs to be healthy: a file that is called ping."""
+    (tmp_path / "ping").write_text("{}")
+    return tmp_path
+
+
+def test_a_peer_is_ready_inside_the_block_and_gone_after_it(files):
+    (port,) = peers.free_ports(1)
+    with peers.started("It", [*_SERVER, str(port)], f"http://127.0.0.1:{port}/", folder=files) as peer:
+        (process,) = peer.processes()
+        assert process.pid == peer.pid
+        assert 0 < peer.ready_seconds < 30
+        size, counted = peer.memory()
+        assert 1 << 20 < size < 1 << 30
+        assert counted in ("PSS", "RSS")
+        assert 0 <= peer.idle_cpu(0.05) < 2
+        assert peer.url("m") == f"http://127.0.0.1:{port}/predictions/m"
+    assert not psutil.pid_exists(peer.pid)
+    assert peer.processes() == []
+
+
+def test_what_a_peer_left_in_a_session_of_its_own_ends_with_it(files):
+    (port,) = peers.free_ports(1)
+    # The shell that started it is gone, so no line of parents leads to it.
+    script = f"(setsid sleep 600 &) ; exec {' '.join(_SERVER)} {port}"
+    with peers.started("It", ["sh", "-c", script], f"http://127.0.0.1:{port}", folder=files) as peer:
+        found = {p.name(): p for p in peer.processes()}
+        assert "sleep" in found
+    assert not found["sleep"].is_running()
+
+
+def test_a_peer_that_ends_at_once_is_told_with_its_last_words(tmp_path):
+    command = [sys.executable, "-c", "raise SystemExit('no such thing')"]
+    with pytest.raises(peers.PeerFailed, match="It ended with 1 before it was ready:\nno such thing"):
+        with peers.started("It", command, "http://127.0.0.1:1", folder=tmp_path):
+            pass
+
+
+def test_a_peer_that_never_answers_is_ended(tmp_path):
+    started = []
+    command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    with pytest.raises(peers.PeerFailed, match="not ready after 0.5 s"):
+        with peers.started("It", command, "http://127.0.0.1:1", folder=tmp_path, timeout=0.5) as peer:
+            started.append(peer)
+    assert not started
+    said = (tmp_path / "it.log").read_text().split()
+    assert not said or not psutil.pid_exists(int(said[0]))
+
+
+def test_a_refused_registration_is_told_with_the_answer(files):
+    (port,) = peers.free_ports(1)
+    base = f"http://127.0.0.1:{port}"
+    with peers.started("It", [*_SERVER, str(port)], base, base, folder=files) as peer:
+        with pytest.raises(peers.PeerFailed, match="It: unregistering m gave 501"):
+            peer.register(files / "m.mar", "m")
+    with pytest.raises(peers.PeerFailed, match="It: scaling m to 2 failed"):
+        peer.scale("m", 2)
+
+
+def test_without_java_there_is_no_torchserve_and_the_error_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    with pytest.raises(peers.PeerFailed, match="needs Java 17"):
+        with peers.torchserve(tmp_path, tmp_path):
+            pass
+
+
+def test_an_old_java_is_told_with_its_version(tmp_path, monkeypatch):
+    java = tmp_path / "java"
+    java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    with pytest.raises(peers.PeerFailed, match=r"needs Java 17; .*11\.0\.2"):
+        peers.java_version()
+
+
+def test_the_bare_server_answers_as_the_archives_do(tmp_path):
+    with peers.bare(tmp_path) as peer:
+        for model in ("echo", "mlp"):
+            assert MODELS[model].check(compare.ask(peer.url(model), model))
+        with pytest.raises(peers.PeerFailed, match="wrong answer of mlp: 404"):
+            compare.ask(peer.url("nothing"), "mlp")

@@ -1,0 +1,87 @@
+"""The comparison's tables and verdicts, from given results."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from serve_app.bench import Result, report
+from serve_app.bench.report import Case, Footprint, Report, Target
+
+_MIB = 1 << 20
+
+
+def result(rate: float, p50: float = 0.001, p99: float = 0.002, errors: int = 0) -> Result:
+    kinds = {"disconnect": errors} if errors else {}
+    return Result("wrk", 32, 2.0, int(rate * 2), int(rate * 2), p50, p50 * 1.5, p99, p99 * 2, kinds)
+
+
+ECHO = Case("echo", 32)
+FIGURES = {
+    ECHO: {
+        report.FASTAPI: [result(9000), result(9500), result(1000)],
+        report.SERVE1: [result(1500, p99=0.03), result(1700, p99=0.04), result(1600, p99=0.05)],
+        report.RELAY1: [result(5000, p99=0.05), result(5400, p99=0.06, errors=2), result(5200, p99=0.055)],
+    }
+}
+
+
+def row(text: str, *starts: str) -> list[str]:
+    """The cells of the one row whose cells begin so."""
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("|")]
+    (found,) = [cells for cells in rows if cells[: len(starts)] == list(starts)]
+    return found
+
+
+def test_a_table_shows_the_median_and_the_spread_of_the_rounds():
+    text = Report({"machine": "2 cores"}, "python -m it", FIGURES, targets=()).markdown()
+    assert "`python -m it`" in text
+    assert "- machine: 2 cores" in text
+    assert "### echo" in text
+    assert row(text, "32", "FastAPI")[2:4] == ["9,000", "1,000 to 9,500"]  # one disturbed round moves nothing
+    assert row(text, "32", report.RELAY1) == [
+        *("32", report.RELAY1, "5,200", "5,000 to 5,400", "1.00", "1.50", "55.00", "120.00", "2")
+    ]
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_head():
+    footprint = Footprint("TorchServe", ready=2.51, idle=200 * _MIB, counted="PSS", processes=3)
+    text = Report({}, "c", FIGURES, [footprint], ["a note"]).markdown()
+    for table in [part for part in text.split("\n\n") if part.startswith("|")]:
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert row(text, "TorchServe") == ["TorchServe", "2.5", "-", "200", "-", "-", "PSS", "3", "-"]
+    assert text.endswith("### Notes\n\n- a note\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "ratio", "reached"),
+    [
+        (Target(ECHO, report.RELAY1, report.SERVE1, "throughput", 3.0), 5200 / 1600, True),
+        (Target(ECHO, report.RELAY1, report.SERVE1, "throughput", 3.5), 5200 / 1600, False),
+        (Target(ECHO, report.RELAY1, report.FASTAPI, "throughput", 0.5), 5200 / 9000, True),
+        (Target(ECHO, report.RELAY1, report.SERVE1, "p99", 1.25), 0.055 / 0.04, False),  # less is better
+        (Target(ECHO, report.RELAY1, report.SERVE1, "p50", 1.0), 1.0, True),
+        (Target(ECHO, report.RELAY2, report.SERVE1, "throughput", 1.0), math.nan, None),
+        (Target(Case("mlp", 32), report.RELAY1, report.SERVE1, "throughput", 1.0), math.nan, None),
+    ],
+)
+def test_a_target_is_the_ratio_of_medians(target, ratio, reached):
+    assert target.ratio(FIGURES) == pytest.approx(ratio, nan_ok=True)
+    assert target.reached(FIGURES) is reached
+
+
+def test_the_report_says_of_every_target_what_became_of_it():
+    text = Report({}, "c", FIGURES).markdown()
+    verdicts = [line.rsplit("|", 2)[1].strip() for line in text.splitlines() if " × *" in line]
+    assert len(verdicts) == len(report.TARGETS)
+    assert verdicts[0] == "reached"  # echo at 32 connections against TorchServe: 3.25
+    assert "**not reached**" in verdicts
+    assert "not measured" in verdicts
+
+
+def test_a_contender_that_never_answered_is_a_dash():
+    nan = math.nan
+    dead = Result("wrk", 32, 5.0, 0, 0, nan, nan, nan, nan, {"connect": 7})
+    text = Report({}, "c", {ECHO: {report.RELAY1: [dead], report.SERVE1: [result(10)]}}).markdown()
+    assert row(text, "32", report.RELAY1) == ["32", report.RELAY1, "0", "-", "-", "-", "-", "-", "7"]
