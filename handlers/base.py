@@ -1,0 +1,264 @@
+"""The handler that others extend: load the archive's model, then preprocess, inference, postprocess."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import time
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from handlers import compilation, device, weights
+from handlers.errors import PredictionException
+from handlers.labels import load_label_mapping
+from handlers.timer import timed
+
+logger = logging.getLogger(__name__)
+
+
+class BaseHandler(ABC):
+    """Serves a model of tensors: each row's ``data`` or ``body`` is a list of numbers, each answer one too.
+
+    A subclass overrides the stages that differ. It may answer one row with an error, by ``reject``
+    or by returning an exception in the row's place; the batch's other rows go on.
+    """
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.mapping: dict[str, str] | None = None
+        self.device: torch.device | None = None
+        self.initialized = False
+        self.context: Any = None
+        self.model_pt_path: str | None = None
+        self.manifest: dict[str, Any] | None = None
+        self.map_location: str | None = None
+        self.explain = False
+        self.target = 0
+        self.profiler_args: dict[str, Any] = {}
+        self.model_yaml_config: dict[str, Any] = {}
+
+    def initialize(self, context: Any) -> None:
+        """Load the model that the manifest names onto the device, compiled if asked, and ``index_to_name.json``."""
+        properties = context.system_properties
+        self.context = context
+        self.model_yaml_config = getattr(context, "model_yaml_config", None) or {}
+        self.manifest = context.manifest
+        self.device = device.choose(properties.get("gpu_id"))
+        self.map_location = self.device.type
+
+        model_dir = properties.get("model_dir")
+        model = (self.manifest or {}).get("model") or {}
+        serialized_file = model.get("serializedFile")
+        self.model_pt_path = os.path.join(model_dir, serialized_file) if serialized_file else None
+        if model.get("modelFile"):
+            self.model = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
+        elif self.model_pt_path is not None and self.model_pt_path.endswith(".pt"):
+            self.model = self._load_torchscript_model(self.model_pt_path)
+        else:
+            self.model = weights.load(Path(self.model_pt_path) if self.model_pt_path else None, self.device)
+        if isinstance(self.model, torch.nn.Module):
+            self.model.to(self.device)
+            self.model.eval()
+        self.model = compilation.compiled(self.model, self.model_yaml_config.get("pt2"))
+        self.mapping = load_label_mapping(os.path.join(model_dir, "index_to_name.json"))
+        self.initialized = True
+
+    def _load_torchscript_model(self, model_pt_path: str) -> Any:
+        return weights.torchscript(Path(model_pt_path), self.device)
+
+    def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
+        trusted = (getattr(self, "model_yaml_config", None) or {}).get("trusted") is True
+        return weights.eager(Path(model_dir) / model_file, Path(model_pt_path) if model_pt_path else None, trusted)
+
+    def handle(self, data: list[Any], context: Any) -> list[Any]:
+        """One answer or one exception for each row of ``data``."""
+        started = time.perf_counter()
+        self.context = context
+        self._rejected = {}
+        try:
+            output = self._answer(data)
+            if self._rejected and isinstance(output, list) and len(output) == len(data):
+                output = [self._rejected.get(index, value) for index, value in enumerate(output)]
+        except PredictionException:
+            if len(self._rejected) < len(data):
+                raise
+            output = [self._rejected[index] for index in range(len(data))]
+        finally:
+            self._rejected = None
+        metrics = getattr(context, "metrics", None)
+        if metrics is not None:
+            metrics.add_time("HandlerTime", round((time.perf_counter() - started) * 1000, 2), None, "ms")
+        return output
+
+    def _answer(self, data: list[Any]) -> list[Any]:
+        if self._is_describe():
+            return [self.describe_handle() for _ in data]
+        if os.environ.get("ENABLE_TORCH_PROFILER"):
+            return self._infer_with_profiler(data)[0]
+        return self._run(data, _unmarked)
+
+    def _run(self, data: list[Any], mark: Callable[[str], Any]) -> list[Any]:
+        with mark("preprocess"):
+            prepared = self.preprocess(data)
+        if self._is_explain():
+            with mark("explain"):
+                return self.explain_handle(prepared, data)
+        with mark("inference"):
+            output = self.inference(prepared)
+        with mark("postprocess"):
+            return self.postprocess(output)
+
+    def _infer_with_profiler(self, data: list[Any]) -> tuple[list[Any], torch.profiler.profile]:
+        """The output, and the profile; ``profiler_args`` are torch.profiler.profile's, by default a Chrome trace
+        in ``pytorch_profiler/<model>`` of the temporary directory."""
+        arguments = {"record_shapes": True, **self.profiler_args}
+        if "on_trace_ready" not in arguments:
+            directory = os.path.join(tempfile.gettempdir(), "pytorch_profiler", getattr(self.context, "model_name", ""))
+            logger.info("The profiler's trace goes to %s", directory)
+            arguments["on_trace_ready"] = torch.profiler.tensorboard_trace_handler(directory)
+        with torch.profiler.profile(**arguments) as profile:
+            output = self._run(data, torch.profiler.record_function)
+        logger.info(profile.key_averages().table(sort_by="cpu_time_total", row_limit=10))
+        return output, profile
+
+    @timed
+    def preprocess(self, data: list[Any]) -> torch.Tensor:
+        """One tensor, a row of it for each row of ``data``, in the number format of the model's parameters."""
+        if isinstance(data, torch.Tensor):
+            return data.to(self.device)
+        try:
+            tensor = _tensor([_value(row) for row in data])
+        except ValueError:  # some row is no list of numbers, or not as long as its neighbours
+            tensor = self._stack(data, _one_row)
+        return tensor.to(self.device, self._input_dtype(tensor))
+
+    @timed
+    def inference(self, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the model makes of ``data``, without gradients."""
+        with torch.inference_mode():
+            return self.model(data.to(self.device), *args, **kwargs)
+
+    @timed
+    def postprocess(self, data: Any) -> list[Any]:
+        """One answer for each row of the model's output."""
+        return data.tolist()
+
+    _rejected: dict[int, Exception] | None = None  # by row; None outside of handle
+
+    def reject(self, index: int, error: Exception) -> None:
+        """Answer row ``index`` with ``error``, whatever the stages make of the row; outside of ``handle`` it is raised.
+
+        The row keeps its place in the batch, so that every stage still sees as many rows as came.
+        """
+        if self._rejected is None:
+            raise error
+        self._rejected[index] = error
+
+    def _stack(self, data: Sequence[Any], make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """``make`` of each row, stacked; a row for which it raises PredictionException is rejected.
+
+        A sound row stands in for the rejected ones. Where there is none, the first error is raised.
+        """
+        made: list[torch.Tensor | None] = []
+        errors = []
+        for index, row in enumerate(data):
+            try:
+                made.append(make(row))
+            except PredictionException as error:
+                self.reject(index, error)
+                errors.append(error)
+                made.append(None)
+        sound = next((tensor for tensor in made if tensor is not None), None)
+        if sound is None:
+            raise errors[0]
+        return torch.stack([sound if tensor is None else tensor for tensor in made])
+
+    def _input_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """JSON writes 1.0 as 1, so integers become the model's floats, unless it looks them up in an embedding."""
+        if not isinstance(self.model, torch.nn.Module):
+            return tensor.dtype
+        if not tensor.is_floating_point() and any(_is_embedding(module) for module in self.model.modules()):
+            return tensor.dtype
+        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), tensor.dtype)
+
+    def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
+        """The insights into each row; its ``target`` field says into which output, 0 by default."""
+        rows = [row if isinstance(row, Mapping) else {"data": row} for row in raw_data]
+        inputs = [row.get("data") or row.get("body") for row in rows]
+        targets = [_target(row.get("target")) for row in rows]
+        if isinstance(data_preprocess, torch.Tensor) and any(target != targets[0] for target in targets):
+            insights = []
+            for index, (raw, target) in enumerate(zip(inputs, targets)):
+                insights += self.get_insights(data_preprocess[index : index + 1], raw, target)
+            return insights
+        return self.get_insights(data_preprocess, inputs[0], targets[0])
+
+    def get_insights(self, tensor_data: Any, raw_data: Any, target: Any) -> list[Any]:
+        """An explanation for each row of ``tensor_data``; a handler that can explain overrides this."""
+        raise PredictionException(f"{type(self).__name__} explains nothing: its handler defines no get_insights.", 501)
+
+    def _is_explain(self) -> bool:
+        self.explain = self._asked("explain")
+        return self.explain
+
+    def _is_describe(self) -> bool:
+        return self._asked("describe")
+
+    def _asked(self, kind: str) -> bool:
+        """A batch never mixes kinds of call, so its first row speaks for all."""
+        return bool(self.context) and self.context.get_request_header(0, kind) == "True"
+
+    def describe_handle(self) -> Any:
+        """What this model says of itself to whoever describes it; a subclass may say something."""
+        return None
+
+    def get_device(self) -> torch.device | None:
+        return self.device
+
+
+def _unmarked(stage: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _value(row: Any) -> Any:
+    """What a row holds; text and bytes are read as JSON."""
+    if isinstance(row, Mapping):
+        row = row["data"] if row.get("data") is not None else row.get("body")
+    return json.loads(row) if isinstance(row, (str, bytes, bytearray)) else row
+
+
+def _tensor(values: list[Any]) -> torch.Tensor:
+    array = np.asarray(values)  # several times faster than torch.as_tensor on nested lists
+    if array.dtype.kind not in "biuf":
+        raise ValueError("not all of it are numbers")
+    return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)
+
+
+def _one_row(row: Any) -> torch.Tensor:
+    try:
+        return _tensor([_value(row)])[0]
+    except ValueError as error:
+        raise PredictionException(f"The input is not a JSON list of numbers: {error}", 400) from error
+
+
+def _is_embedding(module: torch.nn.Module) -> bool:
+    # A TorchScript module is of one class whatever it was; its original_name remembers.
+    return getattr(module, "original_name", type(module).__name__) in ("Embedding", "EmbeddingBag")
+
+
+def _target(value: Any) -> Any:
+    """A form sends its fields as text; what is no number stays as the author's get_insights knows it."""
+    if value is None or value == "" or value == b"":
+        return 0
+    try:
+        return int(value) if isinstance(value, (str, bytes, bytearray)) else value
+    except ValueError:
+        return value

@@ -1,0 +1,170 @@
+"""What a handler is told about its model and its batch, and how it shapes the responses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+SERVER_VERSION = "0.12.0"  # the TorchServe release whose handler contract this is; archives compare against it
+
+
+class RequestProcessor:
+    """One row's request headers, and the status and headers of its response."""
+
+    def __init__(self, request_header: dict[str, Any]) -> None:
+        self._request_header = request_header
+        self._folded: dict[str, Any] | None = None
+        self._status_code = 200
+        self._reason_phrase = ""
+        self._response_header: dict[str, str] = {}
+
+    def get_request_property(self, key: str) -> Any:
+        """The header ``key`` as it is spelled or, failing that, in any case; None where there is none."""
+        value = self._request_header.get(key)
+        if value is None:
+            if self._folded is None:
+                self._folded = {name.lower(): item for name, item in self._request_header.items()}
+            value = self._folded.get(key.lower())
+        return value
+
+    def get_request_properties(self) -> dict[str, Any]:
+        return self._request_header
+
+    def report_status(self, code: int, reason_phrase: str | None = None) -> None:
+        self._status_code = code
+        self._reason_phrase = reason_phrase or ""
+
+    def get_response_status_code(self) -> int:
+        return self._status_code
+
+    def get_response_status_phrase(self) -> str:
+        return self._reason_phrase
+
+    def add_response_property(self, key: str, value: str) -> None:
+        self._response_header[key] = value
+
+    def get_response_headers(self) -> dict[str, str]:
+        return self._response_header
+
+    def get_response_header(self, key: str) -> str | None:
+        return self._response_header.get(key)
+
+
+class Context:
+    """The same object for the whole life of a handler; ``begin`` opens each batch on it.
+
+    ``system_properties`` holds ``model_dir``, ``gpu_id`` (None on a CPU), ``batch_size``,
+    ``server_name``, ``server_version`` and ``limit_max_image_pixels``. ``idx`` is a row's place in the
+    batch, from 0. A handler may keep attributes of its own here between batches.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        model_dir: str,
+        manifest: dict[str, Any] | None,
+        batch_size: int = 1,
+        gpu_id: int | None = None,
+        limit_max_image_pixels: bool = True,
+        model_yaml_config: dict[str, Any] | None = None,
+        server_version: str = SERVER_VERSION,
+        metrics: Any = None,
+    ) -> None:
+        self.model_name = model_name
+        self.manifest = manifest
+        self.model_yaml_config = {} if model_yaml_config is None else model_yaml_config
+        self.system_properties = {
+            "model_dir": str(model_dir),
+            "gpu_id": gpu_id,
+            "batch_size": batch_size,
+            "server_name": "MMS",
+            "server_version": server_version,
+            "limit_max_image_pixels": limit_max_image_pixels,
+        }
+        self.metrics = metrics
+        self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
+        self.header_key_sequence_start = os.environ.get("TS_REQUEST_SEQUENCE_START", "ts_request_sequence_start")
+        self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
+        self.request_ids: dict[int, str] | None = None
+        self.request_processor: list[RequestProcessor] | None = None
+        self.stopping_criteria: Any = None
+        self.cl_socket: Any = None  # TorchServe's connection to its front end; intermediate values go through emit
+        self._emit: Callable[[int, Any], None] | None = None
+
+    def begin(
+        self,
+        request_ids: Sequence[str],
+        headers: Sequence[Mapping[str, str]],
+        parameters: Sequence[Mapping[str, Mapping[str, Any]]],
+        emit: Callable[[int, Any], None] | None = None,
+    ) -> None:
+        """Open a batch: everything said about the one before is forgotten.
+
+        One item a row in each sequence; ``parameters`` has ``{name: {"content-type": ...}}`` for each
+        input, which a request header of the same name overrides. ``emit(idx, value)`` takes the
+        intermediate values of streamed replies.
+        """
+        self.request_ids = dict(enumerate(request_ids))
+        self.request_processor = [RequestProcessor({**inputs, **named}) for inputs, named in zip(parameters, headers)]
+        self.stopping_criteria = None
+        self._emit = emit
+
+    def emit(self, idx: int, value: Any) -> None:
+        """Send one intermediate value of row ``idx`` to its caller now."""
+        if self._emit is None:
+            raise RuntimeError("Nothing takes intermediate values: no batch is open, or it was begun without emit.")
+        self._emit(idx, value)
+
+    # What came with a row.
+
+    def get_request_id(self, idx: int = 0) -> str | None:
+        return None if self.request_ids is None else self.request_ids.get(idx)
+
+    def get_request_header(self, idx: int, key: str) -> Any:
+        """A request header of row ``idx``; for an input's name, ``{"content-type": ...}``; else None."""
+        return self._row(idx).get_request_property(key)
+
+    def get_all_request_header(self, idx: int) -> dict[str, Any]:
+        """The headers of row ``idx`` as the client spelled them, and ``{"content-type": ...}`` for each input."""
+        return self._row(idx).get_request_properties()
+
+    def get_sequence_id(self, idx: int) -> str | None:
+        return self._row(idx).get_request_property(self.header_key_sequence_id)
+
+    # What goes back with it.
+
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        self.set_response_header(idx, "content-type", value)
+
+    def get_response_content_type(self, idx: int) -> str | None:
+        """The content type that the handler set, however it spelled the header's name; None where it set none."""
+        found = None
+        for name, value in self.get_response_headers(idx).items():
+            if name.lower() == "content-type":
+                found = value
+        return found
+
+    def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
+        """Answer row ``idx`` with this HTTP status; any number and phrase go out as they are."""
+        if self.request_processor is not None:
+            self._row(idx).report_status(code, reason_phrase=phrase)
+
+    def set_all_response_status(self, code: int = 200, phrase: str = "") -> None:
+        for row in self.request_processor or ():
+            row.report_status(code, reason_phrase=phrase)
+
+    def get_response_status(self, idx: int) -> tuple[int, str]:
+        row = self._row(idx)
+        return row.get_response_status_code(), row.get_response_status_phrase()
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        self._row(idx).add_response_property(key, value)
+
+    def get_response_headers(self, idx: int) -> dict[str, str]:
+        return self._row(idx).get_response_headers()
+
+    def _row(self, idx: int) -> RequestProcessor:
+        if self.request_processor is None:
+            raise RuntimeError("This context has no requests yet: they come with a batch, not with initialize.")
+        return self.request_processor[idx]

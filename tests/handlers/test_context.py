@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from handlers.context import SERVER_VERSION, Context
+from handlers.errors import PredictionException
+
+
+@pytest.fixture
+def context() -> Context:
+    context = Context("digits", "/models/digits", {"model": {}}, batch_size=4)
+    context.begin(
+        ["a", "b"],
+        [{"X-User": "ann", "explain": "True", "ts_request_sequence_id": "s1"}, {"x-user": "bob", "X-User": "BOB"}],
+        [{"data": {"content-type": "image/png"}, "X-User": {"content-type": "text/plain"}}, {}],
+    )
+    return context
+
+
+def test_system_properties() -> None:
+    context = Context("digits", "/models/digits", None, 8, 1, False, {"handler": {"n": 1}}, "9.9")
+    assert context.system_properties == {
+        "model_dir": "/models/digits",
+        "gpu_id": 1,
+        "batch_size": 8,
+        "server_name": "MMS",
+        "server_version": "9.9",
+        "limit_max_image_pixels": False,
+    }
+    assert context.model_name == "digits" and context.manifest is None
+    assert context.model_yaml_config == {"handler": {"n": 1}}
+
+
+def test_what_stands_in_for_the_unsaid() -> None:
+    context = Context("digits", "/models/digits", {})
+    properties = context.system_properties
+    assert properties["gpu_id"] is None and properties["batch_size"] == 1
+    assert properties["limit_max_image_pixels"] is True and properties["server_version"] == SERVER_VERSION
+    assert context.model_yaml_config == {}
+    assert context.request_ids is None and context.request_processor is None
+    assert context.metrics is None and context.stopping_criteria is None and context.cl_socket is None
+    assert context.get_request_id() is None
+
+
+def test_request_ids(context: Context) -> None:
+    assert context.request_ids == {0: "a", 1: "b"}
+    assert context.get_request_id() == "a"
+    assert context.get_request_id(1) == "b"
+    assert context.get_request_id(2) is None
+
+
+def test_a_header_is_found_as_spelled_before_any_other_case(context: Context) -> None:
+    assert context.get_request_header(1, "X-User") == "BOB"
+    assert context.get_request_header(1, "x-user") == "bob"
+    assert context.get_request_header(0, "x-USER") == "ann"
+    assert context.get_request_header(0, "nobody") is None
+
+
+def test_all_headers_keep_the_clients_case_and_hold_the_inputs(context: Context) -> None:
+    headers = context.get_all_request_header(0)
+    assert headers["data"] == {"content-type": "image/png"}
+    assert headers["X-User"] == "ann", "a request header goes before an input of its name"
+    assert "x-user" not in headers
+    assert context.get_request_header(0, "data") == {"content-type": "image/png"}
+
+
+def test_sequence_id(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert context.get_sequence_id(0) == "s1"
+    assert context.get_sequence_id(1) is None
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_ID", "my-id")
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_START", "my-start")
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_END", "my-end")
+    renamed = Context("digits", "/models/digits", {})
+    keys = renamed.header_key_sequence_id, renamed.header_key_sequence_start, renamed.header_key_sequence_end
+    assert keys == ("my-id", "my-start", "my-end")
+
+
+def test_response_content_type(context: Context) -> None:
+    assert context.get_response_content_type(0) is None
+    context.set_response_content_type(0, "image/png")
+    assert context.get_response_content_type(0) == "image/png"
+    assert context.get_response_content_type(1) is None
+    context.set_response_header(1, "Content-Type", "text/csv")
+    assert context.get_response_content_type(1) == "text/csv"
+
+
+def test_response_headers(context: Context) -> None:
+    context.set_response_header(1, "X-Took", "3")
+    assert context.get_response_headers(0) == {}
+    assert context.get_response_headers(1) == {"X-Took": "3"}
+
+
+def test_response_status(context: Context) -> None:
+    assert context.get_response_status(0) == (200, "")
+    context.set_response_status(599, "So be it", 1)
+    assert context.get_response_status(0) == (200, "")
+    assert context.get_response_status(1) == (599, "So be it")
+    context.set_all_response_status(202, "Later")
+    assert context.get_response_status(0) == context.get_response_status(1) == (202, "Later")
+    context.set_response_status(code=404)
+    assert context.get_response_status(0) == (404, "")
+
+
+def test_a_batch_knows_nothing_of_the_one_before(context: Context) -> None:
+    context.set_response_status(500, "No", 0)
+    context.set_response_header(0, "X-Took", "3")
+    context.stopping_criteria = [print]
+    context.cache = {"a": 1}
+    context.begin(["c"], [{}], [{}])
+    assert context.request_ids == {0: "c"}
+    assert context.get_response_status(0) == (200, "") and context.get_response_headers(0) == {}
+    assert context.get_request_header(0, "explain") is None
+    assert context.stopping_criteria is None
+    assert context.cache == {"a": 1}, "what the author keeps there stays"
+
+
+def test_before_the_first_batch_there_are_no_requests_to_ask_about() -> None:
+    context = Context("digits", "/models/digits", {})
+    context.set_response_status(500, "No")
+    context.set_all_response_status(500, "No")
+    with pytest.raises(RuntimeError, match="no requests yet"):
+        context.get_request_header(0, "explain")
+    with pytest.raises(RuntimeError, match="no batch is open"):
+        context.emit(0, "a")
+
+
+def test_the_request_processor_is_there_for_who_asks_it(context: Context) -> None:
+    row = context.request_processor[0]
+    row.report_status(418, "Teapot")
+    row.add_response_property("X-A", "1")
+    assert (row.get_response_status_code(), row.get_response_status_phrase()) == (418, "Teapot")
+    assert row.get_response_headers() == {"X-A": "1"} and row.get_response_header("X-A") == "1"
+    assert row.get_request_property("explain") == "True" == row.get_request_properties()["explain"]
+
+
+def test_prediction_exception_survives_a_pickle() -> None:
+    error = pickle.loads(pickle.dumps(PredictionException("No such user", 404)))
+    assert (error.message, error.error_code, str(error)) == ("No such user", 404, "No such user : 404")
+    assert PredictionException("Oh").error_code == 500

@@ -1,0 +1,244 @@
+"""Archives written for TorchServe, each in a process of its own, as it would run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from handlers.torchserve_names import NAMES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run() -> Callable[..., str]:
+    """``run(code)``: what it prints, in a new process."""
+
+    def python(code: str, *path: Path) -> str:
+        code = f"import sys; sys.path[:0] = {[str(place) for place in path]}\n{textwrap.dedent(code)}"
+        result = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
+
+    return python
+
+
+@pytest.fixture
+def real_ts(tmp_path: Path) -> Path:
+    """A folder with a package ``ts`` that is not ours."""
+    package = tmp_path / "site" / "ts" / "torch_handler"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("__version__ = 'theirs'")
+    (package / "__init__.py").touch()
+    (package / "base_handler.py").write_text("class BaseHandler:\n    pass")
+    return tmp_path / "site"
+
+
+def test_an_archive_of_torchserves_runs_unchanged(archive: Any, run: Any, real_ts: Path) -> None:
+    directory = archive(
+        model="""
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super(Net, self).__init__()
+                self.fc = nn.Linear(2, 2)
+
+            def forward(self, x):
+                return self.fc(x)
+        """,
+        handler="""
+        import logging
+        import os
+
+        import torch
+        from ts.handler_utils.timer import timed
+        from ts.torch_handler.base_handler import BaseHandler
+        from ts.utils.util import PredictionException, map_class_to_label
+
+        logger = logging.getLogger(__name__)
+
+        class MyHandler(BaseHandler):
+            def __init__(self):
+                super(MyHandler, self).__init__()
+                self.initialized = False
+
+            def initialize(self, context):
+                super(MyHandler, self).initialize(context)
+                properties = context.system_properties
+                assert os.path.isfile(os.path.join(properties.get("model_dir"), "model.pt"))
+                self.initialized = True
+
+            @timed
+            def preprocess(self, data):
+                rows = [row.get("data") or row.get("body") for row in data]
+                if any(len(row) != 2 for row in rows):
+                    raise PredictionException("Two numbers, please", 422)
+                return torch.as_tensor(rows, device=self.device)
+
+            def postprocess(self, data):
+                probs = torch.softmax(data, dim=1).tolist()
+                return map_class_to_label(probs, self.mapping, [[0, 1]] * len(probs))
+        """,
+    )
+    layer = torch.nn.Linear(2, 2)
+    torch.nn.init.zeros_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    torch.save({f"fc.{name}": tensor for name, tensor in layer.state_dict().items()}, directory / "model.pt")
+    (directory / "index_to_name.json").write_text('{"0": "no", "1": "yes"}')
+    printed = run(
+        f"""
+        import json
+        import ts.torch_handler.base_handler as theirs
+        from pathlib import Path
+        import handlers
+        from handlers import torchserve_names
+        from handlers.context import Context
+
+        torchserve_names.install()
+        directory = Path({str(directory)!r})
+        manifest = {{"model": {{"modelFile": "model.py", "serializedFile": "model.pt", "handler": "handler.py"}}}}
+        entry = handlers.load("handler.py", directory, manifest)
+        context = Context("mine", str(directory), manifest)
+        entry.initialize(context)
+        context.begin(["a", "b"], [{{"explain": "False"}}] * 2, [{{}}] * 2)
+        print(json.dumps(entry([{{"body": [1.0, 2.0]}}, {{"data": [0.0, 0.0]}}], context)))
+        from handlers.base import BaseHandler
+        assert isinstance(entry.instance, BaseHandler) and not isinstance(entry.instance, theirs.BaseHandler)
+        try:
+            entry([{{"body": [1.0]}}], context)
+        except handlers.PredictionException as error:
+            print(error.message, error.error_code)
+        """,
+        real_ts,
+    )
+    answers, error = printed.splitlines()
+    assert json.loads(answers) == [{"no": 0.5, "yes": 0.5}] * 2
+    assert error == "Two numbers, please 422"
+
+
+def test_every_name_resolves(run: Any, real_ts: Path) -> None:
+    printed = run(
+        """
+        import importlib
+        from handlers import torchserve_names
+        torchserve_names.install()
+        for module, names in torchserve_names.NAMES.items():
+            for name, place in names.items():
+                ours = getattr(importlib.import_module(place.partition(":")[0]), place.partition(":")[2])
+                scope = {}
+                exec(f"from {module} import {name}", scope)
+                assert scope[name] is ours, (module, name)
+                print(module, name)
+        """,
+        real_ts,
+    )
+    assert len(printed.splitlines()) == sum(len(names) for names in NAMES.values())
+
+
+def test_the_ways_to_import_a_module(run: Any) -> None:
+    assert run(
+        """
+        from handlers import torchserve_names
+        torchserve_names.install()
+        import ts.torch_handler.base_handler
+        from ts.torch_handler import vision_handler
+        from ts.torch_handler.image_classifier import *
+        from ts import context
+        import ts
+        print(ts.__version__, ts.torch_handler.base_handler.BaseHandler.__name__, vision_handler.VisionHandler.__name__,
+              ImageClassifier.__name__, context.Context.__name__)
+        """
+    ) == "0.12.0 BaseHandler VisionHandler ImageClassifier Context"
+
+
+def test_what_we_do_not_have_says_so_and_lists_what_there_is(run: Any, real_ts: Path) -> None:
+    printed = run(
+        """
+        from handlers import torchserve_names
+        torchserve_names.install()
+        wrong = "import ts.launcher; from ts import launcher; from ts.utils.util import nothing; import ts.version.x"
+        for line in wrong.split("; "):
+            try:
+                exec(line)
+            except ImportError as error:
+                print(error)
+        import ts.utils.util
+        print(hasattr(ts, "launcher"), hasattr(ts.utils.util, "__wrapped__"))
+        """,
+        real_ts,
+    ).splitlines()
+    assert printed[0] == printed[1]
+    assert printed[0].startswith("Torchrelay has no module ts.launcher. Of TorchServe's it has ts, ts.context,")
+    assert printed[2] == (
+        "Torchrelay's ts.utils.util has no nothing. It has PredictionException, list_classes_from_module, "
+        "load_label_mapping, map_class_to_label."
+    )
+    assert "ts.version.x" in printed[3]
+    assert printed[4] == "False False"
+
+
+def test_installed_twice_is_installed_once(run: Any) -> None:
+    assert run(
+        """
+        import sys
+        from handlers import torchserve_names
+        before = len(sys.meta_path)
+        torchserve_names.install()
+        import ts.context
+        torchserve_names.install()
+        print(len(sys.meta_path) - before, "ts.context" in sys.modules)
+        """
+    ) == "1 True"
+
+
+def test_an_envelope_opens_requests_and_closes_responses(run: Any) -> None:
+    assert run(
+        """
+        from handlers import torchserve_names
+        torchserve_names.install()
+        from ts.torch_handler.request_envelope.base import BaseEnvelope
+
+        class Body(BaseEnvelope):
+            def parse_input(self, data):
+                return [row["body"] for row in data]
+
+            def format_output(self, data):
+                return [{"answer": value} for value in data]
+
+        envelope = Body(lambda data, context: data and [value * 2 for value in data])
+        print(envelope.handle([{"body": 2}, {"body": 3}], "context"), envelope.context, envelope.handle(None, None))
+        """
+    ) == "[{'answer': 4}, {'answer': 6}] context None"
+
+
+def test_import_class(run: Any) -> None:
+    assert run(
+        """
+        from handlers import torchserve_names
+        torchserve_names.install()
+        from ts.handler_utils.utils import import_class
+        print(import_class("json.JSONDecoder").__name__, import_class("JSONEncoder", "json").__name__)
+        for wrong in ("", "JSONDecoder", "json.Nothing"):
+            try:
+                import_class(wrong)
+            except ImportError as error:
+                print(error)
+        """
+    ).splitlines() == [
+        "JSONDecoder JSONEncoder",
+        "'' names no class: write it as package.module.Class.",
+        "'JSONDecoder' names no class: write it as package.module.Class.",
+        "There is no class Nothing in the module json.",
+    ]

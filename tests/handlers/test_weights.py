@@ -1,0 +1,218 @@
+"""Every kind of weights file, through BaseHandler as an archive would."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import handlers
+from handlers.context import Context
+from handlers.errors import HandlerLoadError
+
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.linear(x)
+"""
+ROWS = [[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]]
+
+
+@pytest.fixture
+def net() -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.ModuleDict({"linear": torch.nn.Linear(3, 2)})
+
+
+@pytest.fixture
+def answers(begin: Callable[..., Context]) -> Callable[..., list[Any]]:
+    """``answers(directory, serializedFile=..., ...)``: what base_handler makes of ROWS with that manifest."""
+
+    def ask(directory: Path, config: dict[str, Any] | None = None, **model: str) -> list[Any]:
+        entry = handlers.load("base_handler", directory, {"model": model})
+        context = Context("net", str(directory), {"model": model}, model_yaml_config=config)
+        entry.initialize(context)
+        assert entry.instance.initialized and not getattr(entry.instance.model, "training", False)
+        return entry([{"body": row} for row in ROWS], begin(context, len(ROWS)))
+
+    return ask
+
+
+def expected(net: torch.nn.Module) -> list[Any]:
+    weight, bias = net["linear"].weight.tolist(), net["linear"].bias.tolist()
+    outputs = [[sum(w * x for w, x in zip(ws, row)) + b for ws, b in zip(weight, bias)] for row in ROWS]
+    return [pytest.approx(output, abs=1e-5) for output in outputs]
+
+
+def script(module: torch.nn.Module, file: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.script(module).save(str(file))
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin"])
+def test_a_state_dict(archive: Any, answers: Any, net: Any, name: str) -> None:
+    directory = archive(model=MODEL)
+    torch.save(net.state_dict(), directory / name)
+    assert answers(directory, serializedFile=name, modelFile="model.py") == expected(net)
+
+
+def test_safetensors(archive: Any, answers: Any, net: Any) -> None:
+    directory = archive(model=MODEL)
+    save_file(net.state_dict(), directory / "model.safetensors")
+    assert answers(directory, serializedFile="model.safetensors", modelFile="model.py") == expected(net)
+
+
+def test_torchscript(archive: Any, answers: Any, net: Any) -> None:
+    directory = archive()
+    script(net["linear"], directory / "model.pt")
+    assert answers(directory, serializedFile="model.pt") == expected(net)
+
+
+def test_a_model_file_alone(archive: Any, answers: Any) -> None:
+    source = MODEL.replace("Linear(3, 2)", "Linear(3, 2, bias=False)")
+    source = source.replace("    def forward", "        torch.nn.init.ones_(self.linear.weight)\n\n    def forward")
+    assert answers(archive(model=source), modelFile="model.py") == [[6.0, 6.0], [-0.5, -0.5]]
+
+
+def test_the_models_class_is_the_one_that_other_files_import(archive: Any, answers: Any, net: Any) -> None:
+    directory = archive(
+        model=MODEL,
+        handler="""
+        from handlers.base import BaseHandler
+        from model import Net
+
+        class Handler(BaseHandler):
+            def postprocess(self, data):
+                return [isinstance(self.model, Net) for _ in data]
+        """,
+    )
+    torch.save(net.state_dict(), directory / "model.pt")
+    model = {"serializedFile": "model.pt", "modelFile": "model.py"}
+    entry = handlers.load("handler.py", directory, {"model": model})
+    context = Context("net", str(directory), {"model": model})
+    entry.initialize(context)
+    context.begin(["a"], [{}], [{}])
+    assert entry([{"body": ROWS[0]}], context) == [True]
+
+
+def test_a_pickle_is_read_only_where_it_is_trusted(archive: Any, answers: Any, net: Any) -> None:
+    directory = archive(model=MODEL)
+    made = handlers.load("base_handler", directory, {"model": {"modelFile": "model.py"}})
+    made.initialize(Context("net", str(directory), {"model": {"modelFile": "model.py"}}))
+    made.instance.model.load_state_dict(net.state_dict())
+    torch.save(made.instance.model, directory / "model.pt")
+    model = {"serializedFile": "model.pt", "modelFile": "model.py"}
+    with pytest.raises(HandlerLoadError, match=r"model\.pt: .* write trusted: true in model-config\.yaml"):
+        answers(directory, **model)
+    with pytest.raises(HandlerLoadError, match="trusted: true"):
+        answers(directory, {"trusted": "no"}, **model)
+    assert answers(directory, {"trusted": True}, **model) == expected(net)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("import torch\nfrom torch.nn import Linear", r"model\.py: 0 nn\.Module classes"),
+        (MODEL + MODEL.replace("Net", "Part"), r"model\.py: 2 nn\.Module classes are defined in it \(Net, Part\)"),
+    ],
+)
+def test_the_model_file_defines_exactly_one_model(archive: Any, answers: Any, source: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        answers(archive(model=source), modelFile="model.py")
+
+
+def test_other_classes_beside_the_model_are_no_matter(archive: Any, answers: Any) -> None:
+    assert len(answers(archive(model=MODEL + "\nclass Config:\n    width = 2\n"), modelFile="model.py")) == 2
+
+
+def test_missing_files(archive: Any, answers: Any) -> None:
+    directory = archive(model=MODEL)
+    for model, file, option in (
+        ({"serializedFile": "gone.pt"}, "gone.pt", "--serialized-file"),
+        ({"serializedFile": "gone.safetensors", "modelFile": "model.py"}, "gone.safetensors", "--serialized-file"),
+        ({"modelFile": "gone.py"}, "gone.py", "--model-file"),
+    ):
+        with pytest.raises(HandlerLoadError) as raised:
+            answers(directory, **model)
+        assert str(directory / file) in str(raised.value) and option in str(raised.value)
+
+
+def test_weights_that_need_a_class(archive: Any, answers: Any, net: Any) -> None:
+    directory = archive()
+    save_file(net.state_dict(), directory / "model.safetensors")
+    torch.save(net.state_dict(), directory / "model.pth")
+    torch.save(net.state_dict(), directory / "model.pt")
+    with pytest.raises(HandlerLoadError, match=r"No model weights could be loaded: .*--model-file model\.py"):
+        answers(directory, serializedFile="model.safetensors")
+    with pytest.raises(HandlerLoadError, match=r"No model weights could be loaded: .*--model-file model\.py"):
+        answers(directory, serializedFile="model.pth")
+    with pytest.raises(HandlerLoadError, match=r"no TorchScript model.*--model-file model\.py"):
+        answers(directory, serializedFile="model.pt")
+    with pytest.raises(HandlerLoadError, match="neither serializedFile nor modelFile"):
+        answers(directory)
+
+
+def test_damaged_files(archive: Any, answers: Any) -> None:
+    directory = archive(model=MODEL)
+    for name in ("model.pt", "model.safetensors"):
+        (directory / name).write_bytes(b"this is no model")
+    with pytest.raises(HandlerLoadError, match=r"model\.pt: this is no TorchScript"):
+        answers(directory, serializedFile="model.pt")
+    with pytest.raises(HandlerLoadError, match=r"model\.pt: this cannot be read as a state dict"):
+        answers(directory, serializedFile="model.pt", modelFile="model.py")
+    with pytest.raises(HandlerLoadError, match=r"model\.safetensors: this is no safetensors file"):
+        answers(directory, serializedFile="model.safetensors", modelFile="model.py")
+
+
+def test_weights_of_another_model(archive: Any, answers: Any) -> None:
+    directory = archive(model=MODEL)
+    torch.save(torch.nn.Linear(3, 2).state_dict(), directory / "model.pt")
+    with pytest.raises(HandlerLoadError, match=r"model\.pt: this is no state dict of Net in model\.py") as raised:
+        answers(directory, serializedFile="model.pt", modelFile="model.py")
+    assert "linear.weight" in str(raised.value)
+
+
+def test_labels_come_with_the_model(archive: Any) -> None:
+    directory = archive(model=MODEL)
+    (directory / "index_to_name.json").write_text(json.dumps({"0": "cat", "1": "dog"}))
+    entry = handlers.load("base_handler", directory, {})
+    entry.initialize(Context("net", str(directory), {"model": {"modelFile": "model.py"}}))
+    assert entry.instance.mapping == {"0": "cat", "1": "dog"}
+
+
+@pytest.mark.parametrize("pt2", ["eager", {"backend": "eager"}, {"compile": {"enable": True, "backend": "eager"}}])
+def test_compiled_where_the_configuration_says_so(archive: Any, answers: Any, net: Any, pt2: Any) -> None:
+    directory = archive(model=MODEL)
+    torch.save(net.state_dict(), directory / "model.pt")
+    assert answers(directory, {"pt2": pt2}, serializedFile="model.pt", modelFile="model.py") == expected(net)
+    from handlers import compilation
+
+    assert hasattr(compilation.compiled(net, pt2), "_orig_mod")
+
+
+def test_not_compiled_where_it_says_no_or_the_backend_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    from handlers import compilation
+
+    module = torch.nn.Linear(1, 1)
+    asked = {"compile": {"enable": False, "backend": "eager"}}
+    assert compilation.compiled(module, None) is module
+    assert compilation.compiled(module, asked) is module
+    assert asked == {"compile": {"enable": False, "backend": "eager"}}, "the model's configuration is only read"
+    assert compilation.compiled(module, {"export": {"aot_compile": True}}) is module
+    assert compilation.compiled(module, "no_such_backend") is module
+    assert "no_such_backend" in caplog.text
+    with pytest.raises(ValueError, match="pt2 is 3"):
+        compilation.compiled(module, 3)
