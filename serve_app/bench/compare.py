@@ -123,7 +123,8 @@ class Comparison:
             result = contender.measure(load)
             self.figures.setdefault(case, {}).setdefault(contender.name, []).append(result)
             shown = f"{case.group} {case.connections:>3} {contender.name}: {result.throughput:,.0f}/s"
-            self.progress.console.print(f"{shown}, p99 {result.p99 * 1000:.2f} ms, {result.failed} errors", highlight=False)
+            shown += f", p99 {result.p99 * 1000:.2f} ms, {result.failed} errors"
+            self.progress.console.print(shown, highlight=False)
 
     # What each server serves
 
@@ -165,8 +166,8 @@ class Comparison:
         best = max(found, key=found.__getitem__)
         tried = ", ".join(f"{delay} ms {rate:,.0f}/s" for delay, rate in found.items())
         self.note(
-            f"TorchServe, mlp, {workers} worker{'s' * (workers > 1)}, {connections} connections: max_batch_delay {best} ms is "
-            f"its best ({tried}) and the one compared with."
+            f"TorchServe's best max_batch_delay for the mlp with workers: {workers} and connections: {connections} "
+            f"is {best} ms, and so it was measured ({tried})."
         )
         return best
 
@@ -221,7 +222,7 @@ class Comparison:
             if serve:
                 url = self.serve(serve, "encoder", "encoder", batch_size=8, max_batch_delay=50)
                 contenders.append(over_http(report.SERVE1, url, "encoder"))
-        self.note(f"The encoder computes with {threads} thread{'s' * (threads > 1)} in its replica and in the bare loop.")
+        self.note(f"Threads that the encoder computes with, in its replica as in the bare loop: {threads}.")
         self.interleave("encoder", [bare_loop("encoder", threads), *contenders], (32,))
 
     def gateway(self, relay: Peer, path: str) -> None:
@@ -282,7 +283,8 @@ def main(
     if unknown := set(groups) - set(GROUPS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))} is none of {', '.join(GROUPS)}", param_hint="--only")
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-bench-")))
         progress = stack.enter_context(Progress(*columns, console=console))
@@ -296,10 +298,10 @@ def main(
         if "middleware" in groups and not skip_torchrelay and not inference:
             run.middleware(configs.resolve())
     command = shlex.join(["python", "-m", "serve_app.bench.compare", *sys.argv[1:]])
-    text = Report(machine(), command, run.figures, run.footprints, run.notes).markdown()
+    page = Report(machine(), command, run.figures, run.footprints, run.notes).markdown()
     if output:
-        output.write_text(text)
-    print(text)
+        output.write_text(page)
+    print(page)
 
 
 def _together(

@@ -171,9 +171,8 @@ def started(
     environment = {**os.environ, "PYTHONPATH": path, **(env or {}), _MARK: mark}
     began = time.monotonic()
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
     try:
         with httpx.Client(timeout=2.0) as client:
             while not _healthy(client, base):
@@ -206,6 +205,16 @@ def torchrelay(folder: Path, configs: Path, *, without: Sequence[str] = ()) -> I
     """
     run = folder / "torchrelay"
     shutil.rmtree(run, ignore_errors=True)
+    inference, management = _configure(run, configs, without)
+    command = [sys.executable, "-m", "serve_app.cli", "start"]
+    command += ["--config", str(run / "app.yaml"), "--env", str(run / "serve.env")]
+    base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
+    with started("Torchrelay", command, base, control, folder=run) as peer:
+        yield peer
+
+
+def _configure(run: Path, configs: Path, without: Sequence[str]) -> tuple[int, int]:
+    """Write the configuration of a server that lives in ``run``; returns its inference and management ports."""
     (run / "model_store").mkdir(parents=True)
     document = yaml.safe_load((configs / "app.yaml").read_text())
     inference, management, metrics = free_ports(3)
@@ -221,11 +230,7 @@ def torchrelay(folder: Path, configs: Path, *, without: Sequence[str] = ()) -> I
     (run / "app.yaml").write_text(yaml.safe_dump(document))
     lines = (configs / "serve.env").read_text().splitlines(keepends=True)
     (run / "serve.env").write_text("".join(line for line in lines if line.partition("=")[0] not in without))
-    command = [sys.executable, "-m", "serve_app.cli", "start"]
-    command += ["--config", str(run / "app.yaml"), "--env", str(run / "serve.env")]
-    base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
-    with started("Torchrelay", command, base, control, folder=run) as peer:
-        yield peer
+    return inference, management
 
 
 @contextmanager
@@ -277,7 +282,7 @@ def java_version() -> str:
     said = subprocess.run([java, "-version"], capture_output=True, text=True).stderr
     found = re.search(r'version "(\d+)([^"]*)"', said)
     if not found or int(found[1]) < 17:
-        raise PeerFailed(f"TorchServe needs Java 17; {java} says: {said.strip().splitlines()[0] if said else 'nothing'}")
+        raise PeerFailed(f"TorchServe needs Java 17; {java} says: {said.partition(os.linesep)[0] or 'nothing'}")
     return found[1] + found[2]
 
 

@@ -154,7 +154,8 @@ class Report:
 
     def _targets(self) -> str:
         words = {True: "reached", False: "**not reached**", None: "not measured"}
-        rows = [(t.text, _number(t.ratio(self.figures), "{:.2f}"), words[t.reached(self.figures)]) for t in self.targets]
+        judged = [(t, t.ratio(self.figures), t.reached(self.figures)) for t in self.targets]
+        rows = [(target.text, _number(ratio, "{:.2f}"), words[reached]) for target, ratio, reached in judged]
         return _table(("target", "measured", ""), rows, left={0, 2})
 
 

@@ -32,7 +32,8 @@ if bytes("body") ~= "" then wrk.body = bytes("body") end
 function done(summary, latency, requests)
   local e = summary.errors
   io.write(string.format(
-    '\\n{mark}{{"duration": %d, "requests": %d, "status": %d, "timeout": %d, "connect": %d, "read": %d, "write": %d, ' ..
+    '\\n{mark}{{"duration": %d, "requests": %d, "status": %d, "timeout": %d, ' ..
+    '"connect": %d, "read": %d, "write": %d, ' ..
     '"p50": %.1f, "p90": %.1f, "p99": %.1f, "max": %.1f}}\\n',
     summary.duration, summary.requests, e.status, e.timeout, e.connect, e.read, e.write,
     latency:percentile(50), latency:percentile(90), latency:percentile(99), latency.max))
@@ -68,7 +69,7 @@ def run(request: Request, load: Load, threads: int = 0) -> Result:
         (Path(folder) / "method").write_text(request.method)
         (Path(folder) / "body").write_bytes(request.body)
         script = Path(folder) / "script.lua"
-        assignments = "\n".join(f"wrk.headers[{json.dumps(k, ensure_ascii=False)}] = {json.dumps(v, ensure_ascii=False)}" for k, v in headers.items())
+        assignments = "\n".join(f"wrk.headers[{_lua(name)}] = {_lua(value)}" for name, value in headers.items())
         script.write_text(_SCRIPT.format(folder=folder, headers=assignments, mark=_MARK))
         command = ["wrk", "-t", str(threads or (1 if load.connections <= 16 else 2)), "-c", str(load.connections)]
         command += ["--timeout", f"{math.ceil(load.timeout)}s", "-s", str(script)]
@@ -101,6 +102,11 @@ def parse(said: str, load: Load) -> Result:
         errors={kind: int(count) for kind, count in kinds.items() if count},
         **microseconds,
     )
+
+
+def _lua(text: str) -> str:
+    """A Lua string; for what a header may hold, JSON's rules are Lua's."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _wrk(command: list[str]) -> str:

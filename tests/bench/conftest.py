@@ -45,7 +45,7 @@ class Server:
             await asyncio.sleep(0.02)
         if path == "/stall" and not self.stalled:
             self.stalled = True
-            time.sleep(0.3)  # the whole server stops, as in a garbage collection
+            time.sleep(0.3)  # noqa: ASYNC251 - the whole server stops, as in a garbage collection
         if path == "/counter":
             body = b"%d" % len(self.heads)
         status = "503 Service Unavailable" if path == "/503" else "200 OK"
@@ -68,7 +68,7 @@ def server():
 
     async def main() -> None:
         listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-        server.base = "http://127.0.0.1:%d" % listener.sockets[0].getsockname()[1]
+        server.base = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         server.stop = asyncio.Event()
         ready.set()
         await server.stop.wait()

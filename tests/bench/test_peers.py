@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from serve_app.bench import compare, peers
 from serve_app.bench.archives import MODELS
+from serve_app.settings import load
 
 _SERVER = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
+_NOBODY = "http://127.0.0.1:1"
 
 
 @pytest.fixture
@@ -47,38 +51,49 @@ def test_what_a_peer_left_in_a_session_of_its_own_ends_with_it(files):
 
 def test_a_peer_that_ends_at_once_is_told_with_its_last_words(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such thing')"]
-    with pytest.raises(peers.PeerFailed, match="It ended with 1 before it was ready:\nno such thing"):
-        with peers.started("It", command, "http://127.0.0.1:1", folder=tmp_path):
-            pass
+    says = "It ended with 1 before it was ready:\nno such thing"
+    with pytest.raises(peers.PeerFailed, match=says), peers.started("It", command, _NOBODY, folder=tmp_path):
+        pytest.fail("it is not ready")
 
 
 def test_a_peer_that_never_answers_is_ended(tmp_path):
-    started = []
-    command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
-    with pytest.raises(peers.PeerFailed, match="not ready after 0.5 s"):
-        with peers.started("It", command, "http://127.0.0.1:1", folder=tmp_path, timeout=0.5) as peer:
-            started.append(peer)
-    assert not started
-    said = (tmp_path / "it.log").read_text().split()
-    assert not said or not psutil.pid_exists(int(said[0]))
+    command = ["sh", "-c", "echo $$; exec sleep 600"]
+    late = peers.started("It", command, _NOBODY, folder=tmp_path, timeout=0.5)
+    with pytest.raises(peers.PeerFailed, match="not ready after 0.5 s"), late:
+        pytest.fail("it is not ready")
+    assert not psutil.pid_exists(int((tmp_path / "it.log").read_text()))
 
 
 def test_a_refused_registration_is_told_with_the_answer(files):
     (port,) = peers.free_ports(1)
     base = f"http://127.0.0.1:{port}"
     with peers.started("It", [*_SERVER, str(port)], base, base, folder=files) as peer:
+        archive = files / "m.mar"
         with pytest.raises(peers.PeerFailed, match="It: unregistering m gave 501"):
-            peer.register(files / "m.mar", "m")
+            peer.register(archive, "m")
     with pytest.raises(peers.PeerFailed, match="It: scaling m to 2 failed"):
         peer.scale("m", 2)
+
+
+def test_torchrelay_gets_the_projects_configuration_with_a_place_of_its_own(tmp_path):
+    configs = Path(__file__).parents[2] / "configs"
+    ports = peers._configure(tmp_path / "run", configs, ["RAY_SERVE_ENABLE_HA_PROXY"])
+    document = yaml.safe_load((tmp_path / "run" / "app.yaml").read_text())
+    settings = load(document["applications"][0]["args"], "app.yaml")
+    assert ports == (document["http_options"]["port"], settings.management.port)
+    assert len({*ports, settings.management.metrics_port}) == 3
+    assert settings.state_dir == tmp_path / "run" / "state"
+    assert settings.model_store == tmp_path / "run" / "model_store"
+    assert settings.control.load_models == "none"
+    ours, theirs = ((folder / "serve.env").read_text().splitlines() for folder in (tmp_path / "run", configs))
+    assert set(theirs) - set(ours) == {"RAY_SERVE_ENABLE_HA_PROXY=1"}
 
 
 def test_without_java_there_is_no_torchserve_and_the_error_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    with pytest.raises(peers.PeerFailed, match="needs Java 17"):
-        with peers.torchserve(tmp_path, tmp_path):
-            pass
+    with pytest.raises(peers.PeerFailed, match="needs Java 17"), peers.torchserve(tmp_path, tmp_path):
+        pytest.fail("it runs without Java")
 
 
 def test_an_old_java_is_told_with_its_version(tmp_path, monkeypatch):

@@ -29,7 +29,8 @@ FIGURES = {
 
 def row(text: str, *starts: str) -> list[str]:
     """The cells of the one row whose cells begin so."""
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("|")]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     (found,) = [cells for cells in rows if cells[: len(starts)] == list(starts)]
     return found
 
