@@ -31,6 +31,9 @@ class BaseHandler(ABC):
     or by returning an exception in the row's place; the batch's other rows go on.
     """
 
+    _rejected: dict[int, Exception] | None = None  # by row; None outside of handle
+    _inspected: tuple[Any, torch.dtype | None, bool] = (None, None, False)  # a model, its floats, whether it embeds
+
     def __init__(self) -> None:
         self.model: Any = None
         self.mapping: dict[str, str] | None = None
@@ -151,8 +154,6 @@ class BaseHandler(ABC):
         """One answer for each row of the model's output."""
         return data.tolist()
 
-    _rejected: dict[int, Exception] | None = None  # by row; None outside of handle
-
     def reject(self, index: int, error: Exception) -> None:
         """Answer row ``index`` with ``error``, whatever the stages make of the row; outside of ``handle`` it is raised.
 
@@ -183,11 +184,12 @@ class BaseHandler(ABC):
 
     def _input_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """JSON writes 1.0 as 1, so integers become the model's floats, unless it looks them up in an embedding."""
-        if not isinstance(self.model, torch.nn.Module):
+        model, floats, looks_up = self._inspected
+        if model is not self.model:  # walked through once, not for each batch
+            model, floats, looks_up = self._inspected = (self.model, *_inspect(self.model))
+        if floats is None or (looks_up and not tensor.is_floating_point()):
             return tensor.dtype
-        if not tensor.is_floating_point() and any(_is_embedding(module) for module in self.model.modules()):
-            return tensor.dtype
-        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), tensor.dtype)
+        return floats
 
     def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
         """The insights into each row; its ``target`` field says into which output, 0 by default."""
@@ -249,9 +251,14 @@ def _one_row(row: Any) -> torch.Tensor:
         raise PredictionException(f"The input is not a JSON list of numbers: {error}", 400) from error
 
 
-def _is_embedding(module: torch.nn.Module) -> bool:
+def _inspect(model: Any) -> tuple[torch.dtype | None, bool]:
+    """The number format of the model's parameters, and whether it looks integers up in an embedding."""
+    if not isinstance(model, torch.nn.Module):
+        return None, False
     # A TorchScript module is of one class whatever it was; its original_name remembers.
-    return getattr(module, "original_name", type(module).__name__) in ("Embedding", "EmbeddingBag")
+    names = {getattr(module, "original_name", type(module).__name__) for module in model.modules()}
+    floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    return floats, not names.isdisjoint(("Embedding", "EmbeddingBag"))
 
 
 def _target(value: Any) -> Any:

@@ -12,18 +12,17 @@ from types import ModuleType
 
 from handlers.errors import HandlerLoadError
 
-
-_archives: set[Path] = set()
+_archives: set[Path] = set()  # opened in this process; a server opens one
 
 
 def open_archive(directory: Path) -> None:
     """Let the archive's files import each other: ``directory`` goes to the front of ``sys.path``.
 
-    Modules that came from an archive before, this one too, are forgotten: their names are this one's now.
+    The files of an archive opened before, this one too, are forgotten as modules: their names are free again.
     """
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not _archives.isdisjoint(Path(file).parents):
+    for name, module in list(sys.modules.items()) if _archives else ():
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and Path(file).parent in _archives:
             del sys.modules[name]
     _archives.add(directory)
     if str(directory) in sys.path:

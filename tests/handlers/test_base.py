@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,29 @@ def test_the_field_data_goes_before_the_body(archive: Any, begin: Any) -> None:
 def test_whole_numbers_are_the_models_floats_or_an_embeddings_indices(handle: Any) -> None:
     assert handle([[1, 2]]) == [[1.0, 20.0]]
     assert handle([[2, 0]], source=EMBEDDING) == [[2.5, 0.5]]
+
+
+def test_numbers_take_the_format_of_the_models_parameters(handle: Any) -> None:
+    halved = MODEL.replace("torch.tensor([1.0, 10.0])", "torch.tensor([1.0, 10.0], dtype=torch.bfloat16)")
+
+    class Format(BaseHandler):
+        def postprocess(self, data: torch.Tensor) -> list[Any]:
+            return [str(data.dtype)] * len(data)
+
+    assert handle([[0.5, 1.5]], Format(), source=halved) == ["torch.bfloat16"]
+    assert handle([[0.5, 1.5]], Format()) == ["torch.float32"]
+
+
+def test_a_torchscript_embedding_keeps_its_indices(tmp_path: Path, begin: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.script(torch.nn.Sequential(torch.nn.Embedding(3, 2))).save(str(tmp_path / "model.pt"))
+    manifest = {"model": {"serializedFile": "model.pt"}}
+    context = Context("words", str(tmp_path), manifest)
+    handler = BaseHandler()
+    handler.initialize(context)
+    [[first, second, third]] = handler.handle([{"body": [1, 2, 1]}], begin(context))
+    assert first == third != second
 
 
 def test_a_batch_is_its_rows(handle: Any) -> None:

@@ -138,19 +138,19 @@ def test_the_manifests_handler_where_no_other_is_named(archive: Archive) -> None
 def test_siblings_and_packages_of_the_archive_import(archive: Archive) -> None:
     source = """
     from words import GREETING
-    from parts.more import END
+    from pieces.more import END
 
     def handle(data, context):
         return [GREETING + END]
     """
     directory = archive(handler=source, words="GREETING = 'ho'")
-    (directory / "parts").mkdir()
-    (directory / "parts" / "__init__.py").touch()
+    (directory / "pieces").mkdir()
+    (directory / "pieces" / "__init__.py").touch()
     more = "from . import __name__ as NAME\nEND = '!'\n\ndef handle(data, context):\n    return [NAME]"
-    (directory / "parts" / "more.py").write_text(more)
+    (directory / "pieces" / "more.py").write_text(more)
     assert run("handler", directory) == ["ho!"]
     assert sys.path[0] == str(directory)
-    assert run("parts.more:handle", directory) == ["parts"], "a package's module is imported as what it is"
+    assert run("pieces.more:handle", directory) == ["pieces"], "a package's module is imported as what it is"
 
 
 def test_a_file_is_one_module_by_whichever_name(archive: Archive) -> None:
