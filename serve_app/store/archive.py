@@ -135,7 +135,7 @@ class _Tree:
         return size
 
     def link(self, name: str, target: str, hard: bool = False) -> None:
-        """Note a link, to be made when all files are there."""
+        """Note a link, to be made when all files are there; its parents are made now, so none of them is a link."""
         self._links.append((self._place(name), str(self._path(target)) if hard else target, hard))
 
     def count(self, size: int) -> None:
@@ -157,8 +157,6 @@ class _Tree:
         links = []
         for path, target, hard in self._links:
             link = root / path
-            if link.parent.resolve() != link.parent:
-                raise self.refuse(f"{str(path)!r} lies behind a link; {_HOSTILE}")
             if hard and (root / target).resolve() != root / target:
                 raise self.refuse(f"{str(path)!r} is a hard link to a link; {_HOSTILE}")
             os.link(root / target, link) if hard else os.symlink(target, link)
@@ -230,7 +228,7 @@ def _tar(file: BinaryIO, tree: _Tree) -> None:
         meter = _Meter(plain, tree)
         with tarfile.open(fileobj=meter, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
             while entry := archive.next():
-                if entry.isreg() and not entry.issparse():
+                if entry.isreg():
                     meter.left = entry.size + _HEADERS
                     with archive.extractfile(entry) as source:
                         if tree.file(entry.name, source, entry.mode) != entry.size:

@@ -116,7 +116,7 @@ def _list(wants: str, of: type) -> _Type:
 _AT_LEAST_ONE = _type("a whole number", lambda value: type(value) is int, lambda value: max(1, value))
 _FLAG = _type("true or false", lambda value: type(value) is bool)
 _MAPPING = _type("a mapping", lambda value: isinstance(value, dict))
-_AMOUNT = _type("a number from 0", lambda v: type(v) in (int, float) and 0 <= v and math.isfinite(v), float)
+_AMOUNT = _type("a number from 0", lambda v: type(v) in (int, float) and v >= 0 and math.isfinite(v), float)
 
 
 def _theirs(key: str, type_: _Type) -> Any:
@@ -269,14 +269,17 @@ def _check_handler(directory: Path, manifest: Manifest) -> None:
     if module in HANDLERS and function in ("", "handle"):
         return
     package = module.partition(".")[0]
-    if ("." in module or function) and package.isidentifier():
-        # A module in a package of the archive's, or installed: only the model's own process may import it.
-        if (directory / package).is_dir() or importlib.util.find_spec(package) is not None:
-            return
+    if ("." in module or function) and package.isidentifier() and _importable(package, directory):
+        return  # only the model's own process may import it
     near = near_miss(module, list(HANDLERS))
     hint = f"did you mean {near!r}?" if near else f"there are {', '.join(HANDLERS)}"
     missing = f"the handler {manifest.handler!r} is neither a file of the archive nor built in"
     raise InvalidArchive(manifest.archive, f"{missing}; put it into the archive, or name a built-in one: {hint}")
+
+
+def _importable(package: str, directory: Path) -> bool:
+    """Is there such a package in the model, or installed?"""
+    return (directory / package).is_dir() or importlib.util.find_spec(package) is not None
 
 
 def _module(handler: str) -> str:

@@ -22,9 +22,7 @@ OnProgress = Callable[[int, "int | None"], None]  # bytes so far, bytes in all w
 _READ_TIMEOUT = 30.0  # seconds without a byte
 
 
-def fetch(
-    url: str, settings: StoreSettings, model_store: Path, into: Path, progress: OnProgress | None = None
-) -> Path:
+def fetch(url: str, settings: StoreSettings, model_store: Path, into: Path, progress: OnProgress | None = None) -> Path:
     """The archive file, or the model directory, that ``url`` names, on this machine.
 
     What is here already is returned where it lies; a download lands in the directory ``into``.
@@ -73,12 +71,16 @@ def download(
             _allow(str(request.url), str(request.url), settings)
 
     try:
-        with httpx.Client(
-            follow_redirects=True,
-            timeout=min(_READ_TIMEOUT, settings.download_timeout),
-            headers={"accept-encoding": "identity"},  # packed already: an encoding would only blur the length
-            event_hooks={"request": [hop]},
-        ) as client, client.stream("GET", url) as response, file.open("wb") as target:
+        with (
+            httpx.Client(
+                follow_redirects=True,
+                timeout=min(_READ_TIMEOUT, settings.download_timeout),
+                headers={"accept-encoding": "identity"},  # packed already: an encoding would only blur the length
+                event_hooks={"request": [hop]},
+            ) as client,
+            client.stream("GET", url) as response,
+            file.open("wb") as target,
+        ):
             if response.status_code != 200:
                 raise DownloadFailed(url, f"the server answered {response.status_code} {response.reason_phrase}")
             length = response.headers.get("content-length", "")

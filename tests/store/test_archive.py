@@ -91,6 +91,11 @@ def test_a_tar_is_unpacked_with_and_without_a_top_directory(tmp_path, top):
     assert contents(unpack(archive, tmp_path / "into", SETTINGS)) == FILES
 
 
+@pytest.mark.parametrize("only", [{"MAR-INF/MANIFEST.json": b"{}"}, {special("itself", tarfile.SYMTYPE, "."): b""}])
+def test_what_is_no_top_directory(tmp_path, only):
+    assert unpack(tarred(tmp_path / "m.tar.gz", only), tmp_path / "into", SETTINGS) == tmp_path / "into"
+
+
 def test_the_format_is_in_the_bytes_and_not_in_the_name(tmp_path):
     assert contents(unpack(tarred(tmp_path / "m.mar", FILES), tmp_path / "into", SETTINGS)) == FILES
 
@@ -168,6 +173,7 @@ def test_a_hard_link_out_or_to_a_link_is_refused(tmp_path):
     chain = {special("a", tarfile.SYMTYPE, secret): b"", special("b", tarfile.LNKTYPE, "a"): b"", "f": b""}
     refused(tarred(tmp_path / "3.tgz", chain), tmp_path, "hard link")
     refused(tarred(tmp_path / "4.tgz", {special("a", tarfile.LNKTYPE, "missing"): b"", "f": b""}), tmp_path, "missing")
+    refused(tarred(tmp_path / "5.tgz", {special("a", tarfile.LNKTYPE, "d"): b"", "d/f": b""}), tmp_path, "be made")
 
 
 def test_links_inside_stay(tmp_path):

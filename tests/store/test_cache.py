@@ -21,6 +21,7 @@ from serve_app.settings import MIB, StoreSettings
 from serve_app.store.cache import LEFTOVER, Cache
 
 SETTINGS = StoreSettings()
+NOBODY = (1 << 22) + 1  # a process id above Linux's highest
 
 
 def make(path: Path, files: dict[str, bytes] | None = None) -> Path:
@@ -248,7 +249,7 @@ def test_a_process_killed_in_mid_unpacking_leaves_nothing_that_counts(root, arch
 
 def test_work_of_other_hosts_is_swept_after_an_hour_without_a_write(root):
     cache = Cache(root, SETTINGS)
-    old, new = (root / "partial" / f"elsewhere.example-1-{name}" for name in ("old", "new"))
+    old, new = (root / "partial" / f"elsewhere.example-{NOBODY}-{name}" for name in ("old", "new"))
     alive = root / "partial" / f"{socket.gethostname()}-{os.getpid()}-alive"
     for place in (old, new, alive):
         (place / "sub").mkdir(parents=True)

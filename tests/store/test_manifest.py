@@ -125,6 +125,12 @@ def test_a_handler_file_however_it_is_named(write, handler):
     check(directory, read(directory))
 
 
+def test_a_handler_file_in_a_folder(write):
+    directory = write(MODEL | {"handler": "lib/handler.py"}, {"lib/handler.py": "def handle(:"})
+    assert handler_file(directory, "lib/handler.py") == directory / "lib/handler.py"
+    refused(directory, "line 1")
+
+
 def test_a_built_in_handler(write):
     directory = write(MODEL | {"handler": "image_classifier"})
     assert handler_file(directory, "image_classifier") is None
@@ -280,14 +286,22 @@ def test_aliases_that_blow_up_are_refused():
     ("default", "echo.mar"), ("zip-store", "echo.mar"), ("tgz", "echo.tar.gz"), ("no-archive", "echo"),
 ])  # fmt: skip
 def test_what_the_real_archiver_makes(tmp_path, form, file):
-    inputs = {"service.py": HANDLER, "net.py": "class Net: ...", "w.pt": "w", "x": "", "r.txt": "", "c.yaml": "batchSize: 2"}
+    inputs = {
+        "service.py": HANDLER,
+        "net.py": "class Net: ...",
+        "c.yaml": "batchSize: 2",
+        "w.pt": "",
+        "x": "",
+        "r.txt": "",
+    }
     for name, text in inputs.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "out").mkdir()
     (tmp_path / "tmp").mkdir()
     subprocess.run(
         [Path(sys.executable).with_name("torch-model-archiver"), "--model-name", "echo", "-v", "2.0",
-         "--handler", "service.py", "--model-file", "net.py", "--serialized-file", "w.pt", "--extra-files", "x", "-r", "r.txt", "-c", "c.yaml",
+         "--handler", "service.py", "--model-file", "net.py", "--serialized-file", "w.pt", "--extra-files", "x",
+         "-r", "r.txt", "-c", "c.yaml",
          "--export-path", "out", "--archive-format", form],
         check=True, cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")},
     )  # fmt: skip

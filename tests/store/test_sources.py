@@ -69,11 +69,11 @@ def serving(answer):
         server.server_close()
 
 
-def plain(handler, body=BODY, length=len(BODY)):
+def plain(handler, missing=0):
     handler.send_response(200)
-    handler.send_header("Content-Length", str(length))
+    handler.send_header("Content-Length", str(len(BODY) + missing))
     handler.end_headers()
-    handler.wfile.write(body)
+    handler.wfile.write(BODY)
 
 
 @pytest.mark.parametrize("name", ["m.mar", "m.tar.gz", "plain", "plain/", "team/n.mar", "same.mar"])
@@ -121,6 +121,8 @@ def test_a_url_must_match_in_full(get, tmp_path):
     here = f"file://{tmp_path}"
     for url in ("http://models.example/m.mar", "xhttps://models.example/m.mar", here, "s3://bucket/m.mar"):
         refused(get, url, f"Given URL {url} does not match any allowed URL(s)", **only)
+    url = "https://models.example/m.mar?evil"
+    refused(get, url, f"Given URL {url} does not match any allowed URL(s)", allowed_urls=(r"https://models.*/m\.mar",))
     refused(get, str(tmp_path), f"Given URL {tmp_path} does not match any allowed URL(s)", **only)
 
 
@@ -135,6 +137,7 @@ def test_a_download(get):
     seen = []
     with serving(plain) as address:
         file = get(f"{address}/models/m.mar?token=x", progress=lambda *at: seen.append(at))
+        get(f"{address}/a b.mar", allowed_urls=(f"{address}/a b.mar",))
     assert file.name == "m.mar"
     assert file.read_bytes() == BODY
     assert seen[-1] == (len(BODY), len(BODY))
@@ -160,7 +163,7 @@ def test_a_status_is_told(get):
 
 
 def test_a_body_shorter_than_it_says_is_an_error(get):
-    with serving(lambda handler: plain(handler, length=len(BODY) + 1)) as address:
+    with serving(lambda handler: plain(handler, missing=1)) as address:
         failed(get, f"{address}/m.mar")
 
 
