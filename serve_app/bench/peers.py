@@ -207,7 +207,7 @@ def torchrelay(folder: Path, configs: Path, *, without: Sequence[str] = ()) -> I
     shutil.rmtree(run, ignore_errors=True)
     inference, management = _configure(run, configs, without)
     command = [sys.executable, "-m", "serve_app.cli", "start"]
-    command += ["--config", str(run / "app.yaml"), "--env", str(run / "serve.env")]
+    command += [str(run / "app.yaml"), "--env", str(run / "serve.env")]
     base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
     with started("Torchrelay", command, base, control, folder=run) as peer:
         yield peer

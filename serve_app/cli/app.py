@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app import __version__
+from serve_app.bench.command import bench
 from serve_app.cli import progress
 from serve_app.cli.process import ServerProcess, StartError
 from serve_app.client import Client, ServerError
@@ -88,6 +89,9 @@ def status(inference: Inference = _INFERENCE, management: ManagementUrl = _MANAG
     console.print(table)
     if not ready:
         raise typer.Exit(2)
+
+
+app.command("bench")(bench)
 
 
 @app.command()

@@ -20,6 +20,7 @@ from serve_app.ports import holder
 from serve_app.settings import Settings, load
 
 _GRACE = 3.5  # seconds for a clean end, before what is left is killed
+_CLOSING = 3.0  # seconds in which the sockets of a process that was just killed must be gone
 _MARK = "TORCHRELAY_RUN"  # in the environment of every process of one start, however it was daemonised
 
 # Ports that Ray Serve takes beside ours, and the variables that move them.
@@ -101,7 +102,6 @@ class ServerProcess:
         env[_MARK] = mark = uuid.uuid4().hex
         env["PYTHONUNBUFFERED"] = "1"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._mark_file.write_text(mark)
         with self.log.open("wb") as log:
             # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the rest in order.
             self._process = subprocess.Popen(
@@ -112,6 +112,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._mark_file.write_text(f"{mark} {self._process.pid}")
 
     def ended(self) -> int | None:
         """The exit code, once the server has ended by itself."""
@@ -156,15 +157,17 @@ class ServerProcess:
         return True
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process that carries this server's mark."""
+        """Every live process of this server: it carries its mark, or belongs to its session."""
         try:
-            mark = self._mark_file.read_text()
-        except OSError:
+            mark, session = self._mark_file.read_text().split()
+        except (OSError, ValueError):
             return []
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if os.getsid(process.pid) == int(session) or mark in _environment(process):
                     found.append(process)
         return found
 
@@ -178,14 +181,29 @@ class ServerProcess:
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
             wanted |= {int(env.get(name, port)): ("0.0.0.0", f"{name} in {self._env}") for port, name in _RAY_PORTS.items()}
         for port, (host, setting) in wanted.items():
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    raise StartError(
-                        f"Port {port}: {error.strerror}{holder(port)}. End that process, or change {setting}."
-                    ) from None
+            deadline = time.monotonic() + _CLOSING
+            while (error := _cannot_bind(host, port)) is not None:
+                who = holder(port)
+                if who or time.monotonic() > deadline:
+                    raise StartError(f"Port {port}: {error}{who}. End that process, or change {setting}.")
+                time.sleep(0.1)
+
+
+def _environment(process: psutil.Process) -> str:
+    # Read raw where that is possible: Ray's workers write their title over the front of it, where psutil gives up.
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
+    return str(process.environ())
+
+
+def _cannot_bind(host: str, port: int) -> str | None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror
+    return None
 
 
 def _address(host: str, port: int) -> str:

@@ -21,6 +21,7 @@ from serve_app.types import Worker
 log = logging.getLogger("torchrelay.reconciler")
 
 OURS = "torchrelay"  # the key in user_config by which an application is known as ours
+ATTEMPT = "attempt"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Seen:
     route: str | None
     replicas: int  # asked for
     config: Mapping[str, Any]
+    attempt: int
     status: str  # of the application: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, DELETING
     message: str
     workers: tuple[Worker, ...]  # alive, ready or not
@@ -49,6 +51,7 @@ class Seen:
 class Deploy:
     desired: Desired
     route: str | None
+    attempt: int = 0  # a rolling update that Serve gave up goes on only when something differs: this number
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def plan(
     say that it is loading. A route changes hands in two waves, for Serve refuses to give one away
     that is still held.
     """
-    first: list[Deploy | Delete] = [Delete(app) for app in seen if app not in desired and seen[app].status != "DELETING"]
+    unwanted = [app for app, s in seen.items() if app not in desired and s.status != "DELETING"]
+    first: list[Deploy | Delete] = [Delete(app) for app in unwanted]
     then: list[Deploy | Delete] = []
     held = {s.route: s.app for s in seen.values() if s.route and s.app in desired}
     for app, want in desired.items():
@@ -75,15 +79,17 @@ def plan(
         if have is not None and have.status == "DELETING":
             continue  # its name is free again when its replicas have drained
         route = want.route if have is not None and (have.running or have.route) else None
+        attempt = have.attempt + (have.status == "DEPLOY_FAILED") if have is not None else 0
         same = (
             have is not None
             and have.route == route
             and have.replicas == want.low
             and have.config == config_of(want)
+            and have.attempt == attempt
         )
         if not same:
             wave = then if route and held.get(route, app) != app else first
-            wave.append(Deploy(want, route))
+            wave.append(Deploy(want, route, attempt))
     return [wave for wave in (first, then) if wave]
 
 
@@ -91,7 +97,7 @@ class Reconciler:
     """Looks at Serve and acts on it. Blocking, and not thread-safe: one thread calls it."""
 
     def __init__(
-        self, application: Callable[[Desired], Any], config_of: Callable[[Desired], Mapping[str, Any]]
+        self, application: Callable[[Deploy], Any], config_of: Callable[[Desired], Mapping[str, Any]]
     ) -> None:
         self._application = application
         self._config_of = config_of
@@ -109,7 +115,8 @@ class Reconciler:
                         app=name,
                         route=app["route_prefix"],
                         replicas=deployment["target_num_replicas"],
-                        config=ours,
+                        config={key: value for key, value in ours.items() if key != ATTEMPT},
+                        attempt=ours.get(ATTEMPT, 0),
                         status=str(getattr(app["status"], "value", app["status"])),
                         message=deployment["message"] or app["message"] or "",
                         workers=tuple(_worker(r) for r in deployment["replicas"]),
@@ -139,7 +146,7 @@ class Reconciler:
                 else:
                     app = step.desired.spec.ref.app
                     log.info("deploying %s: %s replicas, route %s", app, step.desired.low, step.route)
-                    targets.append(serve.RunTarget(self._application(step.desired), app, step.route))
+                    targets.append(serve.RunTarget(self._application(step), app, step.route))
             if targets:
                 serve.run_many(
                     targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False

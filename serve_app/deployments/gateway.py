@@ -10,6 +10,7 @@ from ray import serve
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.deployments.link import Link
 from serve_app.deployments.remote import Remotes
+from serve_app.doors import middleware
 from serve_app.doors.app import inference_app
 from serve_app.settings import Settings
 from serve_app.telemetry import logs
@@ -24,6 +25,7 @@ class Gateway:
     async def __init__(self, settings: Settings, management: Any) -> None:
         # The handle in ``management`` makes Serve start that deployment with this one; the link opens its own.
         logs.configure(settings.telemetry.log_level)
+        middleware.serve_at(None)
         self._settings = settings
         self._meters = Meters()
         self._reader = TableReader()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from serve_app.control import registry as change
 from serve_app.control.admission import Admission
 from serve_app.control.board import Board, Nudge
 from serve_app.control.database import Database
-from serve_app.control.reconciler import Reconciler, Seen
+from serve_app.control.reconciler import ATTEMPT, Deploy, Reconciler, Seen
 from serve_app.control.registry import Desired, Registry
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import TableReader
@@ -119,7 +120,8 @@ class Management:
         self._kick.set()
         await self._next_pass()
         recent = [t for t in self._crashes.get(ref, ()) if t > time.monotonic() - _CRASHES_COUNT]
-        return _PAUSES[min(len(recent), len(_PAUSES) - 1)]
+        failure = self._failures.get(ref)
+        return _PAUSES[min(len(recent) + (failure.count if failure else 0), len(_PAUSES) - 1)]
 
     async def archive(self, ref: ModelRef, offset: int, length: int) -> bytes:
         """A piece of a version's archive, for a node that does not share this one's disk; empty at its end."""
@@ -131,7 +133,8 @@ class Management:
     async def register(self, registration: Registration) -> Progress:
         spec = await asyncio.to_thread(self._admission.admit, registration, self._digests())
         async with self._writing:
-            await self._commit(change.register(self._registry, spec), wait=False)  # nobody reads of it yet
+            with contextlib.suppress(NotYet):  # a reader that has not heard of it only says so a little longer
+                await self._commit(change.register(self._registry, spec))
         if spec.min_workers == 0:
             return Progress(spec.ref, 0, "done")
         if not registration.wait:
@@ -140,7 +143,8 @@ class Management:
             return await self._until_running(spec.ref, spec.min_workers, spec.startup_timeout)
         except StartFailed:
             async with self._writing:
-                await self._commit(change.unregister(self._registry, spec.name, spec.version)[0], wait=False)
+                with contextlib.suppress(NotYet):
+                    await self._commit(change.unregister(self._registry, spec.name, spec.version)[0])
                 self._leaving[spec.ref.app] = spec.digest
             raise
 
@@ -196,7 +200,7 @@ class Management:
 
     # Changes
 
-    async def _commit(self, after: Registry, wait: bool = True) -> None:
+    async def _commit(self, after: Registry) -> None:
         """Store a change, put it in force (and wait until it is), and only then return.
 
         Raises Unavailable where it could not be stored, NotYet where a live reader lags behind it.
@@ -211,8 +215,6 @@ class Management:
         self._registry = after
         self._publish()
         self._kick.set()
-        if not wait:
-            return
         late = await self._board.in_force(self._settings.control.acknowledge_timeout, self._alive)
         if late:
             raise NotYet(f"Stored, and not yet in force at {len(late)} of the replicas that run.")
@@ -325,8 +327,10 @@ class Management:
             self._meters.forget(ref.name, ref.version)
         self._seen = seen
         if self._booted and not self._settled:
-            phases = [self._statuses[want.spec.ref].phase for want in desired.values()]
-            self._settled = all(phase in ("ready", "failed") for phase in phases)
+            self._settled = all(
+                self._statuses[want.spec.ref].replicas >= want.low or want.spec.ref in self._failures
+                for want in desired.values()
+            )
 
     def _fail(self, ref: ModelRef, error: StartFailed, again: bool = True) -> None:
         """Note that a version does not start, and when it is tried again: later each time, then no more."""
@@ -360,15 +364,17 @@ class Management:
                 async with self._writing:
                     after = change.put(self._registry, spec)
                     if after is not self._registry:
-                        await self._commit(after, wait=False)
+                        with contextlib.suppress(NotYet):
+                            await self._commit(after)
         except Exception:
             log.exception("the model store could not be read")
         finally:
             self._booted = True
             self._kick.set()
 
-    def _application(self, want: Desired) -> Any:
-        return options.model_app(want.spec, self._settings, want.low)
+    def _application(self, step: Deploy) -> Any:
+        want = step.desired
+        return options.model_app(want.spec, self._settings, want.low, {ATTEMPT: step.attempt})
 
     def _config_of(self, want: Desired) -> Mapping[str, Any]:
         return options.user_config(want.spec, self._settings)

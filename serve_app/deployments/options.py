@@ -53,8 +53,8 @@ def ongoing(spec: ModelSpec) -> int:
     return spec.max_ongoing_requests or spec.job_queue_size + 2 * spec.batch_size + 32
 
 
-def model_app(spec: ModelSpec, settings: Settings, replicas: int) -> Any:
-    """The Serve application that runs one version of one model."""
+def model_app(spec: ModelSpec, settings: Settings, replicas: int, extra: dict[str, Any]) -> Any:
+    """The Serve application that runs one version of one model; ``extra`` goes into its user_config."""
     from serve_app.deployments.model import ModelReplica
 
     deployment = ModelReplica.options(
@@ -63,14 +63,14 @@ def model_app(spec: ModelSpec, settings: Settings, replicas: int) -> Any:
         max_ongoing_requests=ongoing(spec),
         max_queued_requests=-1,  # the batcher's own bound answers first, in the caller's dialect
         max_surge_percent=100,  # new before old: a roll leaves no hole
-        max_constructor_retry_count=1,
+        max_constructor_retry_count=3,
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.5,
         request_router_config=ROUTER,
         logging_config=QUIET,
-        user_config=user_config(spec, settings),
+        user_config={**user_config(spec, settings), **extra},
         ray_actor_options={"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
     )
     deployment._version = code_version(spec, settings)

@@ -14,7 +14,7 @@ def want(version: str, route: str, workers: int = 1) -> Desired:
 
 def have(version: str, route: str | None, running: int = 1, replicas: int = 1, status: str = "RUNNING") -> Seen:
     workers = tuple(Worker(f"r{i}", 100 + i, 0.0, True) for i in range(running))
-    return Seen(f"m--{version}", route, replicas, {"v": version}, status, "", workers)
+    return Seen(f"m--{version}", route, replicas, {"v": version}, 0, status, "", workers)
 
 
 def steps(desired: list[Desired], seen: list[Seen]) -> list[list[Deploy | Delete]]:
@@ -67,3 +67,8 @@ def test_an_application_that_drains_is_left_alone() -> None:
     drains = have("1", "/predictions/m", status="DELETING")
     assert steps([], [drains]) == []
     assert steps([want("1", "/predictions/m")], [drains]) == [], "its name is not free yet"
+
+
+def test_a_rolling_update_that_serve_gave_up_is_begun_again() -> None:
+    stuck = have("1", "/predictions/m", running=1, replicas=1, status="DEPLOY_FAILED")
+    assert steps([want("1", "/predictions/m")], [stuck]) == [[Deploy(want("1", "/predictions/m"), "/predictions/m", 1)]]

@@ -1,0 +1,85 @@
+"""However a request comes in, the same answer goes out: directly, through the gateway, through Ray's own proxy."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from parts import ECHO, Server, make_archive
+
+pytestmark = pytest.mark.cluster
+
+STREAMS = """
+import time
+from ts.handler_utils.utils import send_intermediate_predict_response
+def handle(data, context):
+    if data is None:
+        return None
+    for i in range(3):
+        send_intermediate_predict_response([f"{i} "] * len(data), context.request_ids, "ok", 200, context)
+        time.sleep(0.2)
+    if data[0]["body"] == b"break":
+        raise RuntimeError("in mid-stream")
+    return ["end"] * len(data)
+"""
+
+
+@pytest.fixture(scope="module")
+def models(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("ways")
+    assert server.register(make_archive(folder, "ways", ECHO)).status_code == 200
+    assert server.register(make_archive(folder, "streams", STREAMS)).status_code == 200
+
+
+@pytest.fixture
+def ways(server: Server, models: None) -> dict[str, str]:
+    fallback = server.ray_port("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+    return {
+        "fast path": f"{server.url}/predictions/",
+        # HAProxy compares paths as they are written, so an escaped letter goes to the gateway.
+        "gateway": f"{server.url}/%70redictions/",
+        "Ray's proxy": f"http://127.0.0.1:{fallback}/predictions/",
+    }
+
+
+def test_one_answer_by_every_way(ways: dict[str, str]) -> None:
+    seen = {}
+    for way, url in ways.items():
+        answer = httpx.post(url + "ways", content=b"same", timeout=30)
+        assert (answer.status_code, answer.content) == (200, b"same"), way
+        assert len(answer.headers.get_list("x-request-id")) == 1, way
+        missing = httpx.post(url + "none", content=b"")
+        assert (missing.status_code, missing.json()["type"]) == (404, "ModelNotFoundException"), way
+        seen[way] = sorted(set(answer.headers) - {"date", "server"})
+    assert len({tuple(headers) for headers in seen.values()}) == 1, seen
+
+
+@pytest.mark.parametrize("way", ["fast path", "gateway", "Ray's proxy"])
+def test_each_piece_of_a_stream_leaves_as_it_comes(ways: dict[str, str], way: str) -> None:
+    for _ in range(2):  # the gateway learns from the first reply that this handler streams
+        with httpx.stream("POST", ways[way] + "streams", content=b"x", timeout=30) as answer:
+            assert answer.headers["ts_stream_next"] == "true"
+            began, pieces = time.monotonic(), []
+            for piece in answer.iter_raw():
+                pieces.append((piece, time.monotonic() - began))
+        assert [piece for piece, _ in pieces] == [b"0 ", b"1 ", b"2 ", b"end"]
+        assert pieces[-1][1] - pieces[0][1] > 0.4, "sent one by one, not held back"
+
+
+@pytest.mark.parametrize("way", ["fast path", "gateway"])
+def test_a_stream_that_breaks_has_no_end(ways: dict[str, str], way: str) -> None:
+    with pytest.raises(httpx.RemoteProtocolError), httpx.stream(
+        "POST", ways[way] + "streams", content=b"break", timeout=30
+    ) as answer:
+        for _ in answer.iter_raw():
+            pass
+
+
+def test_a_body_over_the_limit_is_refused_by_every_way(ways: dict[str, str]) -> None:
+    for way, url in ways.items():
+        answer = httpx.post(url + "ways", content=b"x" * 6_553_501, timeout=30)
+        assert (answer.status_code, answer.content) == (413, b""), way
+        fits = httpx.post(url + "ways", content=b"x" * 6_553_500, timeout=30)
+        assert fits.status_code == 200, way

@@ -1,0 +1,211 @@
+"""Small real parts for every room: archives made in the test, and one real server for the whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from serve_app.cli.process import ServerProcess, read_env
+from serve_app.client import Client
+
+ROOT = Path(__file__).parent.parent
+
+# Ports that Ray Serve would take beside another server of this machine.
+_RAY_PORTS = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+
+
+def free_port() -> int:
+    """A port that nobody listens on, and that neither the kernel nor Ray gives to anybody else."""
+    while True:
+        port = random.randrange(20_000, 29_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+def make_archive(
+    folder: Path,
+    name: str,
+    handler: str,
+    version: str = "1.0",
+    files: dict[str, str | bytes] | None = None,
+    config: dict[str, Any] | None = None,
+) -> Path:
+    """``name-version.mar`` in ``folder``, whose handler.py is ``handler``."""
+    model = {"modelName": name, "modelVersion": version, "handler": "handler.py"}
+    contents: dict[str, str | bytes] = {"handler.py": handler, **(files or {})}
+    if config is not None:
+        model["configFile"] = "model-config.yaml"
+        contents["model-config.yaml"] = yaml.safe_dump(config)
+    contents["MAR-INF/MANIFEST.json"] = json.dumps({"runtime": "python", "model": model, "archiverVersion": "0.12.0"})
+    path = folder / f"{name}-{version}.mar"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, content in contents.items():
+            archive.writestr(file, content)
+    return path
+
+
+ECHO = """
+def handle(data, context):
+    if data is None:
+        return None
+    return [row.get("body") or row.get("data") for row in data]
+"""
+
+
+def says(word: str) -> str:
+    """A handler that answers with ``word``."""
+    return f"""
+def handle(data, context):
+    return None if data is None else [{word!r}] * len(data)
+"""
+
+
+class Server:
+    """A real server on ports of its own, with a model store and a state of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.store = home / "model_store"
+        self.store.mkdir()
+        document = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
+        document["http_options"]["port"] = free_port()
+        document["applications"][0]["args"] = {
+            "home": str(home),
+            "management": {"port": free_port(), "metrics_port": free_port()},
+        }
+        self._config = home / "app.yaml"
+        self._config.write_text(yaml.safe_dump(document))
+        lines = [f"{name}={free_port()}" for name in _RAY_PORTS]
+        self._env = home / "serve.env"
+        self._env.write_text((ROOT / "configs/serve.env").read_text() + "\n".join(lines) + "\n")
+        self.process = ServerProcess(self._config, self._env)
+        self.client = Client(self.process.inference, self.process.management, timeout=30)
+        self.http = httpx.Client(base_url=self.process.inference, timeout=60)
+        self.management = httpx.Client(base_url=self.process.management, timeout=120)
+
+    @property
+    def url(self) -> str:
+        return self.process.inference
+
+    def ray_port(self, name: str) -> int:
+        return int(read_env(self._env)[name])
+
+    def start(self, patience: float = 120.0) -> None:
+        self.process.start()
+        deadline = time.monotonic() + patience
+        while not self.client.ready():
+            assert self.process.ended() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self.process.stop()
+
+    def close(self) -> None:
+        self.stop()
+        for client in (self.client, self.http, self.management):
+            client.close()
+
+    def log(self) -> str:
+        return self.process.log.read_text(errors="replace")[-5000:]
+
+    def wait(self, condition: Callable[[], Any], patience: float = 30.0, what: str = "") -> Any:
+        """Wait until ``condition()`` is true, and return what it said."""
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                if said := condition():
+                    return said
+            except (httpx.HTTPError, KeyError):
+                pass
+            assert time.monotonic() < deadline, f"waited {patience} s in vain: {what}\n{self.log()}"
+            time.sleep(0.05)
+
+    def register(self, archive: Path, **parameters: Any) -> httpx.Response:
+        """Put an archive into the store and register it."""
+        target = self.store / archive.name
+        if target != archive:
+            target.write_bytes(archive.read_bytes())
+        asked = {"url": archive.name, "initial_workers": 1, **parameters}
+        return self.management.post("/models", params=asked)
+
+    def workers(self, model: str, version: str | None = None) -> list[dict[str, Any]]:
+        path = f"/models/{model}" + (f"/{version}" if version else "")
+        return self.management.get(path).json()[0]["workers"]
+
+    def pids(self, model: str, version: str | None = None) -> list[int]:
+        return [w["pid"] for w in self.workers(model, version) if w["status"] == "READY"]
+
+    def actors(self, name: str) -> list[psutil.Process]:
+        """The Ray workers of this server whose title has ``name`` in it."""
+        found = []
+        for process in self.process.processes():
+            try:
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry ``labels``."""
+        total = 0.0
+        for line in httpx.get(self.process.metrics, timeout=10).text.splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+                total += float(value)
+        return total
+
+
+class Load:
+    """Closed loop over keep-alive connections in a thread of its own; counts every answer."""
+
+    def __init__(self, url: str, connections: int) -> None:
+        self.url, self.connections = url, connections
+        self.answers: Counter[tuple[int | str, str]] = Counter()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def failed(self) -> dict[tuple[int | str, str], int]:
+        return {answer: n for answer, n in self.answers.items() if answer[0] != 200}
+
+    async def _run(self) -> None:
+        limits = httpx.Limits(max_connections=self.connections, max_keepalive_connections=self.connections)
+        async with httpx.AsyncClient(limits=limits, timeout=30) as client:
+            await asyncio.gather(*(self._one(client) for _ in range(self.connections)))
+
+    async def _one(self, client: httpx.AsyncClient) -> None:
+        while not self._stop.is_set():
+            try:
+                answer = await client.post(self.url, content=b"x")
+                self.answers[answer.status_code, answer.text[:80]] += 1
+            except httpx.HTTPError as error:
+                self.answers[type(error).__name__, str(error)] += 1
