@@ -1,0 +1,98 @@
+"""The image: what it copies is there, and its entrypoint does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli.process import read_env
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "cluster"
+ENTRYPOINT = CLUSTER / "entrypoint.sh"
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"^\s*#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
+
+
+def run(env_file: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": os.environ["PATH"], "TORCHRELAY_ENV": str(env_file), **env}
+    return subprocess.run([ENTRYPOINT, *command], env=env, capture_output=True, text=True, timeout=10, check=False)
+
+
+def environment(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    assert done.returncode == 0, done.stderr
+    return dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+
+
+def test_what_the_image_copies_is_there() -> None:
+    copied = [source for word, rest in instructions() if word == "COPY" for source in shlex.split(rest)[:-1]]
+    sent = {line[1:] for line in (CLUSTER / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert source in sent, f"{source} is copied, but not sent to the builder"
+
+
+def test_it_runs_as_a_user_of_its_own() -> None:
+    words = [word for word, _ in instructions()]
+    users = [rest for word, rest in instructions() if word == "USER"]
+    assert users == ["1000:1000"]
+    assert words.index("USER") < words.index("CMD")
+
+
+def test_it_runs_the_container_s_application() -> None:
+    (command,) = [rest for word, rest in instructions() if word == "CMD"]
+    assert '"/opt/torchrelay/configs/container.yaml"' in command
+    assert (ROOT / "configs/container.yaml").is_file()
+    assert os.access(ENTRYPOINT, os.X_OK)
+
+
+def test_the_entrypoint_reads_serve_env_as_the_command_line_does() -> None:
+    file = ROOT / "configs/serve.env"
+    found = environment(run(file, "env"))
+    wanted = read_env(file)
+    assert wanted and wanted.items() <= found.items()
+
+
+def test_what_is_set_already_stays(tmp_path: Path) -> None:
+    file = tmp_path / "serve.env"
+    quoted = """a 'b' "c" $HOME `d` \\e"""
+    file.write_text(f"RAY_AUTH_MODE=disabled\nEMPTY=1\nQUOTED={quoted}\n\n# OTHER=1\n  SPACED=1  \nLAST=1")
+    found = environment(run(file, "env", RAY_AUTH_MODE="token", EMPTY=""))
+    assert found["RAY_AUTH_MODE"] == "token"
+    assert found["EMPTY"] == ""
+    assert found["QUOTED"] == read_env(file)["QUOTED"] == quoted
+    assert found["SPACED"] == found["LAST"] == "1"
+    assert "OTHER" not in found
+
+
+@pytest.mark.parametrize("line", ["RAY_AUTH_MODE", "=1", "1A=2", "A-B=1", "export A=1"])
+def test_a_line_that_is_no_setting_stops_the_start(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "serve.env"
+    file.write_text(f"# one\n{line}\n")
+    done = run(file, "env")
+    assert done.returncode == 1
+    assert f"line 2: '{line}' is not KEY=VALUE" in done.stderr
+
+
+def test_the_entrypoint_becomes_the_command(tmp_path: Path) -> None:
+    """Signals must reach the server, not a shell in front of it."""
+    file = tmp_path / "serve.env"
+    file.write_text("A=1\n")
+    with subprocess.Popen(
+        [ENTRYPOINT, "sh", "-c", "echo $$; exit 7"],
+        env={"PATH": os.environ["PATH"], "TORCHRELAY_ENV": str(file)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        out, _ = process.communicate(timeout=10)
+        assert int(out) == process.pid
+        assert process.returncode == 7

@@ -1,0 +1,160 @@
+"""The cluster's manifests agree with the server, with one another and with configs/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from serve_app.cli.process import read_env
+from serve_app.settings import load
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "cluster"
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+KUSTOMIZATION = read(CLUSTER / "kustomization.yaml")
+MANIFESTS = {name: read(CLUSTER / name) for name in KUSTOMIZATION["resources"]}
+SERVICE = MANIFESTS["rayservice.yaml"]
+CLUSTER_SPEC = SERVICE["spec"]["rayClusterConfig"]
+SERVE = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
+HEAD = CLUSTER_SPEC["headGroupSpec"]
+GROUPS = [HEAD, *CLUSTER_SPEC["workerGroupSpecs"]]
+
+
+def container(group: dict[str, Any]) -> dict[str, Any]:
+    (only,) = group["template"]["spec"]["containers"]
+    return only
+
+
+def port(group: dict[str, Any], name: str) -> int:
+    return {p["name"]: p["containerPort"] for p in container(group)["ports"]}[name]
+
+
+def application(document: dict[str, Any]) -> dict[str, Any]:
+    (only,) = document["applications"]
+    return only
+
+
+@pytest.mark.parametrize("name", ["app.yaml", "container.yaml", "rayservice.yaml"])
+def test_an_application_is_what_serve_and_the_server_accept(name: str) -> None:
+    document = SERVE if name == "rayservice.yaml" else read(ROOT / "configs" / name)
+    assert set(document) <= set(ServeDeploySchema.model_fields)
+    ServeDeploySchema.model_validate(document)
+    load(application(document)["args"], name)
+
+
+def test_in_a_container_only_addresses_and_paths_differ() -> None:
+    ours, inside = read(ROOT / "configs/app.yaml"), read(ROOT / "configs/container.yaml")
+    assert inside["http_options"].pop("host") == "0.0.0.0" and ours["http_options"].pop("host") == "127.0.0.1"
+    inside_args = application(inside)["args"]
+    assert inside_args.pop("home") == "/srv/torchrelay"
+    assert inside_args["management"].pop("host") == inside_args["management"].pop("metrics_host") == "0.0.0.0"
+    assert inside == ours
+
+
+def test_the_cluster_runs_the_container_s_application() -> None:
+    inside, on_cluster = read(ROOT / "configs/container.yaml"), json.loads(json.dumps(SERVE))
+    args, cluster_args = application(inside).pop("args"), application(on_cluster).pop("args")
+    assert on_cluster == inside
+    for room, values in args.items():
+        assert cluster_args[room] == (values if room == "home" else {**cluster_args[room], **values})
+
+
+def test_the_registry_s_password_is_in_no_manifest() -> None:
+    """libpq takes host, user and password from the environment, which comes from a Secret."""
+    assert application(SERVE)["args"]["control"]["database_url"] == "postgresql+psycopg://"
+    secrets = [source["secretRef"]["name"] for source in container(HEAD)["envFrom"] if "secretRef" in source]
+    assert secrets == ["torchrelay-database"]
+    assert all(value not in read_env(ROOT / "configs/serve.env") for value in ("PGHOST", "PGPASSWORD"))
+
+
+def test_every_node_has_the_one_environment() -> None:
+    (generator,) = KUSTOMIZATION["configMapGenerator"]
+    (env,) = generator["envs"]
+    assert (CLUSTER / env).resolve() == ROOT / "configs/serve.env"
+    for group in GROUPS:
+        names = [source["configMapRef"]["name"] for source in container(group)["envFrom"] if "configMapRef" in source]
+        assert names == [generator["name"]]
+        # What stands in `env` wins over the file.
+        assert "env" not in container(group)
+
+
+def test_kustomize_finds_every_place_of_the_generated_name() -> None:
+    (names,) = read(CLUSTER / KUSTOMIZATION["configurations"][0])["nameReference"]
+    assert names["kind"] == "ConfigMap"
+    for spec in names["fieldSpecs"]:
+        here: list[Any] = [SERVICE] if spec["kind"] == SERVICE["kind"] else []
+        for part in spec["path"].split("/"):
+            here = [step[part] for step in here if part in step]
+            here = [item for step in here for item in (step if isinstance(step, list) else [step])]
+        assert set(here) == {"torchrelay-serve-env"}, spec["path"]
+
+
+def test_files_and_names_that_are_spoken_of_are_there() -> None:
+    claims = {m["metadata"]["name"] for m in MANIFESTS.values() if m["kind"] == "PersistentVolumeClaim"}
+    images = {image["name"] for image in KUSTOMIZATION["images"]}
+    for group in GROUPS:
+        spec = group["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        used = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
+        assert used <= claims
+        assert {mount["name"] for mount in container(group)["volumeMounts"]} == set(volumes)
+        assert container(group)["image"] in images
+        mounts = {mount["mountPath"] for mount in container(group)["volumeMounts"]}
+        assert application(SERVE)["args"]["home"] in mounts
+    patch = read(CLUSTER / "redis.yaml")
+    assert (patch["kind"], patch["metadata"]) == (SERVICE["kind"], SERVICE["metadata"])
+
+
+def test_ports_agree() -> None:
+    args = application(SERVE)["args"]
+    http = SERVE["http_options"]["port"]
+    (served,) = SERVICE["spec"]["serveService"]["spec"]["ports"]
+    assert served["port"] == served["targetPort"] == http
+    assert port(HEAD, "management") == args["management"]["port"]
+    assert port(HEAD, "metrics") == args["management"]["metrics_port"]
+    taken = {http, args["management"]["port"], args["management"]["metrics_port"]}
+    for group in GROUPS:
+        assert port(group, "serve") == http
+        # KubeRay would take 8080 for it, which is ours.
+        own = int(group["rayStartParams"]["metrics-export-port"])
+        assert own == port(group, "ray-metrics") and own not in taken
+    expose = next(line for line in (CLUSTER / "Dockerfile").read_text().splitlines() if line.startswith("EXPOSE "))
+    assert taken < {int(number) for number in expose.split()[1:]}
+
+
+def test_strangers_reach_the_inference_port_alone() -> None:
+    policy = MANIFESTS["network.yaml"]["spec"]
+    label = policy["podSelector"]["matchLabels"]
+    for group in GROUPS:
+        assert label.items() <= group["template"]["metadata"]["labels"].items()
+    open_to_all = [rule for rule in policy["ingress"] if not rule.get("from")]
+    assert [[p["port"] for p in rule["ports"]] for rule in open_to_all] == [[SERVE["http_options"]["port"]]]
+    assert CLUSTER_SPEC["authOptions"] == {"mode": "token"}
+
+
+def test_groups_scale_within_their_bounds() -> None:
+    for group in CLUSTER_SPEC["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert HEAD["rayStartParams"]["num-cpus"] == "0"
+    gpus = [group["groupName"] for group in GROUPS[1:] if container(group)["resources"]["limits"].get("nvidia.com/gpu")]
+    assert gpus == ["gpu"]
+
+
+def test_ray_s_version_is_the_one_that_is_tested() -> None:
+    pins = dict(line.split(";")[0].strip().split("==") for line in _pins())
+    assert CLUSTER_SPEC["rayVersion"] == pins["ray"]
+
+
+def _pins() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if "==" in line and not line.startswith("#")]
