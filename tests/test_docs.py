@@ -1,0 +1,181 @@
+"""The pages against the code: links, files, settings, metrics, commands, examples of configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from serve_app import __version__
+from serve_app.cli.app import app
+from serve_app.settings import Settings
+from serve_app.store.manifest import ModelConfig
+from serve_app.telemetry.metrics import METRICS
+from serve_app.types import ModelSpec
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("serve_app", "handlers", "configs", "cluster", "examples", "tests")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_FILE = re.compile(rf"(?<![\w/.$-])((?:{'|'.join(FOLDERS)}|\.ci)/[\w./-]*[\w/]|[A-Z]{{4,}}\.md)(?![\w/*{{<])")
+
+
+def prose(text: str) -> str:
+    return _FENCE.sub("", text)
+
+
+def fences(text: str, *languages: str) -> Iterator[str]:
+    return (body for language, body in _FENCE.findall(text) if language in languages)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings, as code hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The command lines of a page: of its bash fences, and those after a `$` of its console fences."""
+    for body in fences(text, "bash", "sh"):
+        for line in body.replace("\\\n", " ").splitlines():
+            yield shlex.split(line, comments=True)
+    for body in fences(text, "console"):
+        for line in body.splitlines():
+            if line.startswith("$ "):
+                yield shlex.split(line[2:], comments=True)
+
+
+@PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in _LINK.findall(prose(page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, fragment = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page}: {target}"
+        if fragment:
+            assert fragment in anchors(there), f"{page}: {target}"
+
+
+@PAGE
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for name in _FILE.findall(page.read_text()):
+        assert any((folder / name).exists() for folder in (ROOT, page.parent, ROOT / "serve_app")), f"{page}: {name}"
+
+
+@PAGE
+def test_command_lines_parse(page: Path) -> None:
+    text = page.read_text()
+    for body in fences(text, "bash", "sh"):
+        done = subprocess.run(["bash", "-n"], input=body, capture_output=True, text=True, timeout=10, check=False)
+        assert done.returncode == 0, f"{page}:\n{body}\n{done.stderr}"
+    for line in commands(text):
+        for word in line:
+            if word.startswith("@"):  # curl's file of a body
+                assert (ROOT / word[1:]).is_file(), f"{page}: {word}"
+
+
+@PAGE
+def test_examples_of_data_parse(page: Path) -> None:
+    text = page.read_text()
+    for body in fences(text, "json"):
+        decoder, rest = json.JSONDecoder(), body.strip()
+        while rest:  # one answer after the other
+            _, end = decoder.raw_decode(rest)
+            rest = rest[end:].strip()
+    for body in fences(text, "yaml"):
+        assert yaml.safe_load(body)
+
+
+@PAGE
+def test_commands_of_ours_are_there(page: Path) -> None:
+    text = page.read_text()
+    spoken = [shlex.split(words) for words in re.findall(r"`(?:\.venv/bin/)?(torchrelay [^`…]*)`", prose(text))]
+    typed = [line for line in commands(text) if line and line[0].rpartition("/")[2] == "torchrelay"]
+    for line in [*spoken, *typed]:
+        here = get_command(app)
+        for word in line[1:]:
+            if not hasattr(here, "commands") or word.startswith("-"):
+                break
+            if here.commands.get(word) is None:
+                assert re.fullmatch(r"[a-z]+(\|[a-z]+)*", word) and set(word.split("|")) <= set(here.commands), line
+                break
+            here = here.commands[word]
+
+
+@PAGE
+def test_make_targets_are_there(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    text = page.read_text()
+    spoken = re.findall(r"`make ([a-z]+)", prose(text)) + re.findall(r"^make ([a-z]+)", text, re.MULTILINE)
+    for target in spoken:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: make {target}"
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    page = (ROOT / "configs/README.md").read_text()
+    sections = dict(re.findall(r"^### `?(\w+)(.*?)(?=^###? |\Z)", page, re.MULTILINE | re.DOTALL))
+    settings = Settings()
+    documented = 0
+    for room in dataclasses.fields(settings):
+        value = getattr(settings, room.name)
+        if dataclasses.is_dataclass(value):
+            rows = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            section = sections[room.name]
+        else:
+            rows, section = {room.name: value}, sections["Beside"]
+        for name, default in rows.items():
+            assert f"\n| `{name}` | `{json.dumps(default)}` |" in section, f"{room.name}.{name}"
+        documented += len(rows)
+    assert documented == len(re.findall(r"^\| `\w+` \| `", page.partition("## Settings")[2], re.MULTILINE))
+
+
+def test_every_metric_is_documented() -> None:
+    page = (ROOT / "serve_app/telemetry/README.md").read_text()
+    rows = [f"| `{m.name}` | {m.kind} | {', '.join(m.labels)} |" for m in METRICS]
+    assert [row for row in rows if row not in page] == []
+    assert set(re.findall(r"^\| `(torchrelay_\w+)`", page, re.MULTILINE)) == {m.name for m in METRICS}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.name)
+def test_model_configs_hold_nothing_wrong(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = ModelConfig.parse(path.read_text(), path.name)
+    assert caplog.messages == []
+    known = {field.metadata.get("key", field.name) for field in dataclasses.fields(ModelConfig) if field.metadata}
+    assert set(config.raw) <= known
+    # What is commented out would be right as well.
+    uncommented = re.sub(rf"^# (?=(?:{'|'.join(known)}): )", "", path.read_text(), flags=re.MULTILINE)
+    ModelConfig.parse(uncommented, path.name)
+    assert caplog.messages == []
+
+
+def test_the_model_config_reference_is_whole_and_says_the_defaults() -> None:
+    path = ROOT / "configs/models/model-config.yaml"
+    config = ModelConfig.parse(path.read_text())
+    keys = set(re.findall(r"^(?:# )?(\w+): ", path.read_text(), re.MULTILINE))
+    assert keys == {f.metadata.get("key", f.name) for f in dataclasses.fields(ModelConfig) if f.metadata}
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
+    runtime = Settings().runtime
+    for field in dataclasses.fields(ModelConfig):
+        said = getattr(config, field.name)
+        if said is None or field.name not in defaults:
+            continue
+        assert said == defaults[field.name], field.name
+        if hasattr(runtime, field.name):
+            assert said == getattr(runtime, field.name), field.name
+
+
+def test_the_changelog_knows_this_version() -> None:
+    versions = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == __version__
