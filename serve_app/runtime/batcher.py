@@ -208,7 +208,7 @@ class Batcher:
         """Take no more rows, answer those that were taken, then end the author's thread."""
         self._refusal = self._refusal or "its replica is stopping"
         if self._flight or self._queue:
-            self._drained = asyncio.Event()
+            self._drained = self._drained or asyncio.Event()
             self._start()
             await self._drained.wait()
         self.author.shutdown(wait=False)
@@ -283,7 +283,11 @@ class Batcher:
 
     def _execute(self, batch: _Batch) -> None:
         answers: list[tuple[_Row, Reply | RelayError]] = []
-        self._attempt(batch, batch.rows, answers)
+        try:
+            self._attempt(batch, batch.rows, answers)
+        except BaseException:  # Runner.run raises nothing; whatever else does must not lose rows
+            failure = HandlerFailed(traceback.format_exc())
+            answers = [(row, failure) for row in batch.rows]
         self._tell(self._finish, batch, answers)
 
     def _attempt(self, batch: _Batch, rows: list[_Row], answers: list[tuple[_Row, Reply | RelayError]]) -> None:
@@ -300,10 +304,7 @@ class Batcher:
                 piece = _timed(piece, Timings(began - row.arrived, self._clock() - began, size))
             self._tell(self._piece, row, piece)
 
-        try:
-            results = self._run([row.call for row in rows], emit)
-        except BaseException:  # Runner.run raises nothing; whoever else is asked must not lose rows
-            results = [HandlerFailed(traceback.format_exc())] * size
+        results = self._run([row.call for row in rows], emit)
         seconds = self._clock() - began
         batch.runs.append((seconds, [began - row.arrived for row in rows]))
         if size > 1 and self._retries and _failed_whole(results):

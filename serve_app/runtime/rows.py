@@ -72,42 +72,32 @@ def encode(value: Any) -> bytes:
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     try:
-        if isinstance(value, str):
-            return value.encode()
-        if _is_tensor(value):
-            return _saved(value)
-        return _dumps(value)
+        return value.encode() if isinstance(value, str) else _dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedOutput(f"a handler's {type(value).__name__} cannot be sent: {error}") from None
 
 
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # whoever made a tensor has imported it
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _saved(tensor: Any) -> bytes:
-    buffer = io.BytesIO()
-    sys.modules["torch"].save(tensor, buffer)
-    return buffer.getvalue()
-
-
 def _dumps(value: Any) -> bytes:
-    """``json.dumps(value, indent=2).encode()``, by orjson where that writes the same bytes.
+    """A tensor as ``torch.save`` writes it, else JSON: by orjson where it writes the bytes of json.dumps.
 
-    They differ in text that is not printable ASCII (which json escapes), in NaN and infinity
+    The two differ in text that is not printable ASCII (which json escapes), in NaN and infinity
     (orjson: null), in floats below 1e-4 and in exponents (1e-07, 1e-7). A false alarm is only slow.
     """
     try:
         fast = orjson.dumps(value, option=_INDENTED)
     except TypeError:
+        torch = sys.modules.get("torch")  # whoever made a tensor has imported it
+        if torch is not None and isinstance(value, torch.Tensor):
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            return buffer.getvalue()
         return json.dumps(value, indent=2).encode()
     if (
         fast.isascii()
         and b"null" not in fast
         and b"0.0000" not in fast
         and b"\x7f" not in fast
-        and (b"e" not in fast or _EXPONENT.search(fast) is None)
+        and _EXPONENT.search(fast) is None
     ):
         return fast
     return json.dumps(value, indent=2).encode()

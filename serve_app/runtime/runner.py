@@ -9,6 +9,7 @@ import gc
 import logging
 import mimetypes
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -36,6 +37,10 @@ from serve_app.types import Call, Input, ModelSpec, Reply
 log = logging.getLogger("torchrelay.runner")
 
 _OURS = (__file__, handlers.__file__)
+_NOT_AMONG_HEADERS = {"content-type", "ts_stream_next"}  # a field of its own; and a door's word, not a handler's
+# Seconds that a thread may keep the interpreter from another that waits for it. With Python's 5 ms the
+# author's thread, which lets go of it at every operation of torch, is kept waiting by a busy event loop.
+_TURN = 0.001
 _SAY_AGAIN = 60.0  # seconds after which a traceback that stays the same is logged in full once more
 
 
@@ -70,8 +75,9 @@ class Runner:
         """Import the handler and let it load its model. Raises StartFailed or StartOutOfMemory.
 
         From here on this process is the model's: the names that archives import are TorchServe's too,
-        and the working directory is the archive's.
+        the working directory is the archive's, and threads change over more often.
         """
+        sys.setswitchinterval(_TURN)
         try:
             torchserve_names.install()
             os.chdir(self._directory)
@@ -167,7 +173,7 @@ class Runner:
         named = self._context.get_response_headers(index)
         if not named:
             return Reply(body, None, status, phrase, (), self._spec.version)
-        others = tuple((name, str(value)) for name, value in named.items() if name.lower() != "content-type")
+        others = tuple((name, str(value)) for name, value in named.items() if name.lower() not in _NOT_AMONG_HEADERS)
         content_type = self._context.get_response_content_type(index)
         return Reply(body, content_type, status, phrase, others, self._spec.version)
 

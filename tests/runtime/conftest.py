@@ -14,7 +14,9 @@ from serve_app.types import ModelSpec
 def own_process():
     """What loading a model changes for its process is put back: this one has more tests to run."""
     where, path, finders, modules = os.getcwd(), list(sys.path), list(sys.meta_path), set(sys.modules)
+    turn = sys.getswitchinterval()
     yield
+    sys.setswitchinterval(turn)
     os.chdir(where)
     sys.path[:] = path
     sys.meta_path[:] = finders
