@@ -87,8 +87,11 @@ class ManagementSettings:
 
 @dataclass(frozen=True)
 class TelemetrySettings:
+    """Logs."""
+
     __pydantic_config__ = _STRICT
-    access_log: bool = True
+    access_log: str = "logs/access_log.log"  # one line a request; every process of a node appends; empty: none
+    access_log_bytes: int = 256 * MIB  # a larger one is put aside as access_log.log.1
     log_level: str = "INFO"
 
 
@@ -114,6 +117,10 @@ class Settings:
     @property
     def state_dir(self) -> Path:
         return self.root / self.control.state_dir
+
+    @property
+    def access_log(self) -> Path | None:
+        return self.root / self.telemetry.access_log if self.telemetry.access_log else None
 
     @property
     def database_url(self) -> str:

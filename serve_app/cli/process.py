@@ -99,6 +99,9 @@ class ServerProcess:
         if self.processes():
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
         self._check_ports(env)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            # A shell without job control starts its background jobs so, and `serve run` would never hear us.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         env[_MARK] = mark = uuid.uuid4().hex
         env["PYTHONUNBUFFERED"] = "1"
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ class Gateway:
         self._reader = TableReader()
         self._link = Link(self._reader, self._meters)
         self._plane = DataPlane(self._reader, self._meters, remote=Remotes(self._reader))
-        self._access = logs.AccessLog() if settings.telemetry.access_log else None
+        self._access = logs.access(settings)
         self._link.start()
         await self._link.first_table(timeout=60)
 

@@ -68,7 +68,7 @@ class ModelReplica:
             raise
         local = (spec.ref, LocalTarget(self._batcher))
         self._plane = DataPlane(reader, self._meters, remote=Remotes(reader), local=local)
-        self._access = logs.AccessLog() if settings.telemetry.access_log else None
+        self._access = logs.access(settings)
         self._link.start()
         await self._link.first_table(timeout=30)
 

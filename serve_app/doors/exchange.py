@@ -6,9 +6,9 @@ many awaits as ASGI asks for. Each answer carries the headers that TorchServe pu
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from random import getrandbits
 from typing import Any
 
 from serve_app.doors.middleware import CLIENT_PATH
@@ -123,10 +123,15 @@ class Exchange:
 
 
 def uuid4() -> str:
-    """A random UUID as text; several times as fast as the standard library's."""
-    digits = os.urandom(16).hex()
-    variant = "89ab"[int(digits[16], 16) & 3]
-    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"
+    """A random UUID as text, without the system call that the standard library's costs.
+
+    It tells requests apart and nothing else: it is no secret.
+    """
+    digits = f"{getrandbits(128):032x}"
+    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:]}"
+
+
+_VARIANT = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
 
 
 def author_headers(content_type: str | None, headers: Iterable[tuple[str, str]]) -> Headers:

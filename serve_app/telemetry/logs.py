@@ -8,8 +8,11 @@ microsecond, and written somewhere else.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import logging
 import logging.handlers
+import os
 import queue
 import sys
 import threading
@@ -20,6 +23,7 @@ from typing import IO, Literal
 import orjson
 
 from serve_app.errors import ConfigurationError
+from serve_app.settings import Settings
 
 log = logging.getLogger("torchrelay.logs")
 
@@ -30,22 +34,24 @@ _FORMAT = "%(asctime)s [%(levelname)-5s] %(name)s - %(message)s"
 class AccessLog:
     """One line a request, in TorchServe's form or as JSON, to a file or a stream; standard output by default.
 
-    A path is opened for appending, its folder made where it is missing. What was written is out after
-    ``PERIOD`` seconds, and when the log is closed or the interpreter ends.
+    Any number of processes may append to one path; its folder is made where it is missing. A file of
+    ``limit`` bytes is put aside as ``path.1``, and whoever moves it away finds a new one begun. What was
+    written is out after ``PERIOD`` seconds, and when the log is closed or the interpreter ends.
     """
 
-    def __init__(self, target: str | Path | IO[str] | None = None, form: Literal["text", "json"] = "text") -> None:
-        if isinstance(target, str | Path):
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            self._stream: IO[str] = open(target, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
-            self._owned = True
-        else:
-            self._stream, self._owned = target or sys.stdout, False
+    def __init__(
+        self,
+        target: str | Path | IO[str] | None = None,
+        form: Literal["text", "json"] = "text",
+        limit: int = 0,
+    ) -> None:
+        self._sink = _File(Path(target), limit) if isinstance(target, (str, Path)) else _Stream(target or sys.stdout)
         self._json = form == "json"
         self._lines: list[str] = []
         self._some = threading.Event()
         self._closing = threading.Event()
         self._second, self._stamp = 0, ""
+        self._complained = False
         self._thread = threading.Thread(target=self._drain, name="access-log", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -94,26 +100,84 @@ class AccessLog:
             self._closing.set()
             self._some.set()
             self._thread.join()
-            if self._owned:
-                self._stream.close()
+            self._sink.close()
 
     def _drain(self) -> None:
-        complained = False
-        while not self._closing.is_set():
+        closing = False
+        while not closing:
             self._some.wait()
             self._some.clear()
-            self._closing.wait(PERIOD)
-            count = len(self._lines)
-            block = self._lines[:count]
-            del self._lines[:count]  # lines that come meanwhile stand behind these
-            try:
-                self._stream.write("\n".join(block) + "\n" if block else "")
-                self._stream.flush()
-                complained = False
-            except (OSError, ValueError) as error:  # a full disk, or a stream that somebody closed
-                if not complained:
-                    log.error("the access log cannot be written (%s); its lines are lost until it can", error)
-                complained = True
+            closing = self._closing.wait(PERIOD)
+            self._flush()  # once more after close was seen, so that nothing stays behind
+
+    def _flush(self) -> None:
+        count = len(self._lines)
+        block = self._lines[:count]
+        del self._lines[:count]  # lines that come meanwhile stand behind these
+        try:
+            if block:
+                self._sink.write("\n".join(block) + "\n")
+            self._complained = False
+        except (OSError, ValueError) as error:  # a full disk, or a stream that somebody closed
+            if not self._complained:
+                log.error("the access log cannot be written (%s); its lines are lost until it can", error)
+            self._complained = True
+
+
+class _Stream:
+    """A stream of somebody else's."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def close(self) -> None:
+        """It is not ours to close."""
+
+
+class _File:
+    """A file that many processes append to: each block is one write, so no line is torn."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path, self._limit = path, limit
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = self._open()
+
+    def write(self, text: str) -> None:
+        self._follow()
+        os.write(self._descriptor, text.encode())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+    def _follow(self) -> None:
+        """Put the file aside where it is full, and go over to the new one where anybody has done so."""
+        here = os.fstat(self._descriptor)
+        if self._limit and here.st_size >= self._limit:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # of several that find it full, one moves it
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self._path).st_ino == here.st_ino:
+                    os.replace(self._path, f"{self._path}.1")
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        try:
+            moved = os.stat(self._path).st_ino != here.st_ino
+        except FileNotFoundError:
+            moved = True
+        if moved:
+            os.close(self._descriptor)
+            self._descriptor = self._open()
+
+
+def access(settings: Settings) -> AccessLog | None:
+    """The access log that the settings ask for."""
+    path = settings.access_log
+    return AccessLog(path, limit=settings.telemetry.access_log_bytes) if path is not None else None
 
 
 _listener: logging.handlers.QueueListener | None = None

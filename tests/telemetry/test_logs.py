@@ -2,6 +2,8 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -175,3 +177,33 @@ def test_an_unknown_level_is_refused_by_name():
         ConfigurationError, match="telemetry.log_level: there is no level 'LOUD'; known here: DEBUG, INFO"
     ):
         logs.configure("LOUD")
+
+
+def test_many_processes_append_whole_lines_to_one_file_and_it_is_put_aside_when_full(tmp_path):
+    path = tmp_path / "logs" / "access_log.log"
+    code = (
+        "import sys; from serve_app.telemetry.logs import AccessLog\n"
+        "log = AccessLog(sys.argv[1], limit=200_000)\n"
+        "for i in range(3000):\n"
+        "    log.write('127.0.0.1:1', 'GET', f'/{sys.argv[2]}/{i}', '1.1', 200, 1.0)\n"
+        "    if i % 500 == 499: log._flush()\n"
+        "log.close()\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), str(n)]) for n in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    kept = [*path.parent.iterdir()]
+    assert {file.name for file in kept} == {"access_log.log", "access_log.log.1"}
+    lines = [line for file in kept for line in file.read_text().splitlines()]
+    assert all(line.endswith(" 200 1") and " - /127.0.0.1:1 " in line for line in lines), "no line is torn"
+
+
+def test_whoever_moves_the_file_away_finds_a_new_one_begun(tmp_path):
+    path = tmp_path / "access_log.log"
+    access = AccessLog(path)
+    access.write("127.0.0.1:1", "GET", "/first", "1.1", 200, 1.0)
+    access._flush()
+    path.rename(tmp_path / "moved")
+    access.write("127.0.0.1:1", "GET", "/second", "1.1", 200, 1.0)
+    access.close()
+    assert "/first" in (tmp_path / "moved").read_text()
+    assert "/second" in path.read_text() and "/first" not in path.read_text()
