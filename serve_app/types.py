@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 Kind = Literal["predict", "explain", "describe"]
@@ -77,8 +78,17 @@ class ModelSpec:
         return replace(self, **changes)
 
 
+class _Quick:
+    """Pickled as its values in order: half the cost of what a frozen dataclass with slots does by itself."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), attrgetter(*self.__slots__)(self)
+
+
 @dataclass(frozen=True, slots=True)
-class Input:
+class Input(_Quick):
     """One named part of a request, as it came over the wire.
 
     Decoding waits for the author's thread: a replica's event loop parses no JSON, and the hop
@@ -91,7 +101,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(_Quick):
     """One request in nobody's dialect."""
 
     model: str
@@ -108,7 +118,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(_Quick):
     """Where a row's time went, in seconds; measured once, reported everywhere."""
 
     queue: float = 0.0
@@ -117,7 +127,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(_Quick):
     """One row's answer: bytes already, with what the handler set on its context."""
 
     body: bytes

@@ -25,7 +25,6 @@ class Gateway:
     async def __init__(self, settings: Settings, management: Any) -> None:
         # The handle in ``management`` makes Serve start that deployment with this one; the link opens its own.
         logs.configure(settings.telemetry.log_level)
-        middleware.serve_at(None)
         self._settings = settings
         self._meters = Meters()
         self._reader = TableReader()
@@ -36,7 +35,9 @@ class Gateway:
         await self._link.first_table(timeout=60)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return inference_app(self._plane, self._settings, self._meters, self._access)
+        doors = inference_app(self._plane, self._settings, self._meters, self._access)
+        middleware.answer_with(doors)
+        return doors
 
     async def check_health(self) -> None:
         await asyncio.sleep(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -51,7 +52,6 @@ class ModelReplica:
 
     async def __init__(self, spec: ModelSpec, settings: Settings) -> None:
         logs.configure(settings.telemetry.log_level)
-        middleware.serve_at(spec.route)
         self._spec = spec
         self._settings = settings
         self._hung = False
@@ -142,7 +142,9 @@ class ModelReplica:
             return await asyncio.to_thread(cache.open, copy.as_uri(), spec.digest)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return inference_app(self._plane, self._settings, self._meters, self._access)
+        doors = inference_app(self._plane, self._settings, self._meters, self._access)
+        middleware.answer_with(doors)
+        return doors
 
     def reconfigure(self, config: dict[str, Any]) -> None:
         """Take over what needs no restart."""
@@ -155,28 +157,35 @@ class ModelReplica:
             retries=tunables["retries"],
         )
 
-    async def infer(self, calls: list[Call]) -> list[Reply | RelayError | list[Chunk]]:
-        """The hop: rows from another process, one result or one error each."""
-        return await asyncio.gather(*(self._row(call) for call in calls))
+    async def infer(self, sent: bytes) -> bytes:
+        """The hop: pickled calls from another process; for each a Reply, a RelayError, or the chunks of its stream."""
+        answers = await self._batcher.submit_all(pickle.loads(sent))
+        for i, answer in enumerate(answers):
+            if isinstance(answer, ReplyStream):
+                try:
+                    answers[i] = [chunk async for chunk in _chunks(answer)]
+                except RelayError as error:
+                    answers[i] = error
+        return pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
 
-    async def _row(self, call: Call) -> Reply | RelayError | list[Chunk]:
+    async def stream(self, call: Call) -> AsyncIterator[Chunk | RelayError]:
+        """One row alone; the first chunk has the head, and is the last one where the handler does not stream.
+
+        An error is an item: raised, Ray would log its traceback as a fault of ours.
+        """
         try:
             reply = await self._batcher.submit(call)
-            if isinstance(reply, Reply):
-                return reply
-            return [chunk async for chunk in _chunks(reply)]
         except RelayError as error:
-            return error
-
-    async def stream(self, call: Call) -> AsyncIterator[Chunk]:
-        """One row alone; the first chunk has the head, and is the last one where the handler does not stream."""
-        reply = await self._batcher.submit(call)
+            yield error
+            return
         if isinstance(reply, Reply):
             yield Chunk(b"", last=True, head=reply)
             return
         try:
             async for chunk in _chunks(reply):
                 yield chunk
+        except RelayError as error:
+            yield error
         finally:
             await reply.aclose()
 

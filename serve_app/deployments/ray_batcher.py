@@ -7,11 +7,12 @@ whole, which runs it at once and keeps everything else: one error a row, halves,
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
 
-from serve_app.errors import QueueFull, RelayError
+from serve_app.errors import QueueFull, RelayError, WorkerDied
 from serve_app.runtime.batcher import Batcher
 from serve_app.types import Call, ModelRef, Reply, ReplyStream
 
@@ -31,7 +32,7 @@ class RayBatcher:
         @serve.batch(max_batch_size=max_batch_size)
         async def together(calls: list[Call]) -> list[Any]:
             # An exception in the list is one row's; raised, it would be every row's.
-            return await asyncio.gather(*(batcher.submit(call) for call in calls), return_exceptions=True)
+            return await batcher.submit_all(calls)
 
         self._together = together
         self.configure(max_batch_size=max_batch_size, max_batch_delay=max_batch_delay, queue_size=queue_size)
@@ -53,6 +54,10 @@ class RayBatcher:
             answer = await self._together(call)
         finally:
             self._waiting -= 1
-        if isinstance(answer, (RelayError, asyncio.CancelledError)):
+        if isinstance(answer, RelayError):
             raise answer
         return answer
+
+    async def submit_all(self, calls: Sequence[Call]) -> list[Any]:
+        answers = await asyncio.gather(*(self.submit(call) for call in calls), return_exceptions=True)
+        return [answer if not isinstance(answer, asyncio.CancelledError) else WorkerDied() for answer in answers]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -50,6 +51,7 @@ class RemoteTarget:
         self._streams: bool | None = None  # whether its handler streams: unknown until the first reply
         self._rows: deque[_Row] = deque()
         self._hops = 0
+        self._sending = False
 
     async def infer(self, call: Call) -> Reply | ReplyStream:
         if self._streams is not False:
@@ -59,12 +61,23 @@ class RemoteTarget:
             raise QueueFull(self._ref.name, call.version, f"{len(self._rows)} rows wait for its replicas")
         row = _Row(call, asyncio.get_running_loop().create_future())
         self._rows.append(row)
-        self._send()
+        self._send_soon()
         return await row.future
+
+    def _send_soon(self) -> None:
+        """Send at the end of the loop's turn: rows that were read in the same turn travel together."""
+        if not self._sending and self._hops < self._allowed:
+            self._sending = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    @property
+    def _allowed(self) -> int:
+        return HOPS_PER_REPLICA * max(1, self.row.replicas)
 
     def _send(self) -> None:
         """Start hops while the way is free and rows wait."""
-        while self._rows and self._hops < HOPS_PER_REPLICA * max(1, self.row.replicas):
+        self._sending = False
+        while self._rows and self._hops < self._allowed:
             hop: list[_Row] = []
             size = 0
             while self._rows and len(hop) < MAX_ROWS and (not hop or size + self._rows[0].size <= MAX_BYTES):
@@ -82,7 +95,9 @@ class RemoteTarget:
 
     async def _hop(self, hop: list[_Row]) -> None:
         try:
-            results = await self._unary.remote([row.call for row in hop])
+            # Pickled here and unpickled there, as bytes to Ray: its own pickler asks Python about every object.
+            sent = pickle.dumps([row.call for row in hop], pickle.HIGHEST_PROTOCOL)
+            results = pickle.loads(await self._unary.remote(sent))
         except asyncio.CancelledError:
             for row in hop:
                 row.future.cancel()
@@ -102,7 +117,7 @@ class RemoteTarget:
                     row.future.set_result(result)
         finally:
             self._hops -= 1
-            self._send()
+            self._send_soon()
 
     def _failed(self, hop: list[_Row], error: Exception) -> None:
         again = self.row.retries and _replica_lost(error)
@@ -117,15 +132,15 @@ class RemoteTarget:
         for attempt in (1, 2):
             answers = self._streaming.remote(call).__aiter__()
             try:
-                first: Chunk = await answers.__anext__()
+                first: Chunk | RelayError = await answers.__anext__()
             except StopAsyncIteration:
                 raise WorkerDied("the replica ended the stream before it began") from None
-            except RelayError:
-                raise
             except Exception as error:
                 if attempt == 1 and self.row.retries and _replica_lost(error):
                     continue
                 raise _in_our_words(error, self._ref, call) from None
+            if isinstance(first, RelayError):
+                raise first
             assert first.head is not None
             if first.last:
                 self._streams = bool(self._streams)
@@ -134,10 +149,14 @@ class RemoteTarget:
             return ReplyStream(first.head, self._rest(call, first, answers))
         raise AssertionError("unreachable")
 
-    async def _rest(self, call: Call, first: Chunk, answers: AsyncIterator[Chunk]) -> AsyncIterator[bytes]:
+    async def _rest(
+        self, call: Call, first: Chunk, answers: AsyncIterator[Chunk | RelayError]
+    ) -> AsyncIterator[bytes]:
         yield first.body
         try:
             async for chunk in answers:
+                if isinstance(chunk, RelayError):
+                    raise chunk
                 yield chunk.body
         except RelayError:
             raise

@@ -6,12 +6,12 @@ many awaits as ASGI asks for. Each answer carries the headers that TorchServe pu
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from random import getrandbits
 from typing import Any
 
-from serve_app.doors.middleware import CLIENT_PATH
 from serve_app.errors import TooLarge
 from serve_app.types import ReplyStream
 
@@ -34,6 +34,7 @@ _OURS = {name for name, _ in _EVERY_ANSWER} | {
 }
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _BODILESS = (204, 304)
+_SLOW = 0.05  # seconds after which it is worth to look whether the caller is still there
 
 
 class CallerLeft(Exception):
@@ -64,7 +65,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.method: str = scope["method"]
-        self.path: str = scope.get(CLIENT_PATH) or scope["path"]
+        self.path: str = scope["path"]
         self.segments = self.path.rstrip("/").split("/")[1:]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = uuid4()
@@ -91,6 +92,24 @@ class Exchange:
             if not message.get("more_body", False):
                 return b"".join((*pieces, piece)) if pieces else piece
             pieces.append(piece)
+
+    def watch(self) -> asyncio.TimerHandle:
+        """Cancel this request's task when the caller leaves; the handle ends the watch.
+
+        Most requests are answered before anybody could look: a timer costs a fraction of a task, so the
+        watching begins with the answers that take longer. The body must have been read.
+        """
+        loop = asyncio.get_running_loop()
+        return loop.call_later(_SLOW, self._begin_watch, asyncio.current_task(loop))
+
+    def _begin_watch(self, request: asyncio.Task[Any]) -> None:
+        async def wait_for_leaving() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            request.cancel()
+
+        watcher = asyncio.get_running_loop().create_task(wait_for_leaving())
+        request.add_done_callback(lambda _: watcher.cancel())
 
     async def reply(self, status: int, headers: Headers, body: bytes) -> None:
         """Answer in one piece."""

@@ -1,12 +1,19 @@
-"""What makes moving a route between live applications lose no request.
+"""The short way in: a request at a replica's port goes to our doors, past Ray Serve's own handling.
 
-HAProxy brings a request to a replica by the table of some generation; by the time it arrives, the
-replica's own route may have moved, and Ray Serve would answer 404. Whatever reaches a replica's
-port was meant for it, so this middleware always shows Ray the replica's explicit route, which
-begins with either of the two routes that it can ever own, and keeps the client's path beside it
-for the doors.
+Ray Serve wraps each HTTP request of a replica in its accounting (route check, request context, ongoing
+count, metrics, a log record), at more than twice the cost of our doors. It lets an operator put ASGI
+middlewares around that, in every HTTP server it starts, and this is one: in a process that has doors
+of ours it answers with them, and nothing of Ray's runs but the server itself (uvicorn).
 
-Installed in every Ray Serve HTTP server by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``.
+This is also what makes moving a route between live applications lose no request. HAProxy brings a
+request to a replica by the table of some generation; by the time it arrives the replica's route may have
+moved, and Ray would answer 404. The doors look at the client's path and at our own table instead.
+
+What Ray still does: it starts and stops the server (a stopping one finishes what it is answering),
+checks health (``/-/healthz``), and brings what comes through its own proxy to the same doors.
+What it no longer knows: how many requests a replica is answering. The batcher bounds them.
+
+Installed by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``; without it everything works, at Ray's pace.
 """
 
 from __future__ import annotations
@@ -15,37 +22,30 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
-CLIENT_PATH = "torchrelay.path"  # the key of the ASGI scope under which the doors find the client's path
-
-_ours = False  # this process runs our doors; otherwise it is one of Ray's proxies
-_route: str | None = None
+_doors: Any = None
 
 
-def serve_at(route: str | None) -> None:
-    """This process runs our doors: as a replica whose explicit route is ``route``, or as a gateway (None)."""
-    global _ours, _route
-    _ours, _route = True, route
+def answer_with(doors: Any) -> None:
+    """This process answers what reaches its port with ``doors``, an ASGI application."""
+    global _doors
+    _doors = doors
 
 
-class ReplicaRoute:
-    """Pure ASGI. In a replica it keeps the route; in Ray's proxy it keeps the answer's request id single."""
+class ShortWay:
+    """Pure ASGI. In Ray's proxy, which has no doors, it only keeps the answer's request id single."""
 
     def __init__(self, app: Any) -> None:
-        self._app = app
-        # Ray puts a layer innermost that makes request ids. Our doors make them themselves, so in their
-        # processes a request goes past that layer; Ray's proxy relies on it.
-        self._inner = app._app if _ours and type(app).__name__ == "RequestIdMiddleware" else app
+        self._ray = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if not _ours:
-            await self._app(scope, receive, _one_request_id(send) if scope["type"] == "http" else send)
-            return
-        if _route is not None and scope["type"] == "http":
-            path = scope["path"]
-            if not path.startswith("/-/"):
-                scope[CLIENT_PATH] = path
-                scope["path"] = _route
-        await self._inner(scope, receive, send)
+        if scope["type"] != "http":
+            await self._ray(scope, receive, send)
+        elif _doors is None:
+            await self._ray(scope, receive, _one_request_id(send))
+        elif scope["path"].startswith("/-/"):
+            await self._ray(scope, receive, send)
+        else:
+            await _doors(scope, receive, send)
 
 
 def _one_request_id(send: Any) -> Any:
@@ -63,4 +63,4 @@ def _one_request_id(send: Any) -> Any:
 
 def build() -> list[Middleware]:
     """Ray Serve's callback: the middlewares of its HTTP servers."""
-    return [Middleware(ReplicaRoute)]
+    return [Middleware(ShortWay)]

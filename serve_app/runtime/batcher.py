@@ -23,6 +23,8 @@ from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
 
 log = logging.getLogger("torchrelay.batcher")
 
+_BEHIND = 64  # rows that may lie ready behind the running batch, where one full batch is fewer
+
 Emit = Callable[[int, "bytes | Reply"], None]
 Run = Callable[[Sequence[Call], Emit], "list[Reply | RelayError]"]
 
@@ -34,7 +36,7 @@ class Timer(Protocol):
 class _Row:
     """A call that waits for its answer."""
 
-    __slots__ = ("call", "future", "arrived", "emitted", "pieces")
+    __slots__ = ("arrived", "batch", "call", "emitted", "future", "pieces")
 
     def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream], arrived: float) -> None:
         self.call = call
@@ -42,15 +44,18 @@ class _Row:
         self.arrived = arrived
         self.emitted = False  # set in the author's thread: a row that streamed is never run again
         self.pieces: _Pieces | None = None
+        self.batch: _Batch | None = None
 
 
 class _Batch:
     """Rows that were given to the author's thread together."""
 
-    __slots__ = ("rows", "began", "runs")
+    __slots__ = ("began", "ended", "rows", "runs", "waiting")
 
     def __init__(self, rows: list[_Row]) -> None:
         self.rows = rows
+        self.waiting = len(rows)  # of them, those whose callers are still there
+        self.ended = False
         self.began: float | None = None  # of the run that is under way
         self.runs: list[tuple[float, list[float]]] = []  # seconds, and each row's wait; more than one after a failure
 
@@ -130,8 +135,8 @@ class Batcher:
         self._timer = timer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: deque[_Row] = deque()
-        self._flight: deque[_Batch] = deque()  # what the author's thread runs, and at most one full batch behind it
-        self._ahead = 0  # rows of that second batch that somebody waits for
+        self._flight: deque[_Batch] = deque()  # what the author's thread runs, and full batches behind it
+        self._behind = 0  # rows of those, as far as somebody waits for them
         self._starting = False  # _start is due at the end of this turn of the loop
         self._delayed: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -172,10 +177,31 @@ class Batcher:
     @property
     def pending(self) -> int:
         """Rows that wait; those that run are not among them."""
-        return len(self._queue) + self._ahead
+        return len(self._queue) + self._behind
 
     async def submit(self, call: Call) -> Reply | ReplyStream:
         """The call's answer, when its batch has run. Raises RelayError; QueueFull does so at once."""
+        row = self._take_in(call)
+        try:
+            return await row.future
+        except asyncio.CancelledError:
+            self._left(row)
+            raise
+
+    async def submit_all(self, calls: Sequence[Call]) -> list[Any]:
+        """For each call that came with the others its Reply, its ReplyStream or its RelayError."""
+        answers: list[Any] = []
+        for call in calls:
+            try:
+                answers.append(self._take_in(call).future)
+            except RelayError as error:
+                answers.append(error)
+        waiting = [answer for answer in answers if isinstance(answer, asyncio.Future)]
+        if waiting:
+            await asyncio.wait(waiting)
+        return [_outcome(answer) if isinstance(answer, asyncio.Future) else answer for answer in answers]
+
+    def _take_in(self, call: Call) -> _Row:
         if self._refusal:
             raise Loading(self._ref.name, call.version, self._refusal)
         if self.pending >= self._queue_size:
@@ -187,22 +213,12 @@ class Batcher:
         assert self._timer is not None
         row = _Row(call, loop.create_future(), self._clock())
         self._queue.append(row)
-        if not self._flight:
-            # At the end of the loop's turn: requests that were read in the same turn join the batch.
-            if not self._starting:
-                self._starting = True
-                loop.call_soon(self._start)
-        elif len(self._flight) < 2 and len(self._queue) >= self._max_batch_size:
-            self._start()
-        expiry = None if call.deadline is None else self._timer(call.deadline - time.time(), self._expire, row)
-        try:
-            return await row.future
-        except asyncio.CancelledError:
-            self._left(row)
-            raise
-        finally:
-            if expiry is not None:
-                expiry.cancel()
+        if not self._flight or len(self._queue) >= self._max_batch_size:
+            self._start_soon()
+        if call.deadline is not None:
+            expiry = self._timer(call.deadline - time.time(), self._expire, row)
+            row.future.add_done_callback(lambda _: expiry.cancel())
+        return row
 
     async def close(self) -> None:
         """Take no more rows, answer those that were taken, then end the author's thread."""
@@ -230,32 +246,46 @@ class Batcher:
         try:
             self._queue.remove(row)
         except ValueError:
-            if len(self._flight) > 1 and row in self._flight[1].rows:
-                self._ahead -= 1
+            batch = row.batch
+            if batch is not None and not batch.ended:
+                batch.waiting -= 1
+                if batch is not self._flight[0]:
+                    self._behind -= 1
         if self._drained is not None and not self._queue and not self._flight:
             self._drained.set()
+
+    def _start_soon(self) -> None:
+        """Start at the end of the loop's turn: what was read in the same turn goes together."""
+        if not self._starting:
+            assert self._loop is not None
+            self._starting = True
+            self._loop.call_soon(self._start)
 
     def _start(self) -> None:
         """Give the author's thread what may run: anything when it is idle, full batches when it is not.
 
-        One full batch lies ready behind the running one, so a saturated model never waits for the loop.
+        A full batch lies ready behind the running one, so a saturated model never waits for the loop; of
+        small batches several do, for to change threads costs more than a small batch.
         """
         self._starting = False
-        while self._queue and len(self._flight) < 2:
+        started: list[_Batch] = []
+        while self._queue and (len(self._flight) < 2 or self._behind < _BEHIND):
             full = len(self._queue) >= self._max_batch_size or self._queue[0].call.kind != self._queue[-1].call.kind
-            if not full:
-                if self._flight:
-                    return
-                if self._delay and not self._refusal and self._waits():
-                    return
+            if not full and (self._flight or (self._delay and not self._refusal and self._waits())):
+                break
             rows = self._take()
             if rows:
                 batch = _Batch(rows)
-                self._ahead = len(rows) if self._flight else 0
+                for row in rows:
+                    row.batch = batch
+                if self._flight:
+                    self._behind += len(rows)
                 self._flight.append(batch)
-                self.author.post(self._execute, batch)
-                if self._watch is None and self._timeout > 0:
-                    self._look_in(self._timeout)
+                started.append(batch)
+        if started:
+            self.author.post(self._execute, started)
+            if self._watch is None and self._timeout > 0:
+                self._look_in(self._timeout)
 
     def _waits(self) -> bool:
         """Whether the first row has time left to wait for others."""
@@ -281,14 +311,15 @@ class Batcher:
 
     # In the author's thread
 
-    def _execute(self, batch: _Batch) -> None:
-        answers: list[tuple[_Row, Reply | RelayError]] = []
-        try:
-            self._attempt(batch, batch.rows, answers)
-        except BaseException:  # Runner.run raises nothing; whatever else does must not lose rows
-            failure = HandlerFailed(traceback.format_exc())
-            answers = [(row, failure) for row in batch.rows]
-        self._tell(self._finish, batch, answers)
+    def _execute(self, batches: list[_Batch]) -> None:
+        for batch in batches:
+            answers: list[tuple[_Row, Reply | RelayError]] = []
+            try:
+                self._attempt(batch, batch.rows, answers)
+            except BaseException:  # Runner.run raises nothing; whatever else does must not lose rows
+                failure = HandlerFailed(traceback.format_exc())
+                answers = [(row, failure) for row in batch.rows]
+            self._tell(self._finish, batch, answers)
 
     def _attempt(self, batch: _Batch, rows: list[_Row], answers: list[tuple[_Row, Reply | RelayError]]) -> None:
         rows = [row for row in rows if self._wanted(row, answers)]
@@ -353,9 +384,11 @@ class Batcher:
         if not self._flight or self._flight[0] is not batch:
             return  # too late: its rows were given up
         self._flight.popleft()
-        self._ahead = 0
+        batch.ended = True
+        if self._flight:
+            self._behind -= self._flight[0].waiting
         if self._queue:
-            self._start()
+            self._start_soon()
         for row, answer in answers:
             if row.pieces is not None:
                 if isinstance(answer, Reply):
@@ -404,8 +437,10 @@ class Batcher:
         self._refusal = "its replica hangs and is being replaced"
         running = self._flight[0].rows
         waiting = [row for batch in list(self._flight)[1:] for row in batch.rows] + list(self._queue)
+        for batch in self._flight:
+            batch.ended = True
         self._flight.clear()
-        self._ahead = 0
+        self._behind = 0
         self._queue.clear()
         for row in running:
             if row.pieces is not None:
@@ -419,6 +454,10 @@ class Batcher:
         if self._drained is not None:
             self._drained.set()
         self._on_hung()
+
+
+def _outcome(future: asyncio.Future[Any]) -> Any:
+    return future.exception() or future.result()
 
 
 def _failed_whole(results: Sequence[Reply | RelayError]) -> bool:

@@ -64,17 +64,22 @@ class InferenceDoor:
         body = await exchange.body(self._limit)
         headers["url_path"] = "/".join(segments[3:])
         headers["explain"] = explain
-        reply = await self._plane.infer(
-            Call(
-                model,
-                version,
-                forms.inputs(headers.get("content-type"), body),
-                headers,
-                kind,
-                exchange.request_id,
-                _deadline(headers.get(TIMEOUT)),
-            )
+        call = Call(
+            model,
+            version,
+            forms.inputs(headers.get("content-type"), body),
+            headers,
+            kind,
+            exchange.request_id,
+            _deadline(headers.get(TIMEOUT)),
         )
+        watch = exchange.watch()
+        try:
+            await self._send(exchange, await self._plane.infer(call))
+        finally:
+            watch.cancel()
+
+    async def _send(self, exchange: Exchange, reply: Reply | ReplyStream) -> None:
         if isinstance(reply, ReplyStream):
             head = reply.head
             exchange.version = head.version

@@ -83,13 +83,6 @@ def test_trailing_slashes_do_not_matter(inference, path: str) -> None:
     assert inference()("GET", path).status == 200
 
 
-def test_the_clients_own_path_counts_where_a_middleware_rewrote_it(inference) -> None:
-    app = inference()
-    scope = {"path": "/predictions/m/1.0", "root_path": "/predictions/m/1.0", "torchrelay.path": "/predictions/m/2.0"}
-    app("POST", "/ignored", b"x", scope=scope)
-    assert app.target.calls[0].version == "2.0"
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status", "body"),
     [
