@@ -78,6 +78,7 @@ class DataPlane:
                 call = _bounded(call, row.client_timeout / 1000)
             reply = await (await self._target(call, row)).infer(call)
         except RelayError as error:
+            error.version = version
             # An unknown name is a caller's word, not a label: it would grow without bound.
             model = call.model if version else ""
             self._meters.request(model, version, error.reason, time.perf_counter() - started)

@@ -12,6 +12,7 @@ class RelayError(Exception):
     """The root: something Torchrelay can say in a caller's words."""
 
     reason = "error"
+    version = ""  # of the model that was to answer, where that had been chosen already
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__

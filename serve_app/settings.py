@@ -62,7 +62,6 @@ class ControlSettings:
     acknowledge_timeout: float = 5.0  # seconds to wait until every live reader has a change
     enable_model_api: bool = True
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"
-    unregister_timeout: int = 120  # seconds
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 from ray import serve
@@ -33,6 +34,8 @@ class Gateway:
         self._access = logs.access(settings)
         self._link.start()
         await self._link.first_table(timeout=60)
+        gc.collect()
+        gc.freeze()  # what imports have made is not looked through again, tens of milliseconds a time
 
     def __serve_build_asgi_app__(self) -> Any:
         doors = inference_app(self._plane, self._settings, self._meters, self._access)

@@ -20,6 +20,8 @@ TUNABLE = ("batch_size", "max_batch_delay", "response_timeout", "client_timeout"
 # What no replica ever sees.
 _OUTSIDE = ("min_workers", "max_workers", "url", "archive", "loaded_at_startup", "max_retry_timeout")
 
+HEAD = "node:__internal_head__"  # the resource that Ray gives the head node
+
 # The doors write the access log themselves, off the event loop: Ray's stalls it for 17 ms every 1,000 lines.
 QUIET = {"enable_access_log": False}
 
@@ -93,7 +95,7 @@ def server_app(settings: Settings) -> Any:
         max_constructor_retry_count=2,
         request_router_config=ROUTER,
         logging_config=QUIET,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},  # its database, volume and ports are there
     )
     gateway = Gateway.options(
         name=GATEWAY,

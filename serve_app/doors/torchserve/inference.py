@@ -9,7 +9,7 @@ from typing import Any
 from serve_app.dataplane import DataPlane
 from serve_app.doors.exchange import Exchange, Headers, author_headers
 from serve_app.doors.torchserve import errors, forms, openapi
-from serve_app.errors import BadRequest, MethodNotAllowed, ModelNotFound, ResourceNotFound
+from serve_app.errors import BadRequest, MethodNotAllowed, ModelNotFound, RelayError, ResourceNotFound
 from serve_app.settings import Settings
 from serve_app.types import Call, Kind, Reply, ReplyStream
 
@@ -76,6 +76,9 @@ class InferenceDoor:
         watch = exchange.watch()
         try:
             await self._send(exchange, await self._plane.infer(call))
+        except RelayError as error:
+            exchange.version = exchange.version or error.version
+            raise
         finally:
             watch.cancel()
 
