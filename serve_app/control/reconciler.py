@@ -7,6 +7,7 @@ when nothing differs, nothing is done.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,7 @@ class Reconciler:
                         config={key: value for key, value in ours.items() if key != ATTEMPT},
                         attempt=ours.get(ATTEMPT, 0),
                         status=str(getattr(app["status"], "value", app["status"])),
-                        message=deployment["message"] or app["message"] or "",
+                        message=plain(deployment["message"] or app["message"] or ""),
                         workers=tuple(_worker(r) for r in deployment["replicas"]),
                     )
         return seen
@@ -152,6 +153,21 @@ class Reconciler:
                     targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
                 )
         return steps
+
+
+def plain(message: str) -> str:
+    """Ray Serve's message without colours, and with what it means where Ray names only a class of its own."""
+    text = _COLOUR.sub("", message).strip()
+    if "ActorDiedError" in text:
+        return f"{_ENDED}\n{text}"
+    return text
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_ENDED = (
+    "The replica's process ended while it loaded the model: the handler ended it (os._exit), or native code of it "
+    "crashed (the server's log then shows where), or the system killed it because memory ran out."
+)
 
 
 def _worker(replica: Mapping[str, Any]) -> Worker:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,12 @@ from serve_app.control.reconciler import ATTEMPT, Deploy, Reconciler, Seen
 from serve_app.control.registry import Desired, Registry
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import TableReader
-from serve_app.deployments import options
+from serve_app.deployments import options, serve_env
 from serve_app.deployments.listener import Listener
 from serve_app.deployments.remote import Remotes
 from serve_app.doors.app import management_app
 from serve_app.doors.metrics import metrics_app
-from serve_app.errors import NotYet, NoWorker, RelayError, StartFailed, Unavailable
+from serve_app.errors import HandlerFailed, NotFound, NotYet, NoWorker, RelayError, StartFailed, Unavailable
 from serve_app.settings import Settings
 from serve_app.telemetry import logs
 from serve_app.telemetry.metrics import Meters, Sample, Sum
@@ -39,7 +40,7 @@ from serve_app.types import (
     ModelStatus,
     Progress,
     Registration,
-    Reply,
+    ReplyStream,
     Table,
 )
 
@@ -68,6 +69,8 @@ class Management:
 
     async def __init__(self, settings: Settings) -> None:
         logs.configure(settings.telemetry.log_level)
+        if lost := serve_env.complaint(os.environ):
+            log.warning("%s", lost)
         self._settings = settings
         settings.state_dir.mkdir(parents=True, exist_ok=True)
         self._serve = ThreadPoolExecutor(1, thread_name_prefix="serve")  # Serve's client is not thread-safe
@@ -85,6 +88,7 @@ class Management:
         self._seen: dict[str, Seen] = {}
         self._statuses: dict[ModelRef, ModelStatus] = {}
         self._failures: dict[ModelRef, _Failure] = {}
+        self._given_up: dict[str, int] = {}  # by application, the last attempt that Serve gave up, and that was noted
         self._crashes: dict[ModelRef, list[float]] = {}
         self._short_since: dict[ModelRef, float] = {}
         self._leaving: dict[str, str] = {}  # applications of removed versions, and the digests that they may still need
@@ -110,10 +114,12 @@ class Management:
     async def leave(self, source: str, samples: list[Sample]) -> None:
         self._board.leave(source, samples)
 
-    async def start_failed(self, ref: ModelRef, error: StartFailed) -> None:
-        """A replica could not load its model; here is the author's traceback."""
-        self._fail(ref, error)
-        self._kick.set()
+    async def start_failed(self, ref: ModelRef, digest: str, error: StartFailed) -> None:
+        """A replica could not load its model, whose archive has ``digest``; here is the author's traceback."""
+        with contextlib.suppress(NotFound):  # removed meanwhile
+            if change.find(self._registry, ref.name, ref.version).digest == digest:
+                self._fail(ref, error)
+                self._kick.set()
 
     async def pause_before_start(self, ref: ModelRef) -> float:
         """Seconds that a new replica should wait, because the ones before it crashed."""
@@ -145,7 +151,7 @@ class Management:
             async with self._writing:
                 with contextlib.suppress(NotYet):
                     await self._commit(change.unregister(self._registry, spec.name, spec.version)[0])
-                self._leaving[spec.ref.app] = spec.digest
+                self._removed(spec)
             raise
 
     async def scale(self, model: str, version: str | None, low: int, high: int, wait: bool) -> Progress:
@@ -166,12 +172,10 @@ class Management:
 
     async def unregister(self, model: str, version: str | None) -> ModelRef:
         async with self._writing:
-            digest = change.find(self._registry, model, version).digest
+            spec = change.find(self._registry, model, version)
             after, ref = change.unregister(self._registry, model, version)
             await self._commit(after)
-            self._leaving[ref.app] = digest
-        self._failures.pop(ref, None)
-        self._crashes.pop(ref, None)
+            self._removed(spec)
         return ref
 
     async def describe(self, model: str, version: str | None) -> Description:
@@ -181,14 +185,26 @@ class Management:
         default = self._registry.models[model].default == spec.version
         return Description(spec, self._statuses.get(spec.ref, ModelStatus()), default, pending)
 
-    async def metadata(self, model: str, version: str | None) -> Any:
-        """What the handler says of itself: the answer of one replica to a ``describe`` call."""
+    async def metadata(self, model: str, version: str | None) -> dict[str, Any]:
+        """What the handler says of itself: one replica's answer to a ``describe`` call, empty where it is no object."""
         ref = change.find(self._registry, model, version).ref
         if not self._running(ref):
             raise NoWorker(ref.name, version, "no replica runs that could describe it")
         row = self._board.table.models[ref.name].versions[ref.version]
-        reply = await self._remotes(ref, row).infer(Call(ref.name, ref.version, kind="describe"))
-        return orjson.loads(reply.body) if isinstance(reply, Reply) and reply.body else {}
+        try:
+            reply = await self._remotes(ref, row).infer(Call(ref.name, ref.version, kind="describe"))
+        except HandlerFailed as error:
+            # Most handlers know no such call and stumble over its empty row: they say nothing, and that is no fault.
+            log.info("%s describes nothing of itself: %s", ref.app, error)
+            return {}
+        if isinstance(reply, ReplyStream):
+            await reply.aclose()
+            return {}
+        try:
+            said = orjson.loads(reply.body)
+        except orjson.JSONDecodeError:
+            return {}
+        return said if isinstance(said, dict) else {}
 
     async def versions(self, model: str) -> list[str]:
         change.find(self._registry, model, None)
@@ -218,6 +234,12 @@ class Management:
         late = await self._board.in_force(self._settings.control.acknowledge_timeout, self._alive)
         if late:
             raise NotYet(f"Stored, and not yet in force at {len(late)} of the replicas that run.")
+
+    def _removed(self, spec: ModelSpec) -> None:
+        """Forget what was known of a version; its archive goes when its replicas are gone."""
+        self._failures.pop(spec.ref, None)
+        self._crashes.pop(spec.ref, None)
+        self._leaving[spec.ref.app] = spec.digest
 
     def _digests(self) -> frozenset[str]:
         return frozenset(spec.digest for spec in self._registry)
@@ -306,8 +328,9 @@ class Management:
         for app, want in desired.items():
             ref, have, before = want.spec.ref, seen.get(app), self._seen.get(app)
             running = have.running if have is not None else 0
-            if have is not None and have.failed:
-                self._fail(ref, StartFailed(ref.name, ref.version, have.message), again=False)
+            if have is not None and have.failed and self._given_up.get(app, -1) < have.attempt:
+                self._given_up[app] = have.attempt  # once: a version that was asked for again is not failed yet
+                self._fail(ref, StartFailed(ref.name, ref.version, have.message), known=True)
             if running >= want.low:
                 self._failures.pop(ref, None)
                 self._short_since.pop(ref, None)
@@ -326,23 +349,25 @@ class Management:
             del self._statuses[ref]
             self._meters.forget(ref.name, ref.version)
         self._seen = seen
+        self._given_up = {app: attempt for app, attempt in self._given_up.items() if app in seen}
         if self._booted and not self._settled:
             self._settled = all(
                 self._statuses[want.spec.ref].replicas >= want.low or want.spec.ref in self._failures
                 for want in desired.values()
             )
 
-    def _fail(self, ref: ModelRef, error: StartFailed, again: bool = True) -> None:
-        """Note that a version does not start, and when it is tried again: later each time, then no more."""
+    def _fail(self, ref: ModelRef, error: StartFailed, known: bool = False) -> None:
+        """Note that a version does not start, and when it is tried again: later each time, then no more.
+
+        ``known``: where a replica has said why, its own word stands.
+        """
         now = time.monotonic()
         failure = self._failures.get(ref)
         if failure is None:
             failure = self._failures[ref] = _Failure(error, since=now)
-        elif again:
-            failure.error = error
-            failure.count += 1
         else:
-            return
+            failure.error = failure.error if known else error
+            failure.count += 1
         spec = self._registry.models[ref.name].versions.get(ref.version) if ref.name in self._registry.models else None
         window = spec.max_retry_timeout if spec is not None else 0
         pause = _PAUSES[min(failure.count + 1, len(_PAUSES) - 1)]

@@ -64,7 +64,7 @@ class ModelReplica:
         except StartFailed as error:
             log.error("%s\n%s", error, error.detail)
             # Serve keeps only the end of a long message; Management wants the author's traceback whole.
-            await self._link.management.start_failed.remote(spec.ref, error)
+            await self._link.management.start_failed.remote(spec.ref, spec.digest, error)
             raise
         local = (spec.ref, LocalTarget(self._batcher))
         self._plane = DataPlane(reader, self._meters, remote=Remotes(reader), local=local)

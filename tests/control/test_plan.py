@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.control.reconciler import Delete, Deploy, Seen, plan
+from serve_app.control.reconciler import Delete, Deploy, Seen, plain, plan
 from serve_app.control.registry import Desired
 from serve_app.types import ModelSpec, Worker
 
@@ -72,3 +72,10 @@ def test_an_application_that_drains_is_left_alone() -> None:
 def test_a_rolling_update_that_serve_gave_up_is_begun_again() -> None:
     stuck = have("1", "/predictions/m", running=1, replicas=1, status="DEPLOY_FAILED")
     assert steps([want("1", "/predictions/m")], [stuck]) == [[Deploy(want("1", "/predictions/m"), "/predictions/m", 1)]]
+
+
+def test_what_serve_says_is_told_without_colours_and_with_its_meaning() -> None:
+    assert plain("\x1b[36mray::Replica\x1b[39m (pid=1)\n") == "ray::Replica (pid=1)"
+    said = plain("The deployment failed to start 3 times in a row. Error:\nActorDiedError()")
+    assert said.startswith("The replica's process ended while it loaded the model: the handler ended it (os._exit)")
+    assert said.endswith("ActorDiedError()")

@@ -383,3 +383,15 @@ def test_every_answer_is_counted_and_logged(inference) -> None:
     assert (request_id, model, version) == (answer["x-request-id"], "m", "1.0")
     assert app.access[1][4] == 404
     assert app.access[1][7:] == ("", "")
+
+
+def test_the_access_log_says_which_version_failed(inference) -> None:
+    async def fails(call: Call) -> Reply:
+        raise HandlerFailed("a traceback")
+
+    app = inference(fails)
+    app("POST", "/predictions/m", b"x")
+    app("POST", "/predictions/m/2.0", b"x")
+    app("POST", "/predictions/m/9", b"x")
+    app("POST", "/predictions/none", b"x")
+    assert [line[7:] for line in app.access] == [("m", "1.0"), ("m", "2.0"), ("m", "9"), ("none", "")]
