@@ -71,6 +71,7 @@ class InferenceSettings:
     __pydantic_config__ = _STRICT
     max_request_size: int = 6_553_500  # bytes
     gateways: int = 1  # gateway replicas, at most one a node
+    short_hops: bool = True  # reach replicas of the same machine over sockets rather than through Ray
 
 
 @dataclass(frozen=True)

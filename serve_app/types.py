@@ -204,6 +204,7 @@ class VersionRow:
     max_batch_size: int = 1
     client_timeout: int = 0  # milliseconds, 0: none
     retries: bool = True
+    ids: tuple[str, ...] = ()  # of the replicas that run
     healthy: bool = True  # as many replicas as it should have, or within its time to recover
     last_error: str = ""
 

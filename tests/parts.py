@@ -82,7 +82,7 @@ def handle(data, context):
 class Server:
     """A real server on ports of its own, with a model store and a state of its own."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **settings: Any) -> None:
         self.home = home
         self.store = home / "model_store"
         self.store.mkdir()
@@ -91,6 +91,7 @@ class Server:
         document["applications"][0]["args"] = {
             "home": str(home),
             "management": {"port": free_port(), "metrics_port": free_port()},
+            **settings,
         }
         self._config = home / "app.yaml"
         self._config.write_text(yaml.safe_dump(document))

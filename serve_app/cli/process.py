@@ -19,7 +19,7 @@ from serve_app.errors import ConfigurationError
 from serve_app.ports import holder
 from serve_app.settings import Settings, load
 
-_GRACE = 3.5  # seconds for a clean end, before what is left is killed
+_GRACE = 3.0  # seconds for a clean end, before what is left is killed
 _CLOSING = 3.0  # seconds in which the sockets of a process that was just killed must be gone
 _MARK = "TORCHRELAY_RUN"  # in the environment of every process of one start, however it was daemonised
 

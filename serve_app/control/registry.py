@@ -215,6 +215,7 @@ def _row(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionR
         max_batch_size=spec.batch_size,
         client_timeout=spec.client_timeout,
         retries=spec.retries,
+        ids=tuple(sorted(worker.id for worker in status.workers if worker.ready)),
         healthy=healthy,
         last_error=status.last_error,
     )

@@ -30,7 +30,7 @@ class Gateway:
         self._meters = Meters()
         self._reader = TableReader()
         self._link = Link(self._reader, self._meters)
-        self._plane = DataPlane(self._reader, self._meters, remote=Remotes(self._reader))
+        self._plane = DataPlane(self._reader, self._meters, remote=Remotes(self._reader, settings))
         self._access = logs.access(settings)
         self._link.start()
         await self._link.first_table(timeout=60)

@@ -80,7 +80,7 @@ class Management:
         self._meters = Meters()
         self._total = Sum()
         self._board = Board(self._total)
-        self._remotes = Remotes(TableReader())
+        self._remotes = Remotes(TableReader(), settings)
         self._reconciler = Reconciler(self._application, self._config_of)
         self._writing = asyncio.Lock()
         self._kick = asyncio.Event()

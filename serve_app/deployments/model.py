@@ -15,6 +15,7 @@ import ray
 from ray import serve
 
 from serve_app.dataplane import DataPlane, TableReader
+from serve_app.deployments.hop import HopServer, socket_path
 from serve_app.deployments.link import Link
 from serve_app.deployments.ray_batcher import RayBatcher
 from serve_app.deployments.remote import Remotes
@@ -67,8 +68,10 @@ class ModelReplica:
             await self._link.management.start_failed.remote(spec.ref, spec.digest, error)
             raise
         local = (spec.ref, LocalTarget(self._batcher))
-        self._plane = DataPlane(reader, self._meters, remote=Remotes(reader), local=local)
+        self._plane = DataPlane(reader, self._meters, remote=Remotes(reader, settings), local=local)
         self._access = logs.access(settings)
+        self._hops = HopServer(self._batcher.enqueue)
+        await self._hops.open(socket_path(serve.get_replica_context().replica_id.unique_id))
         self._link.start()
         await self._link.first_table(timeout=30)
 
@@ -200,6 +203,7 @@ class ModelReplica:
             raise RuntimeError("the handler hangs")
 
     async def __del__(self) -> None:
+        self._hops.close()
         await self._link.leave()
 
 

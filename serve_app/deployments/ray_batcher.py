@@ -58,6 +58,9 @@ class RayBatcher:
             raise answer
         return answer
 
+    def enqueue(self, call: Call) -> asyncio.Future[Reply | ReplyStream]:
+        return asyncio.ensure_future(self.submit(call))
+
     async def submit_all(self, calls: Sequence[Call]) -> list[Any]:
         answers = await asyncio.gather(*(self.submit(call) for call in calls), return_exceptions=True)
         return [answer if not isinstance(answer, asyncio.CancelledError) else WorkerDied() for answer in answers]

@@ -1,6 +1,6 @@
-"""A version behind a handle: rows that wait together travel together.
+"""A version elsewhere: over sockets where all its replicas run on this machine, else through Ray's handle.
 
-A handle call costs most of a millisecond of CPU however little it carries, so rows are sent, not
+On the handle rows that wait together travel together. A handle call costs most of a millisecond of CPU however little it carries, so rows are sent, not
 calls: at most two handle calls a replica are under way, and what arrives meanwhile goes in the
 next. Nothing waits while the way is free, so there is no timer. A call that streams goes alone.
 """
@@ -19,7 +19,9 @@ from ray import serve
 from ray.serve.exceptions import BackPressureError
 
 from serve_app.dataplane import TableReader
+from serve_app.deployments.hop import HopLost, ShortHops
 from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, NoWorker, QueueFull, RelayError, WorkerDied
+from serve_app.settings import Settings
 from serve_app.types import Call, Chunk, ModelRef, Reply, ReplyStream, VersionRow
 
 log = logging.getLogger("torchrelay.remote")
@@ -42,18 +44,43 @@ class _Row:
 class RemoteTarget:
     """One version's replicas, as this process reaches them."""
 
-    def __init__(self, ref: ModelRef, row: VersionRow) -> None:
+    def __init__(self, ref: ModelRef, row: VersionRow, short_hops: bool) -> None:
         handle = serve.get_deployment_handle(ref.app, ref.app)
         self._unary = handle.infer
         self._streaming = handle.options(stream=True).stream
         self._ref = ref
-        self.row = row
+        self._near = ShortHops(short_hops)
+        self._row = row
         self._streams: bool | None = None  # whether its handler streams: unknown until the first reply
         self._rows: deque[_Row] = deque()
         self._hops = 0
         self._sending = False
 
+    @property
+    def row(self) -> VersionRow:
+        return self._row
+
+    @row.setter
+    def row(self, row: VersionRow) -> None:
+        if row is not self._row:
+            self._row = row
+            self._near.keep(row.ids)
+
     async def infer(self, call: Call) -> Reply | ReplyStream:
+        for attempt in (1, 2):
+            near = self._near.best(self._row.ids)
+            if near is None:
+                break
+            try:
+                return await near.infer(call)
+            except HopLost:
+                if not self._row.retries or attempt == 2:
+                    raise WorkerDied(f"a replica of {self._ref.app} was lost") from None
+            except Loading:
+                break  # it is stopping, or being replaced: the handle knows who else there is
+        return await self._far(call)
+
+    async def _far(self, call: Call) -> Reply | ReplyStream:
         if self._streams is not False:
             return await self._alone(call)
         limit = max(self.row.job_queue_size, self.row.max_batch_size) * max(1, self.row.replicas)
@@ -199,8 +226,9 @@ def _in_our_words(error: Exception, ref: ModelRef, call: Call) -> RelayError:
 class Remotes:
     """The RemoteTargets of this process, one a version, made when first needed."""
 
-    def __init__(self, reader: TableReader) -> None:
+    def __init__(self, reader: TableReader, settings: Settings) -> None:
         self._reader = reader
+        self._short_hops = settings.inference.short_hops
         self._targets: dict[ModelRef, RemoteTarget] = {}
 
     def __call__(self, ref: ModelRef, row: VersionRow) -> RemoteTarget:
@@ -208,7 +236,7 @@ class Remotes:
         if target is None:
             self._forget_removed()
             try:
-                target = self._targets[ref] = RemoteTarget(ref, row)
+                target = self._targets[ref] = RemoteTarget(ref, row, self._short_hops)
             except Exception as error:  # the application is not there (yet): its replicas are on their way
                 raise Loading(ref.name, ref.version, f"{type(error).__name__}: {error}") from None
         target.row = row

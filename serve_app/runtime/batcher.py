@@ -43,7 +43,7 @@ class _Row:
         self.future = future
         self.arrived = arrived
         self.emitted = False  # set in the author's thread: a row that streamed is never run again
-        self.pieces: _Pieces | None = None
+        self.pieces: Pieces | None = None
         self.batch: _Batch | None = None
 
 
@@ -60,7 +60,7 @@ class _Batch:
         self.runs: list[tuple[float, list[float]]] = []  # seconds, and each row's wait; more than one after a failure
 
 
-class _Pieces(AsyncIterator[bytes]):
+class Pieces(AsyncIterator[bytes]):
     """A streamed reply's pieces, each as it was emitted."""
 
     __slots__ = ("_ready", "_waiter", "_ended", "_error")
@@ -200,6 +200,12 @@ class Batcher:
         if waiting:
             await asyncio.wait(waiting)
         return [_outcome(answer) if isinstance(answer, asyncio.Future) else answer for answer in answers]
+
+    def enqueue(self, call: Call) -> asyncio.Future[Reply | ReplyStream]:
+        """The future of the call's answer; cancelling it says that the caller left. Raises RelayError at once."""
+        row = self._take_in(call)
+        row.future.add_done_callback(lambda future: self._forget(row) if future.cancelled() else None)
+        return row.future
 
     def _take_in(self, call: Call) -> _Row:
         if self._refusal:
@@ -375,7 +381,7 @@ class Batcher:
             if row.future.done():
                 return
             head, piece = piece, piece.body
-            row.pieces = _Pieces()
+            row.pieces = Pieces()
             row.future.set_result(ReplyStream(_headed(head), row.pieces))
         if row.pieces is not None:
             row.pieces.put(piece)

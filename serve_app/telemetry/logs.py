@@ -197,7 +197,8 @@ def configure(level: str = "INFO", stream: IO[str] | None = None) -> None:
     if _listener is not None:
         return
     lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    writer = logging.StreamHandler(stream or sys.stderr)
+    # Not sys.stderr: in a replica that is Ray Serve's, which keeps lines back until it has many.
+    writer = logging.StreamHandler(stream or sys.__stderr__)
     writer.setFormatter(logging.Formatter(_FORMAT))
     root.addHandler(logging.handlers.QueueHandler(lines))
     root.propagate = False

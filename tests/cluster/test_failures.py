@@ -107,6 +107,21 @@ def handle(data, context):
     server.management.delete("/models/hangs")
 
 
+def test_what_a_handler_says_and_raises_is_in_the_log_at_once(server: Server, tmp_path: Path) -> None:
+    handler = """
+def handle(data, context):
+    if data is None:
+        return None
+    raise KeyError("the handler's own words")
+"""
+    assert server.register(make_archive(tmp_path, "raises", handler)).status_code == 200
+    answer = server.http.post("/predictions/raises", content=b"x")
+    assert (answer.status_code, answer.json()["message"]) == (503, "Prediction failed")
+    assert "own words" not in answer.text, "a caller is not told the inside of a handler"
+    server.wait(lambda: "KeyError: \"the handler's own words\"" in server.log(), patience=5, what="the traceback")
+    server.management.delete("/models/raises")
+
+
 def test_a_crash_loop_slows_nobody_else(server: Server, stays: str, tmp_path: Path) -> None:
     handler = """
 import os

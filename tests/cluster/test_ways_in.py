@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from parts import ECHO, Server, make_archive
+from parts import ECHO, Load, Server, make_archive
 
 pytestmark = pytest.mark.cluster
 
@@ -24,6 +27,20 @@ def handle(data, context):
         raise RuntimeError("in mid-stream")
     return ["end"] * len(data)
 """
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose gateway reaches its replicas as if they were on other machines: through Ray's handles."""
+    far = Server(tmp_path_factory.mktemp("far"), inference={"short_hops": False})
+    try:
+        far.start()
+        folder = tmp_path_factory.mktemp("archives")
+        assert far.register(make_archive(folder, "ways", ECHO)).status_code == 200
+        assert far.register(make_archive(folder, "streams", STREAMS)).status_code == 200
+        yield far
+    finally:
+        far.close()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +69,7 @@ def test_one_answer_by_every_way(ways: dict[str, str]) -> None:
         assert len(answer.headers.get_list("x-request-id")) == 1, way
         missing = httpx.post(url + "none", content=b"")
         assert (missing.status_code, missing.json()["type"]) == (404, "ModelNotFoundException"), way
-        seen[way] = sorted(set(answer.headers) - {"date", "server"})
+        seen[way] = sorted(set(answer.headers) - {"date", "server", "connection"})
     assert len({tuple(headers) for headers in seen.values()}) == 1, seen
 
 
@@ -83,3 +100,33 @@ def test_a_body_over_the_limit_is_refused_by_every_way(ways: dict[str, str]) -> 
         assert (answer.status_code, answer.content) == (413, b""), way
         fits = httpx.post(url + "ways", content=b"x" * 6_553_500, timeout=30)
         assert fits.status_code == 200, way
+
+
+def test_through_handles_too(far: Server, tmp_path: Path) -> None:
+    url = f"{far.url}/%70redictions/"
+    assert httpx.post(url + "ways", content=b"same", timeout=30).content == b"same"
+    assert httpx.post(url + "ways", content=b"x" * 6_553_500, timeout=30).status_code == 200
+    for _ in range(2):
+        with httpx.stream("POST", url + "streams", content=b"x", timeout=30) as answer:
+            assert list(answer.iter_raw()) == [b"0 ", b"1 ", b"2 ", b"end"]
+    with Load(url + "ways", connections=32) as load:
+        far.wait(lambda: load.answers[200, "x"] > 500, what="many rows that travel together")
+    assert not load.failed, load.failed
+
+
+def test_rows_of_a_dead_replica_go_to_another_through_handles_too(far: Server, tmp_path: Path) -> None:
+    handler = """
+import os, time
+def handle(data, context):
+    if data is None:
+        return None
+    time.sleep(0.3)
+    return [str(os.getpid())] * len(data)
+"""
+    assert far.register(make_archive(tmp_path, "pair", handler), initial_workers=2).status_code == 200
+    victim = far.pids("pair")[0]
+    with Load(f"{far.url}/%70redictions/pair", connections=8) as load:
+        far.wait(lambda: len(load.answers) == 2, what="answers of both replicas")
+        os.kill(victim, signal.SIGKILL)
+        far.wait(lambda: len(load.answers) >= 3, what="an answer of the replacement")
+    assert not load.failed, load.failed
