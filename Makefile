@@ -36,6 +36,7 @@ $(CREATED):
 $(INSTALLED): $(CREATED) pyproject.toml constraints.txt
 	@echo "Installing Torchrelay and its packages into $(VENV) (a few minutes the first time)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1
 	@touch $@
 
 $(MODEL): $(wildcard examples/01_first_model/*.py examples/01_first_model/*.yaml examples/01_first_model/*.json \

@@ -24,7 +24,7 @@ from handlers.timer import timed
 logger = logging.getLogger(__name__)
 
 
-class BaseHandler(ABC):
+class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
     """Serves a model of tensors: each row's ``data`` or ``body`` is a list of numbers, each answer one too.
 
     A subclass overrides the stages that differ. It may answer one row with an error, by ``reject``

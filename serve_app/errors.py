@@ -168,8 +168,9 @@ class _NobodyServes(Unavailable):
         # With a version the real server puts its closing quote after the version, and nowhere else.
         version = f'" Version {self.args[1]}"' if self.args[1] else '"'
         return (
-            f'Model "{self.args[0]}{version} has no worker to serve inference request. Please use scale workers API to add workers. '
-            "If this is a sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+            f'Model "{self.args[0]}{version} has no worker to serve inference request. '
+            "Please use scale workers API to add workers. If this is a sequence inference, "
+            "please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
         )
 
     @property

@@ -106,7 +106,7 @@ class ServerProcess:
         env["PYTHONUNBUFFERED"] = "1"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
-            # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the rest in order.
+            # A session of its own: Ctrl-C in the terminal reaches this process alone, which ends the rest in order.
             self._process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "serve"), "run", str(self.config)],
                 env=env,
@@ -182,7 +182,8 @@ class ServerProcess:
             m.metrics_port: (m.metrics_host, f"management.metrics_port in {self.config}"),
         }
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
-            wanted |= {int(env.get(name, port)): ("0.0.0.0", f"{name} in {self._env}") for port, name in _RAY_PORTS.items()}
+            for port, name in _RAY_PORTS.items():
+                wanted[int(env.get(name, port))] = ("0.0.0.0", f"{name} in {self._env}")
         for port, (host, setting) in wanted.items():
             deadline = time.monotonic() + _CLOSING
             while (error := _cannot_bind(host, port)) is not None:

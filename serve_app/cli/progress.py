@@ -25,9 +25,12 @@ def versions(client: Client) -> Table:
             running = sum(worker["status"] == "READY" for worker in version["workers"])
             wanted = version["minWorkers"]
             failed = version.get("lastError")
-            state = "[red]failed" if failed and not running else "[green]ready" if running >= wanted else "[yellow]loading"
             if wanted == 0:
                 state = "no workers"
+            elif failed and not running:
+                state = "[red]failed"
+            else:
+                state = "[green]ready" if running >= wanted else "[yellow]loading"
             table.add_row(
                 model["modelName"], version["modelVersion"], f"{running} of {wanted}", state, version["modelUrl"]
             )
@@ -67,7 +70,7 @@ def welcome(server: ServerProcess, console: Console, example: str | None) -> Non
         "inference": server.inference,
         "management": server.management,
         "metrics": server.metrics,
-        "dashboard": "http://127.0.0.1:8265",
+        "dashboard": "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that it asks for)",
         "log": str(server.log),
     }
     for name, value in rows.items():

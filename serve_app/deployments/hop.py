@@ -44,6 +44,10 @@ def socket_path(replica: str) -> Path:
     return directory / f"{replica}.sock"
 
 
+def _forget(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
 class _Wire:
     """One connection: whole messages in, and out once a turn of the loop."""
 
@@ -86,7 +90,7 @@ class HopServer:
         self._path: Path | None = None
 
     async def open(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
+        _forget(path)
         self._server = await asyncio.start_unix_server(self._serve, path)
         self._path = path
 
@@ -94,7 +98,7 @@ class HopServer:
         """Take no more connections, and let go of those that are open."""
         if self._server is not None and self._path is not None:
             self._server.close()
-            self._path.unlink(missing_ok=True)
+            _forget(self._path)
         for wire in self._wires:
             wire.close()
 
@@ -169,7 +173,7 @@ class HopClient:
         try:
             return cls(_Wire(*await asyncio.open_unix_connection(path)))
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)  # a dead replica's
+            _forget(path)  # a dead replica's
         except OSError:
             pass
         return None

@@ -1,8 +1,8 @@
 """A version elsewhere: over sockets where all its replicas run on this machine, else through Ray's handle.
 
-On the handle rows that wait together travel together. A handle call costs most of a millisecond of CPU however little it carries, so rows are sent, not
-calls: at most two handle calls a replica are under way, and what arrives meanwhile goes in the
-next. Nothing waits while the way is free, so there is no timer. A call that streams goes alone.
+A handle call costs most of a millisecond of CPU however little it carries, so rows are sent, not calls:
+at most two handle calls a replica are under way, and what arrives meanwhile travels together in the next.
+Nothing waits while the way is free, so there is no timer. A call that streams goes alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import pickle
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any
 
 import ray.exceptions
 from ray import serve

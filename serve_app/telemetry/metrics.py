@@ -32,7 +32,7 @@ METRICS = (
     Metric("torchrelay_queue_seconds", "histogram", "A row's wait for its batch.", buckets=_SECONDS),
     Metric("torchrelay_inference_seconds", "histogram", "A batch's time in the handler.", buckets=_SECONDS),
     Metric("torchrelay_batch_size", "histogram", "Rows that ran together.", buckets=_ROWS),
-    Metric("torchrelay_requests", "counter", "Answered calls; status is ok or why not.", ("model", "version", "status")),
+    Metric("torchrelay_requests", "counter", "Answered calls; status: ok, or why not.", ("model", "version", "status")),
     Metric("torchrelay_http_responses", "counter", "HTTP answers of the inference port.", ("code",)),
     Metric("torchrelay_queue_depth", "gauge", "Rows waiting for a batch now."),
     Metric("torchrelay_replicas", "gauge", "Replicas that run now."),

@@ -61,7 +61,7 @@ def test_kill_the_controller(server: Server, stays: str) -> None:
     pids = sorted(server.pids(stays))
     with Load(f"{server.url}/predictions/{stays}", connections=8) as load:
         controller.kill()
-        server.wait(lambda: [p for p in server.actors("ServeController") if p.pid != controller.pid], what="a controller")
+        server.wait(lambda: {p.pid for p in server.actors("ServeController")} - {controller.pid}, what="a controller")
         server.wait(lambda: sorted(server.pids(stays)) == pids, what="the same replicas")
     assert not load.failed, load.failed
 
