@@ -105,10 +105,14 @@ class ServerProcess:
         env[_MARK] = mark = uuid.uuid4().hex
         env["PYTHONUNBUFFERED"] = "1"
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [str(Path(sys.executable).parent / "serve"), "run", str(self.config)]
+        if "RAY_ADDRESS" not in env:
+            # A Ray of its own: without a word `serve run` looks for one that somebody started here, dead ones too.
+            command += ["--address", "local"]
         with self.log.open("wb") as log:
             # A session of its own: Ctrl-C in the terminal reaches this process alone, which ends the rest in order.
             self._process = subprocess.Popen(
-                [str(Path(sys.executable).parent / "serve"), "run", str(self.config)],
+                command,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import socket
 import stat
 import tempfile
 from collections.abc import Callable
@@ -46,6 +47,18 @@ def socket_path(replica: str) -> Path:
 
 def _forget(path: Path) -> None:
     path.unlink(missing_ok=True)
+
+
+def _sweep(directory: Path) -> None:
+    """Remove the sockets of replicas that were killed."""
+    for path in directory.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                _forget(path)
+            except OSError:
+                continue
 
 
 class _Wire:
@@ -90,7 +103,7 @@ class HopServer:
         self._path: Path | None = None
 
     async def open(self, path: Path) -> None:
-        _forget(path)
+        await asyncio.to_thread(_sweep, path.parent)
         self._server = await asyncio.start_unix_server(self._serve, path)
         self._path = path
 

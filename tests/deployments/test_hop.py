@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -204,3 +205,16 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path, monkeypatc
     directory.chmod(0o755)
     with pytest.raises(PermissionError, match="only its owner"):
         socket_path("r")
+
+
+def test_sockets_of_replicas_that_were_killed_are_swept(tmp_path: Path) -> None:
+    dead, alive = tmp_path / "dead.sock", tmp_path / "alive.sock"
+    with socket.socket(socket.AF_UNIX) as killed, socket.socket(socket.AF_UNIX) as living:
+        killed.bind(str(dead))
+        living.bind(str(alive))
+        living.listen()
+
+        async def check(client, batcher, server) -> None:
+            assert not dead.exists() and alive.exists()
+
+        over_a_socket(tmp_path, check)
