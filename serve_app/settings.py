@@ -129,8 +129,9 @@ class Settings:
 
 def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings:
     """Settings from a plain mapping. Raises ConfigurationError, which names key, place and cure."""
+    said = dict(mapping) if isinstance(mapping, Mapping) else mapping or {}
     try:
-        return pydantic.TypeAdapter(Settings).validate_python(dict(mapping or {}))
+        return pydantic.TypeAdapter(Settings).validate_python(said)
     except pydantic.ValidationError as error:
         problems = "; ".join(_explain(problem) for problem in error.errors())
         raise ConfigurationError(where, problems) from None
@@ -154,7 +155,7 @@ def _explain(problem: Any) -> str:
         near = near_miss(str(problem["loc"][-1]), known)
         cure = f"did you mean {near!r}?" if near else f"known here: {', '.join(known)}"
         return f"unknown key {path!r}; {cure}"
-    return f"{path}: {problem['msg']} (got {problem['input']!r})"
+    return f"{path or 'the settings'}: {problem['msg']} (got {problem['input']!r})"
 
 
 def _fields_at(path: tuple[Any, ...]) -> list[str]:

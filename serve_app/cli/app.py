@@ -71,7 +71,11 @@ def start(
 @app.command()
 def stop(config: Config = _CONFIG, env: EnvFile = _ENV) -> None:
     """Stop the server that `torchrelay start` left running here."""
-    stopped = ServerProcess(config, env).stop()
+    try:
+        stopped = ServerProcess(config, env).stop()
+    except StartError as error:
+        errors.print(str(error), style="red", highlight=False)
+        raise typer.Exit(1) from None
     console.print("Torchrelay has stopped." if stopped else "Torchrelay is not running here.")
 
 

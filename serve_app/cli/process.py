@@ -64,13 +64,17 @@ class ServerProcess:
             raise StartError(f"{config}: {error.strerror}; run this in the project's folder, or name a file") from None
         except yaml.YAMLError as error:
             raise StartError(f"{config}: {error}") from None
-        http = document.get("http_options") or {}
-        applications = document.get("applications") or [{}]
         try:
-            self.settings: Settings = load(applications[0].get("args"), str(config))
+            http = document.get("http_options") or {}
+            self._http = (str(http.get("host", "127.0.0.1")), int(http.get("port", 8000)))
+            args = document["applications"][0].get("args")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            wanted = "a mapping http_options with a port and a list applications whose first has import_path and args"
+            raise StartError(f"{config}: not a configuration of `serve run`, which is {wanted}") from None
+        try:
+            self.settings: Settings = load(args, str(config))
         except ConfigurationError as error:
             raise StartError(str(error)) from None
-        self._http = (str(http.get("host", "127.0.0.1")), int(http.get("port", 8000)))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 from serve_app.control.registry import spec_from
-from serve_app.errors import RelayError
 from serve_app.settings import Settings
 from serve_app.store.cache import Cache
 from serve_app.store.manifest import Manifest, check
@@ -18,41 +17,36 @@ _ARCHIVES = (".mar", ".tar.gz", ".tgz", ".zip")
 
 
 class Admission:
-    """Every method blocks: call it from a thread."""
+    """Every method blocks: call it from a thread. ``admit`` may run beside itself, and never beside ``tidy``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cache = Cache(settings.state_dir, settings.store)
+        self._loose: set[str] = set()  # digests of archives that may have no user
 
-    def admit(self, registration: Registration, used: frozenset[str], at_startup: bool = False) -> ModelSpec:
+    def admit(self, registration: Registration, at_startup: bool = False) -> ModelSpec:
         """The spec of the version in the archive that ``registration`` names, which is in the cache from now on.
 
-        ``used`` are the digests of versions that are registered: an archive that is refused leaves
-        the cache again, unless one of them needs it.
         Raises ArchiveNotFound, DownloadFailed, InvalidArchive, ConfigurationError and BadRequest.
         """
         settings = self._settings
         with tempfile.TemporaryDirectory(prefix="torchrelay-") as into:
             source = fetch(registration.url, settings.store, settings.model_store, Path(into))
             stored = self._cache.store(source, source.name)
-        try:
-            manifest = Manifest.read(stored.directory, source.name, settings.store.default_service_handler)
-            asked = {"model_name": registration.model_name, "handler": registration.handler}
-            manifest = dataclasses.replace(manifest, **{key: value for key, value in asked.items() if value})
-            config = check(stored.directory, manifest)
-            return spec_from(
-                registration,
-                manifest,
-                config,
-                digest=stored.digest,
-                archive=stored.uri,
-                settings=settings,
-                at_startup=at_startup,
-            )
-        except RelayError:
-            if stored.digest not in used:
-                self._cache.remove(stored.digest)
-            raise
+        self._loose.add(stored.digest)
+        manifest = Manifest.read(stored.directory, source.name, settings.store.default_service_handler)
+        asked = {"model_name": registration.model_name, "handler": registration.handler}
+        manifest = dataclasses.replace(manifest, **{key: value for key, value in asked.items() if value})
+        config = check(stored.directory, manifest)
+        return spec_from(
+            registration,
+            manifest,
+            config,
+            digest=stored.digest,
+            archive=stored.uri,
+            settings=settings,
+            at_startup=at_startup,
+        )
 
     def at_startup(self) -> list[Registration]:
         """What ``control.load_models`` asks for: everything in the model store, nothing, or a list."""
@@ -67,8 +61,15 @@ class Admission:
         return [Registration(url, model_name=name) if equals else Registration(name) for name, equals, url in pairs]
 
     def discard(self, digest: str) -> None:
-        """Forget an archive that no version uses any more."""
-        self._cache.remove(digest)
+        """A version that used this archive is gone."""
+        self._loose.add(digest)
+
+    def tidy(self, used: frozenset[str]) -> None:
+        """Remove the archives that were refused, or whose versions are gone: all but those in ``used``."""
+        while self._loose:
+            digest = self._loose.pop()
+            if digest not in used:
+                self._cache.remove(digest)
 
     def read(self, spec: ModelSpec, offset: int, length: int) -> bytes:
         """A piece of a stored archive; empty at its end."""

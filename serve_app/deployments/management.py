@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,6 +83,8 @@ class Management:
         self._remotes = Remotes(TableReader(), settings)
         self._reconciler = Reconciler(self._application, self._config_of)
         self._writing = asyncio.Lock()
+        self._tidying = asyncio.Lock()
+        self._admitting = 0
         self._kick = asyncio.Event()
         self._passed = asyncio.Event()
         self._seen: dict[str, Seen] = {}
@@ -137,10 +139,12 @@ class Management:
     # What the control plane asks (controlplane.Keeper)
 
     async def register(self, registration: Registration) -> Progress:
-        spec = await asyncio.to_thread(self._admission.admit, registration, self._digests())
-        async with self._writing:
-            with contextlib.suppress(NotYet):  # a reader that has not heard of it only says so a little longer
-                await self._commit(change.register(self._registry, spec))
+        async with self._admitted(registration) as spec:
+            while spec.ref.app in self._leaving:  # what runs under its name is still the one that was removed
+                await self._next_pass()
+            async with self._writing:
+                with contextlib.suppress(NotYet):  # a reader that has not heard of it only says so a little longer
+                    await self._commit(change.register(self._registry, spec))
         if spec.min_workers == 0:
             return Progress(spec.ref, 0, "done")
         if not registration.wait:
@@ -241,8 +245,15 @@ class Management:
         self._crashes.pop(spec.ref, None)
         self._leaving[spec.ref.app] = spec.digest
 
-    def _digests(self) -> frozenset[str]:
-        return frozenset(spec.digest for spec in self._registry)
+    @contextlib.asynccontextmanager
+    async def _admitted(self, registration: Registration, at_startup: bool = False) -> AsyncIterator[ModelSpec]:
+        """A new version's spec; until the end of the block its archive stays where it is."""
+        async with self._tidying:
+            self._admitting += 1
+        try:
+            yield await asyncio.to_thread(self._admission.admit, registration, at_startup)
+        finally:
+            self._admitting -= 1
 
     def _publish(self) -> None:
         healthy = {spec.ref: self._healthy(spec) for spec in self._registry}
@@ -301,7 +312,7 @@ class Management:
         tried = {
             app: want
             for app, want in desired.items()
-            if want.spec.ref not in self._failures or self._failures[want.spec.ref].again_at <= now or seen_runs(seen, app)
+            if (failure := self._failures.get(want.spec.ref)) is None or failure.again_at <= now or seen_runs(seen, app)
         }
         steps = await self._in_serve(self._reconciler.act, tried, seen)
         await self._discard(seen)
@@ -313,11 +324,13 @@ class Management:
         ) or any(app not in desired for app in seen)
 
     async def _discard(self, seen: Mapping[str, Seen]) -> None:
-        """Drop the archives of versions that were removed and whose replicas are gone."""
+        """Drop the archives of versions that were removed and whose replicas are gone, and those that were refused."""
         for app in [app for app in self._leaving if app not in seen]:
-            digest = self._leaving.pop(app)
-            if digest not in self._digests():
-                await asyncio.to_thread(self._admission.discard, digest)
+            self._admission.discard(self._leaving.pop(app))
+        async with self._tidying:
+            if not self._admitting:
+                used = frozenset([*(spec.digest for spec in self._registry), *self._leaving.values()])
+                await asyncio.to_thread(self._admission.tidy, used)
 
     async def _next_pass(self) -> None:
         await self._passed.wait()
@@ -336,7 +349,8 @@ class Management:
                 self._short_since.pop(ref, None)
             else:
                 self._short_since.setdefault(ref, now)
-            if have is not None and before is not None and have.config == before.config and have.replicas >= before.replicas:
+            same = have is not None and before is not None and have.config == before.config
+            if same and have.replicas >= before.replicas:
                 gone = {w.id for w in before.workers if w.ready} - {w.id for w in have.workers}
                 self._crashes.setdefault(ref, []).extend(now for _ in gone)
             failure = self._failures.get(ref)
@@ -382,15 +396,13 @@ class Management:
         try:
             for archive in await asyncio.to_thread(self._admission.at_startup):
                 try:
-                    spec = await asyncio.to_thread(self._admission.admit, archive, self._digests(), True)
+                    async with self._admitted(archive, at_startup=True) as spec, self._writing:
+                        after = change.put(self._registry, spec)
+                        if after is not self._registry:
+                            with contextlib.suppress(NotYet):
+                                await self._commit(after)
                 except RelayError as error:
                     log.error("%s was not loaded: %s", archive.url, error)
-                    continue
-                async with self._writing:
-                    after = change.put(self._registry, spec)
-                    if after is not self._registry:
-                        with contextlib.suppress(NotYet):
-                            await self._commit(after)
         except Exception:
             log.exception("the model store could not be read")
         finally:

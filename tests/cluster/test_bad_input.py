@@ -1,0 +1,391 @@
+"""What is wrong is refused in words that name it and its cure, and nothing that is served hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from parts import ECHO, Load, Server, free_port, make_archive, says
+
+pytestmark = pytest.mark.cluster
+
+BASE = """
+from ts.torch_handler.base_handler import BaseHandler
+class Handler(BaseHandler):
+    pass
+"""
+BROKEN_SAMPLE = """
+def handle(data, context):
+    return None if data is None else [row["body"]["number"] + 1 for row in data]
+"""
+
+
+class Trickle(Load):
+    """A request twenty times a second: enough to notice, too little to be in the way."""
+
+    async def _one(self, client: httpx.AsyncClient) -> None:
+        while not self._stop.is_set():
+            answer = await client.post(self.url, content=b"x")
+            self.answers[answer.status_code, answer.text[:80]] += 1
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """A model that is served all the while."""
+    assert server.register(make_archive(tmp_path_factory.mktemp("served"), "served", ECHO)).status_code == 200
+    with Trickle(f"{server.url}/predictions/served", connections=2) as load:
+        yield load
+    server.management.delete("/models/served")
+
+
+@pytest.fixture(autouse=True)
+def nothing_served_is_disturbed(server: Server, served: Load) -> Iterator[None]:
+    pids = server.pids("served")
+    yield
+    before = sum(served.answers.values())
+    server.wait(lambda: sum(served.answers.values()) > before + 2, what="answers of the model that is served")
+    assert set(served.answers) == {(200, "x")}
+    assert server.pids("served") == pids
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str, str]:
+    said = answer.json()
+    assert said["code"] == answer.status_code
+    return answer.status_code, said["type"], said["message"]
+
+
+def models(server: Server) -> set[str]:
+    return {model["modelName"] for model in server.client.models()}
+
+
+# Archives that are refused before anything changes
+
+
+def a_bomb(path: Path) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("handler.py", ECHO)
+        archive.writestr("zeros", bytes(32 << 20))
+    return path
+
+
+def a_text(path: Path) -> Path:
+    path.write_text("a text")
+    return path
+
+
+def one_that_leaves(path: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("handler.py", ECHO)
+        archive.writestr("../outside.py", "")
+    return path
+
+
+def half_a_zip(path: Path) -> Path:
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w") as archive:
+        archive.writestr("handler.py", ECHO)
+    path.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+    return path
+
+
+def packed(code: str = ECHO, config: dict[str, Any] | None = None, **model: str) -> Callable[[Path], Path]:
+    """Makes an archive whose manifest says ``model`` too; its handler.py is ``code``."""
+
+    def make(path: Path) -> Path:
+        named = {"modelName": "wrong", "handler": "handler.py", **model}
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("handler.py", code)
+            if config is not None:
+                named["configFile"] = "model-config.yaml"
+                archive.writestr("model-config.yaml", json.dumps(config))  # JSON is YAML
+            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": named}))
+        return path
+
+    return make
+
+
+WRONG_ARCHIVES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "no archive": (a_text, "InvalidModelException", "is neither a zip (.mar) nor a .tar.gz, or is empty; make one"),
+    "half a zip": (half_a_zip, "InvalidModelException", "is damaged (File is not a zip file); rebuild it with"),
+    "a zip bomb": (a_bomb, "InvalidModelException", "max_ratio"),
+    "a member that leaves": (one_that_leaves, "InvalidModelException", "../outside.py"),
+    "a syntax error": (packed("def handle(data, context)\n    pass\n"), "InvalidModelException", "line 1"),
+    "no such weights": (packed(BASE, serializedFile="weights.pt"), "InvalidModelException", "weights.pt"),
+    "no such model file": (packed(BASE, modelFile="net.py"), "InvalidModelException", "net.py"),
+    "no such handler": (packed(handler="other.py"), "InvalidModelException", "other.py"),
+    "no such sample": (packed(config={"samples": ["no.json"]}), "InvalidModelException", "no.json"),
+    "an unknown key": (
+        packed(config={"batchsize": 8}),
+        "BadRequestException",
+        "model-config.yaml: unknown key 'batchsize'; did you mean 'batchSize'?",
+    ),
+    "a wrong value": (packed(config={"batcher": "none"}), "BadRequestException", "batcher: 'none' must be"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ARCHIVES)
+def test_an_archive_that_is_wrong(server: Server, what: str) -> None:
+    make, type_, says_ = WRONG_ARCHIVES[what]
+    archive = make(server.store / "wrong.mar")
+    before = models(server)
+    status, named, message = refusal(server.register(archive))
+    assert (status, named) == (400, type_), message
+    assert message.startswith("wrong.mar")
+    assert says_ in message
+    assert models(server) == before
+    archive.unlink()
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "type_", "message"),
+    [
+        ("", 404, "ModelNotFoundException", "empty url"),
+        ("missing.mar", 404, "ModelNotFoundException", "Model not found at: missing.mar"),
+        ("/etc/missing.mar", 404, "ModelNotFoundException", "Model not found at: /etc/missing.mar"),
+        ("../app.yaml", 404, "ModelNotFoundException", "Relative path is not allowed in url: ../app.yaml"),
+        ("%2e%2e/app.yaml", 404, "ModelNotFoundException", "Relative path is not allowed in url: %2e%2e/app.yaml"),
+        (
+            "ftp://127.0.0.1/m.mar",
+            404,
+            "ModelNotFoundException",
+            "Given URL ftp://127.0.0.1/m.mar does not match any allowed URL(s)",
+        ),
+    ],
+)
+def test_an_address_that_is_wrong(server: Server, url: str, status: int, type_: str, message: str) -> None:
+    assert refusal(server.management.post("/models", params={"url": url})) == (status, type_, message)
+
+
+def test_a_download_that_fails_says_why(server: Server) -> None:
+    url = f"http://127.0.0.1:{free_port()}/m.mar"
+    answer = server.management.post("/models", params={"url": url})
+    assert refusal(answer) == (400, "DownloadArchiveException", f"Failed to download archive from: {url}")
+    assert answer.json()["detail"].startswith("ConnectError: ")
+
+
+@pytest.mark.parametrize("name", ["a/b", "../m", "-m", ".m", "a b", "ü", "m" * 120])
+def test_a_name_that_no_route_can_have(server: Server, tmp_path: Path, name: str) -> None:
+    answer = server.register(make_archive(tmp_path, "named", ECHO), model_name=name)
+    status, type_, message = refusal(answer)
+    assert status == 400
+    assert repr(name)[:50] in message
+    assert "cannot be part of a route" in message or "too long" in message
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"url": ["a.mar"]}', b'{"url": "a.mar", "batch_size": "many"}'])
+def test_a_body_that_cannot_be_read(server: Server, body: bytes) -> None:
+    answer = server.management.post("/models", content=body, headers={"content-type": "application/json"})
+    assert refusal(answer)[:2] == (500, "JsonSyntaxException")
+
+
+def test_versions_that_are_not_there_and_one_that_is(server: Server, served: Load) -> None:
+    missing = (404, "ModelVersionNotFoundException", "Model version: 9 does not exist for model: served")
+    for path in ("/predictions/served/9", "/%70redictions/served/9", "/explanations/served/9"):
+        assert refusal(server.http.post(path)) == missing
+    assert refusal(server.management.get("/models/served/9")) == missing
+    assert refusal(server.management.put("/models/served/9")) == missing
+    assert refusal(server.management.delete("/models/served/9")) == missing
+    unknown = server.management.put("/models/served/9/set-default")
+    assert refusal(unknown) == (
+        404,
+        "ModelVersionNotFoundException",
+        "Model version 9 does not exist for model served",
+    )
+    again = server.management.post("/models", params={"url": "served-1.0.mar"})
+    assert refusal(again) == (
+        409,
+        "ConflictStatusException",
+        "Model version 1.0 is already registered for model served",
+    )
+
+
+# Handlers that do not start
+
+FAILING: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "an import": ("import no_such_package\n" + ECHO, {}, 500, "No module named 'no_such_package'"),
+    "at import": ("raise RuntimeError('while it is imported')\n", {}, 500, "RuntimeError: while it is imported"),
+    "in initialize": (
+        "class Handler:\n"
+        "    def initialize(self, context):\n"
+        "        open(context.system_properties['model_dir'] + '/labels.txt')\n"
+        "    def handle(self, data, context):\n"
+        "        return data\n",
+        {},
+        500,
+        "in initialize",
+    ),
+    "at the sample": (
+        BROKEN_SAMPLE,
+        {"files": {"bad.json": '{"number": "one"}'}, "config": {"samples": ["bad.json"], "minWorkers": 1}},
+        500,
+        "sample bad.json: Prediction failed",
+    ),
+    "out of memory": ("raise MemoryError('no room')\n", {}, 507, "MemoryError: no room"),
+    "slow": (
+        "import time\ntime.sleep(60)\n" + ECHO,
+        {"config": {"startupTimeout": 1, "minWorkers": 1}},
+        500,
+        "not ready within startup_timeout (1 s); raise it at the registration",
+    ),
+    "it ends its process": (
+        "import os\nos._exit(1)\n",
+        {},
+        500,
+        "The replica's process ended while it loaded the model: the handler ended it (os._exit)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_handler_that_does_not_start(server: Server, tmp_path: Path, what: str) -> None:
+    handler, more, status, says_ = FAILING[what]
+    answer = server.register(make_archive(tmp_path, "fails", handler, **more))
+    assert refusal(answer) == (
+        status,
+        "InternalServerException",
+        "Failed to start workers for model fails version: 1.0",
+    )
+    detail = answer.json()["detail"]
+    assert says_ in detail
+    assert "\x1b" not in detail
+    assert "fails" not in models(server)
+    assert server.http.post("/predictions/fails").status_code == 404
+    # At once, and with the file mended: no 409, and no word of the failure before.
+    mended = server.register(make_archive(tmp_path, "fails", says("mended")))
+    assert mended.status_code == 200, mended.text
+    assert server.http.post("/predictions/fails").text == "mended"
+    server.management.delete("/models/fails")
+
+
+def test_the_same_archive_again_is_a_new_attempt(server: Server, tmp_path: Path) -> None:
+    """What kept it from starting may have lain outside of it."""
+    flag = tmp_path / "flag"
+    archive = make_archive(tmp_path, "fickle", f"open({str(flag)!r})\n" + ECHO)
+    answer = server.register(archive)
+    assert answer.status_code == 500
+    assert f"FileNotFoundError: [Errno 2] No such file or directory: '{flag}'" in answer.json()["detail"]
+    again = server.register(archive)
+    assert again.status_code == 500, again.text
+    assert "FileNotFoundError" in again.json()["detail"]
+    flag.touch()
+    assert server.register(archive).status_code == 200
+    assert server.http.post("/predictions/fickle", content=b"x").content == b"x"
+    server.management.delete("/models/fickle")
+
+
+def test_a_failed_version_leaves_the_others_alone(server: Server, tmp_path: Path) -> None:
+    assert server.register(make_archive(tmp_path, "pair", says("first"), "1.0")).status_code == 200
+    assert server.register(make_archive(tmp_path, "pair", "raise OSError\n", "2.0")).status_code == 500
+    assert server.http.post("/predictions/pair").text == "first"
+    assert server.http.post("/predictions/pair/2.0").status_code == 404
+    assert [v["modelVersion"] for v in server.client.describe("pair")] == ["1.0"]
+    server.management.delete("/models/pair")
+
+
+# Answers that are none
+
+ODD = """
+import os, time
+from ts.utils.util import PredictionException
+sizes = []
+def handle(data, context):
+    if data is None:
+        return None
+    words = [bytes(row["body"]).decode() for row in data]
+    sizes.append(len(words))
+    for word in words:
+        if word == "text":
+            return "not a list"
+        if word == "more":
+            return ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+        if word == "raise":
+            raise ValueError("a word of the author's")
+        if word == "memory":
+            raise MemoryError
+        if word == "cuda":
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        if word == "said":
+            raise PredictionException("not this one", 422)
+        while word.startswith("/") and not os.path.exists(word):
+            time.sleep(0.01)
+    return [{1, 2} if word == "set" else list(sizes) if word == "sizes" else word for word in words]
+"""
+ANSWERS = {
+    "text": (503, "Invalid model predict output"),
+    "more": (503, "number of batch response mismatched"),
+    "set": (503, "Unsupported model output data type."),
+    "raise": (503, "Prediction failed"),
+    "memory": (507, "Out of resources"),
+    "cuda": (507, "Out of resources"),
+    "said": (422, "not this one"),
+}
+
+
+@pytest.fixture(scope="module")
+def odd(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    archive = make_archive(tmp_path_factory.mktemp("odd"), "odd", ODD, config={"minWorkers": 1, "batchSize": 8})
+    assert server.register(archive).status_code == 200
+    yield "odd"
+    server.management.delete("/models/odd")
+
+
+@pytest.mark.parametrize("way", ["predictions", "%70redictions"])
+@pytest.mark.parametrize("word", ANSWERS)
+def test_an_answer_that_is_none(server: Server, odd: str, way: str, word: str) -> None:
+    status, message = ANSWERS[word]
+    answer = server.http.post(f"/{way}/odd", content=word.encode())
+    assert refusal(answer) == (status, "InternalServerException", message)
+    assert "author" not in answer.text, "a caller sees no traceback"
+    assert server.http.post(f"/{way}/odd", content=b"fine").text == "fine"
+
+
+@pytest.mark.parametrize("word", ANSWERS)
+def test_one_row_of_a_batch_fails_alone(server: Server, odd: str, tmp_path: Path, word: str) -> None:
+    assert together(server, odd, tmp_path / "go", [word, *map(str, range(7))]) == [
+        ANSWERS[word],
+        *((200, str(n)) for n in range(7)),
+    ]
+    sizes = server.http.post("/predictions/odd", content=b"sizes").json()
+    # The batch of eight ran, and what followed were the halves of it.
+    assert max(sizes) == 8
+
+
+def together(server: Server, model: str, gate: Path, words: list[str]) -> list[tuple[int, str]]:
+    """The answers to words that wait behind a row which holds the model until they are all there."""
+
+    def ask(word: str) -> tuple[int, str]:
+        answer = server.http.post(f"/predictions/{model}", content=word.encode())
+        return answer.status_code, answer.text if answer.is_success else answer.json()["message"]
+
+    with ThreadPoolExecutor(len(words) + 1) as pool:
+        held = pool.submit(ask, str(gate))
+        try:
+            time.sleep(0.2)  # nobody outside of the replica can see a row arrive
+            answers = [pool.submit(ask, word) for word in words]
+            time.sleep(0.5)
+        finally:
+            gate.touch()
+        assert held.result() == (200, str(gate))
+        return [answer.result() for answer in answers]
+
+
+def test_rays_batcher_batches_and_fails_rows_alone(server: Server, tmp_path: Path) -> None:
+    config = {"minWorkers": 1, "batchSize": 8, "maxBatchDelay": 2000, "batcher": "ray"}
+    assert server.register(make_archive(tmp_path, "rays", ODD, config=config)).status_code == 200
+    words = ["said", *map(str, range(7))]
+    with ThreadPoolExecutor(len(words)) as pool:
+        answers = list(pool.map(lambda w: server.http.post("/predictions/rays", content=w.encode()), words))
+    assert [answer.status_code for answer in answers] == [422] + [200] * 7
+    assert [answer.text for answer in answers[1:]] == words[1:]
+    assert 8 in server.http.post("/predictions/rays", content=b"sizes").json()
+    server.management.delete("/models/rays")

@@ -1,0 +1,57 @@
+"""From an archive's address to a spec, and when an archive leaves the cache again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parts import ECHO, make_archive
+
+from serve_app.control.admission import Admission
+from serve_app.errors import BadRequest
+from serve_app.settings import Settings
+from serve_app.types import Registration
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    folder = tmp_path / "model_store"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def admission(tmp_path: Path, store: Path) -> Admission:
+    return Admission(Settings(home=str(tmp_path)))
+
+
+def kept(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "state/archives").iterdir()}
+
+
+def test_an_archive_stays_as_long_as_a_version_uses_it(tmp_path: Path, store: Path, admission: Admission) -> None:
+    make_archive(store, "m", ECHO)
+    spec = admission.admit(Registration("m-1.0.mar"))
+    assert (spec.name, spec.version) == ("m", "1.0")
+    admission.tidy(frozenset([spec.digest]))
+    assert kept(tmp_path) == {spec.digest}
+    admission.discard(spec.digest)
+    admission.tidy(frozenset())
+    assert kept(tmp_path) == set()
+
+
+def test_a_refused_archive_leaves_when_nobody_is_being_admitted(
+    tmp_path: Path, store: Path, admission: Admission
+) -> None:
+    make_archive(store, "m", ECHO)
+    with pytest.raises(BadRequest, match="cannot be part of a route"):
+        admission.admit(Registration("m-1.0.mar", model_name="no/route"))
+    # Refused under one name, it may be on its way in under another: only tidy, which runs alone, removes it.
+    assert len(kept(tmp_path)) == 1
+    spec = admission.admit(Registration("m-1.0.mar"))
+    admission.tidy(frozenset([spec.digest]))
+    assert kept(tmp_path) == {spec.digest}
+    with pytest.raises(BadRequest):
+        admission.admit(Registration("m-1.0.mar", model_name="no/route"))
+    admission.tidy(frozenset())
+    assert kept(tmp_path) == set()
