@@ -37,6 +37,8 @@ from serve_app.bench.report import Case, Footprint, Report
 GROUPS = ("echo", "mlp", "encoder", "gateway", "middleware", "memory")
 DELAYS = (0, 1, 5, 10, 50, 100)  # milliseconds of max_batch_delay that TorchServe is tried with
 _MIDDLEWARE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+# HAProxy compares paths as they are written, so an escaped letter goes to the gateway.
+_GATEWAY = "/%70redictions/{model}"
 _JSON = {"content-type": "application/json"}
 
 
@@ -274,7 +276,7 @@ def main(
     configs: Annotated[Path, typer.Option(help="The folder of app.yaml and serve.env.")] = Path("configs"),
     inference: Annotated[str, typer.Option(help="A running Torchrelay, in place of one that is started.")] = "",
     management: Annotated[str, typer.Option(help="Its management address.")] = "http://127.0.0.1:8081",
-    gateway: Annotated[str, typer.Option(help="The gateway's path to a model, such as /v2/{model}.")] = "",
+    gateway: Annotated[str, typer.Option(help="A path to a model by way of the gateway.")] = _GATEWAY,
     folder: Annotated[Optional[Path], typer.Option(help="For archives and logs; a temporary one unless said.")] = None,  # noqa: UP045
     output: Annotated[Optional[Path], typer.Option(help="Also write the report to this file.")] = None,  # noqa: UP045
 ) -> None:

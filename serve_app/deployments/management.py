@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -21,6 +20,7 @@ from serve_app.control.board import Board, Nudge
 from serve_app.control.database import Database
 from serve_app.control.reconciler import ATTEMPT, Deploy, Reconciler, Seen
 from serve_app.control.registry import Desired, Registry
+from serve_app.control.vitals import Vitals
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import TableReader
 from serve_app.deployments import options, serve_env
@@ -49,18 +49,7 @@ T = TypeVar("T")
 
 _BUSY_PERIOD = 0.25  # seconds between passes while something is starting or stopping
 _PLACEMENT = 30.0  # seconds that a replica may wait for a place, beyond its startup_timeout
-_PAUSES = (0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55)  # seconds before the n-th start after crashes
-_CRASHES_COUNT = 300.0  # seconds for which a crash is remembered
 
-
-@dataclass
-class _Failure:
-    """A version whose replicas do not start."""
-
-    error: StartFailed
-    count: int = 1
-    since: float = 0.0  # of the first of these failures, monotonic
-    again_at: float = 0.0  # when it is tried again, monotonic
 
 
 @serve.deployment
@@ -88,11 +77,7 @@ class Management:
         self._kick = asyncio.Event()
         self._passed = asyncio.Event()
         self._seen: dict[str, Seen] = {}
-        self._statuses: dict[ModelRef, ModelStatus] = {}
-        self._failures: dict[ModelRef, _Failure] = {}
-        self._given_up: dict[str, int] = {}  # by application, the last attempt that Serve gave up, and that was noted
-        self._crashes: dict[ModelRef, list[float]] = {}
-        self._short_since: dict[ModelRef, float] = {}
+        self._vitals = Vitals()
         self._leaving: dict[str, str] = {}  # applications of removed versions, and the digests that they may still need
         self._booted = False
         self._settled = False
@@ -119,17 +104,16 @@ class Management:
     async def start_failed(self, ref: ModelRef, digest: str, error: StartFailed) -> None:
         """A replica could not load its model, whose archive has ``digest``; here is the author's traceback."""
         with contextlib.suppress(NotFound):  # removed meanwhile
-            if change.find(self._registry, ref.name, ref.version).digest == digest:
-                self._fail(ref, error)
+            spec = change.find(self._registry, ref.name, ref.version)
+            if spec.digest == digest:
+                self._vitals.failed(spec, error)
                 self._kick.set()
 
     async def pause_before_start(self, ref: ModelRef) -> float:
         """Seconds that a new replica should wait, because the ones before it crashed."""
         self._kick.set()
         await self._next_pass()
-        recent = [t for t in self._crashes.get(ref, ()) if t > time.monotonic() - _CRASHES_COUNT]
-        failure = self._failures.get(ref)
-        return _PAUSES[min(len(recent) + (failure.count if failure else 0), len(_PAUSES) - 1)]
+        return self._vitals.pause(ref)
 
     async def archive(self, ref: ModelRef, offset: int, length: int) -> bytes:
         """A piece of a version's archive, for a node that does not share this one's disk; empty at its end."""
@@ -161,7 +145,7 @@ class Management:
     async def scale(self, model: str, version: str | None, low: int, high: int, wait: bool) -> Progress:
         async with self._writing:
             after, ref = change.scale(self._registry, model, version, low, high)
-            self._failures.pop(ref, None)
+            self._vitals.forgive(ref)
             await self._commit(after)
         spec = change.find(after, ref.name, ref.version)
         if not wait:
@@ -187,7 +171,7 @@ class Management:
         await self._board.collect(1.0, self._alive)
         pending = int(self._total.total("torchrelay_queue_depth", model=spec.name, version=spec.version))
         default = self._registry.models[model].default == spec.version
-        return Description(spec, self._statuses.get(spec.ref, ModelStatus()), default, pending)
+        return Description(spec, self._vitals.statuses.get(spec.ref, ModelStatus()), default, pending)
 
     async def metadata(self, model: str, version: str | None) -> dict[str, Any]:
         """What the handler says of itself: one replica's answer to a ``describe`` call, empty where it is no object."""
@@ -241,8 +225,7 @@ class Management:
 
     def _removed(self, spec: ModelSpec) -> None:
         """Forget what was known of a version; its archive goes when its replicas are gone."""
-        self._failures.pop(spec.ref, None)
-        self._crashes.pop(spec.ref, None)
+        self._vitals.forget(spec.ref)
         self._leaving[spec.ref.app] = spec.digest
 
     @contextlib.asynccontextmanager
@@ -256,9 +239,9 @@ class Management:
             self._admitting -= 1
 
     def _publish(self) -> None:
-        healthy = {spec.ref: self._healthy(spec) for spec in self._registry}
+        healthy = {spec.ref: self._vitals.healthy(spec) for spec in self._registry}
         now = self._board.table
-        table = change.table(self._registry, self._statuses, healthy, now.generation, self._settled)
+        table = change.table(self._registry, self._vitals.statuses, healthy, now.generation, self._settled)
         if table != now or now.generation == 0:
             self._board.hang(Table(self._board.next_generation(), table.models, table.settled))
 
@@ -266,9 +249,8 @@ class Management:
         """Wait until ``count`` replicas run, no more and no fewer. Raises StartFailed."""
         deadline = time.monotonic() + startup_timeout + _PLACEMENT
         while True:
-            failure = self._failures.get(ref)
-            if failure is not None:
-                raise failure.error
+            if (error := self._vitals.failure(ref)) is not None:
+                raise error
             running = self._running(ref)
             if running == count:
                 return Progress(ref, running, "done")
@@ -291,12 +273,12 @@ class Management:
 
     async def _run(self) -> None:
         while True:
+            self._kick.clear()  # before the pass: what comes in its midst begins the next one
             try:
                 busy = await self._pass()
             except Exception:
                 log.exception("a pass of the reconciler failed; the next one follows")
                 busy = False
-            self._kick.clear()
             period = _BUSY_PERIOD if busy else self._settings.control.reconcile_period
             try:
                 await asyncio.wait_for(self._kick.wait(), period)
@@ -308,20 +290,14 @@ class Management:
         desired = change.desired(self._registry)
         seen = await self._in_serve(self._reconciler.look)
         self._note(desired, seen)
-        now = time.monotonic()
-        tried = {
-            app: want
-            for app, want in desired.items()
-            if (failure := self._failures.get(want.spec.ref)) is None or failure.again_at <= now or seen_runs(seen, app)
-        }
+        tried = {app: want for app, want in desired.items() if self._vitals.tried(want.spec.ref)}
         steps = await self._in_serve(self._reconciler.act, tried, seen)
         await self._discard(seen)
         self._publish()
         passed, self._passed = self._passed, asyncio.Event()
         passed.set()
-        return bool(steps) or any(
-            app not in seen or seen[app].running != want.low for app, want in tried.items()
-        ) or any(app not in desired for app in seen)
+        moving = any(app not in seen or seen[app].running != want.low for app, want in tried.items())
+        return bool(steps) or moving or any(app not in desired for app in seen)
 
     async def _discard(self, seen: Mapping[str, Seen]) -> None:
         """Drop the archives of versions that were removed and whose replicas are gone, and those that were refused."""
@@ -336,60 +312,15 @@ class Management:
         await self._passed.wait()
 
     def _note(self, desired: Mapping[str, Desired], seen: dict[str, Seen]) -> None:
-        """Draw from what is seen who runs, who failed, and who crashed."""
-        now = time.monotonic()
-        for app, want in desired.items():
-            ref, have, before = want.spec.ref, seen.get(app), self._seen.get(app)
-            running = have.running if have is not None else 0
-            if have is not None and have.failed and self._given_up.get(app, -1) < have.attempt:
-                self._given_up[app] = have.attempt  # once: a version that was asked for again is not failed yet
-                self._fail(ref, StartFailed(ref.name, ref.version, have.message), known=True)
-            if running >= want.low:
-                self._failures.pop(ref, None)
-                self._short_since.pop(ref, None)
-            else:
-                self._short_since.setdefault(ref, now)
-            same = have is not None and before is not None and have.config == before.config
-            if same and have.replicas >= before.replicas:
-                gone = {w.id for w in before.workers if w.ready} - {w.id for w in have.workers}
-                self._crashes.setdefault(ref, []).extend(now for _ in gone)
-            failure = self._failures.get(ref)
-            phase = "ready" if running else "failed" if failure is not None else "loading"
-            error = failure.error.detail if failure is not None else ""
-            self._statuses[ref] = ModelStatus(phase, running, error, have.workers if have is not None else ())
-            self._meters.replicas(ref.name, ref.version, running, want.low)
-        kept = {want.spec.ref for want in desired.values()}
-        for ref in [ref for ref in self._statuses if ref not in kept]:
-            del self._statuses[ref]
-            self._meters.forget(ref.name, ref.version)
+        known = set(self._vitals.statuses)
+        self._vitals.note(desired, seen, self._seen)
         self._seen = seen
-        self._given_up = {app: attempt for app, attempt in self._given_up.items() if app in seen}
-        if self._booted and not self._settled:
-            self._settled = all(
-                self._statuses[want.spec.ref].replicas >= want.low or want.spec.ref in self._failures
-                for want in desired.values()
-            )
-
-    def _fail(self, ref: ModelRef, error: StartFailed, known: bool = False) -> None:
-        """Note that a version does not start, and when it is tried again: later each time, then no more.
-
-        ``known``: where a replica has said why, its own word stands.
-        """
-        now = time.monotonic()
-        failure = self._failures.get(ref)
-        if failure is None:
-            failure = self._failures[ref] = _Failure(error, since=now)
-        else:
-            failure.error = failure.error if known else error
-            failure.count += 1
-        spec = self._registry.models[ref.name].versions.get(ref.version) if ref.name in self._registry.models else None
-        window = spec.max_retry_timeout if spec is not None else 0
-        pause = _PAUSES[min(failure.count + 1, len(_PAUSES) - 1)]
-        failure.again_at = now + pause if now - failure.since < window else float("inf")
-
-    def _healthy(self, spec: ModelSpec) -> bool:
-        since = self._short_since.get(spec.ref)
-        return since is None or time.monotonic() - since < spec.max_retry_timeout
+        for want in desired.values():
+            ref = want.spec.ref
+            self._meters.replicas(ref.name, ref.version, self._vitals.statuses[ref].replicas, want.low)
+        for ref in known - set(self._vitals.statuses):
+            self._meters.forget(ref.name, ref.version)
+        self._settled = self._settled or (self._booted and self._vitals.settled(desired))
 
     async def _boot(self) -> None:
         """Register what the model store holds: what is new there, and what has changed."""
@@ -437,7 +368,3 @@ class Management:
             task.cancel()
         for listener in self._listeners:
             await listener.close()
-
-
-def seen_runs(seen: Mapping[str, Seen], app: str) -> bool:
-    return app in seen and seen[app].running > 0
