@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _LOST = {
     "RAY_SERVE_ENABLE_HA_PROXY": "every request passes one Python proxy, at about a tenth of the throughput",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "replicas answer with about half the throughput",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "each answer costs more of Ray's work",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "set-default loses requests under way, and each request costs more",
 }
 

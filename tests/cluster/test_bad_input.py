@@ -283,6 +283,28 @@ def test_the_same_archive_again_is_a_new_attempt(server: Server, tmp_path: Path)
     server.management.delete("/models/fickle")
 
 
+def test_scaling_a_version_that_failed_tries_again(server: Server, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    ends = f"import os\nif not os.path.exists({str(flag)!r}):\n    os._exit(1)\n"
+    assert server.register(make_archive(tmp_path, "again", ends + ECHO), synchronous="false").status_code == 202
+    scale = {"min_worker": 1, "synchronous": "true"}
+    server.wait(lambda: server.client.describe("again")[0]["lastError"], what="the failure")
+    flag.touch()
+    scaled = server.management.put("/models/again", params=scale)
+    assert (scaled.status_code, scaled.json()) == (200, {"status": "Workers scaled to 1 for model: again"})
+    assert server.http.post("/predictions/again", content=b"x").content == b"x"
+    assert "lastError" not in server.client.describe("again")[0]
+    server.management.delete("/models/again")
+
+
+def test_a_name_that_was_removed_can_be_taken_at_once(server: Server, tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        assert server.register(make_archive(tmp_path, "taken", says(word))).status_code == 200
+        assert server.http.post("/predictions/taken").text == word, "never the one that was removed"
+        assert server.management.delete("/models/taken").status_code == 200
+        assert server.http.post("/predictions/taken").status_code == 404
+
+
 def test_a_failed_version_leaves_the_others_alone(server: Server, tmp_path: Path) -> None:
     assert server.register(make_archive(tmp_path, "pair", says("first"), "1.0")).status_code == 200
     assert server.register(make_archive(tmp_path, "pair", "raise OSError\n", "2.0")).status_code == 500
