@@ -56,6 +56,9 @@ def over_a_socket(tmp_path: Path, check, queue_size: int = 100, max_batch_size: 
             client.close()
             server.close()
             await batcher.close()
+            while server._wires:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the transport that was closed last
 
     BATCHES.clear()
     GATE.clear()
@@ -216,5 +219,6 @@ def test_sockets_of_replicas_that_were_killed_are_swept(tmp_path: Path) -> None:
 
         async def check(client, batcher, server) -> None:
             assert not dead.exists() and alive.exists()
+            assert (await client.infer(call(b"x"))).body == b"x"
 
         over_a_socket(tmp_path, check)
