@@ -24,6 +24,9 @@ log = logging.getLogger("torchrelay.reconciler")
 OURS = "torchrelay"  # the key in user_config by which an application is known as ours
 ATTEMPT = "attempt"
 
+# A replica whose route or settings change is UPDATING for a moment, and answers all the while.
+_SERVES = ("RUNNING", "UPDATING", "PENDING_MIGRATION")
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -177,7 +180,7 @@ def _worker(replica: Mapping[str, Any]) -> Worker:
         id=replica["replica_id"],
         pid=pid,
         started=replica["start_time_s"],
-        ready=state == "RUNNING",
+        ready=state in _SERVES,
         memory=_resident(pid),
         node=replica["node_ip"] or "",
     )

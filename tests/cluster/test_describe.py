@@ -1,11 +1,11 @@
-"""``customized=true``: what a handler says of itself, and that one that says nothing is no fault."""
+"""What a description says: the replicas as they are, and with ``customized=true`` what the handler says of itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from parts import Server, make_archive, says
+from parts import ECHO, Server, make_archive, says
 
 pytestmark = pytest.mark.cluster
 
@@ -44,3 +44,16 @@ def test_what_a_handler_says_of_itself(server: Server, tmp_path: Path, name: str
         f'Model "{name}" has no worker to serve describe request. Please use scale workers API to add workers.',
     )
     server.management.delete(f"/models/{name}")
+
+
+def test_a_replica_whose_route_moves_is_ready_all_the_while(server: Server, tmp_path: Path) -> None:
+    for version in ("1.0", "2.0"):
+        assert server.register(make_archive(tmp_path, "moves", ECHO, version)).status_code == 200
+    seen = set()
+    for version in ("2.0", "1.0", "2.0"):
+        server.management.put(f"/models/moves/{version}/set-default")
+        for _ in range(60):  # the routes arrive within them
+            seen |= {worker["status"] for each in server.client.describe("moves") for worker in each["workers"]}
+    assert seen == {"READY"}
+    server.management.delete("/models/moves/1.0")
+    server.management.delete("/models/moves/2.0")
