@@ -22,7 +22,8 @@ class Admission:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cache = Cache(settings.state_dir, settings.store)
-        self._loose: set[str] = set()  # digests of archives that may have no user
+        # What may be removed. At first everything: a Management that was killed did not get round to it.
+        self._loose: set[str] = self._cache.digests()
 
     def admit(self, registration: Registration, at_startup: bool = False) -> ModelSpec:
         """The spec of the version in the archive that ``registration`` names, which is in the cache from now on.

@@ -24,8 +24,9 @@ log = logging.getLogger("torchrelay.reconciler")
 OURS = "torchrelay"  # the key in user_config by which an application is known as ours
 ATTEMPT = "attempt"
 
-# A replica whose route or settings change is UPDATING for a moment, and answers all the while.
-_SERVES = ("RUNNING", "UPDATING", "PENDING_MIGRATION")
+# A replica whose route or settings change is UPDATING for a moment, one that a new controller has found again is
+# RECOVERING; both answer all the while.
+_SERVES = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 
 
 @dataclass(frozen=True)

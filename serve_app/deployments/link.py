@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from ray import serve
 
 from serve_app.dataplane import TableReader
 from serve_app.deployments.options import MANAGEMENT, SERVER
-from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics import Meters, Sample
 from serve_app.types import Table
 
 log = logging.getLogger("torchrelay.link")
@@ -22,6 +23,7 @@ class Link:
     """Made on the event loop that it will run on."""
 
     def __init__(self, reader: TableReader, meters: Meters) -> None:
+        self.refresh: Callable[[], None] = lambda: None  # called before samples are taken
         self._handle = serve.get_deployment_handle(MANAGEMENT, SERVER)
         self._source = serve.get_replica_context().replica_id.unique_id
         self._reader = reader
@@ -46,10 +48,14 @@ class Link:
         """Say goodbye with the last samples: what this process counted is not lost."""
         if self._task is not None:
             self._task.cancel()
-        await self._handle.leave.remote(self._source, self._meters.samples())
+        await self._handle.leave.remote(self._source, self._samples())
+
+    def _samples(self) -> list[Sample]:
+        self.refresh()
+        return self._meters.samples()
 
     async def _poll(self) -> None:
-        samples = self._meters.samples()
+        samples: list[Sample] | None = self._samples()
         while True:
             try:
                 answer = await self._handle.poll.remote(self._source, self._reader.table.generation, samples)
@@ -59,6 +65,6 @@ class Link:
                 log.info("no answer from Management (%s); asking again", type(error).__name__)
                 await asyncio.sleep(_RETRY)
                 continue
-            samples = self._meters.samples() if answer == "samples" else None
+            samples = self._samples() if answer == "samples" else None
             if isinstance(answer, Table):
                 self._reader.put(answer)

@@ -72,6 +72,7 @@ class ModelReplica:
         self._access = logs.access(settings)
         self._hops = HopServer(self._batcher.enqueue)
         await self._hops.open(socket_path(serve.get_replica_context().replica_id.unique_id))
+        self._link.refresh = lambda: self._meters.depth(spec.name, spec.version, self._batcher.pending)
         self._link.start()
         await self._link.first_table(timeout=30)
 

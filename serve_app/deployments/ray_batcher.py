@@ -46,6 +46,11 @@ class RayBatcher:
         self._together.set_batch_wait_timeout_s(delay / 1000)
         self._batcher.configure(max_batch_size=max_batch_size, max_batch_delay=None, **rest)
 
+    @property
+    def pending(self) -> int:
+        """Rows that wait, and those that run: Ray does not tell them apart."""
+        return self._waiting
+
     async def submit(self, call: Call) -> Reply | ReplyStream:
         if self._waiting >= self._queue_size:
             raise QueueFull(self._ref.name, call.version, f"{self._waiting} rows wait, job_queue_size allows no more")

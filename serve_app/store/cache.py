@@ -112,6 +112,10 @@ class Cache:
                 with contextlib.suppress(FileNotFoundError):
                     kept.rename(place / kept.parent.name)
 
+    def digests(self) -> set[str]:
+        """The digests of every archive and model that is here."""
+        return {path.name for kept in (self._archives, self._models) for path in kept.iterdir()}
+
     def sweep(self) -> None:
         """Remove partial work of processes that are dead, or that wrote nothing for an hour."""
         for place in self._partial.iterdir():

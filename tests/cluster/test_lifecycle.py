@@ -119,3 +119,23 @@ def test_metrics_are_summed_over_replicas_and_gateways(server: Server) -> None:
     assert server.metric("torchrelay_replicas", **labels) == 1
     assert server.metric("torchrelay_batch_size_count", **labels) >= 10
     assert server.metric("torchrelay_http_responses_total", code="200") >= 10
+
+
+def test_rows_that_wait_are_shown_while_they_wait(server: Server, tmp_path: Path) -> None:
+    handler = """
+import time
+def handle(data, context):
+    if data is None:
+        return None
+    time.sleep(1)
+    return ["done"] * len(data)
+"""
+    assert server.register(make_archive(tmp_path, "held", handler)).status_code == 200
+    with Load(f"{server.url}/predictions/held", connections=4) as load:
+        server.wait(
+            lambda: server.management.get("/models/held").json()[0]["jobQueueStatus"]["pendingRequests"] >= 2,
+            what="rows in the queue",
+        )
+        assert server.metric("torchrelay_queue_depth", model="held") >= 2
+    assert not load.failed, load.failed
+    server.management.delete("/models/held")

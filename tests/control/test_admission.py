@@ -55,3 +55,13 @@ def test_a_refused_archive_leaves_when_nobody_is_being_admitted(
         admission.admit(Registration("m-1.0.mar", model_name="no/route"))
     admission.tidy(frozenset())
     assert kept(tmp_path) == set()
+
+
+def test_what_a_killed_management_left_behind_goes_with_the_first_tidying(tmp_path: Path, store: Path) -> None:
+    make_archive(store, "used", ECHO)
+    make_archive(store, "left", ECHO, version="2.0")
+    settings = Settings(home=str(tmp_path))
+    used = Admission(settings).admit(Registration("used-1.0.mar"))
+    Admission(settings).admit(Registration("left-2.0.mar"))
+    Admission(settings).tidy(frozenset([used.digest]))
+    assert kept(tmp_path) == {used.digest}

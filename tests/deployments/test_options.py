@@ -29,12 +29,12 @@ def test_the_bound_can_be_set() -> None:
     assert deployment(SPEC.with_(max_ongoing_requests=7))._deployment_config.max_ongoing_requests == 7
 
 
-@pytest.mark.parametrize("change", [{"digest": "e" * 64}, {"handler": "other.py"}, {"num_gpus": 0.5}, {"batcher": "ray"}])
+@pytest.mark.parametrize("change", [{"digest": "e" * 64}, {"handler": "o.py"}, {"num_gpus": 0.5}, {"batcher": "ray"}])
 def test_what_only_a_new_replica_can_take_over_changes_the_version(change) -> None:
     assert deployment(SPEC.with_(**change))._version != deployment()._version
 
 
-@pytest.mark.parametrize("change", [{name: 5 for name in TUNABLE}, {"min_workers": 3, "max_workers": 3}, {"url": "x"}])
+@pytest.mark.parametrize("change", [dict.fromkeys(TUNABLE, 5), {"min_workers": 3, "max_workers": 3}, {"url": "x"}])
 def test_what_a_running_replica_takes_over_does_not(change) -> None:
     assert deployment(SPEC.with_(**change))._version == deployment()._version
 
