@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -210,3 +212,23 @@ class Load:
                 self.answers[answer.status_code, answer.text[:80]] += 1
             except httpx.HTTPError as error:
                 self.answers[type(error).__name__, str(error)] += 1
+
+
+def rows_outlive_their_replica(server: Server, folder: Path) -> None:
+    """Kill one of two busy replicas: the gateway answers every row all the same."""
+    handler = """
+import os, time
+def handle(data, context):
+    if data is None:
+        return None
+    time.sleep(0.3)
+    return [str(os.getpid())] * len(data)
+"""
+    assert server.register(make_archive(folder, "pair", handler), initial_workers=2).status_code == 200
+    victim = server.pids("pair")[0]
+    with Load(f"{server.url}/%70redictions/pair", connections=8) as load:
+        server.wait(lambda: len(load.answers) == 2, what="answers of both replicas")
+        os.kill(victim, signal.SIGKILL)
+        server.wait(lambda: len(load.answers) >= 3, what="an answer of the replacement")
+    assert not load.failed, load.failed
+    server.management.delete("/models/pair")

@@ -55,23 +55,29 @@ def ongoing(spec: ModelSpec) -> int:
     return spec.max_ongoing_requests or spec.job_queue_size + 2 * spec.batch_size + 32
 
 
+# What all of our deployments have in common: they are looked at often, and stop soon.
+_COMMON: dict[str, Any] = {
+    "health_check_period_s": 2,
+    "health_check_timeout_s": 10,
+    "graceful_shutdown_timeout_s": 10,
+    "graceful_shutdown_wait_loop_s": 0.5,
+    "request_router_config": ROUTER,
+    "logging_config": QUIET,
+}
+
+
 def model_app(spec: ModelSpec, settings: Settings, replicas: int, extra: dict[str, Any]) -> Any:
     """The Serve application that runs one version of one model; ``extra`` goes into its user_config."""
     from serve_app.deployments.model import ModelReplica
 
     deployment = ModelReplica.options(
+        **_COMMON,
         name=spec.ref.app,
         num_replicas=replicas,
         max_ongoing_requests=ongoing(spec),
         max_queued_requests=-1,  # the batcher's own bound answers first, in the caller's dialect
         max_surge_percent=100,  # new before old: a roll leaves no hole
         max_constructor_retry_count=3,
-        health_check_period_s=2,
-        health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=10,
-        graceful_shutdown_wait_loop_s=0.5,
-        request_router_config=ROUTER,
-        logging_config=QUIET,
         user_config={**user_config(spec, settings), **extra},
         ray_actor_options={"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
     )
@@ -85,30 +91,20 @@ def server_app(settings: Settings) -> Any:
     from serve_app.deployments.management import Management
 
     management = Management.options(
+        **{**_COMMON, "graceful_shutdown_timeout_s": 3},
         name=MANAGEMENT,
         num_replicas=1,
         max_ongoing_requests=100_000,  # every reader holds one long poll
-        health_check_period_s=2,
-        health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=3,
-        graceful_shutdown_wait_loop_s=0.2,
         max_constructor_retry_count=2,
-        request_router_config=ROUTER,
-        logging_config=QUIET,
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},  # its database, volume and ports are there
     )
     gateway = Gateway.options(
+        **_COMMON,
         name=GATEWAY,
         num_replicas=settings.inference.gateways,
         max_replicas_per_node=1,
         max_ongoing_requests=10_000,
         max_surge_percent=100,
-        health_check_period_s=2,
-        health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=10,
-        graceful_shutdown_wait_loop_s=0.5,
-        request_router_config=ROUTER,
-        logging_config=QUIET,
         ray_actor_options={"num_cpus": 0},
     )
     return gateway.bind(settings, management.bind(settings))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from parts import ECHO, Load, Server, make_archive, says
+from parts import ECHO, Load, Server, make_archive, rows_outlive_their_replica, says
 
 pytestmark = pytest.mark.cluster
 
@@ -38,22 +38,7 @@ def test_kill_a_replica(server: Server, stays: str) -> None:
 
 
 def test_the_gateway_sends_rows_of_a_dead_replica_to_another(server: Server, tmp_path: Path) -> None:
-    handler = """
-import os, time
-def handle(data, context):
-    if data is None:
-        return None
-    time.sleep(0.3)
-    return [str(os.getpid())] * len(data)
-"""
-    assert server.register(make_archive(tmp_path, "pair", handler), initial_workers=2).status_code == 200
-    victim = server.pids("pair")[0]
-    with Load(f"{server.url}/%70redictions/pair", connections=8) as load:
-        server.wait(lambda: len(load.answers) == 2, what="answers of both replicas")
-        os.kill(victim, signal.SIGKILL)
-        server.wait(lambda: len(load.answers) >= 3, what="an answer of the replacement")
-    assert not load.failed, load.failed
-    server.management.delete("/models/pair")
+    rows_outlive_their_replica(server, tmp_path)
 
 
 def test_kill_the_controller(server: Server, stays: str) -> None:

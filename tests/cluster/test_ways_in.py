@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from parts import ECHO, Load, Server, make_archive
+from parts import ECHO, Load, Server, make_archive, rows_outlive_their_replica
 
 pytestmark = pytest.mark.cluster
 
@@ -115,18 +113,4 @@ def test_through_handles_too(far: Server, tmp_path: Path) -> None:
 
 
 def test_rows_of_a_dead_replica_go_to_another_through_handles_too(far: Server, tmp_path: Path) -> None:
-    handler = """
-import os, time
-def handle(data, context):
-    if data is None:
-        return None
-    time.sleep(0.3)
-    return [str(os.getpid())] * len(data)
-"""
-    assert far.register(make_archive(tmp_path, "pair", handler), initial_workers=2).status_code == 200
-    victim = far.pids("pair")[0]
-    with Load(f"{far.url}/%70redictions/pair", connections=8) as load:
-        far.wait(lambda: len(load.answers) == 2, what="answers of both replicas")
-        os.kill(victim, signal.SIGKILL)
-        far.wait(lambda: len(load.answers) >= 3, what="an answer of the replacement")
-    assert not load.failed, load.failed
+    rows_outlive_their_replica(far, tmp_path)
