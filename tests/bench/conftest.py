@@ -18,9 +18,11 @@ class Server:
         self.bodies: list[bytes] = []
         self.connections = 0
         self.stalled = False
+        self.serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.serving.add(asyncio.current_task())
         try:
             while await self.answer(reader, writer):
                 pass
@@ -73,10 +75,13 @@ def server():
         ready.set()
         await server.stop.wait()
         listener.close()
-        clients = asyncio.all_tasks() - {asyncio.current_task()}
-        for client in clients:
+        # A connection accepted just now is opened by a task of the loop's own; cancelled, that would leave a socket.
+        while asyncio.all_tasks() - server.serving - {asyncio.current_task()}:
+            await asyncio.sleep(0)
+        for client in server.serving:
             client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        await asyncio.gather(*server.serving, return_exceptions=True)
+        await asyncio.sleep(0)  # the last transports
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
