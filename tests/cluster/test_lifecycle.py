@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +42,11 @@ def test_the_fast_path_and_the_gateway_answer_alike(server: Server) -> None:
     }
 
 
+def routes(server: Server) -> dict[str, str]:
+    """HAProxy's live table: route to application."""
+    return server.http.get("/-/routes").json()
+
+
 def test_set_default_back_and_forth_under_load(server: Server, tmp_path: Path) -> None:
     for version in ("1.0", "2.0"):
         answer = server.register(make_archive(tmp_path, "ab", says(f"version {version}"), version))
@@ -56,8 +60,9 @@ def test_set_default_back_and_forth_under_load(server: Server, tmp_path: Path) -
             # In force everywhere when it was acknowledged: on both ways, at once.
             assert server.http.post("/predictions/ab").text == f"version {version}"
             assert server.http.post("/%70redictions/ab").text == f"version {version}"
-            if turn % 3 == 0:  # let the routes themselves arrive in some of the turns
-                time.sleep(1.0)  # under load: this is the time in which a lost request would show
+            if turn % 3 == 0:  # in some of the turns the routes themselves arrive, under load, before the next switch
+                app = f"ab--{version}"
+                server.wait(lambda app=app: routes(server).get("/predictions/ab") == app, what="the route")
     assert not load.failed, load.failed
     assert set(load.answers) == {(200, "version 1.0"), (200, "version 2.0")}
     assert {v: server.pids("ab", v) for v in ("1.0", "2.0")} == pids, "a switch restarts nobody"
