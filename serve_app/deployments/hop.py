@@ -282,7 +282,7 @@ class ShortHops:
     def __init__(self, allowed: bool = True) -> None:
         self._allowed = allowed
         self._clients: dict[str, HopClient] = {}
-        self._connecting: set[str] = set()
+        self._connecting: dict[str, asyncio.Future[None]] = {}
 
     def best(self, replicas: tuple[str, ...]) -> HopClient | None:
         """The least busy of exactly these replicas; None unless every one of them is within reach."""
@@ -308,9 +308,8 @@ class ShortHops:
 
     def _connect(self, replica: str) -> None:
         if replica not in self._connecting:
-            self._connecting.add(replica)
-            task = asyncio.ensure_future(self._open(replica))
-            task.add_done_callback(lambda _: self._connecting.discard(replica))
+            task = self._connecting[replica] = asyncio.ensure_future(self._open(replica))
+            task.add_done_callback(lambda _: self._connecting.pop(replica, None))
 
     async def _open(self, replica: str) -> None:
         with contextlib.suppress(PermissionError):

@@ -54,6 +54,7 @@ class RemoteTarget:
         self._rows: deque[_Row] = deque()
         self._hops = 0
         self._sending = False
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def row(self) -> VersionRow:
@@ -117,7 +118,9 @@ class RemoteTarget:
                 hop.append(row)
             if hop:
                 self._hops += 1
-                asyncio.get_running_loop().create_task(self._hop(hop))
+                task = asyncio.get_running_loop().create_task(self._hop(hop))
+                self._tasks.add(task)  # the loop itself holds its tasks weakly
+                task.add_done_callback(self._tasks.discard)
 
     async def _hop(self, hop: list[_Row]) -> None:
         try:

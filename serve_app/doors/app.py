@@ -13,6 +13,7 @@ from serve_app.doors.torchserve.inference import InferenceDoor
 from serve_app.doors.torchserve.management import ManagementDoor
 from serve_app.errors import RelayError
 from serve_app.settings import Settings
+from serve_app.telemetry.logs import AccessLog
 from serve_app.telemetry.metrics import Meters
 
 _log = logging.getLogger(__name__)
@@ -27,22 +28,6 @@ class Door(Protocol):
 
     async def refuse(self, exchange: Exchange, error: Exception) -> None:
         """Say ``error`` in this protocol's words."""
-
-
-class AccessLog(Protocol):
-    def write(
-        self,
-        client: str,
-        method: str,
-        path: str,
-        http_version: str,
-        status: int,
-        milliseconds: float,
-        request_id: str,
-        model: str,
-        version: str,
-    ) -> None:
-        """One request was answered, or its caller left; ``model`` and ``version`` are empty where none was asked."""
 
 
 class App:
