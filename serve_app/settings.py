@@ -47,6 +47,12 @@ class RuntimeSettings:
     job_queue_size: int = 100  # rows, in each replica
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
+    max_response_size: int = 0  # bytes of one row's answer; 0: no limit
+    service_envelope: str = ""  # body, json, kserve or kservev2; a model's own model-config.yaml goes before it
+    blacklist_env_vars: str = ""  # a regular expression: variables that no handler sees
+    header_key_sequence_id: str = "ts_request_sequence_id"
+    header_key_sequence_start: str = "ts_request_sequence_start"
+    header_key_sequence_end: str = "ts_request_sequence_end"
     num_cpus: float = 0.1  # Ray CPUs a replica claims; a claim for placement, not a limit
     num_gpus: float = 0.0
 
