@@ -58,6 +58,23 @@ class RuntimeSettings:
 
 
 @dataclass(frozen=True)
+class VersionSettings:
+    """What one version gets when it is registered; its model-config.yaml and the caller go before it.
+
+    Delay in milliseconds, time-outs in seconds; None says nothing.
+    """
+
+    __pydantic_config__ = _STRICT
+    default_version: bool = False  # calls that name no version get this one, from the start-up that first loads it
+    min_workers: int | None = None
+    max_workers: int | None = None
+    batch_size: int | None = None
+    max_batch_delay: int | None = None
+    response_timeout: int | None = None
+    startup_timeout: int | None = None
+
+
+@dataclass(frozen=True)
 class ControlSettings:
     """Where the registry lives, and how often it is compared with what runs."""
 
@@ -68,6 +85,7 @@ class ControlSettings:
     acknowledge_timeout: float = 5.0  # seconds to wait until every live reader has a change
     enable_model_api: bool = True
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"
+    models: Mapping[str, Mapping[str, VersionSettings]] = field(default_factory=dict)  # by model and version
 
 
 @dataclass(frozen=True)

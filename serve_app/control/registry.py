@@ -21,7 +21,7 @@ from serve_app.errors import (
     VersionExists,
     VersionNotFound,
 )
-from serve_app.settings import Settings
+from serve_app.settings import Settings, VersionSettings
 from serve_app.store.manifest import Manifest, ModelConfig
 from serve_app.types import ModelRef, ModelRow, ModelSpec, ModelStatus, Registration, Table, VersionRow
 
@@ -92,17 +92,19 @@ def register(registry: Registry, spec: ModelSpec) -> Registry:
     return _with_version(registry, spec)
 
 
-def put(registry: Registry, spec: ModelSpec) -> Registry:
+def put(registry: Registry, spec: ModelSpec, default: bool = False) -> Registry:
     """The registry once start-up has found an archive in the model store: a new version, or a changed one's new spec.
 
-    The same registry where the version had this very archive before: what was scaled stays scaled,
-    and what was removed stays away. Raises BadRequest as ``register`` does.
+    A new version becomes its model's default where ``default`` says so. The same registry where the
+    version had this very archive before: what was scaled stays scaled, and what was removed stays
+    away. Raises BadRequest as ``register`` does.
     """
     if registry.archives.get(spec.ref) == spec.digest:
         return registry
     record = registry.models.get(spec.name)
     if record is None or spec.version not in record.versions:
-        return register(registry, spec)
+        after = register(registry, spec)
+        return set_default(after, spec.name, spec.version)[0] if default else after
     return _with_version(registry, spec)
 
 
@@ -258,13 +260,16 @@ def spec_from(
 ) -> ModelSpec:
     """The spec of a version, from what its caller, its model-config.yaml and the settings say.
 
-    The first that says anything wins. Batch size and delay: caller, file. Time-outs: file, caller,
-    settings. Workers: file, caller, settings, and at start-up one. All others: file, settings. A
-    number of zero or less says nothing, but for ``initial_workers``. Raises BadRequest.
+    The first that says anything wins, where ``control.models`` speaks of this very version and the
+    other settings of all. Batch size and delay: caller, file, control.models. Time-outs: file,
+    control.models, caller, settings. Workers: file, caller, control.models at start-up, settings, and
+    at start-up one. All others: file, settings. A number of zero or less says nothing, but for
+    workers. Raises BadRequest.
     """
     defaults = settings.runtime
     ref = _ref(registration.model_name or manifest.model_name, manifest.version)
-    low, high = _workers(registration, config, settings, at_startup)
+    own = settings.control.models.get(ref.name, {}).get(ref.version, VersionSettings())
+    low, high = _workers(registration, config, own, settings, at_startup)
     said: dict[str, Any] = {
         "job_queue_size": defaults.job_queue_size,
         "num_cpus": defaults.num_cpus,
@@ -282,11 +287,11 @@ def spec_from(
         runtime=_runtime(registration.runtime or manifest.runtime),
         min_workers=low,
         max_workers=high,
-        batch_size=_first(registration.batch_size, config.batch_size) or 1,
-        max_batch_delay=_first(registration.max_batch_delay, config.max_batch_delay),
-        response_timeout=_first(config.response_timeout, registration.response_timeout)
+        batch_size=_first(registration.batch_size, config.batch_size, own.batch_size) or 1,
+        max_batch_delay=_first(registration.max_batch_delay, config.max_batch_delay, own.max_batch_delay),
+        response_timeout=_first(config.response_timeout, own.response_timeout, registration.response_timeout)
         or defaults.default_response_timeout,
-        startup_timeout=_first(config.startup_timeout, registration.startup_timeout)
+        startup_timeout=_first(config.startup_timeout, own.startup_timeout, registration.startup_timeout)
         or defaults.default_startup_timeout,
         loaded_at_startup=at_startup,
         config=dict(config.raw),
@@ -299,13 +304,17 @@ def _first(*numbers: int | None) -> int | None:
     return next((number for number in numbers if number is not None and number > 0), None)
 
 
-def _workers(registration: Registration, config: ModelConfig, settings: Settings, at_startup: bool) -> tuple[int, int]:
+def _workers(
+    registration: Registration, config: ModelConfig, own: VersionSettings, settings: Settings, at_startup: bool
+) -> tuple[int, int]:
     if config.min_workers is not None:
         low, high = config.min_workers, config.max_workers or config.min_workers
         if high >= low:
             return low, high
     if registration.initial_workers is not None:
         count = max(0, registration.initial_workers)
+    elif at_startup and own.min_workers is not None:
+        return own.min_workers, max(own.min_workers, own.max_workers or 0)
     else:
         count = _first(settings.runtime.default_workers_per_model) or int(at_startup)
     return count, count

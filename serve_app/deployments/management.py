@@ -328,7 +328,8 @@ class Management:
             for archive in await asyncio.to_thread(self._admission.at_startup):
                 try:
                     async with self._admitted(archive, at_startup=True) as spec, self._writing:
-                        after = change.put(self._registry, spec)
+                        own = self._settings.control.models.get(spec.name, {}).get(spec.version)
+                        after = change.put(self._registry, spec, own is not None and own.default_version)
                         if after is not self._registry:
                             with contextlib.suppress(NotYet):
                                 await self._commit(after)

@@ -101,6 +101,12 @@ class TestPut:
         assert put(whole, changed).models == {"m": Record("2.0", {"1.0": changed, "2.0": spec(version="2.0")})}
         assert put(put(whole, changed), changed).archives == {changed.ref: "e" * 64, ModelRef("m", "2.0"): "d" * 64}
 
+    def test_a_new_version_takes_the_default_where_it_is_told_to(self):
+        whole = put(registry(spec()), spec(version="2.0"), default=True)
+        assert whole.models["m"].default == "2.0"
+        moved = set_default(whole, "m", "1.0")[0]
+        assert put(moved, spec(version="2.0"), default=True) is moved
+
     def test_applications_of_one_name_are_refused_here_too(self):
         with pytest.raises(BadRequest):
             put(registry(spec("a--b", "c")), spec("a", "b--c"))
@@ -338,6 +344,26 @@ class TestSpecFrom:
         one = made(config, {"runtime": {"default_workers_per_model": default}}, at_startup, **asked)
         assert (one.min_workers, one.max_workers) == expected
         assert one.loaded_at_startup is at_startup
+
+    @pytest.mark.parametrize(
+        ("config", "asked", "at_startup", "expected"),
+        [
+            ("", {}, True, (2, 3, 4, 50, 60, 70)),
+            ("", {}, False, (0, 0, 4, 50, 60, 70)),
+            ("", {"initial_workers": 1}, True, (1, 1, 4, 50, 60, 70)),
+            ("", {"batch_size": 8, "max_batch_delay": 9, "response_timeout": 8}, True, (2, 3, 8, 9, 60, 70)),
+            ("minWorkers: 5\nbatchSize: 6\nmaxBatchDelay: 7\nresponseTimeout: 8", {}, True, (5, 5, 6, 7, 8, 70)),
+        ],
+    )
+    def test_control_models_speaks_of_one_version(self, config, asked, at_startup, expected):
+        own = {"min_workers": 2, "max_workers": 3, "batch_size": 4, "max_batch_delay": 50}
+        own |= {"response_timeout": 60, "startup_timeout": 70}
+        settings = {"control": {"models": {"m": {"1.0": own}, "other": {"1.0": {"min_workers": 9}}}}}
+        one = made(config, settings, at_startup, **asked)
+        assert (one.min_workers, one.max_workers, one.batch_size, one.max_batch_delay) == expected[:4]
+        assert (one.response_timeout, one.startup_timeout) == expected[4:]
+        another = made(config, settings, at_startup, {"version": "2.0"}, **asked)
+        assert another.startup_timeout == 120
 
     def test_what_only_the_file_says(self):
         config = """
