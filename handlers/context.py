@@ -9,6 +9,22 @@ from typing import Any
 SERVER_VERSION = "0.12.0"  # the TorchServe release whose handler contract this is; archives compare against it
 
 
+class Row(dict):
+    """One element of a handler's ``data``: the request's inputs by name.
+
+    A handler class with a method ``prepare_row(row)`` has it called ahead of the row's batch, in another
+    thread, while the model runs: decoding belongs there. What it returned, or the exception that it
+    raised, is ``prepared`` when the row comes to ``handle``; None where there was no time for it, and the
+    handler does it itself.
+    """
+
+    __slots__ = ("prepared",)
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        super().__init__(inputs)
+        self.prepared: Any = None
+
+
 class RequestProcessor:
     """One row's request headers, and the status and headers of its response."""
 

@@ -99,11 +99,16 @@ class Normalize:
 class VisionHandler(BaseHandler):
     """Each row is an image (its bytes, or base64 text) or a JSON list, a tensor already.
 
-    ``image_processing`` makes a tensor of a PIL image; a subclass puts its own callable there. An
-    unreadable image is its own row's error, status 400.
+    ``image_processing`` makes a tensor of a PIL image; a subclass puts its own callable there. It may be
+    called from several threads at once. An unreadable image is its own row's error, status 400.
     """
 
     image_processing: Callable[[Image.Image], torch.Tensor] = ToTensor()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "preprocess" in vars(cls) and "prepare_row" not in vars(cls):
+            cls.prepare_row = None  # its own preprocess would not look at what was prepared
 
     def initialize(self, context: Any) -> None:
         super().initialize(context)
@@ -115,7 +120,16 @@ class VisionHandler(BaseHandler):
         """A batch of images, rows x channels x height x width."""
         return self._stack(data, self._image).to(self.device)
 
+    def prepare_row(self, row: Any) -> torch.Tensor:
+        """The row's tensor, made while the model is busy with the batch before; see Row."""
+        return self._image(row)
+
     def _image(self, row: Any) -> torch.Tensor:
+        prepared = getattr(row, "prepared", None)
+        if isinstance(prepared, Exception):
+            raise prepared
+        if prepared is not None:
+            return prepared
         value = (row.get("data") or row.get("body")) if isinstance(row, dict) else row
         if isinstance(value, str):
             value = _from_base64(value)

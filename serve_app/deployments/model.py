@@ -117,6 +117,7 @@ class ModelReplica:
             spec.ref,
             self._meters,
             author=author,
+            prepare=runner.prepare,
             max_batch_size=spec.batch_size,
             max_batch_delay=spec.max_batch_delay,
             queue_size=spec.job_queue_size,

@@ -13,6 +13,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from itertools import islice
 from types import EllipsisType
 from typing import Any, Protocol
 
@@ -26,7 +28,7 @@ log = logging.getLogger("torchrelay.batcher")
 _BEHIND = 64  # rows that may lie ready behind the running batch, where one full batch is fewer
 
 Emit = Callable[[int, "bytes | Reply"], None]
-Run = Callable[[Sequence[Call], Emit], "list[Reply | RelayError]"]
+Run = Callable[..., "list[Reply | RelayError]"]  # (calls, emit), and (calls, emit, ahead) where rows are prepared
 
 
 class Timer(Protocol):
@@ -36,7 +38,7 @@ class Timer(Protocol):
 class _Row:
     """A call that waits for its answer."""
 
-    __slots__ = ("arrived", "batch", "call", "emitted", "future", "pieces")
+    __slots__ = ("ahead", "arrived", "batch", "call", "emitted", "future", "pieces")
 
     def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream], arrived: float) -> None:
         self.call = call
@@ -45,6 +47,7 @@ class _Row:
         self.emitted = False  # set in the author's thread: a row that streamed is never run again
         self.pieces: Pieces | None = None
         self.batch: _Batch | None = None
+        self.ahead: Future[Any] | None = None
 
 
 class _Batch:
@@ -105,7 +108,8 @@ class Batcher:
 
     ``run`` is Runner.run; it is called in ``author``'s thread only. ``max_batch_delay`` (milliseconds)
     is how long an idle model waits for a batch to fill, counted from its first row; None or 0: not at
-    all. ``response_timeout`` (seconds) bounds one run of the handler; 0: unbounded. ``on_hung`` is
+    all. ``prepare`` is Runner.prepare: it begins rows of the next two batches while one runs. With ``tickets`` a
+    row is taken only if the model is idle. ``response_timeout`` (seconds) bounds one run of the handler; 0: unbounded. ``on_hung`` is
     called once, after everybody who waited was told, when a run exceeds it: the process is then of
     no more use. ``clock`` counts seconds; ``timer`` is ``call_later`` of the loop that submits.
     """
@@ -117,11 +121,13 @@ class Batcher:
         meters: Meters,
         *,
         author: Author | None = None,
+        prepare: Callable[[Call], Future[Any]] | None = None,
         max_batch_size: int = 1,
         max_batch_delay: int | None = None,
         queue_size: int = 100,
         response_timeout: float = 120,
         retries: bool = True,
+        tickets: bool = False,
         on_hung: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         timer: Timer | None = None,
@@ -130,6 +136,8 @@ class Batcher:
         self._ref = ref
         self._meters = meters
         self.author = author or Author()
+        self._prepare = prepare
+        self._tickets = tickets
         self._on_hung = on_hung
         self._clock = clock
         self._timer = timer
@@ -212,6 +220,8 @@ class Batcher:
             raise Loading(self._ref.name, call.version, self._refusal)
         if self.pending >= self._queue_size:
             raise QueueFull(self._ref.name, call.version, f"{self.pending} rows wait, job_queue_size allows no more")
+        if self._tickets and (self._flight or self.pending >= self._max_batch_size):
+            raise QueueFull(self._ref.name, call.version, "useJobTicket: the model is busy, and no row may wait")
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
@@ -219,6 +229,8 @@ class Batcher:
         assert self._timer is not None
         row = _Row(call, loop.create_future(), self._clock())
         self._queue.append(row)
+        if self._prepare is not None and len(self._queue) <= 2 * self._max_batch_size:
+            row.ahead = self._prepare(call)
         if not self._flight or len(self._queue) >= self._max_batch_size:
             self._start_soon()
         if call.deadline is not None:
@@ -249,6 +261,8 @@ class Batcher:
 
     def _forget(self, row: _Row) -> None:
         """Make room at once: rows that nobody waits for do not fill the queue."""
+        if row.ahead is not None:
+            row.ahead.cancel()
         try:
             self._queue.remove(row)
         except ValueError:
@@ -290,6 +304,9 @@ class Batcher:
                 started.append(batch)
         if started:
             self.author.post(self._execute, started)
+            if self._prepare is not None:
+                for row in islice(self._queue, 2 * self._max_batch_size):  # no further: what is prepared takes memory
+                    row.ahead = row.ahead or self._prepare(row.call)
             if self._watch is None and self._timeout > 0:
                 self._look_in(self._timeout)
 
@@ -341,7 +358,11 @@ class Batcher:
                 piece = _timed(piece, Timings(began - row.arrived, self._clock() - began, size))
             self._tell(self._piece, row, piece)
 
-        results = self._run([row.call for row in rows], emit)
+        calls = [row.call for row in rows]
+        if self._prepare is None:
+            results = self._run(calls, emit)
+        else:
+            results = self._run(calls, emit, [row.ahead for row in rows])
         seconds = self._clock() - began
         batch.runs.append((seconds, [began - row.arrived for row in rows]))
         if size > 1 and self._retries and _failed_whole(results):

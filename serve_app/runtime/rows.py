@@ -9,10 +9,12 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
+from handlers.context import Row
 from serve_app.errors import UnsupportedOutput
 from serve_app.types import Call, Input
 
@@ -51,6 +53,16 @@ def row(call: Call, decoded: bool = True) -> dict[str, Any]:
     if decoded:
         return {part.name: decode(part) for part in call.inputs}
     return {part.name: bytearray(part.value) for part in call.inputs}
+
+
+def prepared(call: Call, decoded: bool, prepare: Callable[[Row], Any]) -> Row:
+    """The row with what ``prepare`` makes of it; an exception is kept for the batch to meet."""
+    made = Row(row(call, decoded))
+    try:
+        made.prepared = prepare(made)
+    except Exception as error:
+        made.prepared = error
+    return made
 
 
 def headers(call: Call) -> dict[str, str]:

@@ -13,12 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import handlers
 from handlers import torchserve_names
-from handlers.context import Context
+from handlers.context import Context, Row
 from handlers.errors import PredictionException
 from serve_app.errors import (
     CountMismatch,
@@ -69,6 +70,8 @@ class Runner:
             model_yaml_config=dict(spec.config),
         )
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
+        self._prepare_row: Callable[[Any], Any] | None = None
+        self._preparing: ThreadPoolExecutor | None = None
         self._logged: tuple[str, float] = ("", 0.0)
 
     def load(self) -> None:
@@ -86,6 +89,18 @@ class Runner:
         except BaseException as error:
             raise self._start_failed(_traceback(error), _out_of_memory(error)) from None
         self._handle = entry
+        self._prepare_row = getattr(entry.instance, "prepare_row", None)
+        if self._prepare_row is not None:
+            self._preparing = ThreadPoolExecutor(_cores(), thread_name_prefix="prepare")
+
+    @property
+    def prepare(self) -> Callable[[Call], Future[Any]] | None:
+        """Begins a call's row ahead of its batch, from any thread; ``run`` takes the future. None: nothing to begin."""
+        return self._begin if self._preparing is not None else None
+
+    def _begin(self, call: Call) -> Future[Any]:
+        assert self._preparing is not None and self._prepare_row is not None
+        return self._preparing.submit(rows.prepared, call, self._decoded, self._prepare_row)
 
     def warm_up(self) -> None:
         """Answer the archive's sample requests, each alone and then a full batch of them. Raises StartFailed.
@@ -103,21 +118,32 @@ class Runner:
         gc.collect()
         gc.freeze()
 
-    def run(self, calls: Sequence[Call], emit: Callable[[int, bytes | Reply], None]) -> list[Reply | RelayError]:
+    def run(
+        self,
+        calls: Sequence[Call],
+        emit: Callable[[int, bytes | Reply], None],
+        ahead: Sequence[Future[Any] | None] = (),
+    ) -> list[Reply | RelayError]:
         """One reply or one error for each call, all of one kind; raises nothing.
+
+        ``ahead`` has what ``prepare`` gave for each call, or None; empty where nothing was begun.
 
         An error that stands for the whole batch is one object in every place. ``emit(index, piece)``
         takes the intermediate pieces of a row: first a Reply that has the row's status and headers,
         then bytes; it may be called from any thread that the author started.
         """
         failures: list[str] = []
-        results = self._answer(calls, emit, failures)
+        results = self._answer(calls, emit, failures, ahead)
         for failure in failures:
             self._report(calls, failure)
         return results
 
     def _answer(
-        self, calls: Sequence[Call], emit: Callable[[int, bytes | Reply], None], failures: list[str]
+        self,
+        calls: Sequence[Call],
+        emit: Callable[[int, bytes | Reply], None],
+        failures: list[str],
+        ahead: Sequence[Future[Any] | None] = (),
     ) -> list[Reply | RelayError]:
         context = self._context
         streamed: set[int] = set()
@@ -137,7 +163,10 @@ class Runner:
 
         assert self._handle is not None, "load() comes first"
         try:
-            data = [rows.row(call, self._decoded) for call in calls]
+            if ahead:
+                data = [self._row(call, begun) for call, begun in zip(calls, ahead, strict=True)]
+            else:
+                data = [rows.row(call, self._decoded) for call in calls]
             context.begin(
                 [call.request_id for call in calls],
                 [rows.headers(call) for call in calls],
@@ -158,6 +187,11 @@ class Runner:
         if broken:
             return [broken.get(i) or self._reply(i, value, failures) for i, value in enumerate(values)]
         return [self._reply(i, value, failures) for i, value in enumerate(values)]
+
+    def _row(self, call: Call, begun: Future[Any] | None) -> Any:
+        if begun is None or begun.cancel():  # no thread has got to it: the handler does it itself
+            return Row(rows.row(call, self._decoded))
+        return begun.result()
 
     def _reply(self, index: int, value: Any, failures: list[str]) -> Reply | RelayError:
         if isinstance(value, Exception):
@@ -236,6 +270,11 @@ def _failure(error: BaseException, failures: list[str]) -> HandlerFailed:
     if _out_of_memory(error) or "CUDA" in str(error):
         return OutOfResources(text)
     return HandlerFailed(text)
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
