@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
+import ipaddress
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import pydantic
 
@@ -27,7 +30,8 @@ class StoreSettings:
 
     __pydantic_config__ = _STRICT
     model_store: str = "model_store"
-    allowed_urls: tuple[str, ...] = ("file://.*", "http(s)?://.*")
+    allowed_urls: tuple[str, ...] = ("file://.*", "http(s)?://.*", "s3://.*", "gs://.*", "hf://.*")
+    storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # to fsspec, by scheme: s3, gs, hf
     download_timeout: float = 120.0  # seconds, for the whole download
     max_archive_bytes: int = 64 * 1024 * MIB
     max_unpacked_bytes: int = 128 * 1024 * MIB
@@ -96,6 +100,12 @@ class InferenceSettings:
     max_request_size: int = 6_553_500  # bytes
     gateways: int = 1  # gateway replicas, at most one a node
     short_hops: bool = True  # reach replicas of the same machine over sockets rather than through Ray
+    also_management: bool = False  # the management API on this port too
+    also_metrics: bool = False  # /metrics on this port too
+    # Headers Access-Control-Allow-* of every answer, on every port; empty: that one is not sent.
+    cors_allowed_origin: str = ""
+    cors_allowed_methods: str = ""
+    cors_allowed_headers: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,57 @@ class ManagementSettings:
     port: int = 8081
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 8082
+    also_metrics: bool = False  # /metrics on the management port too
+    certificate_file: str = ""  # PEM, with its chain: TLS on these listeners
+    private_key_file: str = ""  # PEM, without a password
+
+
+@dataclass(frozen=True)
+class KeySettings:
+    """A key of the operator's own. What is kept here is its digest, or where to find it, never the key."""
+
+    __pydantic_config__ = _STRICT
+    name: str = ""
+    key: str = ""  # "sha256:<64 hex digits>" or "env:NAME"
+    role: Literal["infer", "observe", "manage"] = "infer"
+    models: tuple[str, ...] | str = "*"  # patterns of the models that it is for
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.models,) if isinstance(self.models, str) else self.models
+
+    def digest(self, environ: Mapping[str, str]) -> bytes:
+        """The key's SHA-256. Raises ConfigurationError, which never shows what was given for a key."""
+        kind, _, said = self.key.partition(":")
+        where = f"auth.keys, the key named {self.name!r}"
+        if kind == "sha256" and re.fullmatch("[0-9a-fA-F]{64}", said):
+            return bytes.fromhex(said)
+        if kind != "env" or not said:
+            cure = "write sha256: and the key's digest (`printf %s KEY | sha256sum`), or env: and a variable that has it"
+            raise ConfigurationError(where, f"a key does not stand here in plain text; {cure}")
+        key = environ.get(said, "")
+        if not key or key.split() != [key]:
+            raise ConfigurationError(where, f"the variable {said} must hold the key, which is one word; set it")
+        return hashlib.sha256(key.encode()).digest()
+
+
+def _switch(said: Any) -> Any:
+    """YAML takes a bare ``on`` and ``off`` for true and false."""
+    return ("off", "on")[said] if isinstance(said, bool) else said
+
+
+@dataclass(frozen=True)
+class AuthSettings:
+    """Who may ask for what. A request shows its key as ``Authorization: Bearer KEY``."""
+
+    __pydantic_config__ = _STRICT
+    # auto: on as soon as an address is not the loopback's
+    mode: Annotated[Literal["auto", "on", "off"], pydantic.BeforeValidator(_switch)] = "auto"
+    key_file: str = "key_file.json"  # TorchServe's tokens, new at each start; its folder must be writable
+    token_expiration: Annotated[float, pydantic.Field(gt=0)] = 60.0  # minutes that a TorchServe token is good for
+    torchserve_tokens: bool = True  # make the three keys of key_file.json
+    keys: tuple[KeySettings, ...] = ()  # of the operator's own
+    metrics: Literal["open", "observe"] = "open"  # observe: /metrics wants a key that may observe every model
 
 
 @dataclass(frozen=True)
@@ -127,6 +188,7 @@ class Settings:
     control: ControlSettings = field(default_factory=ControlSettings)
     inference: InferenceSettings = field(default_factory=InferenceSettings)
     management: ManagementSettings = field(default_factory=ManagementSettings)
+    auth: AuthSettings = field(default_factory=AuthSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     home: str = ""  # what relative paths start from; empty: the working directory
 
@@ -147,6 +209,23 @@ class Settings:
         return self.root / self.telemetry.access_log if self.telemetry.access_log else None
 
     @property
+    def key_file(self) -> Path:
+        return self.root / self.auth.key_file
+
+    def wants_keys(self, inference_host: str) -> bool:
+        """Whether requests must show a key, where the inference port listens on ``inference_host``.
+
+        Raises ConfigurationError where they would have to and there could be no key.
+        """
+        m = self.management
+        open_to_others = not all(map(is_loopback, (inference_host, m.host, m.metrics_host)))
+        wanted = self.auth.mode == "on" or (self.auth.mode == "auto" and open_to_others)
+        if wanted and not self.auth.torchserve_tokens and not self.auth.keys:
+            cure = "name keys in auth.keys, or set auth.torchserve_tokens to true, or auth.mode to off"
+            raise ConfigurationError("auth", f"requests must show a key, and there is none; {cure}")
+        return wanted
+
+    @property
     def database_url(self) -> str:
         return self.control.database_url or f"sqlite:///{self.state_dir / 'registry.db'}"
 
@@ -159,6 +238,14 @@ def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings
     except pydantic.ValidationError as error:
         problems = "; ".join(_explain(problem) for problem in error.errors())
         raise ConfigurationError(where, problems) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``. A name that is not localhost may be anywhere."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def near_miss(key: str, known: Iterator[str] | list[str], cutoff: float = 0.6) -> str | None:
@@ -179,11 +266,15 @@ def _explain(problem: Any) -> str:
         near = near_miss(str(problem["loc"][-1]), known)
         cure = f"did you mean {near!r}?" if near else f"known here: {', '.join(known)}"
         return f"unknown key {path!r}; {cure}"
-    return f"{path or 'the settings'}: {problem['msg']} (got {problem['input']!r})"
+    got = "" if problem["loc"][:2] == ("auth", "keys") else f" (got {problem['input']!r})"  # it may be a secret
+    return f"{path or 'the settings'}: {problem['msg']}{got}"
 
 
 def _fields_at(path: tuple[Any, ...]) -> list[str]:
-    here: Any = Settings()
+    here: Any = Settings
     for part in path:
-        here = getattr(here, str(part))
+        if dataclasses.is_dataclass(here):
+            here = get_type_hints(here)[str(part)]
+        else:  # an item of a list or a mapping
+            here = [kind for kind in get_args(here) if kind is not Ellipsis][-1]
     return [f.name for f in dataclasses.fields(here)]
