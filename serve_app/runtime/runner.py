@@ -5,13 +5,16 @@ Every method belongs in the author's thread: they block, and they run what the a
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import gc
+import inspect
 import logging
 import mimetypes
 import os
+import re
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,26 +22,15 @@ from typing import Any
 
 import handlers
 from handlers import torchserve_names
-from handlers.context import Context, Row
-from handlers.errors import PredictionException
-from serve_app.errors import (
-    CountMismatch,
-    HandlerFailed,
-    HandlerSaid,
-    InvalidOutput,
-    OutOfResources,
-    RelayError,
-    StartFailed,
-    StartOutOfMemory,
-)
+from handlers.context import Context
+from serve_app.errors import OutOfResources, RelayError, StartFailed, StartOutOfMemory
 from serve_app.runtime import rows
+from serve_app.runtime.turn import Emit, Turn, out_of_memory, trace
 from serve_app.settings import RuntimeSettings
 from serve_app.types import Call, Input, ModelSpec, Reply
 
 log = logging.getLogger("torchrelay.runner")
 
-_OURS = (__file__, handlers.__file__)
-_NOT_AMONG_HEADERS = {"content-type", "ts_stream_next"}  # a field of its own; and a door's word, not a handler's
 # Seconds that a thread may keep the interpreter from another that waits for it. With Python's 5 ms the
 # author's thread, which lets go of it at every operation of torch, is kept waiting by a busy event loop.
 _TURN = 0.001
@@ -69,7 +61,12 @@ class Runner:
             limit_max_image_pixels=settings.limit_max_image_pixels,
             model_yaml_config=dict(spec.config),
         )
+        self._context.header_key_sequence_id = settings.header_key_sequence_id
+        self._context.header_key_sequence_start = settings.header_key_sequence_start
+        self._context.header_key_sequence_end = settings.header_key_sequence_end
+        self._hidden = settings.blacklist_env_vars
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous handler; set by ``load``
         self._prepare_row: Callable[[Any], Any] | None = None
         self._preparing: ThreadPoolExecutor | None = None
         self._logged: tuple[str, float] = ("", 0.0)
@@ -84,10 +81,15 @@ class Runner:
         try:
             torchserve_names.install()
             os.chdir(self._directory)
+            hide(self._hidden)
             entry = handlers.load(self._spec.handler, self._directory, self._manifest)
-            entry.initialize(self._context)
+            if inspect.iscoroutinefunction(entry.handle):
+                self.loop = asyncio.new_event_loop()
+                self.loop.run_until_complete(_initialize(entry, self._context))
+            else:
+                entry.initialize(self._context)
         except BaseException as error:
-            raise self._start_failed(_traceback(error), _out_of_memory(error)) from None
+            raise self._start_failed(trace(error), out_of_memory(error)) from None
         self._handle = entry
         self._prepare_row = getattr(entry.instance, "prepare_row", None)
         if self._prepare_row is not None:
@@ -121,7 +123,7 @@ class Runner:
     def run(
         self,
         calls: Sequence[Call],
-        emit: Callable[[int, bytes | Reply], None],
+        emit: Emit,
         ahead: Sequence[Future[Any] | None] = (),
     ) -> list[Reply | RelayError]:
         """One reply or one error for each call, all of one kind; raises nothing.
@@ -132,95 +134,39 @@ class Runner:
         takes the intermediate pieces of a row: first a Reply that has the row's status and headers,
         then bytes; it may be called from any thread that the author started.
         """
-        failures: list[str] = []
-        results = self._answer(calls, emit, failures, ahead)
-        for failure in failures:
-            self._report(calls, failure)
-        return results
-
-    def _answer(
-        self,
-        calls: Sequence[Call],
-        emit: Callable[[int, bytes | Reply], None],
-        failures: list[str],
-        ahead: Sequence[Future[Any] | None] = (),
-    ) -> list[Reply | RelayError]:
-        context = self._context
-        streamed: set[int] = set()
-        broken: dict[int, RelayError] = {}  # rows whose stream ended in an error
-
-        def on_emit(index: int, value: Any) -> None:
-            if index in broken:
-                return
-            piece = self._reply(index, value, failures)
-            if not isinstance(piece, Reply):
-                broken[index] = piece
-            elif index in streamed:
-                emit(index, piece.body)
-            else:
-                streamed.add(index)
-                emit(index, piece)
-
+        turn = self._turn(self._context, calls, emit)
         assert self._handle is not None, "load() comes first"
         try:
-            if ahead:
-                data = [self._row(call, begun) for call, begun in zip(calls, ahead, strict=True)]
-            else:
-                data = [rows.row(call, self._decoded) for call in calls]
-            context.begin(
-                [call.request_id for call in calls],
-                [rows.headers(call) for call in calls],
-                [rows.parameters(call) for call in calls],
-                on_emit,
-            )
-            values = self._handle(data, context)
+            results = turn.close(self._handle(turn.open(ahead), turn.context))
         except BaseException as error:  # SystemExit too: an author's code does not end the thread
-            return [_failure(error, failures)] * len(calls)
-        if not isinstance(values, list):
-            detail = f"a handler returns a list with one element a row, this one returned {type(values).__name__}"
-            failures.append(detail)
-            return [InvalidOutput(detail)] * len(calls)
-        if len(values) != len(calls):
-            detail = f"the handler got {len(calls)} rows and returned {len(values)} elements"
-            failures.append(detail)
-            return [CountMismatch(detail)] * len(calls)
-        if broken:
-            return [broken.get(i) or self._reply(i, value, failures) for i, value in enumerate(values)]
-        return [self._reply(i, value, failures) for i, value in enumerate(values)]
+            results = turn.fail(error)
+        self._report(turn)
+        return results
 
-    def _row(self, call: Call, begun: Future[Any] | None) -> Any:
-        if begun is None or begun.cancel():  # no thread has got to it: the handler does it itself
-            return Row(rows.row(call, self._decoded))
-        return begun.result()
-
-    def _reply(self, index: int, value: Any, failures: list[str]) -> Reply | RelayError:
-        if isinstance(value, Exception):
-            return _failure(value, failures)
+    async def run_async(self, calls: Sequence[Call], emit: Emit) -> list[Reply | RelayError]:
+        """``run`` for an asynchronous handler, on ``loop``: several may be under way, each with a context of its own."""
+        turn = self._turn(copy.copy(self._context), calls, emit)
+        assert self._handle is not None, "load() comes first"
         try:
-            body = rows.encode(value)
-        except RelayError as error:
-            failures.append(str(error.args[0]))
-            return error
-        except MemoryError as error:
-            return _failure(error, failures)
-        status, phrase = self._context.get_response_status(index)
-        named = self._context.get_response_headers(index)
-        if not named:
-            return Reply(body, None, status, phrase, (), self._spec.version)
-        others = tuple((name, str(value)) for name, value in named.items() if name.lower() not in _NOT_AMONG_HEADERS)
-        content_type = self._context.get_response_content_type(index)
-        return Reply(body, content_type, status, phrase, others, self._spec.version)
+            results = turn.close(await self._handle(turn.open(), turn.context))
+        except BaseException as error:
+            results = turn.fail(error)
+        self._report(turn)
+        return results
 
-    def _report(self, calls: Sequence[Call], failure: str) -> None:
-        """Log it in full, unless it was said just now: a batch that runs again in halves fails the same way."""
-        known, when = self._logged
-        now = time.monotonic()
-        ids = ", ".join(call.request_id for call in calls)
-        if failure == known and now - when < _SAY_AGAIN:
-            log.error("%s: the same failure again (requests %s)", self._spec.ref.app, ids)
-            return
-        self._logged = (failure, now)
-        log.error("%s: the handler failed (requests %s)\n%s", self._spec.ref.app, ids, failure)
+    def _turn(self, context: Context, calls: Sequence[Call], emit: Emit) -> Turn:
+        return Turn(context, calls, emit, self._spec.version, self._decoded)
+
+    def _report(self, turn: Turn) -> None:
+        """Log what failed in full, unless it was said just now: a batch that runs again in halves fails the same way."""
+        for failure in turn.failures:
+            known, when = self._logged
+            now = time.monotonic()
+            if failure == known and now - when < _SAY_AGAIN:
+                log.error("%s: the same failure again (requests %s)", self._spec.ref.app, turn.ids)
+                continue
+            self._logged = (failure, now)
+            log.error("%s: the handler failed (requests %s)\n%s", self._spec.ref.app, turn.ids, failure)
 
     # Samples
 
@@ -249,8 +195,18 @@ class Runner:
         inputs = (Input("body", body, media_type),)
         return Call(self._spec.name, self._spec.version, inputs, request_id=f"sample {name}")
 
+    def _once(self, calls: list[Call]) -> list[Reply | RelayError]:
+        """Answers that nobody streams, with no word in the log."""
+        turn = self._turn(self._context, calls, lambda index, piece: None)
+        assert self._handle is not None, "load() comes first"
+        try:
+            values = self._handle(turn.open(), turn.context)
+            return turn.close(self.loop.run_until_complete(values) if self.loop is not None else values)
+        except BaseException as error:
+            return turn.fail(error)
+
     def _try(self, what: str, calls: list[Call]) -> None:
-        for result in self._answer(calls, lambda index, piece: None, []):
+        for result in self._once(calls):
             if isinstance(result, RelayError):
                 detail = getattr(result, "detail", "")
                 raise self._start_failed(f"{what}: {result}\n{detail}", isinstance(result, OutOfResources))
@@ -260,38 +216,20 @@ class Runner:
         return failed(self._spec.name, self._spec.version, why)
 
 
-def _failure(error: BaseException, failures: list[str]) -> HandlerFailed:
-    """What a caller is told of what an author's code raised."""
-    if isinstance(error, PredictionException):
-        return HandlerSaid(error.message, error.error_code)
-    text = _traceback(error)
-    failures.append(text)
-    # TorchServe's rule: whatever speaks of CUDA is taken for an exhausted device.
-    if _out_of_memory(error) or "CUDA" in str(error):
-        return OutOfResources(text)
-    return HandlerFailed(text)
+async def _initialize(entry: handlers.Entry, context: Context) -> None:
+    """With a loop that runs: an engine may begin its own tasks already."""
+    begun = entry.initialize(context)
+    if inspect.isawaitable(begun):
+        await begun
+
+
+def hide(pattern: str) -> None:
+    """Take the environment variables whose whole name ``pattern`` matches out of this process."""
+    if pattern:
+        for name in [name for name in os.environ if re.fullmatch(pattern, name)]:
+            del os.environ[name]
 
 
 def _cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Whether the host's memory or the device's ran out, here or in what this error was raised from."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            return True
-        if "CUDA" in text and "out of memory" in text:
-            return True
-        error = error.__cause__
-    return False
-
-
-def _traceback(error: BaseException) -> str:
-    """The traceback from the author's first frame on."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in _OURS:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
