@@ -30,13 +30,45 @@ NAMES: dict[str, dict[str, str]] = {
         "import_class": "handlers.source:import_class",
     },
     "ts.handler_utils.timer": {"timed": "handlers.timer:timed"},
+    "ts.metrics.caching_metric": {"CachingMetric": "handlers.metrics.metric:CachingMetric"},
+    "ts.metrics.dimension": {"Dimension": "handlers.metrics.dimension:Dimension"},
+    "ts.metrics.metric": {"Metric": "handlers.metrics.metric:Metric"},
+    "ts.metrics.metric_abstract": {"MetricAbstract": "handlers.metrics.metric:MetricAbstract"},
+    "ts.metrics.metric_cache_abstract": {"MetricCacheAbstract": "handlers.metrics.cache:MetricCache"},
+    "ts.metrics.metric_cache_errors": {
+        name: f"handlers.metrics.errors:{name}"
+        for name in (
+            "GeneralMetricsCacheError",
+            "MetricsCacheIOError",
+            "MetricsCacheKeyError",
+            "MetricsCachePyYamlError",
+            "MetricsCacheTypeError",
+            "MetricsCacheValueError",
+        )
+    },
+    "ts.metrics.metric_cache_yaml_impl": {"MetricsCacheYamlImpl": "handlers.metrics.cache:MetricsCacheYamlImpl"},
+    "ts.metrics.metric_type_enum": {"MetricTypes": "handlers.metrics.types:MetricTypes"},
+    "ts.metrics.system_metrics": {
+        name: f"handlers.metrics.system:{name}"
+        for name in (
+            "cpu_utilization",
+            "disk_available",
+            "disk_used",
+            "disk_utilization",
+            "gpu_utilization",
+            "memory_available",
+            "memory_used",
+            "memory_utilization",
+        )
+    },
+    "ts.metrics.unit": {"Units": "handlers.metrics.units:Units"},
     "ts.protocol.otf_message_handler": {
         "send_intermediate_predict_response": "handlers.intermediate:send_intermediate_predict_response",
     },
     "ts.torch_handler.base_handler": {"BaseHandler": "handlers.base:BaseHandler"},
     "ts.torch_handler.vision_handler": {"VisionHandler": "handlers.vision:VisionHandler"},
     "ts.torch_handler.image_classifier": {"ImageClassifier": "handlers.image_classifier:ImageClassifier"},
-    "ts.torch_handler.request_envelope.base": {"BaseEnvelope": "handlers.envelope:BaseEnvelope"},
+    "ts.torch_handler.request_envelope.base": {"BaseEnvelope": "handlers.envelopes.base:BaseEnvelope"},
 }
 
 PACKAGES = {name[:end] for name in NAMES for end, letter in enumerate(name) if letter == "."}

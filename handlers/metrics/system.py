@@ -1,0 +1,101 @@
+"""What the machine says of itself, each reading as a Metric of level Host."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import psutil
+
+from handlers.metrics.dimension import Dimension
+from handlers.metrics.metric import Metric
+
+_HOST = Dimension("Level", "Host")
+_MB, _GB = 1 << 20, 1 << 30
+_ASKED = "index,utilization.gpu,memory.used,memory.total"
+
+
+def cpu_utilization() -> Metric:
+    """Of all cores, since it was last asked in this process; the first time it is 0."""
+    return _metric("CPUUtilization", psutil.cpu_percent(), "percent")
+
+
+def memory_used() -> Metric:
+    return _metric("MemoryUsed", psutil.virtual_memory().used / _MB, "MB")
+
+
+def memory_available() -> Metric:
+    return _metric("MemoryAvailable", psutil.virtual_memory().available / _MB, "MB")
+
+
+def memory_utilization() -> Metric:
+    return _metric("MemoryUtilization", psutil.virtual_memory().percent, "percent")
+
+
+def disk_used() -> Metric:
+    """Of the root file system, as the other two."""
+    return _metric("DiskUsage", psutil.disk_usage("/").used / _GB, "GB")
+
+
+def disk_utilization() -> Metric:
+    return _metric("DiskUtilization", psutil.disk_usage("/").percent, "percent")
+
+
+def disk_available() -> Metric:
+    return _metric("DiskAvailable", psutil.disk_usage("/").free / _GB, "GB")
+
+
+def gpu_utilization(num_of_gpu: int = 1) -> list[Metric]:
+    """Three metrics a GPU, as nvidia-smi says; none where there is none, or where it cannot be asked."""
+    program = shutil.which("nvidia-smi")
+    if program is None or num_of_gpu <= 0:
+        return []
+    command = [program, f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return gpu_metrics(said)
+
+
+def gpu_metrics(said: str) -> list[Metric]:
+    """The metrics in nvidia-smi's lines ``index, utilization, MiB used, MiB in all``; "[N/A]" is left out."""
+    metrics: list[Metric] = []
+    for line in said.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 4:
+            continue
+        device = Dimension("DeviceId", fields[0])
+        busy, used, total = map(_number, fields[1:])
+        if used is not None and total:
+            metrics.append(_metric("GPUMemoryUtilization", 100 * used / total, "percent", device))
+        if used is not None:
+            metrics.append(_metric("GPUMemoryUsed", used, "MB", device))
+        if busy is not None:
+            metrics.append(_metric("GPUUtilization", busy, "percent", device))
+    return metrics
+
+
+def collect() -> list[Metric]:
+    """Everything."""
+    return [
+        cpu_utilization(),
+        memory_used(),
+        memory_available(),
+        memory_utilization(),
+        disk_used(),
+        disk_utilization(),
+        disk_available(),
+        *gpu_utilization(),
+    ]
+
+
+def _metric(name: str, value: float, unit: str, *dimensions: Dimension) -> Metric:
+    return Metric(name, value, unit, [_HOST, *dimensions])
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
