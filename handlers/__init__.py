@@ -15,10 +15,11 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
+from handlers.envelopes import ENVELOPES
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.source import failure, list_classes_from_module, load_source, open_archive
 
-__all__ = ["HANDLERS", "Entry", "HandlerLoadError", "PredictionException", "load"]
+__all__ = ["HANDLERS", "Entry", "HandlerLoadError", "PredictionException", "load", "load_envelope"]
 
 # The built-in handlers: a name that a manifest may hold -> "module:Class", imported when asked for.
 HANDLERS: dict[str, str] = {
@@ -29,22 +30,36 @@ HANDLERS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A loaded handler: ``initialize(context)`` once, then called with each batch.
+    """A loaded handler: ``initialize(context)`` once, then ``handle(data, context)`` for each batch.
 
-    ``handle`` is the author's function, or the bound method of ``instance``.
+    ``function`` is the author's function; for a class there is its ``instance`` instead.
     """
 
-    handle: Callable[[Any, Any], Any]
+    function: Callable[[Any, Any], Any] | None = None
     instance: Any = None
 
-    def initialize(self, context: Any) -> None:
-        """Let the handler load its model: a class's ``initialize``, or the function once with no data."""
-        if self.instance is None:
-            self.handle(None, context)
-        elif hasattr(self.instance, "initialize"):
-            self.instance.initialize(context)
+    @property
+    def handle(self) -> Callable[[Any, Any], Any]:
+        """What takes a batch; an instance may put something else in its place while it initializes."""
+        return self.instance.handle if self.function is None else self.function
 
-    def __call__(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
+    @property
+    def asynchronous(self) -> bool:
+        """Whether ``handle`` is ``async def``: what it returns is to be awaited, and batches may overlap."""
+        return inspect.iscoroutinefunction(self.handle)
+
+    def initialize(self, context: Any) -> Any:
+        """Let the handler load its model: a class's ``initialize``, or the function once with no data.
+
+        An awaitable where that is ``async def``, else None.
+        """
+        if self.function is not None:
+            made = self.function(None, context)
+        else:
+            made = self.instance.initialize(context) if hasattr(self.instance, "initialize") else None
+        return made if inspect.isawaitable(made) else None
+
+    def __call__(self, data: list[dict[str, Any]], context: Any) -> Any:
         """One value or one exception for each row of ``data``, as the handler returned them, unchecked."""
         return self.handle(data, context)
 
@@ -81,6 +96,20 @@ def load(handler: str, directory: Path, manifest: dict[str, Any]) -> Entry:
     raise HandlerLoadError(f"{directory}: there is no handler {handler!r}. {_choices(directory, stem)}")
 
 
+def load_envelope(name: str) -> type[Any]:
+    """The envelope class of that name: ``load_envelope("kserve")(entry).handle`` takes the place of ``entry``.
+
+    Raises HandlerLoadError where there is none.
+    """
+    place = ENVELOPES.get(name)
+    if place is None:
+        near = difflib.get_close_matches(name, ENVELOPES, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise HandlerLoadError(f"There is no service envelope {name!r}.{hint} There are {', '.join(ENVELOPES)}.")
+    module, _, class_name = place.partition(":")
+    return getattr(importlib.import_module(module), class_name)
+
+
 def _find(stem: str, directory: Path) -> Path | None:
     """The archive's file of that name; archivers flatten folders, so its last part is enough."""
     path = PurePosixPath(stem)
@@ -110,7 +139,7 @@ def _entry(module: ModuleType, place: object, attribute: str) -> Entry:
     if inspect.isclass(found):
         return _construct(found, place)
     if callable(found):
-        return Entry(_synchronous(found, place))
+        return Entry(found)
     if attribute not in ("", "handle"):
         near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -151,16 +180,7 @@ def _construct(cls: type, place: object) -> Entry:
             f"{place}: {cls.__name__}() failed with {type(error).__name__}: {error}. A handler is made without "
             "arguments; what it needs of the archive it finds in initialize(context)."
         ) from error
-    return Entry(_synchronous(instance.handle, place), instance)
-
-
-def _synchronous(handle: Callable[[Any, Any], Any], place: object) -> Callable[[Any, Any], Any]:
-    if inspect.iscoroutinefunction(handle):
-        raise HandlerLoadError(
-            f"{place}: {handle.__name__} is an async function, which cannot run as a handler. Write it as a plain one; "
-            "asyncio.run inside it runs what must be awaited."
-        )
-    return handle
+    return Entry(instance=instance)
 
 
 def _choices(directory: Path, stem: str = "") -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,9 +229,56 @@ def test_a_constructor_with_arguments(archive: Archive) -> None:
         handlers.load("handler", archive(handler=source), {})
 
 
-def test_an_async_handler_is_refused_at_once(archive: Archive) -> None:
-    with pytest.raises(HandlerLoadError, match="async function"):
-        handlers.load("handler", archive(handler="async def handle(data, context):\n    return data"), {})
+def test_an_async_handler_says_so_and_is_awaited(archive: Archive) -> None:
+    source = """
+    async def greet(data, context):
+        return data and [row["body"] for row in data]
+
+    class Handler:
+        async def initialize(self, context):
+            self.ready = True
+
+        async def handle(self, data, context):
+            return [self.ready for _ in data]
+    """
+    directory = archive(handler=source)
+
+    async def ask(entry: handlers.Entry) -> Any:
+        assert entry.asynchronous
+        begun = entry.initialize(None)
+        if begun is not None:
+            await begun
+        return await entry([{"body": 1}], None)
+
+    assert asyncio.run(ask(handlers.load("handler:greet", directory, {}))) == [1]
+    assert asyncio.run(ask(handlers.load("handler:Handler", directory, {}))) == [True]
+    plain = handlers.load("plain", archive(plain="def handle(data, context):\n    return data"), {})
+    assert not plain.asynchronous and plain.initialize(None) is None
+
+
+def test_a_handler_may_put_another_handle_in_its_place(archive: Archive) -> None:
+    source = """
+    class Handler:
+        def initialize(self, context):
+            self.handle = lambda data, context: ["the other"] * len(data)
+
+        def handle(self, data, context):
+            return ["the first"] * len(data)
+    """
+    entry = handlers.load("handler", archive(handler=source), {})
+    entry.initialize(None)
+    assert entry([{}], None) == ["the other"]
+
+
+def test_envelopes_by_name() -> None:
+    assert {name: handlers.load_envelope(name).__name__ for name in ("body", "json", "kserve", "kservev2")} == {
+        "body": "BodyEnvelope",
+        "json": "JSONEnvelope",
+        "kserve": "KServeEnvelope",
+        "kservev2": "KServev2Envelope",
+    }
+    with pytest.raises(HandlerLoadError, match=r"no service envelope 'kserv'. Did you mean 'kserve'\? There are body,"):
+        handlers.load_envelope("kserv")
 
 
 def test_a_file_of_the_archive_goes_before_a_built_in_name(archive: Archive) -> None:
