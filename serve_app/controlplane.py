@@ -6,12 +6,13 @@ stores the registry and makes the cluster agree with it, comes in through the co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from serve_app.errors import BadRequest, MethodNotAllowed, MissingParameter
 from serve_app.settings import Settings
-from serve_app.types import Description, ModelRef, Progress, Registration
+from serve_app.types import Access, Description, ModelRef, Progress, Registration, matches
 
 
 class Keeper(Protocol):
@@ -33,13 +34,27 @@ class Keeper(Protocol):
 
     async def models(self) -> list[tuple[str, str]]: ...
 
+    async def renew_key(self, kind: Literal["inference", "management"]) -> None: ...
+
 
 class ControlPlane:
     """Every method raises RelayError; a change that came back without one is stored and in force."""
 
-    def __init__(self, keeper: Keeper, settings: Settings) -> None:
+    def __init__(
+        self, keeper: Keeper, settings: Settings, access: Callable[[], Access | None] = lambda: None
+    ) -> None:
         self._keeper = keeper
         self._settings = settings
+        self._access = access
+
+    @property
+    def access(self) -> Access | None:
+        """Who may do what; None where everybody may do everything."""
+        return self._access()
+
+    async def renew_key(self, kind: Literal["inference", "management"]) -> None:
+        """A new key of TorchServe's kind; from the answer on the old one is refused."""
+        await self._keeper.renew_key(kind)
 
     async def register(self, registration: Registration) -> Progress:
         """Fetch, check and store an archive; start its workers. The first version becomes the default."""
@@ -83,8 +98,13 @@ class ControlPlane:
             return [description]
         return [await self._keeper.describe(model, v) for v in await self._keeper.versions(model)]
 
-    async def models(self, start: int = 0, limit: int = 100) -> tuple[list[tuple[str, str]], int | None]:
-        """A page of (model name, URL of its default version) by name, and where the next page starts."""
-        everything = await self._keeper.models()
+    async def models(
+        self, start: int = 0, limit: int = 100, within: tuple[str, ...] = ("*",)
+    ) -> tuple[list[tuple[str, str]], int | None]:
+        """A page of (model name, URL of its default version) by name, and where the next page starts.
+
+        Only models whose name matches one of the patterns ``within``.
+        """
+        everything = [row for row in await self._keeper.models() if matches(row[0], within)]
         end = start + limit
         return everything[start:end], end if end <= len(everything) else None

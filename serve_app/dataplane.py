@@ -15,7 +15,7 @@ from typing import Protocol
 from serve_app import traffic
 from serve_app.errors import DeadlineExceeded, Loading, NoWorker, QueueFull, RelayError
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, ModelRef, Reply, ReplyStream, Table, VersionRow
+from serve_app.types import Access, Call, ModelRef, Reply, ReplyStream, Table, VersionRow
 
 
 class Target(Protocol):
@@ -64,6 +64,11 @@ class DataPlane:
     @property
     def table(self) -> Table:
         return self._reader.table
+
+    @property
+    def access(self) -> Access | None:
+        """Who may do what; None where everybody may do everything."""
+        return self._reader.table.access
 
     async def infer(self, call: Call) -> Reply | ReplyStream:
         """The answer of the version that the table gives this call. Raises RelayError."""

@@ -85,6 +85,41 @@ class CannotRemoveDefault(Forbidden):
         return f"Cannot remove default version for model {self.args[0]}"
 
 
+class AccessDenied(RelayError):
+    """The key that a request showed, if any, does not allow it. TorchServe has one sentence for all of these."""
+
+    reason = "access_denied"
+
+    def __str__(self) -> str:
+        return "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+
+
+class MissingToken(AccessDenied):
+    reason = "missing_token"
+
+
+class InvalidToken(AccessDenied):
+    """No key that is in force; it may have been replaced."""
+
+    reason = "invalid_token"
+
+
+class ExpiredToken(AccessDenied):
+    reason = "expired_token"
+
+
+class WrongRole(AccessDenied):
+    """``WrongRole(right)``: a good key, which is not for this."""
+
+    reason = "wrong_role"
+
+
+class WrongModel(AccessDenied):
+    """``WrongModel(model)``: a good key, which is not for this model."""
+
+    reason = "wrong_model"
+
+
 class NotFound(RelayError):
     reason = "not_found"
 
@@ -205,6 +240,12 @@ class DeadlineExceeded(RelayError):
         return f"The deadline of this request passed before model {self.args[0]} answered."
 
 
+class ClientTimeout(DeadlineExceeded):
+    """The deadline that passed was the model's own ``clientTimeoutInMills``, not one that the caller set."""
+
+    reason = "client_timeout"
+
+
 class WorkerDied(RelayError):
     """``WorkerDied(detail)``: the replica that ran the row ended (crash, kill, or response timeout)."""
 
@@ -216,6 +257,12 @@ class WorkerDied(RelayError):
     @property
     def detail(self) -> str:
         return self.args[0] if self.args else ""
+
+
+class ResponseTimeout(WorkerDied):
+    """The handler gave no answer within response_timeout, so that its replica was ended."""
+
+    reason = "response_timeout"
 
 
 class StartFailed(RelayError):
@@ -271,6 +318,23 @@ class CountMismatch(HandlerFailed):
 
     def __str__(self) -> str:
         return "number of batch response mismatched"
+
+
+class OutputTooLarge(InvalidOutput):
+    """``OutputTooLarge(size, limit)``: what the handler returned for one row is over max_response_size."""
+
+    reason = "response_too_large"
+
+    def __str__(self) -> str:
+        size, limit = self.args
+        return (
+            f"The model's answer of {size} bytes is larger than max_response_size ({limit} bytes). "
+            "Raise runtime.max_response_size, or let the handler answer with less."
+        )
+
+    @property
+    def detail(self) -> str:
+        return str(self)
 
 
 class UnsupportedOutput(HandlerFailed):

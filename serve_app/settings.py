@@ -100,6 +100,8 @@ class InferenceSettings:
     max_request_size: int = 6_553_500  # bytes
     gateways: int = 1  # gateway replicas, at most one a node
     short_hops: bool = True  # reach replicas of the same machine over sockets rather than through Ray
+    late_answer: Literal["answer", "drop"] = "answer"  # to a request over clientTimeoutInMills: 504, or as TorchServe none
+    handler_errors: Literal["hidden", "message", "traceback"] = "hidden"  # how much of a handler's error a caller sees
     also_management: bool = False  # the management API on this port too
     also_metrics: bool = False  # /metrics on this port too
     # Headers Access-Control-Allow-* of every answer, on every port; empty: that one is not sent.
@@ -175,9 +177,13 @@ class TelemetrySettings:
     """Logs."""
 
     __pydantic_config__ = _STRICT
-    access_log: str = "logs/access_log.log"  # one line a request; every process of a node appends; empty: none
-    access_log_bytes: int = 256 * MIB  # a larger one is put aside as access_log.log.1
+    log_dir: str = "logs"  # access_log.log, ts_log.log and model_log.log; every process of a node appends to them
+    log_format: Literal["text", "json"] = "text"  # TorchServe's layout, or an object a line
+    log_bytes: int = 256 * MIB  # a larger ts_log.log or model_log.log is put aside as ts_log.log.1; 0: never
     log_level: str = "INFO"
+    log_levels: Mapping[str, str] = field(default_factory=dict)  # by model, for its replicas
+    access_log: str = "access_log.log"  # one line a request, in log_dir; empty: none
+    access_log_bytes: int = 256 * MIB  # a larger one is put aside as access_log.log.1
 
 
 @dataclass(frozen=True)
@@ -206,11 +212,20 @@ class Settings:
 
     @property
     def access_log(self) -> Path | None:
-        return self.root / self.telemetry.access_log if self.telemetry.access_log else None
+        return self.log_dir / self.telemetry.access_log if self.telemetry.access_log else None
+
+    @property
+    def log_dir(self) -> Path:
+        return self.root / self.telemetry.log_dir
 
     @property
     def key_file(self) -> Path:
         return self.root / self.auth.key_file
+
+    @property
+    def key_run(self) -> Path:
+        """Names the start of the server whose keys are in ``key_file``."""
+        return self.state_dir / "key_file.run"
 
     def wants_keys(self, inference_host: str) -> bool:
         """Whether requests must show a key, where the inference port listens on ``inference_host``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -53,6 +54,7 @@ class ModelSpec:
     device_ids: tuple[int, ...] = ()
     batcher: Literal["torchrelay", "ray"] = "torchrelay"
     retries: bool = True  # a failed batch is run again in halves; rows of a dead replica go to another
+    use_job_ticket: bool = False  # a row is taken only where the model is idle
     num_cpus: float = 0.1
     num_gpus: float = 0.0
     max_ongoing_requests: int = 0  # 0: as many as the queue and two batches hold
@@ -189,7 +191,8 @@ class ModelStatus:
 
     phase: Phase = "stopped"
     replicas: int = 0  # running now
-    last_error: str = ""
+    last_error: str = ""  # stays when the version runs again
+    error_time: float = 0.0  # of it, in seconds since the epoch
     workers: tuple[Worker, ...] = ()
 
 
@@ -207,6 +210,7 @@ class VersionRow:
     ids: tuple[str, ...] = ()  # of the replicas that run
     healthy: bool = True  # as many replicas as it should have, or within its time to recover
     last_error: str = ""
+    loaded_at_startup: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +222,33 @@ class ModelRow:
     policy: Mapping[str, Any] = field(default_factory=lambda: {"policy": "default"})
 
 
+Right = Literal["infer", "observe", "manage", "token"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the holder of one key may do, with which models, and until when."""
+
+    rights: frozenset[Right]
+    models: tuple[str, ...] = ("*",)  # patterns
+    expires: float | None = None  # in seconds of time.time(); None: never
+
+    def covers(self, model: str) -> bool:
+        return matches(model, self.models)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may do what: the SHA-256 of each key, and its grant. Whoever shows none of these keys may do nothing."""
+
+    grants: Mapping[bytes, Grant] = field(repr=False)
+
+
+def matches(model: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a model's name is one of those that ``patterns`` (``*``, ``team-*``) stand for."""
+    return "*" in patterns or any(fnmatchcase(model, pattern) for pattern in patterns)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """The routing table that the data plane reads. A higher generation is newer."""
@@ -225,6 +256,7 @@ class Table:
     generation: int = 0
     models: Mapping[str, ModelRow] = field(default_factory=dict)
     settled: bool = False  # every version that start-up wanted is ready or has failed
+    access: Access | None = None  # None: every door is open to everybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +276,7 @@ class Registration:
     response_timeout: int | None = None  # seconds
     startup_timeout: int | None = None  # seconds
     wait: bool = True  # until the workers are ready, or have failed
+    within: tuple[str, ...] = ("*",)  # patterns that the model's name must match: what its caller may manage
 
 
 @dataclass(frozen=True, slots=True)

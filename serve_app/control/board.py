@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from serve_app.telemetry.metrics import Sample, Sum
@@ -51,7 +51,7 @@ class Board:
         self._tell()
         if generation > self.table.generation:
             # A reader that knows a later table than ours: the clock went back between two lives of ours.
-            self.table = Table(generation + 1, self.table.models, self.table.settled)
+            self.table = replace(self.table, generation=generation + 1)
         reader.wake.clear()
         if self.table.generation == generation and reader.reported == self._collection:
             try:

@@ -26,8 +26,7 @@ from serve_app.dataplane import TableReader
 from serve_app.deployments import options, serve_env
 from serve_app.deployments.listener import Listener
 from serve_app.deployments.remote import Remotes
-from serve_app.doors.app import management_app
-from serve_app.doors.metrics import metrics_app
+from serve_app.doors.app import management_app, metrics_app
 from serve_app.errors import HandlerFailed, NotFound, NotYet, NoWorker, RelayError, StartFailed, Unavailable
 from serve_app.settings import Settings
 from serve_app.telemetry import logs
@@ -57,7 +56,7 @@ class Management:
     """One replica, on the head node. What it has acknowledged is in the database."""
 
     async def __init__(self, settings: Settings) -> None:
-        logs.configure(settings.telemetry.log_level)
+        logs.configure(settings, logs.Speaker("Management"))
         if lost := serve_env.complaint(os.environ):
             log.warning("%s", lost)
         self._settings = settings
@@ -85,7 +84,7 @@ class Management:
         api = management_app(ControlPlane(self, settings), settings)
         self._listeners = [
             Listener(api, m.host, m.port, "management.port"),
-            Listener(metrics_app(self._render), m.metrics_host, m.metrics_port, "management.metrics_port"),
+            Listener(metrics_app(self._render, settings), m.metrics_host, m.metrics_port, "management.metrics_port"),
         ]
         for listener in self._listeners:
             await listener.open()

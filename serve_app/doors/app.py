@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane
-from serve_app.doors.exchange import CallerLeft, Exchange, Receive, Scope, Send
+from serve_app.doors.exchange import EVERY_ANSWER, CallerLeft, Exchange, Receive, Scope, Send, every_answer
+from serve_app.doors.metrics import MetricsDoor
 from serve_app.doors.torchserve.inference import InferenceDoor
 from serve_app.doors.torchserve.management import ManagementDoor
 from serve_app.errors import RelayError
 from serve_app.settings import Settings
 from serve_app.telemetry.logs import AccessLog
 from serve_app.telemetry.metrics import Meters
+from serve_app.types import Access
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("torchrelay.doors")
 _CALLER_LEFT = 499  # in the access log only: nobody was there to get an answer
 
 
 class Door(Protocol):
     """A protocol: it reads a request, asks a plane and writes what came back."""
+
+    def knows(self, exchange: Exchange) -> bool:
+        """Whether the path is one of this protocol's."""
 
     async def answer(self, exchange: Exchange) -> None:
         """Answer one request, or raise before the answer has begun."""
@@ -30,19 +36,45 @@ class Door(Protocol):
         """Say ``error`` in this protocol's words."""
 
 
+class Doors:
+    """Several protocols on one port: a request goes to the first that knows its path, or else to the first of all."""
+
+    def __init__(self, first: Door, *others: Door) -> None:
+        self._doors = (first, *others)
+
+    def knows(self, exchange: Exchange) -> bool:
+        return any(door.knows(exchange) for door in self._doors)
+
+    async def answer(self, exchange: Exchange) -> None:
+        await self._of(exchange).answer(exchange)
+
+    async def refuse(self, exchange: Exchange, error: Exception) -> None:
+        await self._of(exchange).refuse(exchange, error)
+
+    def _of(self, exchange: Exchange) -> Door:
+        return next((door for door in self._doors if door.knows(exchange)), self._doors[0])
+
+
 class App:
     """An ASGI application over one door. Cancelling it, as a server does when a client left, cancels the call."""
 
-    def __init__(self, door: Door, meters: Meters | None, access: AccessLog | None) -> None:
+    def __init__(
+        self,
+        door: Door,
+        meters: Meters | None,
+        access: AccessLog | None,
+        always: tuple[tuple[bytes, bytes], ...] = EVERY_ANSWER,
+    ) -> None:
         self._door = door
         self._meters = meters
         self._access = access
+        self._always = always
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await _decline(scope, receive, send)
         started = time.perf_counter()
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._always)
         try:
             await self._door.answer(exchange)
         except CallerLeft:
@@ -78,14 +110,43 @@ class App:
         )
 
 
-def inference_app(plane: DataPlane, settings: Settings, meters: Meters, access: AccessLog | None = None) -> App:
-    """What answers on the inference port, in replicas and gateways alike."""
-    return App(InferenceDoor(plane, settings), meters, access)
+Render = Callable[[], Awaitable[bytes]]
 
 
-def management_app(control: ControlPlane, settings: Settings, access: AccessLog | None = None) -> App:
-    """What answers on the management port."""
-    return App(ManagementDoor(control, settings), None, access)
+def inference_app(
+    plane: DataPlane,
+    settings: Settings,
+    meters: Meters,
+    access: AccessLog | None = None,
+    control: ControlPlane | None = None,
+    render: Render | None = None,
+) -> App:
+    """What answers on the inference port, in replicas and gateways alike.
+
+    A gateway may have the management API (``control``) and the metrics (``render``) there as well.
+    """
+    door: Door = InferenceDoor(plane, settings)
+    others: list[Door] = []
+    if control is not None:
+        others.append(ManagementDoor(control, settings))
+    if render is not None:
+        others.append(MetricsDoor(render, settings, lambda: plane.access))
+    return App(Doors(door, *others) if others else door, meters, access, every_answer(settings.inference))
+
+
+def management_app(
+    control: ControlPlane, settings: Settings, access: AccessLog | None = None, render: Render | None = None
+) -> App:
+    """What answers on the management port; with ``render``, the metrics too."""
+    door: Door = ManagementDoor(control, settings)
+    if render is not None:
+        door = Doors(door, MetricsDoor(render, settings, lambda: control.access))
+    return App(door, None, access, every_answer(settings.inference))
+
+
+def metrics_app(render: Render, settings: Settings, access: Callable[[], Access | None] = lambda: None) -> App:
+    """What answers on the metrics port."""
+    return App(MetricsDoor(render, settings, access), None, None, every_answer(settings.inference))
 
 
 async def _decline(scope: Scope, receive: Receive, send: Send) -> None:

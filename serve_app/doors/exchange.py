@@ -13,20 +13,21 @@ from random import getrandbits
 from typing import Any
 
 from serve_app.errors import TooLarge
-from serve_app.types import ReplyStream
+from serve_app.settings import InferenceSettings
+from serve_app.types import Grant, ReplyStream
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-_EVERY_ANSWER = (
+EVERY_ANSWER = (
     (b"pragma", b"no-cache"),
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 )
 # What a handler may not set: the headers above, and what frames the body or the connection.
-_OURS = {name for name, _ in _EVERY_ANSWER} | {
+_OURS = {name for name, _ in EVERY_ANSWER} | {
     b"x-request-id",
     b"content-length",
     b"transfer-encoding",
@@ -46,11 +47,14 @@ class Exchange:
 
     ``headers`` are the request's, lower-cased by ASGI; of a repeated one the last. ``status`` is the
     answer's, 0 until it has begun. ``model`` and ``version`` are what answered, for the access log.
+    ``grant`` is what its key allows (see auth.py); None where none is wanted.
     """
 
     __slots__ = (
+        "_always",
         "_receive",
         "_send",
+        "grant",
         "headers",
         "method",
         "model",
@@ -62,7 +66,9 @@ class Exchange:
         "version",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, always: tuple[tuple[bytes, bytes], ...] = EVERY_ANSWER
+    ) -> None:
         self.scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -71,6 +77,8 @@ class Exchange:
         self.request_id = uuid4()
         self.status = 0
         self.model = self.version = ""
+        self.grant: Grant | None = None
+        self._always = always  # headers of every answer
         self._receive = receive
         self._send = send
 
@@ -134,11 +142,26 @@ class Exchange:
         finally:
             await stream.aclose()
 
+    def yield_to(self, author: Headers) -> None:
+        """What the handler set itself is not sent a second time."""
+        names = {name for name, _ in author}
+        self._always = tuple(header for header in self._always if header[0] not in names)
+
     async def _start(self, status: int, headers: Headers) -> None:
         headers.append((b"x-request-id", self.request_id.encode()))
-        headers.extend(_EVERY_ANSWER)
+        headers.extend(self._always)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self.status = status
+
+
+def every_answer(settings: InferenceSettings) -> tuple[tuple[bytes, bytes], ...]:
+    """The headers of every answer on every port: TorchServe's, and those of CORS where the settings name them."""
+    cors = (
+        (b"access-control-allow-origin", settings.cors_allowed_origin),
+        (b"access-control-allow-methods", settings.cors_allowed_methods),
+        (b"access-control-allow-headers", settings.cors_allowed_headers),
+    )
+    return EVERY_ANSWER + tuple((name, field_value(value)) for name, value in cors if value)
 
 
 def uuid4() -> str:

@@ -18,6 +18,7 @@ from serve_app.errors import CannotRemoveDefault, ModelNotFound, UnknownDefault,
 from serve_app.settings import ControlSettings, InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import (
+    Access,
     Call,
     Description,
     ModelRef,
@@ -244,6 +245,9 @@ class Shelf:
             raise self.said
         return self.said
 
+    async def renew_key(self, kind: str) -> None:
+        self.asked.append(("renew_key", kind))
+
     async def versions(self, model: str) -> list[str]:
         self._spec(model, None)
         return list(self.specs[model])
@@ -270,9 +274,10 @@ class Management:
 
 @pytest.fixture
 def management() -> Callable[..., Management]:
-    def build(enable_model_api: bool = True) -> Management:
+    def build(enable_model_api: bool = True, access: Access | None = None) -> Management:
         shelf = Shelf()
         settings = Settings(control=ControlSettings(enable_model_api=enable_model_api))
-        return Management(management_app(ControlPlane(shelf, settings), settings), shelf)
+        control = ControlPlane(shelf, settings, lambda: access)
+        return Management(management_app(control, settings), shelf)
 
     return build

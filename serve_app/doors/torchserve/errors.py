@@ -12,6 +12,17 @@ from serve_app.doors.exchange import Exchange, Headers
 JSON = (b"content-type", b"application/json")
 
 
+class TokenRefused(errors.AccessDenied):
+    """``TokenRefused(reason)``: no new token; TorchServe words this one apart."""
+
+    @property
+    def reason(self) -> str:
+        return self.args[0]
+
+    def __str__(self) -> str:
+        return "Token Authentication failed. Token either incorrect, expired, or not provided correctly"
+
+
 class JsonSyntaxError(errors.InvalidBody):
     """``JsonSyntaxError(message)``: a registration's JSON body that cannot be read; TorchServe takes it on itself."""
 
@@ -23,6 +34,7 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
     JsonSyntaxError: (500, "JsonSyntaxException"),
     errors.InvalidArchive: (400, "InvalidModelException"),
     errors.DownloadFailed: (400, "DownloadArchiveException"),
+    errors.AccessDenied: (400, "InvalidKeyException"),
     errors.Forbidden: (403, "IllegalArgumentException"),
     errors.CannotRemoveDefault: (403, "InvalidModelVersionException"),
     errors.NotFound: (404, "ResourceNotFoundException"),

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from serve_app.dataplane import DataPlane
+from serve_app.doors import auth
 from serve_app.doors.exchange import Exchange, Headers, author_headers
 from serve_app.doors.torchserve import errors, forms, openapi
 from serve_app.errors import BadRequest, MethodNotAllowed, ModelNotFound, RelayError, ResourceNotFound
@@ -14,6 +15,7 @@ from serve_app.settings import Settings
 from serve_app.types import Call, Kind, Reply, ReplyStream
 
 TIMEOUT = "x-request-timeout-seconds"
+_OPEN = ("ping", "health", "api-description")  # these want no key, and neither does OPTIONS
 
 
 class InferenceDoor:
@@ -32,12 +34,17 @@ class InferenceDoor:
 
     refuse = staticmethod(errors.refuse)
 
+    def knows(self, exchange: Exchange) -> bool:
+        return not exchange.segments or exchange.segments[0] in self._routes
+
     async def answer(self, exchange: Exchange) -> None:
         segments = exchange.segments
         if not segments:
             if exchange.method != "OPTIONS":
                 raise MethodNotAllowed()
             return await errors.reply_json(exchange, openapi.document(openapi.INFERENCE))
+        if segments[0] not in _OPEN and exchange.method != "OPTIONS":
+            auth.admit(self._plane.access, exchange, "infer")
         route = self._routes.get(segments[0])
         if route is None:
             raise ResourceNotFound()
@@ -60,6 +67,7 @@ class InferenceDoor:
             if model not in self._plane.table.models:
                 raise ModelNotFound(model)
             return await errors.reply_json(exchange, openapi.of_model(openapi.INFERENCE, model))
+        auth.cover(exchange, model)
         headers = exchange.headers
         body = await exchange.body(self._limit)
         headers["url_path"] = "/".join(segments[3:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import parse_qsl
@@ -11,10 +12,12 @@ from urllib.parse import parse_qsl
 import orjson
 
 from serve_app.controlplane import ControlPlane
+from serve_app.doors import auth
 from serve_app.doors.exchange import Exchange
 from serve_app.doors.torchserve import errors, forms, openapi
-from serve_app.doors.torchserve.errors import JsonSyntaxError
+from serve_app.doors.torchserve.errors import JsonSyntaxError, TokenRefused
 from serve_app.errors import (
+    AccessDenied,
     ArchiveNotFound,
     MethodNotAllowed,
     MissingParameter,
@@ -52,8 +55,12 @@ class ManagementDoor:
 
     refuse = staticmethod(errors.refuse)
 
+    def knows(self, exchange: Exchange) -> bool:
+        return exchange.segments[:1] in ([], ["models"], ["token"]) or exchange.segments[:2] == ["v1", "models"]
+
     async def answer(self, exchange: Exchange) -> None:
         method = exchange.method
+        self._admit(exchange)
         match exchange.segments:
             case []:
                 if method != "OPTIONS":
@@ -61,6 +68,8 @@ class ManagementDoor:
                 await errors.reply_json(exchange, openapi.document(openapi.MANAGEMENT))
             case ["api-description"]:
                 await errors.reply_json(exchange, openapi.document(openapi.MANAGEMENT))
+            case ["token"]:
+                await self._renew_key(exchange)
             case ["models"]:
                 await self._models(exchange)
             case ["models", model]:
@@ -77,6 +86,30 @@ class ManagementDoor:
                 await self._ready(exchange, name.partition(":")[0])
             case _:
                 raise ResourceNotFound()
+
+    def _admit(self, exchange: Exchange) -> None:
+        """Look at the request's key, where one is wanted. Raises AccessDenied."""
+        if exchange.method == "OPTIONS" or exchange.segments in ([], ["api-description"]):
+            return
+        if exchange.segments == ["token"]:
+            try:
+                auth.admit(self._control.access, exchange, "token")
+            except AccessDenied as error:
+                raise TokenRefused(error.reason) from None
+            return
+        auth.admit(self._control.access, exchange, "observe" if exchange.method in ("GET", "HEAD") else "manage")
+        match exchange.segments:
+            case ["models", model, *_] | ["v1", "models", model, *_]:
+                auth.cover(exchange, model.partition(":")[0] if exchange.segments[0] == "v1" else model)
+
+    async def _renew_key(self, exchange: Exchange) -> None:
+        if self._control.access is None:
+            raise ResourceNotFound()
+        kind = _query(exchange).get("type")
+        if kind != "inference" and kind != "management":
+            raise TokenRefused("wrong_type")
+        await self._control.renew_key(kind)
+        await exchange.reply(200, [errors.JSON], b"\n")
 
     async def _models(self, exchange: Exchange) -> None:
         if exchange.method == "GET":
@@ -104,7 +137,8 @@ class ManagementDoor:
         query = _query(exchange)
         limit = integer(query.get("limit"), _PAGE)
         start = integer(query.get("next_page_token"), 0)
-        page, following = await self._control.models(max(start, 0), limit if 0 <= limit <= _PAGE else _PAGE)
+        limit = limit if 0 <= limit <= _PAGE else _PAGE
+        page, following = await self._control.models(max(start, 0), limit, _within(exchange))
         said: dict[str, Any] = {} if following is None else {"nextPageToken": str(following)}
         said["models"] = [{"modelName": name, "modelUrl": url} for name, url in page]
         await errors.reply_json(exchange, said)
@@ -112,7 +146,7 @@ class ManagementDoor:
     async def _register(self, exchange: Exchange) -> None:
         parameters = await self._registration(exchange)
         try:
-            progress = await self._control.register(registration(parameters))
+            progress = await self._control.register(replace(registration(parameters), within=_within(exchange)))
         except MissingParameter:
             if "url" in parameters:
                 raise ArchiveNotFound("empty url") from None
@@ -233,20 +267,25 @@ def described(description: Description) -> dict[str, Any]:
         said["customizedMetadata"] = description.metadata if isinstance(description.metadata, dict) else {}
     if status.last_error:
         said["lastError"] = status.last_error
+        if status.error_time:
+            said["lastErrorTime"] = _utc(status.error_time)
     return said
 
 
 def _worker(worker: Worker) -> dict[str, Any]:
-    started = datetime.fromtimestamp(worker.started, timezone.utc).isoformat(timespec="milliseconds")
     return {
         "id": worker.id,
-        "startTime": started.replace("+00:00", "Z"),
+        "startTime": _utc(worker.started),
         "status": "READY" if worker.ready else "UNLOADING",
         "memoryUsage": worker.memory,
         "pid": worker.pid,
         "gpu": bool(worker.gpu),
         "gpuUsage": f"gpuId::{worker.gpu}" if worker.gpu else "N/A",
     }
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def registration(parameters: Mapping[str, str]) -> Registration:
@@ -290,6 +329,11 @@ def _json_text(key: str, value: Any) -> str:
         wanted = "an integer" if key in _COUNTS else "text"
         raise JsonSyntaxError(f"{key} must be {wanted}, and is {orjson.dumps(value).decode()}.")
     return text
+
+
+def _within(exchange: Exchange) -> tuple[str, ...]:
+    """The models that the request's key is for."""
+    return exchange.grant.models if exchange.grant is not None else ("*",)
 
 
 def _query(exchange: Exchange) -> dict[str, str]:

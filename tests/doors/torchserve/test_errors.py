@@ -7,12 +7,21 @@ import json
 import pytest
 
 from serve_app import errors
-from serve_app.doors.torchserve.errors import TABLE, JsonSyntaxError, document, look_up, pretty
+from serve_app.doors.torchserve.errors import TABLE, JsonSyntaxError, TokenRefused, document, look_up, pretty
 
 NO_WORKER = (
     "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
     "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
 )
+NO_KEY = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+REFUSED = [
+    errors.AccessDenied(),
+    errors.MissingToken(),
+    errors.InvalidToken(),
+    errors.ExpiredToken(),
+    errors.WrongRole("infer"),
+    errors.WrongModel("m"),
+]
 # One instance of every class that a caller can be told: status, type, message as TorchServe has them.
 SAID = [
     (errors.BadRequest("no"), 400, "BadRequestException", "no"),
@@ -29,6 +38,8 @@ SAID = [
         "InvalidModelVersionException",
         "Cannot remove default version for model m",
     ),
+    *((refused, 400, "InvalidKeyException", NO_KEY) for refused in REFUSED),
+    (TokenRefused("missing_token"), 400, "InvalidKeyException", NO_KEY.replace("Authorization", "Authentication")),
     (errors.NotFound("no"), 404, "ResourceNotFoundException", "no"),
     (errors.ModelNotFound("m"), 404, "ModelNotFoundException", "Model not found: m"),
     (
