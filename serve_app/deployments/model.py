@@ -24,6 +24,7 @@ from serve_app.doors.app import inference_app
 from serve_app.errors import ArchiveNotFound, RelayError, StartFailed
 from serve_app.runtime.author import Author
 from serve_app.runtime.batcher import Batcher
+from serve_app.runtime.concurrent import ConcurrentBatcher
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.store.cache import Cache
@@ -112,24 +113,32 @@ class ModelReplica:
             if isinstance(error, StartFailed):
                 raise
             raise StartFailed(spec.name, spec.version, str(error)) from None
+        self._batcher = self._batcher_of(runner, author)
+
+    def _batcher_of(self, runner: Runner, author: Author) -> Batcher | RayBatcher | ConcurrentBatcher:
+        spec = self._spec
+        limits: dict[str, Any] = {
+            "author": author,
+            "queue_size": spec.job_queue_size,
+            "response_timeout": spec.response_timeout,
+            "on_hung": self._end_hung,
+        }
+        if runner.loop is not None:
+            return ConcurrentBatcher(runner.run_async, runner.loop, spec.ref, self._meters, **limits)
         batcher = Batcher(
             runner.run,
             spec.ref,
             self._meters,
-            author=author,
             prepare=runner.prepare,
             max_batch_size=spec.batch_size,
             max_batch_delay=spec.max_batch_delay,
-            queue_size=spec.job_queue_size,
-            response_timeout=spec.response_timeout,
             retries=spec.retries,
-            on_hung=self._end_hung,
+            tickets=spec.use_job_ticket,
+            **limits,
         )
-        self._batcher: Batcher | RayBatcher = batcher
         if spec.batcher == "ray":
-            self._batcher = RayBatcher(
-                batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size
-            )
+            return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
+        return batcher
 
     async def _open(self) -> Path:
         """The model's directory on this node; from Management where the archive's own disk is not here."""

@@ -64,11 +64,12 @@ class _Batch:
 
 
 class Pieces(AsyncIterator[bytes]):
-    """A streamed reply's pieces, each as it was emitted."""
+    """A streamed reply's pieces, each as it was emitted; ``on_close`` is told when the caller leaves."""
 
-    __slots__ = ("_ready", "_waiter", "_ended", "_error")
+    __slots__ = ("_ready", "_waiter", "_ended", "_error", "_on_close")
 
-    def __init__(self) -> None:
+    def __init__(self, on_close: Callable[[], None] = lambda: None) -> None:
+        self._on_close = on_close
         self._ready: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
@@ -101,6 +102,7 @@ class Pieces(AsyncIterator[bytes]):
         """The caller left: nothing more is kept for it."""
         self.end()
         self._ready.clear()
+        self._on_close()
 
 
 class Batcher:
@@ -355,7 +357,7 @@ class Batcher:
             row = rows[index]
             row.emitted = True
             if isinstance(piece, Reply):
-                piece = _timed(piece, Timings(began - row.arrived, self._clock() - began, size))
+                piece = timed(piece, Timings(began - row.arrived, self._clock() - began, size))
             self._tell(self._piece, row, piece)
 
         calls = [row.call for row in rows]
@@ -376,7 +378,7 @@ class Batcher:
                 return
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, Reply):
-                result = _timed(result, Timings(began - row.arrived, seconds, size))
+                result = timed(result, Timings(began - row.arrived, seconds, size))
             answers.append((row, result))
 
     def _wanted(self, row: _Row, answers: list[tuple[_Row, Reply | RelayError]]) -> bool:
@@ -403,7 +405,7 @@ class Batcher:
                 return
             head, piece = piece, piece.body
             row.pieces = Pieces()
-            row.future.set_result(ReplyStream(_headed(head), row.pieces))
+            row.future.set_result(ReplyStream(headed(head), row.pieces))
         if row.pieces is not None:
             row.pieces.put(piece)
 
@@ -498,11 +500,11 @@ def _own(error: RelayError) -> RelayError:
     return type(error)(*error.args)
 
 
-def _timed(reply: Reply, timings: Timings) -> Reply:
+def timed(reply: Reply, timings: Timings) -> Reply:
     # Not dataclasses.replace: that takes twice as long, and this is done for every row.
     return Reply(reply.body, reply.content_type, reply.status, reply.phrase, reply.headers, reply.version, timings)
 
 
-def _headed(first: Reply) -> Reply:
+def headed(first: Reply) -> Reply:
     """The head of a stream whose first piece is ``first.body``."""
     return Reply(b"", first.content_type, first.status, first.phrase, first.headers, first.version, first.timings)

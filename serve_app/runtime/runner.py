@@ -65,6 +65,7 @@ class Runner:
         self._context.header_key_sequence_start = settings.header_key_sequence_start
         self._context.header_key_sequence_end = settings.header_key_sequence_end
         self._hidden = settings.blacklist_env_vars
+        self._envelope = spec.config.get("envelope") or settings.service_envelope
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous handler; set by ``load``
         self._prepare_row: Callable[[Any], Any] | None = None
@@ -83,16 +84,17 @@ class Runner:
             os.chdir(self._directory)
             hide(self._hidden)
             entry = handlers.load(self._spec.handler, self._directory, self._manifest)
-            if inspect.iscoroutinefunction(entry.handle):
+            if entry.asynchronous:
                 self.loop = asyncio.new_event_loop()
                 self.loop.run_until_complete(_initialize(entry, self._context))
             else:
                 entry.initialize(self._context)
+            self._handle = handlers.load_envelope(self._envelope)(entry).handle if self._envelope else entry
         except BaseException as error:
             raise self._start_failed(trace(error), out_of_memory(error)) from None
-        self._handle = entry
-        self._prepare_row = getattr(entry.instance, "prepare_row", None)
-        if self._prepare_row is not None:
+        if not self._envelope:  # a handler behind one never sees the row as it came
+            self._prepare_row = getattr(entry.instance, "prepare_row", None)
+        if self._prepare_row is not None and self.loop is None:
             self._preparing = ThreadPoolExecutor(_cores(), thread_name_prefix="prepare")
 
     @property

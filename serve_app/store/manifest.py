@@ -22,7 +22,7 @@ from serve_app.settings import near_miss
 MANIFEST = "MAR-INF/MANIFEST.json"
 CONFIG = "model-config.yaml"
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("torchrelay.manifest")
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ class ModelConfig:
     max_ongoing_requests: int | None = _ours(_whole(0))
     samples: tuple[str, ...] | None = _ours(_list("a list of file names", str))
     trusted: bool | None = _ours(_FLAG)
+    envelope: Literal["body", "json", "kserve", "kservev2"] | None = _ours(_words("body", "json", "kserve", "kservev2"))
 
     raw: Mapping[str, Any] = field(default_factory=dict)
 

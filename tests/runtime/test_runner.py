@@ -465,3 +465,45 @@ def test_a_sample_that_fails_fails_the_start_by_name(loaded, files, config, erro
     assert type(caught.value) is error
     for word in words:
         assert word in caught.value.detail
+
+
+SQUARES = """
+def handle(data, context):
+    return None if data is None else [value * value for value in data]
+"""
+
+
+@pytest.mark.parametrize("how", ["settings", "archive"])
+def test_an_envelope_stands_around_the_handler(loaded, how):
+    settings = RuntimeSettings(service_envelope="json" if how == "settings" else "body")
+    runner = loaded(SQUARES, settings=settings, config={"envelope": "json"} if how == "archive" else {})
+    [first, second, wrong] = runner.run(
+        [said({"instances": [2, 3]}), said({"instances": [4]}), said({"rows": []})], nowhere
+    )
+    assert json.loads(first.body) == {"predictions": [4, 9]} and json.loads(second.body) == {"predictions": [16]}
+    assert isinstance(wrong, HandlerSaid) and wrong.code == 400
+
+
+def test_an_envelope_that_there_is_not_fails_the_start(make_runner):
+    with pytest.raises(StartFailed, match="version: 1.0") as caught:
+        make_runner(SQUARES, settings=RuntimeSettings(service_envelope="kserv")).load()
+    assert "Did you mean 'kserve'?" in caught.value.detail
+
+
+def test_hidden_variables_are_gone_before_the_handler_is_imported(make_runner, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "x")
+    monkeypatch.setenv("NOT_SECRET_KEY_EITHER", "y")
+    code = "import os\nSEEN = sorted(name for name in os.environ if 'SECRET' in name)\n" + ECHO.replace(
+        'row["body"] for row in data', "SEEN"
+    )
+    runner = make_runner(code, settings=RuntimeSettings(blacklist_env_vars="SECRET.*|OTHER"))
+    runner.load()
+    [answer] = runner.run([said(1)], nowhere)
+    assert json.loads(answer.body) == ["NOT_SECRET_KEY_EITHER"]
+
+
+def test_sequence_headers_have_the_names_of_the_settings(loaded):
+    settings = RuntimeSettings(header_key_sequence_id="x-session")
+    code = "def handle(data, context):\n    return data and [context.get_sequence_id(i) for i in range(len(data))]"
+    [answer] = loaded(code, settings=settings).run([call(headers={"X-Session": "s7"})], nowhere)
+    assert answer.body == b"s7"

@@ -1,0 +1,263 @@
+"""Asynchronous handlers: many calls under way at once, on an event loop in the author's thread.
+
+An engine that batches by itself (``async def handle``) wants every request at once and says when each is
+done. So nothing waits here: a call is begun or refused. The face is Batcher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, QueueFull, RelayError, WorkerDied
+from serve_app.runtime.author import Author
+from serve_app.runtime.batcher import Emit, Pieces, headed, timed
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
+
+log = logging.getLogger("torchrelay.concurrent")
+
+_GRACE = 2.0  # seconds in which the author's loop must give a sign of life after a response_timeout
+
+RunAsync = Callable[[Sequence[Call], Emit], Awaitable["list[Reply | RelayError]"]]
+
+
+class _Row:
+    """A call that was begun: ``task`` is the handler's, on the author's loop."""
+
+    __slots__ = ("arrived", "call", "future", "pieces", "task", "watch")
+
+    def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream]) -> None:
+        self.call = call
+        self.future = future
+        self.arrived = time.perf_counter()
+        self.pieces: Pieces | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.watch: asyncio.TimerHandle | None = None
+
+
+class ConcurrentBatcher:
+    """``run`` is Runner.run_async on ``author_loop``, which gets the author's thread for good.
+
+    At most ``queue_size`` calls are under way; each is a batch of one row. ``response_timeout``
+    (seconds) bounds each: its handler is cancelled. Where the loop does not take even that, because
+    somebody blocks it, ``on_hung`` is called once, after everybody who waited was told.
+    """
+
+    def __init__(
+        self,
+        run: RunAsync,
+        author_loop: asyncio.AbstractEventLoop,
+        ref: ModelRef,
+        meters: Meters,
+        *,
+        author: Author,
+        queue_size: int = 100,
+        response_timeout: float = 120,
+        on_hung: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run = run
+        self._author_loop = author_loop
+        self._ref = ref
+        self._meters = meters
+        self.author = author
+        self._queue_size = queue_size
+        self._timeout = response_timeout
+        self._on_hung = on_hung
+        self._rows: set[_Row] = set()
+        self._refusal = ""
+        self._drained = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        author.post(_run_until_stopped, author_loop)
+
+    def configure(
+        self, *, queue_size: int | None = None, response_timeout: float | None = None, **others: Any
+    ) -> None:
+        """Take new limits for the calls that come; ``others`` are of batches, which are not formed here."""
+        self._queue_size = self._queue_size if queue_size is None else queue_size
+        self._timeout = self._timeout if response_timeout is None else response_timeout
+
+    @property
+    def pending(self) -> int:
+        """Calls under way."""
+        return len(self._rows)
+
+    async def submit(self, call: Call) -> Reply | ReplyStream:
+        """The call's answer. Raises RelayError; a caller that is cancelled cancels the handler."""
+        row = self._begin(call)
+        try:
+            return await row.future
+        except asyncio.CancelledError:
+            self._left(row)
+            raise
+
+    def enqueue(self, call: Call) -> asyncio.Future[Reply | ReplyStream]:
+        """The future of the call's answer; cancelling it cancels the handler. Raises RelayError at once."""
+        row = self._begin(call)
+        row.future.add_done_callback(lambda future: self._left(row) if future.cancelled() else None)
+        return row.future
+
+    async def submit_all(self, calls: Sequence[Call]) -> list[Any]:
+        """For each call its Reply, its ReplyStream or its RelayError."""
+        answers = await asyncio.gather(*(self.submit(call) for call in calls), return_exceptions=True)
+        return [answer if not isinstance(answer, asyncio.CancelledError) else WorkerDied() for answer in answers]
+
+    async def close(self) -> None:
+        """Take no more calls, let those under way end, then end the author's loop and thread."""
+        self._refusal = self._refusal or "its replica is stopping"
+        if self._rows:
+            await self._drained.wait()
+        self._in_authors_loop(self._author_loop.stop)
+        self.author.shutdown(wait=False)
+
+    def _begin(self, call: Call) -> _Row:
+        if self._refusal:
+            raise Loading(self._ref.name, call.version, self._refusal)
+        if len(self._rows) >= self._queue_size:
+            raise QueueFull(self._ref.name, call.version, f"{len(self._rows)} calls are under way (job_queue_size)")
+        if call.expired:
+            raise DeadlineExceeded(self._ref.name, 0.0)
+        loop = self._loop = self._loop or asyncio.get_running_loop()
+        row = _Row(call, loop.create_future())
+        self._rows.add(row)
+        limits = [self._timeout] if self._timeout > 0 else []
+        if call.deadline is not None:
+            limits.append(call.deadline - time.time())
+        if limits:
+            row.watch = loop.call_later(min(limits), self._too_late, row)
+        self._in_authors_loop(self._spawn, row)
+        return row
+
+    def _in_authors_loop(self, callback: Callable[..., object], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: whoever waited there was told
+            self._author_loop.call_soon_threadsafe(callback, *args)
+
+    # On the author's loop
+
+    def _spawn(self, row: _Row) -> None:
+        if row.future.done():
+            self._tell(self._end, row, None)
+        else:
+            row.task = self._author_loop.create_task(self._answer(row))
+            # One that is cancelled before its first step says nothing itself.
+            row.task.add_done_callback(lambda task: self._tell(self._end, row, None) if task.cancelled() else None)
+
+    async def _answer(self, row: _Row) -> None:
+        def emit(index: int, piece: bytes | Reply) -> None:
+            self._tell(self._piece, row, piece)
+
+        began = time.perf_counter()
+        results = await self._run([row.call], emit)
+        seconds = time.perf_counter() - began
+        self._tell(self._end, row, results[0], seconds, began - row.arrived)
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            log.debug("%s: the event loop is closed, nobody waits any more", self._ref.app)
+
+    # On the event loop again
+
+    def _piece(self, row: _Row, piece: bytes | Reply) -> None:
+        if isinstance(piece, Reply):
+            if row.future.done():
+                return
+            head, piece = piece, piece.body
+            row.pieces = Pieces(on_close=lambda: self._cancel(row))
+            row.future.set_result(ReplyStream(headed(head), row.pieces))
+        if row.pieces is not None:
+            row.pieces.put(piece)
+
+    def _end(self, row: _Row, answer: Reply | RelayError | None, seconds: float = 0.0, waited: float = 0.0) -> None:
+        if row not in self._rows:
+            return  # it was given up
+        self._forget(row)
+        if isinstance(answer, Reply):
+            answer = timed(answer, Timings(waited, seconds, 1))
+        if answer is not None:
+            self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited])
+        self._settle(row, answer)
+
+    def _settle(self, row: _Row, answer: Reply | RelayError | None) -> None:
+        if row.pieces is not None:
+            if isinstance(answer, Reply):
+                row.pieces.put(answer.body)
+                row.pieces.end()
+            else:
+                row.pieces.end(answer)
+        elif not row.future.done():
+            if isinstance(answer, Reply):
+                row.future.set_result(answer)
+            else:
+                row.future.set_exception(answer or HandlerFailed("the handler was cancelled"))
+
+    def _forget(self, row: _Row) -> None:
+        self._rows.discard(row)
+        if row.watch is not None:
+            row.watch.cancel()
+        self._meters.depth(self._ref.name, self._ref.version, len(self._rows))
+        if not self._rows:
+            self._drained.set()
+            self._drained = self._drained if self._refusal else asyncio.Event()
+
+    def _left(self, row: _Row) -> None:
+        if row.pieces is not None:
+            row.pieces.end()
+        self._cancel(row)
+
+    def _cancel(self, row: _Row) -> None:
+        """Nobody waits for the row any more: its handler is told so, and the row counts until it has heard it."""
+
+        def cancel() -> None:
+            if row.task is not None:
+                row.task.cancel()
+
+        if row in self._rows:
+            self._in_authors_loop(cancel)
+
+    def _too_late(self, row: _Row) -> None:
+        """The row's time is over: its caller's, or the handler's."""
+        if row.call.expired:
+            error: RelayError = DeadlineExceeded(self._ref.name, time.perf_counter() - row.arrived)
+        else:
+            error = WorkerDied(f"the handler gave no answer within response_timeout ({self._timeout:g} s)")
+            log.error("%s: %s; it is cancelled (request %s)", self._ref.app, error.detail, row.call.request_id)
+            self._look_for_life()
+        self._settle(row, error)
+        self._cancel(row)
+
+    def _look_for_life(self) -> None:
+        """End the replica unless the author's loop answers: one call may be slow, a blocked loop stops them all."""
+        assert self._loop is not None
+        blocked = self._loop.call_later(_GRACE, self._give_up)
+        self._in_authors_loop(self._tell, blocked.cancel)
+
+    def _give_up(self) -> None:
+        """A handler that was cancelled did not come back: the loop that all of them run on is blocked."""
+        if self._refusal:
+            return
+        self._refusal = "its replica hangs and is being replaced"
+        log.error("%s: the handler's event loop is blocked; its replica ends", self._ref.app)
+        for row in list(self._rows):
+            self._settle(row, WorkerDied("the handler's event loop is blocked"))
+            self._forget(row)
+        self._on_hung()
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    """The author's thread belongs to ``loop`` until it is stopped; what an engine still runs there is cancelled."""
+    try:
+        loop.run_forever()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
+        loop.close()

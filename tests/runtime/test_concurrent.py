@@ -1,0 +1,251 @@
+"""Asynchronous handlers: a real runner's coroutines behind the real batcher of theirs."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+from serve_app.errors import DeadlineExceeded, HandlerFailed, HandlerSaid, Loading, QueueFull, WorkerDied
+from serve_app.runtime.author import Author
+from serve_app.runtime.concurrent import ConcurrentBatcher
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, Input, ModelRef, ReplyStream
+
+# An engine: `meet` answers when as many calls are under way as it says; the others do as they say.
+ENGINE = """
+import asyncio, time
+from ts.handler_utils.utils import send_intermediate_predict_response
+from ts.utils.util import PredictionException
+
+class Engine:
+    async def initialize(self, context):
+        self.waiting = 0
+        self.met = asyncio.Event()
+        self.cancelled = []
+        self.hanging = False
+        self.beat = asyncio.get_running_loop().create_task(asyncio.sleep(0))
+
+    async def handle(self, data, context):
+        [order] = [row["body"] for row in data]
+        name = context.get_request_id(0)
+        if "meet" in order:
+            self.waiting += 1
+            if self.waiting == order["meet"]:
+                self.met.set()
+            await self.met.wait()
+        if "stream" in order:
+            context.set_response_content_type(0, "text/plain")
+            for word in order["stream"]:
+                send_intermediate_predict_response([word], context.request_ids, "ok", 200, context)
+                await asyncio.sleep(0)
+        if "hang" in order:
+            self.hanging = True
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.cancelled.append(name)
+                raise
+        if "block" in order:
+            time.sleep(order["block"])
+        if "raise" in order:
+            raise ValueError(order["raise"])
+        if "say" in order:
+            raise PredictionException(order["say"], 418)
+        context.set_response_header(0, "x-name", name)
+        return [name]
+"""
+
+
+def call(request_id="", deadline=None, **order):
+    body = Input("body", json.dumps(order).encode(), "application/json")
+    return Call("m", inputs=(body,), request_id=request_id, deadline=deadline)
+
+
+@pytest.fixture
+def engine(make_runner):
+    """``async with engine(...) as batcher``: loaded and warmed in the author's thread, as a replica does it."""
+
+    class Served:
+        def __init__(self, **settings):
+            self.settings = settings
+
+        async def __aenter__(self):
+            author = Author()
+            self.runner = make_runner(ENGINE)
+            await asyncio.get_running_loop().run_in_executor(author, self.runner.load)
+            await asyncio.get_running_loop().run_in_executor(author, self.runner.warm_up)
+            self.batcher = ConcurrentBatcher(
+                self.runner.run_async,
+                self.runner.loop,
+                ModelRef("m", "1.0"),
+                Meters(),
+                author=author,
+                **self.settings,
+            )
+            self.batcher.handler = self.runner._handle.instance
+            return self.batcher
+
+        async def __aexit__(self, *_):
+            await asyncio.wait_for(self.batcher.close(), 20)
+            await asyncio.to_thread(self.batcher.author.shutdown)
+
+    return Served
+
+
+async def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def test_calls_are_under_way_together_each_with_a_context_of_its_own(engine):
+    async def scenario():
+        async with engine() as made:
+            replies = await asyncio.gather(*(made.submit(call(f"r{i}", meet=20)) for i in range(20)))
+            assert [reply.body.decode() for reply in replies] == [f"r{i}" for i in range(20)]
+            assert [dict(reply.headers)["x-name"] for reply in replies] == [f"r{i}" for i in range(20)]
+            assert all(reply.timings.inference > 0 and reply.timings.batch_size == 1 for reply in replies)
+            assert made.pending == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_handler_runs_in_the_authors_thread(engine):
+    async def scenario():
+        async with engine() as made:
+            before = {thread.name for thread in threading.enumerate()}
+            assert "author" in before
+            await made.submit(call("r"))
+            assert {thread.name for thread in threading.enumerate()} == before
+
+    asyncio.run(scenario())
+
+
+def test_streams_run_beside_each_other(engine):
+    async def scenario():
+        async with engine() as made:
+            streams = await asyncio.gather(*(made.submit(call(f"r{i}", meet=3, stream=["a", "b"])) for i in range(3)))
+            for index, stream in enumerate(streams):
+                assert isinstance(stream, ReplyStream) and stream.head.content_type == "text/plain"
+                assert [piece async for piece in stream] == [b"a", b"b", b"r%d" % index]
+
+    asyncio.run(scenario())
+
+
+def test_errors_are_their_own_calls(engine):
+    async def scenario():
+        async with engine() as made:
+            calls = [call("a", **{"raise": "wrong"}), call("b", say="a teapot"), call("c")]
+            failed, said, well = await asyncio.gather(*map(made.submit, calls), return_exceptions=True)
+            assert isinstance(failed, HandlerFailed) and "ValueError: wrong" in failed.detail
+            assert isinstance(said, HandlerSaid) and said.code == 418
+            assert well.body == b"c"
+            [first, second] = await made.submit_all([call("d"), call("e", say="no")])
+            assert first.body == b"d" and isinstance(second, HandlerSaid)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["submit", "enqueue", "stream"])
+def test_a_caller_that_leaves_cancels_its_handler(engine, way):
+    async def scenario():
+        async with engine() as made:
+            if way == "stream":
+                stream = await made.submit(call("gone", stream=["a"], hang=True))
+                await stream.aclose()
+            else:
+                waiting = made.enqueue(call("gone", hang=True)) if way == "enqueue" else None
+                waiting = waiting or asyncio.ensure_future(made.submit(call("gone", hang=True)))
+                await until(lambda: made.handler.hanging)
+                waiting.cancel()
+            await until(lambda: made.handler.cancelled == ["gone"] and made.pending == 0)
+            assert (await made.submit(call("next"))).body == b"next"
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_that_leaves_at_once_leaves_nothing_behind(engine):
+    async def scenario():
+        async with engine() as made:
+            for _ in range(20):
+                made.enqueue(call("gone", hang=True)).cancel()
+                leaving = made.enqueue(call("gone", hang=True))
+                await asyncio.sleep(0)
+                leaving.cancel()
+            await until(lambda: made.pending == 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_call_is_cancelled_and_the_replica_goes_on(engine):
+    hung = []
+
+    async def scenario():
+        async with engine(response_timeout=0.2, on_hung=lambda: hung.append(1)) as made:
+            slow = asyncio.ensure_future(made.submit(call("slow", hang=True)))
+            with pytest.raises(WorkerDied) as caught:
+                await slow
+            assert "response_timeout (0.2 s)" in caught.value.detail
+            await until(lambda: made.handler.cancelled == ["slow"])
+            assert (await made.submit(call("next"))).body == b"next"
+            with pytest.raises(DeadlineExceeded):
+                await made.submit(call("late", deadline=time.time() + 0.05, hang=True))
+            with pytest.raises(DeadlineExceeded):
+                await made.submit(call("later", deadline=time.time() - 1))
+
+    asyncio.run(scenario())
+    assert not hung
+
+
+def test_a_blocked_loop_ends_the_replica(engine, monkeypatch):
+    monkeypatch.setattr("serve_app.runtime.concurrent._GRACE", 0.2)
+    hung = []
+
+    async def scenario():
+        async with engine(response_timeout=0.1, on_hung=lambda: hung.append(1)) as made:
+            blocking = asyncio.ensure_future(made.submit(call("blocking", block=1.5)))
+            behind = asyncio.ensure_future(made.submit(call("behind", meet=2)))
+            assert isinstance(await asyncio.wait_for(asyncio.gather(blocking, return_exceptions=True), 20), list)
+            assert isinstance(blocking.exception(), WorkerDied)
+            await asyncio.wait([behind], timeout=20)
+            assert isinstance(behind.exception(), WorkerDied)
+            await until(lambda: hung == [1])
+            with pytest.raises(Loading):
+                await made.submit(call("after"))
+
+    asyncio.run(scenario())
+
+
+def test_more_calls_than_the_queue_allows_are_refused(engine):
+    async def scenario():
+        async with engine(queue_size=2) as made:
+            first = [asyncio.ensure_future(made.submit(call(f"r{i}", meet=3))) for i in range(2)]
+            await until(lambda: made.handler.waiting == 2)
+            with pytest.raises(QueueFull):
+                await made.submit(call("third", meet=3))
+            made.configure(queue_size=3, max_batch_size=7)
+            third = await made.submit(call("third", meet=3))
+            assert third.body == b"third" and [f.body for f in await asyncio.gather(*first)] == [b"r0", b"r1"]
+
+    asyncio.run(scenario())
+
+
+def test_a_stopping_replica_answers_what_it_took(engine):
+    async def scenario():
+        served = engine()
+        made = await served.__aenter__()
+        waiting = asyncio.ensure_future(made.submit(call("last", meet=2)))
+        await until(lambda: made.handler.waiting == 1)
+        closing = asyncio.ensure_future(made.close())
+        await asyncio.sleep(0)
+        with pytest.raises(Loading):
+            await made.submit(call("more"))
+        served.runner.loop.call_soon_threadsafe(made.handler.met.set)
+        assert (await waiting).body == b"last"
+        await asyncio.wait_for(closing, 20)
+        await asyncio.to_thread(made.author.shutdown)
+
+    asyncio.run(scenario())
