@@ -31,7 +31,9 @@ from urllib.parse import unquote
 from serve_app.errors import ArchiveNotFound, InvalidArchive
 from serve_app.settings import MIB, StoreSettings
 from serve_app.store.archive import pack, unpack
-from serve_app.store.sources import OnProgress, download, file_path
+from serve_app.store.sources import file_path
+from serve_app.store.transfer import OnProgress
+from serve_app.store.web import download
 
 LEFTOVER = 3600.0  # seconds without a write, after which anybody's partial work is left over
 

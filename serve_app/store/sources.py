@@ -1,33 +1,36 @@
-"""Where archives come from: the model store by bare name, ``file://``, ``http(s)://``, a directory's path.
+"""Where archives come from: the model store by bare name, a path, and every scheme of a URL that is served.
 
 The messages of a refused URL are TorchServe's, for clients that read them.
 """
 
 from __future__ import annotations
 
-import itertools
+import os
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import httpx
-
 from serve_app.errors import ArchiveNotFound, DownloadFailed
-from serve_app.settings import MIB, StoreSettings
+from serve_app.settings import StoreSettings
+from serve_app.store import object_stores
+from serve_app.store.transfer import OnProgress
+from serve_app.store.web import download
 
-OnProgress = Callable[[int, "int | None"], None]  # bytes so far, bytes in all where known
 
-_READ_TIMEOUT = 30.0  # seconds without a byte
-
-
-def fetch(url: str, settings: StoreSettings, model_store: Path, into: Path, progress: OnProgress | None = None) -> Path:
+def fetch(
+    url: str,
+    settings: StoreSettings,
+    model_store: Path,
+    into: Path,
+    progress: OnProgress | None = None,
+    signed: bool = False,
+) -> Path:
     """The archive file, or the model directory, that ``url`` names, on this machine.
 
     What is here already is returned where it lies; a download lands in the directory ``into``.
     A bare name is looked up in ``model_store`` and cannot leave it; everything else must match
-    one of ``settings.allowed_urls`` in full, an absolute path as its ``file://`` URL.
+    one of ``settings.allowed_urls`` in full, an absolute path as its ``file://`` URL. ``signed``: an
+    https URL of Amazon S3's must be asked for with the credentials that are found here.
     Raises ArchiveNotFound and DownloadFailed.
     """
     if not url:
@@ -44,9 +47,14 @@ def fetch(url: str, settings: StoreSettings, model_store: Path, into: Path, prog
     _allow(url, url, settings)
     if scheme == "file":
         return _there(file_path(url), url)
+    if scheme in object_stores.EXTRAS:
+        return object_stores.bring(object_stores.address(url), url, into, settings, progress)
     if scheme in ("http", "https"):
-        return download(url, into / _file_name(url), settings, progress, check=True)
-    raise DownloadFailed(url, f"{scheme}:// is not supported; use file://, http(s):// or a name in the model store")
+        if (bucket := _signed(url, signed)) is not None:
+            return object_stores.bring(bucket, url, into, settings, progress)
+        return download(url, into / _file_name(url), settings, progress, lambda hop: _allow(hop, hop, settings))
+    known = ", ".join(f"{scheme}://" for scheme in ("file", "http(s)", *object_stores.EXTRAS))
+    raise DownloadFailed(url, f"{scheme}:// is not supported; use {known} or a name in the model store")
 
 
 def file_path(url: str) -> Path | None:
@@ -56,53 +64,13 @@ def file_path(url: str) -> Path | None:
     return Path(unquote(rest)) if rest.startswith("/") else None
 
 
-def download(
-    url: str, file: Path, settings: StoreSettings, progress: OnProgress | None = None, check: bool = False
-) -> Path:
-    """Bring an HTTP archive to ``file``; nothing stays there when that fails. Raises DownloadFailed.
-
-    With ``check`` every redirect must match ``allowed_urls`` too, else ArchiveNotFound.
-    """
-    until = time.monotonic() + settings.download_timeout
-    hops = itertools.count()
-
-    def hop(request: httpx.Request) -> None:
-        if next(hops) and check:  # the first is the URL itself, as the caller wrote it
-            _allow(str(request.url), str(request.url), settings)
-
-    try:
-        with (
-            httpx.Client(
-                follow_redirects=True,
-                timeout=min(_READ_TIMEOUT, settings.download_timeout),
-                headers={"accept-encoding": "identity"},  # packed already: an encoding would only blur the length
-                event_hooks={"request": [hop]},
-            ) as client,
-            client.stream("GET", url) as response,
-            file.open("wb") as target,
-        ):
-            if response.status_code != 200:
-                raise DownloadFailed(url, f"the server answered {response.status_code} {response.reason_phrase}")
-            length = response.headers.get("content-length", "")
-            total = int(length) if length.isdecimal() else None
-            done = 0
-            for chunk in itertools.chain([b""], response.iter_raw(MIB)):
-                done += len(chunk)
-                if max(done, total or 0) > settings.max_archive_bytes:
-                    raise DownloadFailed(url, f"larger than max_archive_bytes ({settings.max_archive_bytes})")
-                if time.monotonic() > until:
-                    limit = f"download_timeout ({settings.download_timeout:g} s)"
-                    raise DownloadFailed(url, f"not done within {limit}; raise it if the server is slow")
-                target.write(chunk)
-                if progress:
-                    progress(done, total)
-        return file
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        file.unlink(missing_ok=True)
-        raise DownloadFailed(url, f"{type(error).__name__}: {error}") from None
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
+def _signed(url: str, must: bool) -> object_stores.Address | None:
+    """The address in S3 of an https URL that is to be asked for with credentials."""
+    bucket = object_stores.s3_address(url)
+    if must and bucket is None:
+        raise DownloadFailed(url, "s3_sse_kms is for https://bucket.s3.region.amazonaws.com/key; leave it out here")
+    found = all(os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    return bucket if must or (found and object_stores.installed("s3")) else None
 
 
 def _allow(url: str, given: str, settings: StoreSettings) -> None:

@@ -1,0 +1,359 @@
+"""Archives from object stores: a real S3 server with its own rights, and small servers that speak the others' HTTP."""
+
+import contextlib
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
+
+import boto3
+import pytest
+import requests
+from moto.server import ThreadedMotoServer
+
+from serve_app.errors import ArchiveNotFound, DownloadFailed
+from serve_app.settings import StoreSettings
+from serve_app.store import object_stores
+from serve_app.store.sources import fetch
+
+# Else gcsfs asks for a bucket's kind over gRPC first, which no small server here speaks; read when it is imported.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+BODY = bytes(range(256)) * 80_000  # 20 MB: more than one piece
+
+
+@pytest.fixture(autouse=True)
+def no_credentials_of_this_machine(monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """The address of an S3 server that holds ``models/m.mar``, a model's folder, and a folder of two archives."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    try:
+        client = boto3.client(
+            "s3", "us-east-1", endpoint_url=address, aws_access_key_id="any", aws_secret_access_key="any"
+        )
+        client.create_bucket(Bucket="models")
+        client.put_object(Bucket="models", Key="m.mar", Body=BODY)
+        client.put_object(Bucket="models", Key="folder/MAR-INF/MANIFEST.json", Body=b"{}")
+        client.put_object(Bucket="models", Key="folder/deep/handler.py", Body=b"# handler")
+        client.put_object(Bucket="models", Key="one/a.mar", Body=b"archive")
+        client.put_object(Bucket="models", Key="one/README.md", Body=b"text")
+        for name in ("two/a.mar", "two/b.tar.gz"):
+            client.put_object(Bucket="models", Key=name, Body=b"archive")
+        client.put_object(Bucket="models", Key="evil/MAR-INF/MANIFEST.json", Body=b"{}")
+        client.put_object(Bucket="models", Key="evil/../../out", Body=b"out")
+        yield address
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def get(tmp_path):
+    into = tmp_path / "into"
+    into.mkdir()
+
+    def get(url, progress=None, signed=False, **settings):
+        try:
+            return fetch(url, StoreSettings(**settings), tmp_path / "store", into, progress, signed)
+        except Exception:
+            assert list(into.iterdir()) == []
+            raise
+
+    return get
+
+
+def options(address, **more):
+    return {"s3": {"endpoint_url": address, "key": "any", "secret": "any", **more}}
+
+
+def failed(get, url, *words, **settings):
+    with pytest.raises(DownloadFailed) as error:
+        get(url, **settings)
+    assert str(error.value) == f"Failed to download archive from: {url}"
+    for word in words:
+        assert word in error.value.detail
+    return error.value.detail
+
+
+def test_an_object_with_its_progress(get, s3):
+    seen = []
+    file = get("s3://models/m.mar", lambda *at: seen.append(at), storage_options=options(s3))
+    assert file.name == "m.mar"
+    assert file.read_bytes() == BODY
+    assert seen[0] == (0, len(BODY))
+    assert seen[-1] == (len(BODY), len(BODY))
+    assert len(seen) > 2
+
+
+def test_a_folder_is_a_model_or_stands_for_its_one_archive(get, s3):
+    folder = get("s3://models/folder", storage_options=options(s3))
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == [
+        "MAR-INF/MANIFEST.json",
+        "deep/handler.py",
+    ]
+
+
+def test_a_folder_of_one_archive(get, s3):
+    assert get("s3://models/one/", storage_options=options(s3)).name == "a.mar"
+
+
+def test_a_folder_that_is_neither(get, s3):
+    failed(get, "s3://models/two", "2 archives", "name the file", storage_options=options(s3))
+    failed(get, "s3://models/evil", "leaves the model's directory", storage_options=options(s3))
+
+
+def test_what_is_not_there(get, s3):
+    failed(get, "s3://models/absent.mar", "no such bucket", storage_options=options(s3))
+    failed(get, "s3://absent/m.mar", "no such bucket", storage_options=options(s3))
+
+
+def test_limits_hold_here_too(get, s3):
+    failed(
+        get, "s3://models/m.mar", "max_archive_bytes (1000)", storage_options=options(s3), max_archive_bytes=1000
+    )
+    failed(get, "s3://models/m.mar", "download_timeout", storage_options=options(s3), download_timeout=0.001)
+
+
+def test_a_scheme_that_is_not_allowed(get):
+    with pytest.raises(ArchiveNotFound, match="does not match any allowed"):
+        get("s3://models/m.mar", allowed_urls=("file://.*",))
+
+
+def test_no_credentials_wrong_ones_and_ones_that_may_not(get, s3):
+    no_metadata = {"s3": {"endpoint_url": s3}}
+    detail = failed(get, "s3://models/m.mar", "access was refused", "AWS_ACCESS_KEY_ID", storage_options=no_metadata)
+    assert "store.storage_options.s3.anon" in detail
+    iam = boto3.client("iam", "us-east-1", endpoint_url=s3, aws_access_key_id="any", aws_secret_access_key="any")
+    iam.create_user(UserName="guest")
+    key = iam.create_access_key(UserName="guest")["AccessKey"]
+    # From here on the server looks at who asks.
+    requests.post(f"{s3}/moto-api/reset-auth", data=b"0", timeout=5)
+    try:
+        wrong = options(s3, key="AKIANOBODY", secret="nothing")
+        failed(get, "s3://models/m.mar", "access was refused", storage_options=wrong)
+        wrong = options(s3, key=key["AccessKeyId"], secret="nothing")
+        failed(get, "s3://models/m.mar", "access was refused", storage_options=wrong)
+        refused = options(s3, key=key["AccessKeyId"], secret=key["SecretAccessKey"])
+        failed(get, "s3://models/m.mar", "access was refused", storage_options=refused)
+    finally:
+        requests.post(f"{s3}/moto-api/reset-auth", data=b"Infinity", timeout=5)
+
+
+def test_a_package_that_is_not_there_is_named(get, monkeypatch):
+    monkeypatch.setattr(object_stores, "installed", lambda scheme: False)
+    failed(get, "s3://models/m.mar", "pip install torchrelay[s3]")
+    failed(get, "gs://models/m.mar", "pip install torchrelay[gcs]")
+    failed(get, "hf://owner/name", "pip install torchrelay[hf]")
+
+
+@pytest.mark.parametrize(
+    "url, path, region",
+    [
+        ("https://models.s3.eu-west-1.amazonaws.com/a/m.mar", "models/a/m.mar", "eu-west-1"),
+        ("https://my.models.s3-us-west-2.amazonaws.com/m%20m.mar", "my.models/m m.mar", "us-west-2"),
+        ("https://models.s3.amazonaws.com/m.mar", "models/m.mar", None),
+        ("https://s3.dualstack.us-east-2.amazonaws.com/models/m.mar", "models/m.mar", "us-east-2"),
+        ("https://s3.cn-north-1.amazonaws.com.cn/models/m.mar", "models/m.mar", "cn-north-1"),
+    ],
+)
+def test_an_https_url_of_s3(url, path, region):
+    found = object_stores.s3_address(url)
+    assert (found.scheme, found.path) == ("s3", path)
+    assert found.options == ({"client_kwargs": {"region_name": region}} if region else {})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://models.s3.amazonaws.com/m.mar?X-Amz-Signature=0",  # signed already
+        "http://models.s3.amazonaws.com/m.mar",
+        "https://example.com/s3.amazonaws.com/m.mar",
+        "https://models.s3.amazonaws.com.example.com/m.mar",
+    ],
+)
+def test_other_urls_are_the_webs(url):
+    assert object_stores.s3_address(url) is None
+
+
+def test_an_https_url_of_s3_is_signed_where_there_are_credentials(get, s3, monkeypatch):
+    url = "https://models.s3.us-east-1.amazonaws.com/m.mar"
+    only_server = {"s3": {"endpoint_url": s3}}
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    assert get(url, storage_options=only_server).read_bytes() == BODY
+
+
+def test_s3_sse_kms_asks_with_credentials_or_not_at_all(get, s3):
+    url = "https://models.s3.us-east-1.amazonaws.com/m.mar"
+    failed(get, url, "access was refused", signed=True, storage_options={"s3": {"endpoint_url": s3}})
+    assert get(url, signed=True, storage_options=options(s3)).read_bytes() == BODY
+
+
+def test_s3_sse_kms_of_another_url(get):
+    failed(get, "https://example.com/m.mar", "s3_sse_kms is for", signed=True)
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """An HTTP server that answers GET and HEAD with ``answer(handler, path)``; gives its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            answer(self, unquote(self.path))
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def say(handler, status, body=b"", **headers):
+    handler.send_response(status)
+    for name, value in {"Content-Length": len(body), **headers}.items():
+        handler.send_header(name.replace("_", "-"), str(value))
+    handler.end_headers()
+    if handler.command == "GET":
+        with contextlib.suppress(ConnectionError):  # who asks may have seen enough
+            handler.wfile.write(body)
+
+
+def ranged(handler, content, **headers):
+    """The part of ``content`` that the request's Range asks for."""
+    asked = handler.headers.get("Range")
+    if asked is None:
+        return say(handler, 200, content, **headers)
+    start, end = asked.removeprefix("bytes=").split("-")
+    part = content[int(start) : int(end) + 1]
+    whole = f"bytes {start}-{int(start) + len(part) - 1}/{len(content)}"
+    return say(handler, 206, part, Content_Range=whole, **headers)
+
+
+def test_a_server_that_dies_in_mid_download(get):
+    def answer(handler, path):
+        if handler.command == "HEAD":
+            return say(handler, 200, BODY, ETag='"1"', Last_Modified="Mon, 01 Jan 2024 00:00:00 GMT")
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(BODY)))
+        handler.end_headers()
+        handler.wfile.write(BODY[:1000])
+        handler.close_connection = True
+
+    seen = []
+    with serving(answer) as address:
+        detail = failed(get, "s3://models/m.mar", storage_options=options(address))
+    assert detail
+    assert seen == []
+
+
+FILES = {
+    "MAR-INF/MANIFEST.json": b"{}",
+    "handler.py": b"# handler",
+    "weights/model.bin": BODY,
+}
+
+
+def hub(files, commit="0" * 40):
+    """The few endpoints of a hub that holds owner/name."""
+
+    def answer(handler, path):
+        path, _, _ = path.partition("?")
+        if path.startswith("/api/models/owner/name/paths-info/") or handler.command == "POST":
+            return say(handler, 404)
+        if path in ("/api/models/owner/name", "/api/models/owner/name/revision/main"):
+            body = {"id": "owner/name", "modelId": "owner/name", "sha": commit, "siblings": []}
+            return say(handler, 200, json.dumps(body).encode(), Content_Type="application/json")
+        if path.startswith("/api/models/owner/name/tree/main"):
+            prefix = path.removeprefix("/api/models/owner/name/tree/main").strip("/")
+            inside = {name: content for name, content in files.items() if name.startswith(prefix)}
+            entries = [{"type": "file", "path": n, "size": len(c), "oid": "1" * 40} for n, c in inside.items()]
+            folders = {name.rpartition("/")[0] for name in inside if "/" in name}
+            entries += [{"type": "directory", "path": name, "size": 0, "oid": "2" * 40} for name in folders]
+            return say(handler, 200, json.dumps(entries).encode(), Content_Type="application/json")
+        if path.startswith("/owner/name/resolve/main/"):
+            content = files.get(path.removeprefix("/owner/name/resolve/main/"))
+            if content is not None:
+                return ranged(handler, content, ETag='"1"', X_Repo_Commit=commit)
+        if "/private/" in path:
+            return say(handler, 403)
+        return say(handler, 404, b"", X_Error_Code="RepoNotFound")
+
+    return serving(answer)
+
+
+def test_a_model_on_a_hub(get, monkeypatch):
+    seen = []
+    with hub(FILES) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        folder = get("hf://owner/name", lambda *at: seen.append(at))
+    assert {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == FILES
+    total = sum(map(len, FILES.values()))
+    assert seen[-1] == (total, total)
+
+
+def test_an_archive_on_a_hub(get, monkeypatch):
+    with hub({"README.md": b"text", "m.mar": b"archive"}) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert get("hf://owner/name").name == "m.mar"
+
+
+def test_a_file_of_a_hub_by_its_name(get, monkeypatch):
+    with hub({"a.mar": b"a", "b.mar": b"b"}) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert get("hf://owner/name/b.mar").read_bytes() == b"b"
+
+
+def test_what_a_hub_has_not(get, monkeypatch):
+    with hub({"weights.bin": b"w"}) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        failed(get, "hf://owner/name", "neither MAR-INF nor an archive")
+        failed(get, "hf://owner/absent", "no such")
+        failed(get, "hf://owner/name/absent.mar", "no such")
+
+
+@pytest.fixture
+def gs():
+    """Storage options of a server that holds gs://models/m.mar."""
+    facts = {"name": "m.mar", "bucket": "models", "size": str(len(BODY)), "updated": "2024-01-01T00:00:00.000Z"}
+
+    def answer(handler, path):
+        if "alt=media" in path:
+            return ranged(handler, BODY)
+        if path.startswith("/storage/v1/b/models/o/m.mar"):
+            return say(handler, 200, json.dumps(facts).encode(), Content_Type="application/json")
+        if path.startswith("/storage/v1/b/secret/"):
+            return say(handler, 403, b'{"error": {"code": 403, "message": "no"}}', Content_Type="application/json")
+        return say(handler, 404, b'{"error": {"code": 404, "message": "Not Found"}}', Content_Type="application/json")
+
+    with serving(answer) as address:
+        yield {"gs": {"endpoint_url": address, "token": "anon"}}
+
+
+def test_an_object_of_google_cloud_storage(get, gs):
+    assert get("gs://models/m.mar", storage_options=gs).read_bytes() == BODY
+
+
+def test_what_google_cloud_storage_refuses(get, gs):
+    failed(get, "gs://absent/m.mar", "no such", storage_options=gs)
+    failed(get, "gs://secret/m.mar", "access was refused", storage_options=gs)
