@@ -155,6 +155,7 @@ def test_a_caller_that_leaves_cancels_its_handler(engine, way):
         async with engine() as made:
             if way == "stream":
                 stream = await made.submit(call("gone", stream=["a"], hang=True))
+                await until(lambda: made.handler.hanging)
                 await stream.aclose()
             else:
                 waiting = made.enqueue(call("gone", hang=True)) if way == "enqueue" else None
