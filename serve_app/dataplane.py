@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from serve_app import traffic
-from serve_app.errors import DeadlineExceeded, Loading, NoWorker, QueueFull, RelayError
+from serve_app.errors import ClientTimeout, DeadlineExceeded, Loading, NoWorker, QueueFull, RelayError
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Access, Call, ModelRef, Reply, ReplyStream, Table, VersionRow
 
@@ -74,26 +74,33 @@ class DataPlane:
         """The answer of the version that the table gives this call. Raises RelayError."""
         started = time.perf_counter()
         version = ""
+        bounded = False  # by the model, more tightly than by the caller
         try:
             if call.expired:
                 raise DeadlineExceeded(call.model, 0.0)
             row = traffic.choose(self._reader.table, call)
             version = row.version
             if row.client_timeout:
-                call = _bounded(call, row.client_timeout / 1000)
+                asked, call = call, _bounded(call, row.client_timeout / 1000)
+                bounded = call is not asked
             reply = await (await self._target(call, row)).infer(call)
-        except RelayError as error:
+        except RelayError as raised:
+            late = bounded and isinstance(raised, DeadlineExceeded)
+            error = ClientTimeout(*raised.args) if late else raised
             error.version = version
             # An unknown name is a caller's word, not a label: it would grow without bound.
             model = call.model if version else ""
-            self._meters.request(model, version, error.reason, time.perf_counter() - started)
+            self._meters.request(model, version, error.reason, time.perf_counter() - started, call.version)
+            if late:
+                raise error from None
             raise
         except asyncio.CancelledError:
-            self._meters.request(call.model, version, "caller_left", time.perf_counter() - started)
+            self._meters.request(call.model, version, "caller_left", time.perf_counter() - started, call.version)
             raise
         if isinstance(reply, ReplyStream):
-            return ReplyStream(reply.head, _Counted(reply, self._meters, call.model, version, started))
-        self._meters.request(call.model, version, "ok", time.perf_counter() - started)
+            return ReplyStream(reply.head, _Counted(reply, self._meters, call, version, started))
+        seconds = time.perf_counter() - started
+        self._meters.request(call.model, version, "ok", seconds, call.version, reply.timings.queue)
         return reply
 
     async def _target(self, call: Call, row: VersionRow) -> Target:
@@ -132,6 +139,17 @@ class DataPlane:
             raise NoWorker(ref.name, call.version, row.last_error or "no replica was asked for")
         return row
 
+    def find(self, model: str, version: str | None = None) -> VersionRow:
+        """The version that such a call would get. Raises ModelNotFound and VersionNotFound."""
+        return traffic.choose(self._reader.table, Call(model, version))
+
+    @property
+    def startup_model(self) -> str | None:
+        """The model that start-up loaded, where it is the only one."""
+        models = self._reader.table.models.items()
+        names = [name for name, row in models if any(v.loaded_at_startup for v in row.versions.values())]
+        return names[0] if len(names) == 1 else None
+
     @property
     def ready(self) -> bool:
         """A table is here, and every version that start-up wanted is ready or has failed."""
@@ -153,11 +171,12 @@ def _bounded(call: Call, seconds: float) -> Call:
 class _Counted(AsyncIterator[bytes]):
     """A streamed reply's pieces; when they end, or the caller leaves, the call is counted."""
 
-    def __init__(self, stream: ReplyStream, meters: Meters, model: str, version: str, started: float) -> None:
+    def __init__(self, stream: ReplyStream, meters: Meters, call: Call, version: str, started: float) -> None:
         self._stream = stream
         self._pieces = stream.__aiter__()
+        model, asked, queue = call.model, call.version, stream.head.timings.queue
         self._count: Callable[[str], None] | None = lambda status: meters.request(
-            model, version, status, time.perf_counter() - started
+            model, version, status, time.perf_counter() - started, asked, queue
         )
 
     async def __anext__(self) -> bytes:

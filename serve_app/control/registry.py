@@ -219,7 +219,8 @@ def _row(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionR
         retries=spec.retries,
         ids=tuple(sorted(worker.id for worker in status.workers if worker.ready)),
         healthy=healthy,
-        last_error=status.last_error,
+        last_error=status.last_error if status.phase == "failed" else "",
+        loaded_at_startup=spec.loaded_at_startup,
     )
 
 

@@ -146,6 +146,8 @@ class Inference:
 class Lines:
     """An access log that keeps its lines."""
 
+    json = False
+
     def __init__(self) -> None:
         self.lines: list[tuple] = []
 
@@ -155,9 +157,9 @@ class Lines:
 
 @pytest.fixture
 def inference() -> Callable[..., Inference]:
-    def build(infer: Infer = echo, table: Table | None = None, max_request_size: int = 6_553_500) -> Inference:
+    def build(infer: Infer = echo, table: Table | None = None, **settings_: Any) -> Inference:
         target, meters, access = Says(infer), Meters(), Lines()
-        settings = Settings(inference=InferenceSettings(max_request_size=max_request_size))
+        settings = Settings(inference=InferenceSettings(**settings_))
         reader = TableReader(two_versions() if table is None else table)
         plane = DataPlane(reader, meters, lambda ref, row: target)
         return Inference(inference_app(plane, settings, meters, access), target, meters, access.lines)
@@ -274,9 +276,10 @@ class Management:
 
 @pytest.fixture
 def management() -> Callable[..., Management]:
-    def build(enable_model_api: bool = True, access: Access | None = None) -> Management:
+    def build(enable_model_api: bool = True, access: Access | None = None, **inference: Any) -> Management:
         shelf = Shelf()
-        settings = Settings(control=ControlSettings(enable_model_api=enable_model_api))
+        control_ = ControlSettings(enable_model_api=enable_model_api)
+        settings = Settings(control=control_, inference=InferenceSettings(**inference))
         control = ControlPlane(shelf, settings, lambda: access)
         return Management(management_app(control, settings), shelf)
 

@@ -31,6 +31,11 @@ def inputs(content_type: str | None, body: bytes) -> tuple[Input, ...]:
     return (Input("body", body, mime or None),)
 
 
+def query(text: bytes) -> tuple[Input, ...]:
+    """A query's parameters in the order they came, as a form's fields."""
+    return _urlencoded(text) if text else ()
+
+
 def _urlencoded(body: bytes) -> tuple[Input, ...]:
     fields = []
     for pair in body.strip(b"\r\n").split(b"&"):

@@ -4,83 +4,144 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from serve_app.dataplane import DataPlane
 from serve_app.doors import auth
 from serve_app.doors.exchange import Exchange, Headers, author_headers
 from serve_app.doors.torchserve import errors, forms, openapi
-from serve_app.errors import BadRequest, MethodNotAllowed, ModelNotFound, RelayError, ResourceNotFound
+from serve_app.errors import BadRequest, ClientTimeout, MethodNotAllowed, MissingParameter, RelayError, ResourceNotFound
 from serve_app.settings import Settings
-from serve_app.types import Call, Kind, Reply, ReplyStream
+from serve_app.types import Call, Input, Kind, Reply, ReplyStream
+
+Route = Callable[[Exchange], Awaitable[None]]
 
 TIMEOUT = "x-request-timeout-seconds"
+# Seconds for which a request that came too late is not answered where TorchServe would never answer it.
+_SILENCE = 120.0
 _OPEN = ("ping", "health", "api-description")  # these want no key, and neither does OPTIONS
 
 
 class InferenceDoor:
-    """The routes of the inference port, by their first segment. The method matters only where it is OPTIONS."""
+    """The routes of the inference port. The method matters only where it is OPTIONS."""
 
     def __init__(self, plane: DataPlane, settings: Settings) -> None:
         self._plane = plane
         self._limit = settings.inference.max_request_size
-        self._routes = {
+        self._drops = settings.inference.late_answer == "drop"
+        self._shown = settings.inference.handler_errors
+        self._routes: dict[str, Route] = {
             "predictions": self._predict,
             "explanations": self._explain,
+            "invocations": self._invocations,
             "ping": self._ping,
             "health": self._health,
             "api-description": self._describe_api,
         }
 
-    refuse = staticmethod(errors.refuse)
+    async def refuse(self, exchange: Exchange, error: Exception) -> None:
+        if self._drops and isinstance(error, ClientTimeout):
+            await exchange.silence(_SILENCE)
+        await errors.refuse(exchange, error, self._shown)
 
     def knows(self, exchange: Exchange) -> bool:
-        return not exchange.segments or exchange.segments[0] in self._routes
+        return self._route(exchange.segments) is not None
 
     async def answer(self, exchange: Exchange) -> None:
         segments = exchange.segments
-        if not segments:
-            if exchange.method != "OPTIONS":
-                raise MethodNotAllowed()
-            return await errors.reply_json(exchange, openapi.document(openapi.INFERENCE))
-        if segments[0] not in _OPEN and exchange.method != "OPTIONS":
+        if segments and segments[0] not in _OPEN and exchange.method != "OPTIONS":
             auth.admit(self._plane.access, exchange, "infer")
-        route = self._routes.get(segments[0])
+        route = self._route(segments)
         if route is None:
             raise ResourceNotFound()
         await route(exchange)
 
+    def _route(self, segments: list[str]) -> Route | None:
+        """What answers a path: by its first segment, or else by what it looks like."""
+        if not segments:
+            return self._root
+        route = self._routes.get(segments[0])
+        if route is not None:
+            return route
+        match segments:
+            case ["v1", "models", asked] if asked.endswith((":predict", ":explain")):
+                return self._kserve_v1
+            case ["v2", "models", _, "infer" | "explain"]:
+                return self._kserve_v2
+            case ["models", _, "invoke"]:
+                return self._named
+            case ["models", *_]:
+                return None
+            case [_, "predict"] | [_, _, "predict"]:
+                return self._named
+        return None
+
+    async def _root(self, exchange: Exchange) -> None:
+        if exchange.method != "OPTIONS":
+            raise MethodNotAllowed()
+        await errors.reply_json(exchange, openapi.INFERENCE)
+
     async def _predict(self, exchange: Exchange) -> None:
-        await self._infer(exchange, "predict", "False")
+        await self._infer(exchange, "predict")
 
     async def _explain(self, exchange: Exchange) -> None:
-        await self._infer(exchange, "explain", "True")
+        await self._infer(exchange, "explain")
 
-    async def _infer(self, exchange: Exchange, kind: Kind, explain: str) -> None:
+    async def _infer(self, exchange: Exchange, kind: Kind) -> None:
         segments = exchange.segments
         if len(segments) < 2:
             raise ResourceNotFound()
-        model = segments[1]
-        version = segments[2] if len(segments) > 2 else None
+        exchange.headers["url_path"] = "/".join(segments[3:])
+        await self._ask(exchange, segments[1], segments[2] if len(segments) > 2 else None, kind)
+
+    async def _kserve_v1(self, exchange: Exchange) -> None:
+        model, _, verb = exchange.segments[2].partition(":")
+        await self._ask(exchange, model, None, "explain" if verb == "explain" else "predict")
+
+    async def _kserve_v2(self, exchange: Exchange) -> None:
+        _, _, model, verb = exchange.segments
+        await self._ask(exchange, model, None, "explain" if verb == "explain" else "predict")
+
+    async def _named(self, exchange: Exchange) -> None:
+        """``/models/{model}/invoke``, ``/{model}/predict`` and ``/{model}/{version}/predict``: the query is input."""
+        first, second, *rest = exchange.segments
+        model, version = (second, None) if first == "models" else (first, second if rest else None)
+        await self._ask(exchange, model, version, query=_query(exchange))
+
+    async def _invocations(self, exchange: Exchange) -> None:
+        """The query names the model, or else a field of the form; or start-up has loaded one, and no other."""
+        if len(exchange.segments) > 1:
+            raise ResourceNotFound()
+        query, inputs = _query(exchange), None
+        model = _model_name(query)
+        if not model:
+            inputs = query + forms.inputs(exchange.headers.get("content-type"), await exchange.body(self._limit))
+            model = _model_name(inputs) or self._plane.startup_model
+            if not model:
+                raise MissingParameter("model_name")
+        await self._ask(exchange, model, None, query=query, inputs=inputs)
+
+    async def _ask(
+        self,
+        exchange: Exchange,
+        model: str,
+        version: str | None,
+        kind: Kind = "predict",
+        query: tuple[Input, ...] = (),
+        inputs: tuple[Input, ...] | None = None,
+    ) -> None:
+        """Answer with what the model says to ``inputs``, or else to ``query`` and the request's body."""
         exchange.model, exchange.version = model, version or ""
         if exchange.method == "OPTIONS":
-            if model not in self._plane.table.models:
-                raise ModelNotFound(model)
-            return await errors.reply_json(exchange, openapi.of_model(openapi.INFERENCE, model))
+            self._plane.find(model, version)
+            return await errors.reply_json(exchange, openapi.of_model(model))
         auth.cover(exchange, model)
         headers = exchange.headers
-        body = await exchange.body(self._limit)
-        headers["url_path"] = "/".join(segments[3:])
-        headers["explain"] = explain
-        call = Call(
-            model,
-            version,
-            forms.inputs(headers.get("content-type"), body),
-            headers,
-            kind,
-            exchange.request_id,
-            _deadline(headers.get(TIMEOUT)),
-        )
+        if inputs is None:
+            inputs = query + forms.inputs(headers.get("content-type"), await exchange.body(self._limit))
+        headers["explain"] = "True" if kind == "explain" else "False"
+        call = Call(model, version, inputs, headers, kind, exchange.request_id, _deadline(headers.get(TIMEOUT)))
         watch = exchange.watch()
         try:
             await self._send(exchange, await self._plane.infer(call))
@@ -95,11 +156,15 @@ class InferenceDoor:
             head = reply.head
             exchange.version = head.version
             sent = author_headers(head.content_type, head.headers)
+            exchange.yield_to(sent)
             sent.append((b"ts_stream_next", b"true"))
             await exchange.stream(errors.http_status(head.status), sent, reply)
         else:
             exchange.version = reply.version
-            await exchange.reply(errors.http_status(reply.status), _headers(reply), reply.body)
+            sent = _headers(reply)
+            if reply.headers:
+                exchange.yield_to(sent)
+            await exchange.reply(errors.http_status(reply.status), sent, reply.body)
 
     async def _ping(self, exchange: Exchange) -> None:
         if self._plane.healthy:
@@ -131,7 +196,17 @@ class InferenceDoor:
     async def _describe_api(self, exchange: Exchange) -> None:
         if len(exchange.segments) > 1:
             raise ResourceNotFound()
-        await errors.reply_json(exchange, openapi.document(openapi.INFERENCE))
+        await errors.reply_json(exchange, openapi.INFERENCE)
+
+
+def _query(exchange: Exchange) -> tuple[Input, ...]:
+    return forms.query(exchange.scope.get("query_string", b""))
+
+
+def _model_name(inputs: tuple[Input, ...]) -> str:
+    """What the first input of that name says; empty where none says anything."""
+    named = (part.value.decode("utf-8", "replace") for part in inputs if part.name == "model_name" and part.value)
+    return next(named, "")
 
 
 def _headers(reply: Reply) -> Headers:

@@ -32,7 +32,8 @@ MAX_BATCH_DELAY = 100  # milliseconds, what TorchServe shows where nobody said
 _PAGE = 100
 _WORDS = ("model_name", "handler", "runtime")
 _COUNTS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
-_KNOWN = {"url", "synchronous", *_WORDS, *_COUNTS}
+_NUMBERS = {*_COUNTS, "min_worker", "max_worker"}
+_KNOWN = {"url", "synchronous", "model_version", *_WORDS, *_NUMBERS}
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -65,9 +66,9 @@ class ManagementDoor:
             case []:
                 if method != "OPTIONS":
                     raise MethodNotAllowed()
-                await errors.reply_json(exchange, openapi.document(openapi.MANAGEMENT))
+                await errors.reply_json(exchange, openapi.MANAGEMENT)
             case ["api-description"]:
-                await errors.reply_json(exchange, openapi.document(openapi.MANAGEMENT))
+                await errors.reply_json(exchange, openapi.MANAGEMENT)
             case ["token"]:
                 await self._renew_key(exchange)
             case ["models"]:
@@ -77,9 +78,12 @@ class ManagementDoor:
             case ["models", model, version]:
                 await self._model(exchange, model, version)
             case ["models", model, version, "set-default"]:
-                if method != "PUT":
+                if method == "PUT":
+                    await self._set_default(exchange, model, version)
+                elif method == "OPTIONS":
+                    await self._model(exchange, model, version)
+                else:
                     raise MethodNotAllowed()
-                await self._set_default(exchange, model, version)
             case ["v1", "models", name]:
                 if method != "GET":
                     raise MethodNotAllowed()
@@ -129,7 +133,7 @@ class ManagementDoor:
             await _say(exchange, 200, f'Model "{model}" unregistered')
         elif exchange.method == "OPTIONS":
             await self._control.describe(model, version)
-            await errors.reply_json(exchange, openapi.of_model(openapi.MANAGEMENT, model))
+            await errors.reply_json(exchange, openapi.management_of(model))
         else:
             raise MethodNotAllowed()
 
@@ -144,7 +148,7 @@ class ManagementDoor:
         await errors.reply_json(exchange, said)
 
     async def _register(self, exchange: Exchange) -> None:
-        parameters = await self._registration(exchange)
+        parameters = await self._parameters(exchange)
         try:
             progress = await self._control.register(replace(registration(parameters), within=_within(exchange)))
         except MissingParameter:
@@ -153,7 +157,7 @@ class ManagementDoor:
             raise
         await _say(exchange, *registered(progress))
 
-    async def _registration(self, exchange: Exchange) -> dict[str, str]:
+    async def _parameters(self, exchange: Exchange) -> dict[str, str]:
         """The parameters of the query, the form or the JSON body. What the body says wins."""
         parameters = _query(exchange)
         body = await exchange.body(self._limit)
@@ -167,12 +171,12 @@ class ManagementDoor:
         return parameters
 
     async def _scale(self, exchange: Exchange, model: str, version: str | None) -> None:
-        query = _query(exchange)
-        version = version or query.get("model_version") or None
-        low = integer(query.get("min_worker"), 1)
-        high = integer(query.get("max_worker"), low)
+        asked = await self._parameters(exchange)
+        version = version or asked.get("model_version") or None
+        low = integer(asked.get("min_worker"), 1)
+        high = integer(asked.get("max_worker"), low)
         try:
-            progress = await self._control.scale(model, version, low, high, truth(query.get("synchronous")))
+            progress = await self._control.scale(model, version, low, high, truth(asked.get("synchronous")))
         except StartFailed as error:
             if version is None:  # TorchServe names the version only where the caller did
                 raise type(error)(model, "null", error.detail) from None
@@ -249,7 +253,7 @@ def described(description: Description) -> dict[str, Any]:
         said["deviceIds"] = list(spec.device_ids)
     said |= {
         "continuousBatching": False,
-        "useJobTicket": False,
+        "useJobTicket": spec.use_job_ticket,
         "useVenv": False,
         "stateful": False,
         "sequenceMaxIdleMSec": 0,
@@ -311,7 +315,7 @@ def truth(text: str | None) -> bool:
 
 
 def _json_parameters(body: bytes) -> dict[str, str]:
-    """A registration's JSON body as the text that its query would hold. Raises JsonSyntaxError."""
+    """A JSON body's parameters as the text that a query would hold. Raises JsonSyntaxError."""
     try:
         said = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -325,8 +329,8 @@ def _json_text(key: str, value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if isinstance(value, (dict, list)) or (key in _COUNTS and integer(text, None) is None):
-        wanted = "an integer" if key in _COUNTS else "text"
+    if isinstance(value, (dict, list)) or (key in _NUMBERS and integer(text, None) is None):
+        wanted = "an integer" if key in _NUMBERS else "text"
         raise JsonSyntaxError(f"{key} must be {wanted}, and is {orjson.dumps(value).decode()}.")
     return text
 

@@ -1,107 +1,392 @@
-"""What the two REST APIs say of themselves: OpenAPI 3.0.1 documents, made from the routes below."""
+"""What the REST APIs say of themselves: OpenAPI 3.0.1 documents.
+
+Their operations come in TorchServe's order, with its ids, parameters and schemas, so that a client which
+is generated from them has the same calls; behind them stand the routes that TorchServe serves and does
+not describe, and ours. README.md lists where TorchServe's own documents are wrong and these are not.
+"""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import serve_app
 
-# Path, then method: what it does, its query parameters, its statuses.
-Operation = tuple[str, tuple[str, ...], tuple[int, ...]]
-_INFERRED = (200, 400, 404, 413, 500, 503, 504, 507)
+Json = dict[str, Any]
 
-INFERENCE: dict[str, dict[str, Operation]] = {
-    "/": {"options": ("This document.", (), (200,))},
-    "/api-description": {"get": ("This document.", (), (200,))},
-    "/ping": {"get": ("Whether every default version has its workers.", (), (200, 500))},
-    "/health/live": {"get": ("Whether this server answers.", (), (200,))},
-    "/health/ready": {"get": ("Whether everything that should be loaded has been.", (), (200, 503))},
-    "/predictions/{model_name}": {"post": ("Ask a model's default version.", (), _INFERRED)},
-    "/predictions/{model_name}/{model_version}": {"post": ("Ask one version of a model.", (), _INFERRED)},
-    "/explanations/{model_name}": {"post": ("An explanation by a model's default version.", (), _INFERRED)},
-    "/explanations/{model_name}/{model_version}": {"post": ("An explanation by one version.", (), _INFERRED)},
-}
-
-_DESCRIBE: Operation = ("Describe a version; without one, the default version.", ("customized",), (200, 404, 503))
-_SCALE: Operation = (
-    "Change how many workers a version has; without one, the default version.",
-    ("min_worker", "max_worker", "synchronous"),
-    (200, 202, 206, 400, 404, 500, 507),
-)
-_UNREGISTER: Operation = ("Remove a version; without one, the default version.", (), (200, 403, 404, 405))
-_REGISTRATION = (
-    "url",
-    "model_name",
-    "handler",
-    "runtime",
-    "batch_size",
-    "max_batch_delay",
-    "initial_workers",
-    "response_timeout",
-    "startup_timeout",
-    "synchronous",
-)
-
-MANAGEMENT: dict[str, dict[str, Operation]] = {
-    "/": {"options": ("This document.", (), (200,))},
-    "/api-description": {"get": ("This document.", (), (200,))},
-    "/models": {
-        "get": ("List the models by name.", ("limit", "next_page_token"), (200,)),
-        "post": ("Register an archive.", _REGISTRATION, (200, 202, 206, 400, 404, 405, 409, 500, 507)),
-    },
-    "/models/{model_name}": {"get": _DESCRIBE, "put": _SCALE, "delete": _UNREGISTER},
-    "/models/{model_name}/all": {"get": ("Describe every version of a model.", (), (200, 404))},
-    "/models/{model_name}/{model_version}": {"get": _DESCRIBE, "put": _SCALE, "delete": _UNREGISTER},
-    "/models/{model_name}/{model_version}/set-default": {
-        "put": ("Make a version the one that answers calls that name none.", (), (200, 404))
-    },
-    "/v1/models/{model_name}": {"get": ("Whether a model's default version is ready.", (), (200, 404))},
-}
+_ABOUT = "Serves PyTorch models from TorchServe archives on Ray Serve."
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def document(routes: dict[str, dict[str, Operation]]) -> dict[str, Any]:
-    return {
-        "openapi": "3.0.1",
-        "info": {"title": "Torchrelay APIs", "version": serve_app.__version__},
-        "paths": {
-            path: {method: _operation(path, *operation) for method, operation in methods.items()}
-            for path, methods in routes.items()
-        },
-    }
+def _document(title: str, paths: Json, about: str = "") -> Json:
+    info = {"title": title, **({"description": about} if about else {}), "version": serve_app.__version__}
+    return {"openapi": "3.0.1", "info": info, "paths": paths}
 
 
-def of_model(routes: dict[str, dict[str, Operation]], model: str) -> dict[str, Any]:
-    """The document of the routes that name a model, with this one's name in them."""
-    named = {path.replace("{model_name}", model): methods for path, methods in routes.items() if "{model_name}" in path}
-    return document(named)
-
-
-def _operation(path: str, summary: str, query: tuple[str, ...], statuses: tuple[int, ...]) -> dict[str, Any]:
-    parameters = [
-        {"in": "path", "name": name, "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", path)
-    ]
-    parameters += [{"in": "query", "name": name, "schema": {"type": "string"}} for name in query]
-    operation: dict[str, Any] = {"summary": summary}
-    if parameters:
-        operation["parameters"] = parameters
-    operation["responses"] = {str(status): {"description": _MEANING[status]} for status in statuses}
+def _operation(
+    about: str, name: str, parameters: list[Json], answers: Json, body: Json | None = None, deprecated: bool = False
+) -> Json:
+    operation = {"description": about, "operationId": name, "parameters": parameters}
+    if body is not None:
+        operation["requestBody"] = body
+    operation["responses"] = answers
+    if deprecated:
+        operation["deprecated"] = True
     return operation
 
 
+# Schemas
+
+
+def _text(about: str = "", **more: Any) -> Json:
+    return _typed("string", about, **more)
+
+
+def _number(about: str) -> Json:
+    return _typed("integer", about)
+
+
+def _flag(about: str) -> Json:
+    return _typed("boolean", about)
+
+
+def _typed(kind: str, about: str, **more: Any) -> Json:
+    return {"type": kind, **({"description": about} if about else {}), **more}
+
+
+def _list(about: str, of: Json) -> Json:
+    return {"type": "array", "items": of, "description": about}
+
+
+def _object(required: tuple[str, ...], **properties: Json) -> Json:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+_STATUS = _object(("status",), status=_text("What was done."))
+_ERROR = _object(
+    ("code", "type", "message"),
+    code=_number("The status of the answer."),
+    type=_text("The name of the error."),
+    message=_text("What went wrong."),
+)
+_OPENAPI = _object(
+    ("openapi", "info", "paths"), openapi={"type": "string"}, info={"type": "object"}, paths={"type": "object"}
+)
+_MODELS = _object(
+    ("models",),
+    nextPageToken=_text("Where the next page begins; absent on the last one."),
+    models=_list(
+        "The models of this page.",
+        _object(
+            ("modelName", "modelUrl"), modelName=_text("The model's name."), modelUrl=_text("Where it came from.")
+        ),
+    ),
+)
+_WORKER = _object(
+    ("id", "startTime", "status"),
+    id=_text("The worker's name."),
+    startTime=_text("When it started, in UTC."),
+    gpu=_flag("Whether it runs on a GPU."),
+    status=_text("Its state.", enum=["READY", "LOADING", "UNLOADING"]),
+    memoryUsage=_number("Its resident memory in bytes."),
+    pid=_number("Its process."),
+    gpuUsage=_text("The GPUs that it sees, or N/A."),
+)
+_DESCRIPTION = _object(
+    ("modelName", "modelVersion", "modelUrl", "minWorkers", "maxWorkers", "workers", "jobQueueStatus"),
+    modelName=_text("The model's name."),
+    modelVersion=_text("Its version."),
+    modelUrl=_text("Where it came from."),
+    minWorkers=_number("The fewest workers it should have."),
+    maxWorkers=_number("The most workers it should have."),
+    batchSize=_number("The most requests in a batch."),
+    maxBatchDelay=_number("How long an incomplete batch waits, in milliseconds."),
+    workers=_list("Its workers.", _WORKER),
+    jobQueueStatus=_object(
+        ("remainingCapacity", "pendingRequests"),
+        remainingCapacity=_number("How many requests its queues have room for."),
+        pendingRequests=_number("How many requests wait in them."),
+    ),
+    lastError=_text("What ended one of its workers last, or kept it from running. It stays when all is well again."),
+    lastErrorTime=_text("When that was, in UTC."),
+)
+_ANYTHING = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
+
+
+# Parameters, bodies and answers
+
+
+def _path(name: str, about: str) -> Json:
+    return {"in": "path", "name": name, "description": about, "required": True, "schema": {"type": "string"}}
+
+
+def _query(name: str, about: str, kind: str = "string", default: Any = None, required: bool = False) -> Json:
+    schema = {"type": kind} if default is None else {"type": kind, "default": default}
+    return {"in": "query", "name": name, "description": about, "required": required, "schema": schema}
+
+
+def _answer(about: str, schema: Json, media_type: str = "application/json") -> Json:
+    return {"description": about, "content": {media_type: {"schema": schema}}}
+
+
+def _errors(*statuses: int) -> Json:
+    return {str(status): _answer(_MEANING[status], _ERROR) for status in statuses}
+
+
 _MEANING = {
-    200: "Done.",
-    202: "Accepted; it happens in the background.",
-    206: "Some of the workers are still on their way.",
     400: "The request is wrong.",
     403: "The default version cannot go while others stand behind it.",
-    404: "No such model, version, archive or route.",
-    405: "Not allowed.",
+    404: "No such model, version or archive.",
+    405: "The model API is off.",
+    408: "The request took too long.",
     409: "That version is there already.",
-    413: "The body is larger than max_request_size.",
     500: "A worker or the server failed.",
-    503: "Nobody can answer now, or the handler failed.",
-    504: "The caller's deadline passed.",
-    507: "Out of memory.",
+    503: "No worker can answer now, or the handler failed.",
 }
+_BODY = {"description": "Whatever the model's handler reads.", "content": _ANYTHING, "required": True}
+_DESCRIBED = {"200": _answer("An OpenAPI document.", _OPENAPI), **_errors(500)}
+_CHANGED = {
+    "200": _answer("Done.", _STATUS),
+    "202": _answer("Accepted; it happens in the background.", _STATUS),
+    "206": _answer("Some of the workers are still on their way.", _STATUS),
+}
+_MODEL = _path("model_name", "The model.")
+_VERSION = _path("model_version", "The version.")
+
+
+# Operations
+
+_OPTIONS = {"options": _operation("This document.", "apiDescription", [], _DESCRIBED)}
+_API_DESCRIPTION = {
+    "get": _operation("This document; OPTIONS / is the newer way.", "api-description", [], _DESCRIBED, deprecated=True)
+}
+_PING = _operation(
+    "Whether every default version has its workers.",
+    "ping",
+    [],
+    {"200": _answer("They are there, or have time left.", _STATUS), **_errors(500)},
+)
+_METRICS = {
+    "get": _operation(
+        "The metrics of the whole cluster, as Prometheus reads them.",
+        "metrics",
+        [_query("name[]", "Only metrics of these names.")],
+        {
+            "200": _answer(
+                "The metrics.",
+                _object(
+                    ("# HELP", "# TYPE", "metric"),
+                    **{"# HELP": _text("What a metric is.")},
+                    **{"# TYPE": _text("Its type.")},
+                    metric=_text("Its samples."),
+                ),
+                _PROMETHEUS,
+            ),
+            **_errors(500),
+        },
+    )
+}
+
+
+def _inference(about: str, name: str, *parameters: Json, model: Json | None = _MODEL) -> Json:
+    answers = {"200": {"description": "Whatever the model's handler says.", "content": _ANYTHING}}
+    named = [model, *parameters] if model is not None else [*parameters]
+    return {"post": _operation(about, name, named, {**answers, **_errors(404, 500, 503)}, _BODY)}
+
+
+def _status(about: str, name: str, *statuses: int) -> Json:
+    schema = {"type": "object"}
+    answers = {str(status): _answer("Yes." if status == 200 else "Not yet.", schema) for status in statuses}
+    return {"get": _operation(about, name, [], answers)}
+
+
+_PREDICT = "Ask a model's default version."
+_EXPLAIN = "Have a model's default version explain its answer."
+
+INFERENCE: Json = _document(
+    "Torchrelay APIs",
+    {
+        "/": _OPTIONS,
+        "/ping": {"get": _PING},
+        # One id three times: what TorchServe's clients were generated from.
+        "/v1/models/{model_name}:predict": _inference(_PREDICT, "predictions"),
+        "/v2/models/{model_name}/infer": _inference(_PREDICT, "predictions"),
+        "/predictions/{model_name}": _inference(_PREDICT, "predictions"),
+        "/predictions/{model_name}/{model_version}": _inference(
+            "Ask one version of a model.", "version_predictions", _VERSION
+        ),
+        "/api-description": _API_DESCRIPTION,
+        "/metrics": _METRICS,
+        # What TorchServe does not describe.
+        "/explanations/{model_name}": _inference(_EXPLAIN, "explanations"),
+        "/explanations/{model_name}/{model_version}": _inference(
+            "Have one version of a model explain its answer.", "version_explanations", _VERSION
+        ),
+        "/v1/models/{model_name}:explain": _inference(_EXPLAIN, "v1_explanations"),
+        "/v2/models/{model_name}/explain": _inference(_EXPLAIN, "v2_explanations"),
+        "/invocations": _inference(
+            "Ask a model's default version; all parameters of the query are inputs.",
+            "invocations",
+            _query("model_name", "The model; not needed beside a model_name in a form, or one model of start-up's."),
+            model=None,
+        ),
+        "/models/{model_name}/invoke": _inference(
+            "Ask a model's default version; the parameters of the query are inputs.", "invoke"
+        ),
+        "/{model_name}/predict": _inference(
+            "Ask a model's default version; the parameters of the query are inputs.", "predict"
+        ),
+        "/{model_name}/{model_version}/predict": _inference(
+            "Ask one version of a model; the parameters of the query are inputs.", "version_predict", _VERSION
+        ),
+        "/health/live": _status("Whether this server answers.", "live", 200),
+        "/health/ready": _status("Whether everything that should be loaded has been.", "ready", 200, 503),
+    },
+    _ABOUT,
+)
+
+_SYNCHRONOUS = "Whether the answer waits for the workers."
+_IGNORED = "Ignored, as TorchServe does."
+
+_LIST = _operation(
+    "List the models by name.",
+    "listModels",
+    [
+        _query("limit", "The most models on a page: 0 to 100.", "integer", 100),
+        _query("next_page_token", "Where the page begins: the nextPageToken of the page before."),
+    ],
+    {"200": _answer("A page of models.", _MODELS), **_errors(500)},
+)
+_RUNTIME = _query("runtime", "What runs the handler; else the manifest says.")
+_RUNTIME["schema"] = {"type": "string", "enum": ["PYTHON", "PYTHON3", "LSP"]}
+_REGISTER = _operation(
+    "Register an archive.",
+    "registerModel",
+    [
+        _query("url", "A file of the model store, or where the archive is fetched from.", required=True),
+        _query("model_name", "The model's name; else the manifest says."),
+        _query("handler", "The handler; else the manifest says."),
+        _RUNTIME,
+        _query("batch_size", "The most requests in a batch.", "integer", 1),
+        _query("max_batch_delay", "How long an incomplete batch waits, in milliseconds.", "integer", 100),
+        _query("response_timeout", "How long a batch may take, in seconds.", "integer", 120),
+        _query("startup_timeout", "How long a worker may take to start, in seconds.", "integer", 120),
+        _query("initial_workers", "How many workers to start.", "integer", 0),
+        _query("synchronous", _SYNCHRONOUS, "boolean", True),
+        _query("s3_sse_kms", "Whether S3 keeps the archive encrypted with a key of KMS.", "boolean", False),
+    ],
+    {**_CHANGED, **_errors(400, 404, 409, 500)},
+)
+
+
+def _of_version(versioned: bool) -> Json:
+    """The operations on a model's default version, or on one that the path names."""
+    which = "one version of a model" if versioned else "a model's default version"
+    prefix, named = ("version_", [_MODEL, _VERSION]) if versioned else ("", [_MODEL])
+    every = '; with "all" for a version, every one of them' if versioned else ""
+    return {
+        "get": _operation(
+            f"Describe {which}{every}.",
+            f"{prefix}describeModel",
+            named,
+            {"200": _answer("What was asked for.", {"type": "array", "items": _DESCRIPTION}), **_errors(404, 500)},
+        ),
+        "put": _operation(
+            f"Change how many workers {which} has.",
+            f"{prefix}setAutoScale",
+            [
+                *named,
+                _query("min_worker", "The fewest workers.", "integer", 1),
+                _query("max_worker", "The most workers; as many as min_worker where it is not said.", "integer", 1),
+                _query("number_gpu", _IGNORED, "integer", 0),
+                _query("synchronous", _SYNCHRONOUS, "boolean", False),
+                _query("timeout", _IGNORED, "integer", -1),
+            ],
+            {**_CHANGED, **_errors(400, 404, 500)},
+        ),
+        "delete": _operation(
+            f"Unregister {which}.",
+            f"{prefix}unregisterModel",
+            [
+                *named,
+                _query("synchronous", _IGNORED, "boolean", False),
+                _query("timeout", _IGNORED, "integer", -1),
+            ],
+            {
+                "200": _answer("It answers no more.", _STATUS),
+                "202": _answer("Stored; some replicas have not heard of it yet.", _STATUS),
+                **_errors(404, 408, 500),
+            },
+        ),
+    }
+
+
+_ONE_MODEL: Json = {
+    "/models/{model_name}": _of_version(False),
+    "/models/{model_name}/{model_version}": _of_version(True),
+    "/models/{model_name}/{model_version}/set-default": {
+        "put": _operation(
+            "Make a version the one that answers calls which name none.",
+            "setDefault",
+            [_MODEL, _VERSION],
+            {"200": _answer("It is.", _STATUS), **_errors(404, 500)},
+        )
+    },
+}
+_READY = _object(("name", "ready"), name=_text("The model's name."), ready=_flag("Whether it can answer."))
+
+MANAGEMENT: Json = _document(
+    "Torchrelay APIs",
+    {
+        "/": _OPTIONS,
+        "/models": {"get": _LIST, "post": _REGISTER},
+        **_ONE_MODEL,
+        "/api-description": _API_DESCRIPTION,
+        "/metrics": _METRICS,
+        # What TorchServe does not describe.
+        "/v1/models/{model_name}": {
+            "get": _operation(
+                "Whether a model's default version is ready.",
+                "modelReady",
+                [_MODEL],
+                {"200": _answer("Whether it is.", _READY), **_errors(404, 500)},
+            )
+        },
+    },
+    _ABOUT,
+)
+
+METRICS: Json = _document("Torchrelay APIs", {"/metrics": _METRICS}, _ABOUT)
+
+
+def of_model(model: str) -> Json:
+    """What a model says of itself on the inference port.
+
+    Its first path is written as TorchServe writes it, which nobody serves; the last ones are the model's own.
+    """
+    template = {"name": "model_name", "in": "path", "required": True, "schema": {"type": "string", "enum": [model]}}
+
+    def ask(name: str, *parameters: Json) -> Json:
+        answers = {"200": {"description": "Whatever its handler says."}, **_errors(500)}
+        return {"post": _operation(f"Ask model {model}.", name, [*parameters], answers)}
+
+    return _document(
+        f"RESTful API for: {model}",
+        {
+            f"/prediction/{model}": ask(model),
+            "/v1/models/{model_name}:predict": ask(model, template),
+            "/v2/models/{model_name}/infer": ask(model, template),
+            f"/predictions/{model}": _inference(_PREDICT, "predictions", model=None),
+            f"/predictions/{model}/{{model_version}}": _inference(
+                "Ask one version of this model.", "version_predictions", _VERSION, model=None
+            ),
+            f"/explanations/{model}": _inference(_EXPLAIN, "explanations", model=None),
+            f"/explanations/{model}/{{model_version}}": _inference(
+                "Have one version of this model explain its answer.", "version_explanations", _VERSION, model=None
+            ),
+        },
+    )
+
+
+def management_of(model: str) -> Json:
+    """What a model says of itself on the management port."""
+    return _document(f"RESTful Management API for: {model}", _ONE_MODEL)

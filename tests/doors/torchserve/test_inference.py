@@ -337,36 +337,6 @@ def test_ready_names_what_is_not_there_yet(inference) -> None:
     assert json.loads(answer.body)["reason"] == "no routing table has reached this process yet"
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [("OPTIONS", "/"), ("GET", "/api-description"), ("POST", "/api-description/")]
-)
-def test_the_api_describes_itself(inference, method: str, path: str) -> None:
-    answer = inference()(method, path)
-    assert answer.status == 200
-    document = json.loads(answer.body)
-    assert document["openapi"] == "3.0.1"
-    operation = document["paths"]["/predictions/{model_name}/{model_version}"]["post"]
-    assert [parameter["name"] for parameter in operation["parameters"]] == ["model_name", "model_version"]
-
-
-def test_every_described_route_is_served(inference) -> None:
-    app = inference()
-    for path, methods in json.loads(app("OPTIONS", "/").body)["paths"].items():
-        for method in methods:
-            target = path.replace("{model_name}", "m").replace("{model_version}", "2.0")
-            assert app(method.upper(), target).status == 200
-
-
-def test_a_model_describes_itself(inference) -> None:
-    paths = json.loads(inference()("OPTIONS", "/predictions/m/1.0").body)["paths"]
-    assert sorted(paths) == [
-        "/explanations/m",
-        "/explanations/m/{model_version}",
-        "/predictions/m",
-        "/predictions/m/{model_version}",
-    ]
-
-
 def test_every_answer_is_counted_and_logged(inference) -> None:
     app = inference()
     answer = app("POST", "/predictions/m?a=b", b"x")

@@ -380,6 +380,33 @@ def test_scale(management, path: str, asked: tuple, state: str, expected: tuple[
     assert app.shelf.asked == [("scale", *asked)]
 
 
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        (b"min_worker=2&max_worker=3&synchronous=true&model_version=1.11", "application/x-www-form-urlencoded"),
+        (
+            b'{"min_worker": 2, "max_worker": "3", "synchronous": true, "model_version": "1.11", "timeout": -1}',
+            "application/json",
+        ),
+    ],
+    ids=["form", "json"],
+)
+def test_scale_reads_its_body(management, body: bytes, content_type: str) -> None:
+    app = management()
+    app.shelf.put(spec())
+    answer = app("PUT", "/models/noop?min_worker=9", body, {"Content-Type": content_type})
+    assert said(answer) == (200, "Workers scaled to 2 for model: noop, version: 1.11")
+    assert app.shelf.asked == [("scale", "noop", "1.11", 2, 3, True)]
+
+
+def test_a_scale_whose_body_cannot_be_read(management) -> None:
+    app = management()
+    app.shelf.put(spec())
+    answer = app("PUT", "/models/noop", b'{"min_worker": "many"}', {"Content-Type": "application/json"})
+    assert refused(answer) == (500, "JsonSyntaxException", 'min_worker must be an integer, and is "many".')
+    assert app.shelf.asked == []
+
+
 def test_scales_that_are_refused(management) -> None:
     app = management()
     app.shelf.put(spec())
@@ -462,27 +489,6 @@ def test_kserve_readiness(management, workers: tuple, ready: bool) -> None:
     app.shelf.put(spec(), *workers)
     body = b'{\n  "name": "noop",\n  "ready": %s\n}\n' % json.dumps(ready).encode()
     assert app("GET", "/v1/models/noop").body == body
-
-
-def test_every_described_route_is_served(management) -> None:
-    app = management()
-    for path, methods in json.loads(app("OPTIONS", "/").body)["paths"].items():
-        for method in methods:
-            app.shelf.specs.clear()
-            app.shelf.put(spec("m", "1.0"))
-            target = path.replace("{model_name}", "m").replace("{model_version}", "1.0")
-            if method == "post":
-                target += "?url=other.mar"
-            assert app(method.upper(), target).status in (200, 202), (method, path)
-
-
-def test_a_model_describes_its_own_routes(management) -> None:
-    app = management()
-    app.shelf.put(spec("m", "1.0"))
-    paths = json.loads(app("OPTIONS", "/models/m").body)["paths"]
-    assert set(paths["/models/m"]) == {"get", "put", "delete"}
-    assert "/models" not in paths
-    assert refused(app("OPTIONS", "/models/none"))[2] == "Model not found: none"
 
 
 def test_an_error_of_the_keepers_passes_through(management) -> None:

@@ -1,0 +1,97 @@
+"""CORS: the same headers on every answer of every port, unless a handler set one itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from serve_app.doors.app import metrics_app
+from serve_app.settings import InferenceSettings, Settings
+from serve_app.types import Call, Reply, ReplyStream
+
+ALL = {
+    "cors_allowed_origin": "https://a.example",
+    "cors_allowed_methods": "GET, POST",
+    "cors_allowed_headers": "X-Mine",
+}
+SENT = {
+    b"access-control-allow-origin": b"https://a.example",
+    b"access-control-allow-methods": b"GET, POST",
+    b"access-control-allow-headers": b"X-Mine",
+}
+PREFLIGHT = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+
+
+def cors(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    found = [(name, value) for name, value in headers if name.startswith(b"access-control-")]
+    assert len(dict(found)) == len(found), "none is sent twice"
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/predictions/m", 200),
+        ("OPTIONS", "/predictions/m", 200),
+        ("OPTIONS", "/", 200),
+        ("GET", "/ping", 200),
+        ("GET", "/", 405),
+        ("GET", "/nothing", 404),
+        ("OPTIONS", "/predictions/none", 404),
+    ],
+)
+def test_every_answer_of_the_inference_port(inference, method: str, path: str, status: int) -> None:
+    answer = inference(**ALL)(method, path, b"", PREFLIGHT)
+    assert (answer.status, cors(answer.headers)) == (status, SENT)
+
+
+def test_an_answer_without_a_body_too(inference) -> None:
+    answer = inference(max_request_size=1, **ALL)("POST", "/predictions/m", b"xx")
+    assert (answer.status, answer.body, cors(answer.headers)) == (413, b"", SENT)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/models", 200), ("OPTIONS", "/", 200), ("OPTIONS", "/models", 405), ("GET", "/models/none", 404)],
+)
+def test_every_answer_of_the_management_port(management, method: str, path: str, status: int) -> None:
+    answer = management(**ALL)(method, path, b"", PREFLIGHT)
+    assert (answer.status, cors(answer.headers)) == (status, SENT)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/nothing"])
+def test_every_answer_of_the_metrics_port(path: str) -> None:
+    async def render() -> bytes:
+        return b""
+
+    async def ask() -> httpx.Response:
+        app = metrics_app(render, Settings(inference=InferenceSettings(**ALL)), lambda: None)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.get(path)
+
+    assert cors(asyncio.run(ask()).headers.raw) == SENT
+
+
+@pytest.mark.parametrize("settings", [{}, {"cors_allowed_methods": "GET"}])
+def test_what_is_not_set_is_not_sent(inference, settings: dict[str, str]) -> None:
+    answer = inference(**settings)("GET", "/ping", b"", PREFLIGHT)
+    assert cors(answer.headers) == ({b"access-control-allow-methods": b"GET"} if settings else {})
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_handlers_own_header_wins(inference, streamed: bool) -> None:
+    head = Reply(b"", headers=(("Access-Control-Allow-Origin", "mine"), ("X-Other", "1")))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    async def reply(call: Call) -> Reply | ReplyStream:
+        return ReplyStream(head, pieces()) if streamed else head
+
+    app = inference(reply, **ALL)
+    assert cors(app("POST", "/predictions/m").headers) == {**SENT, b"access-control-allow-origin": b"mine"}
+    assert app("POST", "/predictions/m")["pragma"] == "no-cache"
+    assert cors(app("GET", "/ping").headers) == SENT

@@ -1,0 +1,182 @@
+"""The documents are valid, describe what is served, and have TorchServe's operations in its order."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from openapi_spec_validator import OpenAPIV30SpecValidator
+
+import serve_app
+from serve_app.doors.torchserve import openapi
+from serve_app.types import ModelSpec
+
+# What a client generated from TorchServe 0.12.0's documents calls: id, method and path, parameters
+# (* is required), statuses. Its 210 is 206 here, which is what both servers send.
+INFERENCE = """
+apiDescription      | options / | | 200 500
+ping                | get /ping | | 200 500
+predictions         | post /v1/models/{model_name}:predict | model_name* | 200 404 500 503
+predictions         | post /v2/models/{model_name}/infer | model_name* | 200 404 500 503
+predictions         | post /predictions/{model_name} | model_name* | 200 404 500 503
+version_predictions | post /predictions/{model_name}/{model_version} | model_name* model_version* | 200 404 500 503
+api-description     | get /api-description | | 200 500
+metrics             | get /metrics | name[] | 200 500
+"""
+MANAGEMENT = """
+apiDescription | options / | | 200 500
+listModels | get /models | limit=100 next_page_token | 200 500
+registerModel | post /models | url* model_name handler runtime batch_size=1 max_batch_delay=100 response_timeout=120 startup_timeout=120 initial_workers=0 synchronous=True s3_sse_kms=False | 200 202 206 400 404 409 500
+describeModel | get /models/{model_name} | model_name* | 200 404 500
+setAutoScale | put /models/{model_name} | model_name* min_worker=1 max_worker=1 number_gpu=0 synchronous=False timeout=-1 | 200 202 206 400 404 500
+unregisterModel | delete /models/{model_name} | model_name* synchronous=False timeout=-1 | 200 202 404 408 500
+version_describeModel | get /models/{model_name}/{model_version} | model_name* model_version* | 200 404 500
+version_setAutoScale | put /models/{model_name}/{model_version} | model_name* model_version* min_worker=1 max_worker=1 number_gpu=0 synchronous=False timeout=-1 | 200 202 206 400 404 500
+version_unregisterModel | delete /models/{model_name}/{model_version} | model_name* model_version* synchronous=False timeout=-1 | 200 202 404 408 500
+setDefault | put /models/{model_name}/{model_version}/set-default | model_name* model_version* | 200 404 500
+api-description | get /api-description | | 200 500
+metrics | get /metrics | name[] | 200 500
+"""  # noqa: E501
+METRICS = "metrics | get /metrics | name[] | 200 500"
+MODEL = """
+m | post /prediction/m | | 200 500
+m | post /v1/models/{model_name}:predict | model_name* | 200 500
+m | post /v2/models/{model_name}/infer | model_name* | 200 500
+"""
+MODELS_MANAGEMENT = "\n".join(MANAGEMENT.strip().splitlines()[3:10])
+
+DOCUMENTS = {
+    "inference": (openapi.INFERENCE, INFERENCE, 2),
+    "management": (openapi.MANAGEMENT, MANAGEMENT, 0),
+    "metrics": (openapi.METRICS, METRICS, 0),
+    "model": (openapi.of_model("m"), MODEL, 2),
+    "management of a model": (openapi.management_of("m"), MODELS_MANAGEMENT, 0),
+}
+
+
+def operations(document: dict[str, Any]) -> list[list[str]]:
+    found = []
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            parameters = " ".join(map(parameter, operation["parameters"]))
+            found.append([operation["operationId"], f"{method} {path}", parameters, " ".join(operation["responses"])])
+    return found
+
+
+def parameter(said: dict[str, Any]) -> str:
+    default = said["schema"].get("default")
+    return said["name"] + ("*" if said["required"] else "") + (f"={default}" if default is not None else "")
+
+
+@pytest.mark.parametrize("which", DOCUMENTS)
+def test_torchserves_operations_come_first_and_in_its_order(which: str) -> None:
+    document, lines, _ = DOCUMENTS[which]
+    theirs = [[word.strip() for word in line.split("|")] for line in lines.strip().splitlines()]
+    assert operations(document)[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("which", DOCUMENTS)
+def test_the_documents_are_valid(which: str) -> None:
+    """But for the ids that TorchServe gives to more than one operation, which its clients are generated with."""
+    document, _, doubles = DOCUMENTS[which]
+    found = [type(error).__name__ for error in OpenAPIV30SpecValidator(document).iter_errors()]
+    assert found == ["DuplicateOperationIDError"] * doubles
+    assert document["openapi"] == "3.0.1"
+    assert document["info"]["version"] == serve_app.__version__
+
+
+def test_a_body_is_any_bytes() -> None:
+    operation = openapi.INFERENCE["paths"]["/predictions/{model_name}"]["post"]
+    anything = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
+    assert operation["requestBody"]["content"] == operation["responses"]["200"]["content"] == anything
+    assert operation["requestBody"]["required"]
+
+
+@pytest.mark.parametrize("path", ["/", "/api-description", "/api-description/"])
+@pytest.mark.parametrize("app", ["inference", "management"])
+def test_the_apis_describe_themselves(app: str, path: str, request: pytest.FixtureRequest) -> None:
+    answer = request.getfixturevalue(app)()("OPTIONS" if path == "/" else "GET", path)
+    assert (answer.status, answer["content-type"]) == (200, "application/json")
+    assert json.loads(answer.body) == DOCUMENTS[app][0]
+    assert answer.body.startswith(b'{\n  "openapi": "3.0.1",\n')
+
+
+def test_every_inference_route_is_served(inference) -> None:
+    app = inference()
+    for name, route, parameters, statuses in operations(openapi.INFERENCE):
+        method, path = route.split()
+        if path == "/metrics":
+            continue  # on its own port, unless the ports are one
+        path = path.replace("{model_name}", "m").replace("{model_version}", "2.0")
+        if name == "invocations":
+            path += "?model_name=m"
+        answer = app(method.upper(), path)
+        assert answer.status == 200, route
+        assert "200" in statuses
+
+
+def test_every_management_route_is_served(management) -> None:
+    app = management()
+    for _, route, _, _ in operations(openapi.MANAGEMENT):
+        method, path = route.split()
+        if path == "/metrics":
+            continue
+        app.shelf.specs.clear()
+        app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
+        path = path.replace("{model_name}", "m").replace("{model_version}", "1.0")
+        if method == "post":
+            path += "?url=other.mar"
+        assert app(method.upper(), path).status in (200, 202), route
+
+
+ASK = [
+    "/predictions/m",
+    "/predictions/m/2.0/",
+    "/explanations/m",
+    "/v1/models/m:predict",
+    "/v2/models/m/infer",
+    "/invocations?model_name=m",
+    "/models/m/invoke",
+    "/m/predict",
+    "/m/2.0/predict",
+]
+
+
+@pytest.mark.parametrize("path", ASK)
+def test_a_model_describes_itself_on_every_route_of_its_own(inference, path: str) -> None:
+    app = inference()
+    answer = app("OPTIONS", path)
+    assert json.loads(answer.body) == openapi.of_model("m")
+    assert app.target.calls == []
+
+
+@pytest.mark.parametrize("path", [p.replace("m", "none") for p in ("/predictions/m", "/m/predict")])
+def test_nobody_describes_a_model_that_is_not_there(inference, path: str) -> None:
+    answer = inference()("OPTIONS", path)
+    assert (answer.status, json.loads(answer.body)["message"]) == (404, "Model not found: none")
+
+
+def test_nobody_describes_a_version_that_is_not_there(inference) -> None:
+    answer = inference()("OPTIONS", "/predictions/m/9")
+    assert json.loads(answer.body)["message"] == "Model version: 9 does not exist for model: m"
+
+
+@pytest.mark.parametrize("path", ["/models/m", "/models/m/1.0", "/models/m/1.0/set-default"])
+def test_a_model_describes_its_management(management, path: str) -> None:
+    app = management()
+    app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
+    assert json.loads(app("OPTIONS", path).body) == openapi.management_of("m")
+    missing = re.sub(r"^/models/m", "/models/none", path)
+    assert json.loads(app("OPTIONS", missing).body)["message"] == "Model not found: none"
+
+
+def test_a_descriptions_fields_are_those_of_the_schema(management) -> None:
+    app = management()
+    app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
+    [said] = json.loads(app("GET", "/models/m").body)
+    answer = openapi.MANAGEMENT["paths"]["/models/{model_name}"]["get"]["responses"]["200"]
+    schema = answer["content"]["application/json"]["schema"]["items"]
+    assert set(schema["required"]) <= set(said)
+    assert {key for key in schema["properties"] if not key.startswith("lastError")} <= set(said)

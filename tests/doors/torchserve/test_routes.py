@@ -1,0 +1,156 @@
+"""The other ways to ask a model: KServe's, SageMaker's, and those of TorchServe's first years."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from serve_app.types import Input, ModelRow, Table, VersionRow
+
+FORM = "application/x-www-form-urlencoded"
+MULTIPART = "multipart/form-data; boundary=XX"
+
+
+def message(answer) -> tuple[int, str, str]:
+    said = json.loads(answer.body)
+    return answer.status, said["type"], said["message"]
+
+
+NOT_FOUND = (
+    404,
+    "ResourceNotFoundException",
+    "Requested resource is not found, please refer to API document.",
+)
+NO_NAME = (400, "BadRequestException", "Parameter model_name is required.")
+
+
+@pytest.mark.parametrize(
+    ("path", "version", "kind"),
+    [
+        ("/v1/models/m:predict", None, "predict"),
+        ("/v1/models/m:explain/", None, "explain"),
+        ("/v2/models/m/infer", None, "predict"),
+        ("/v2/models/m/explain", None, "explain"),
+        ("/models/m/invoke", None, "predict"),
+        ("/m/predict", None, "predict"),
+        ("/m/2.0/predict/", "2.0", "predict"),
+        ("/invocations?model_name=m", None, "predict"),
+    ],
+)
+def test_each_way_asks_the_model(inference, path: str, version: str | None, kind: str) -> None:
+    app = inference()
+    answer = app("POST", path, b'{"instances": [1]}', {"Content-Type": "application/json", "X-Who": "me"})
+    assert answer.status == 200
+    [call] = app.target.calls
+    assert (call.model, call.version, call.kind) == ("m", version, kind)
+    assert call.inputs[-1] == Input("body", b'{"instances": [1]}', "application/json")
+    assert call.headers["x-who"] == "me"
+    assert call.headers["explain"] == str(kind == "explain")
+    assert "url_path" not in call.headers
+    assert app.access[0][7:9] == ("m", version or "1.0")
+
+
+@pytest.mark.parametrize("path", ["/predictions/m", "/v1/models/m:predict", "/v2/models/m/infer"])
+def test_a_query_is_no_input_where_it_is_none_with_torchserve(inference, path: str) -> None:
+    app = inference()
+    app("GET", f"{path}?a=1", b"x")
+    assert app.target.calls[0].inputs == (Input("body", b"x"),)
+
+
+@pytest.mark.parametrize("path", ["/models/m/invoke", "/m/predict", "/m/1.0/predict"])
+def test_the_query_comes_before_the_body(inference, path: str) -> None:
+    app = inference()
+    app("POST", f"{path}?a=1&b=%20c+d&a=2&e", b"x")
+    app("POST", f"{path}?a=1", b"f=2", {"Content-Type": FORM})
+    app("GET", path)
+    given = (Input("a", b"1"), Input("b", b" c d"), Input("a", b"2"), Input("e", b""))
+    assert [call.inputs for call in app.target.calls] == [
+        (*given, Input("body", b"x")),
+        (Input("a", b"1"), Input("f", b"2")),
+        (Input("body", b""),),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "content_type"),
+    [
+        ("?model_name=m&a=1", b"", ""),
+        ("?a=1", b"model_name=m", FORM),
+        ("?model_name=", b'--XX\r\nContent-Disposition: form-data; name="model_name"\r\n\r\nm\r\n--XX--\r\n', MULTIPART),
+        ("?model_name=m", b"model_name=none", FORM),
+    ],
+)
+def test_an_invocation_names_its_model(inference, query: str, body: bytes, content_type: str) -> None:
+    app = inference()
+    headers = {"Content-Type": content_type} if content_type else {}
+    assert app("POST", f"/invocations{query}", body, headers).status == 200
+    assert app.target.calls[0].model == "m"
+
+
+def table(**loaded_at_startup: bool) -> Table:
+    rows = {name: VersionRow("1.0", "ready", 1, loaded_at_startup=flag) for name, flag in loaded_at_startup.items()}
+    return Table(1, {name: ModelRow("1.0", {"1.0": row}) for name, row in rows.items()}, settled=True)
+
+
+def test_an_invocation_without_a_name_is_for_the_one_model_of_start_up(inference) -> None:
+    app = inference(table=table(m=True, n=False))
+    assert app("POST", "/invocations", b"model_name is no field of this").status == 200
+    assert app("POST", "/invocations", b"model_name=n", {"Content-Type": FORM}).status == 200
+    assert [call.model for call in app.target.calls] == ["m", "n"]
+
+
+@pytest.mark.parametrize("loaded", [{"m": False}, {"m": True, "n": True}, {}])
+def test_an_invocation_that_could_be_for_any_model(inference, loaded: dict[str, bool]) -> None:
+    app = inference(table=table(**loaded))
+    for method in ("POST", "OPTIONS"):
+        assert message(app(method, "/invocations", b'{"model_name": "m"}')) == NO_NAME
+    assert app.target.calls == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/invocations/m",
+        "/models",
+        "/models/m",
+        "/models/m/other",
+        "/models/m/predict",
+        "/models/predict",
+        "/models/m/1.0/invoke",
+        "/v1/models/m",
+        "/v1/models/m:other",
+        "/v1/models/m:predict/1.0",
+        "/v2/models/m/other",
+        "/v2/models/m",
+        "/m/1.0/2.0/predict",
+        "//m",
+        "//predictions/m",
+        "/wfpredict/m",
+    ],
+)
+def test_what_is_no_route(inference, path: str) -> None:
+    app = inference()
+    assert message(app("POST", path, b"x")) == NOT_FOUND
+    assert app.target.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        ("/predictions//m", ""),
+        ("/v1/models/:predict", ""),
+        ("/predictions/x/../m", "x"),
+        ("/predictions/a+b", "a+b"),
+        ("/models/none/invoke", "none"),
+        ("/none/predict", "none"),
+        ("/invocations?model_name=none", "none"),
+    ],
+)
+def test_models_that_are_not_there(inference, path: str, model: str) -> None:
+    assert message(inference()("POST", path)) == (404, "ModelNotFoundException", f"Model not found: {model}")
+
+
+@pytest.mark.parametrize("path", ["/ping/predict", "/ping/1.0/predict"])
+def test_the_first_segment_decides(inference, path: str) -> None:
+    assert json.loads(inference()("GET", path).body) == {"status": "Healthy"}
