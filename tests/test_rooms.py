@@ -18,6 +18,7 @@ BELOW: dict[str, set[str]] = {
     "serve_app.types": {"serve_app.errors"},
     "serve_app.settings": {"serve_app.errors", "serve_app.types"},
     "serve_app.traffic": {"serve_app.errors", "serve_app.types"},
+    "serve_app.tls": {"serve_app.errors", "serve_app.settings"},
 }
 BELOW["serve_app.telemetry"] = set(BELOW)
 BELOW["serve_app.store"] = set(BELOW)
@@ -43,7 +44,7 @@ BELOW["serve_app.deployments"] = set(BELOW)
 BELOW["serve_app.main"] = set(BELOW)
 # A tower of its own: what stands outside the server and speaks to it.
 BELOW["serve_app.client"] = set()
-BELOW["serve_app.bench"] = {"serve_app", "serve_app.client"}
+BELOW["serve_app.bench"] = {"serve_app", "serve_app.client", "handlers"}
 BELOW["serve_app.cli"] = {
     "serve_app",
     "serve_app.client",
@@ -51,6 +52,7 @@ BELOW["serve_app.cli"] = {
     "serve_app.errors",
     "serve_app.settings",
     "serve_app.ports",
+    "serve_app.tls",
 }
 
 # Who may import what of others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -25,8 +26,9 @@ class Model:
     body: bytes
     check: Callable[[Any], bool]  # of the decoded JSON answer
     batch_size: int = 1
-    handler: str = ""
+    handler: str = ""  # a file of ours, or the name of a built-in one
     model_file: str = ""
+    content_type: str = "application/json"
 
     @property
     def archive(self) -> str:
@@ -43,6 +45,19 @@ class Model:
         (cls,) = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
         return cls().eval()
 
+    def batch(self) -> Any:
+        """A full batch of its request, as the module takes it."""
+        import torch
+
+        if self.content_type == "application/json":
+            return torch.tensor([json.loads(self.body)] * self.batch_size)
+        from PIL import Image
+
+        from handlers.image_classifier import ImageClassifier
+
+        image = ImageClassifier.image_processing(Image.open(io.BytesIO(self.body)))
+        return torch.stack([image] * self.batch_size)
+
 
 def _echo_body() -> bytes:
     body = json.dumps({"text": ""}, separators=(",", ":"))
@@ -51,8 +66,26 @@ def _echo_body() -> bytes:
 
 _ECHO = _echo_body()
 
+
+def photograph() -> bytes:
+    """A JPEG of 640 x 480 pixels and about 100 kB, with as much detail as a photograph has; always the same one."""
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    coarse = Image.fromarray(random.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((640, 480), Image.Resampling.BICUBIC), dtype=np.float32)
+    grainy = np.clip(smooth + random.normal(0, 12, smooth.shape), 0, 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(grainy).save(buffer, "JPEG", quality=86)
+    return buffer.getvalue()
+
+
 MODELS: Mapping[str, Model] = {
     "echo": Model("echo", _ECHO, lambda answer: answer == json.loads(_ECHO), handler="echo.py"),
+    "measured_echo": Model(
+        "measured_echo", _ECHO, lambda answer: answer == json.loads(_ECHO), handler="measured_echo.py"
+    ),
     "mlp": Model(
         "mlp",
         json.dumps([float(i * 7 % 17) for i in range(64)]).encode(),
@@ -69,6 +102,15 @@ MODELS: Mapping[str, Model] = {
         handler="encoder_handler.py",
         model_file="encoder.py",
     ),
+    "resnet": Model(
+        "resnet",
+        photograph(),
+        lambda answer: len(answer) == 5 and 0 < sum(answer.values()) <= 1,
+        batch_size=8,
+        handler="image_classifier",
+        model_file="resnet.py",
+        content_type="image/jpeg",
+    ),
 }
 
 
@@ -82,7 +124,7 @@ def build(folder: Path, names: tuple[str, ...] = tuple(MODELS)) -> dict[str, Pat
     for model in (MODELS[name] for name in names):
         command = [sys.executable, "-m", "model_archiver.model_packaging", "--force"]
         command += ["--model-name", model.name, "--version", "1.0", "--export-path", str(folder)]
-        command += ["--handler", str(_SOURCES / model.handler)]
+        command += ["--handler", str(_SOURCES / model.handler) if model.handler.endswith(".py") else model.handler]
         weights = folder / f"{model.name}.pt"
         if model.model_file:
             import torch

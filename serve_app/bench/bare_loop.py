@@ -19,7 +19,7 @@ def loop(name: str, threads: int, seconds: float) -> dict[str, float]:
     torch.set_num_threads(threads)
     model = MODELS[name]
     module = model.build()
-    batch = torch.tensor([json.loads(model.body)] * model.batch_size)
+    batch = model.batch()
     batches = 0
     with torch.inference_mode():
         for _ in range(3):

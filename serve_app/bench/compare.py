@@ -34,12 +34,11 @@ from serve_app.bench.archives import MODELS, ArchiveFailed, build
 from serve_app.bench.peers import Peer, PeerFailed
 from serve_app.bench.report import Case, Footprint, Report
 
-GROUPS = ("echo", "mlp", "encoder", "gateway", "middleware", "memory")
+GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "middleware", "costs", "memory")
 DELAYS = (0, 1, 5, 10, 50, 100)  # milliseconds of max_batch_delay that TorchServe is tried with
 _MIDDLEWARE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 # HAProxy compares paths as they are written, so an escaped letter goes to the gateway.
 _GATEWAY = "/%70redictions/{model}"
-_JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,19 @@ class Contender:
     measure: Callable[[Load], Result]
 
 
-def over_http(name: str, url: str, model: str) -> Contender:
+def over_http(name: str, url: str, model: str, headers: Mapping[str, str] | None = None) -> Contender:
     """A contender that answers a model's requests at ``url``, and has just answered one rightly."""
-    ask(url, model)
-    return Contender(name, partial(send, Request(url, body=MODELS[model].body)))
+    ask(url, model, headers)
+    asked = MODELS[model]
+    request = Request(url, body=asked.body, content_type=asked.content_type, headers=headers or {})
+    return Contender(name, partial(send, request))
 
 
-def ask(url: str, model: str) -> dict:
+def ask(url: str, model: str, headers: Mapping[str, str] | None = None) -> dict:
     """One checked answer of a model. Raises PeerFailed when it is wrong or none."""
+    sent = {"content-type": MODELS[model].content_type, **(headers or {})}
     try:
-        answer = httpx.post(url, content=MODELS[model].body, headers=_JSON, timeout=30)
+        answer = httpx.post(url, content=MODELS[model].body, headers=sent, timeout=30)
         decoded = answer.json()
         if answer.status_code == 200 and MODELS[model].check(decoded):
             return decoded
@@ -227,6 +229,19 @@ class Comparison:
         self.note(f"Threads that the encoder computes with, in its replica as in the bare loop: {threads}.")
         self.interleave("encoder", [bare_loop("encoder", threads), *contenders], (32,))
 
+    def images(self, relay: Peer | None, serve: Peer | None) -> None:
+        """Photographs: decoding, resizing and a small ResNet, against that ResNet alone."""
+        contenders = []
+        with self.going_on():
+            if relay:
+                url = self.serve(relay, "images", "resnet", batch_size=8)
+                contenders.append(over_http(report.RELAY1, url, "resnet"))
+        with self.going_on():
+            if serve:
+                url = self.serve(serve, "images", "resnet", batch_size=8, max_batch_delay=50)
+                contenders.append(over_http(report.SERVE1, url, "resnet"))
+        self.interleave("images", [bare_loop("resnet", 1), *contenders], (32,))
+
     def gateway(self, relay: Peer, path: str) -> None:
         with self.going_on():
             fast = self.serve(relay, "gateway", "echo", batch_size=16)
@@ -243,6 +258,23 @@ class Comparison:
                 with self.going_on(), peers.torchrelay(self.folder, configs, without=without) as relay:
                     contender = over_http(name, self.serve(relay, "echo", "echo", batch_size=16), "echo")
                     self.add(Case("middleware", 32), contender)
+                self.progress.advance(task)
+
+
+    def costs(self, configs: Path) -> None:
+        """Tokens, custom metrics and the access log together, against a server with none of them."""
+        task = self.progress.add_task("costs", total=2 * self.rounds)
+        without = {"auth": {"mode": "off"}, "telemetry": {"access_log": "", "system_metrics": False}}
+        full = {"auth": {"mode": "on"}, "telemetry": {"model_metrics_auto_detect": True}}
+        for _ in range(self.rounds):
+            for name, model, settings in ((report.BARE, "echo", without), (report.FULL, "measured_echo", full)):
+                self.progress.update(task, description=f"costs: {name}")
+                with self.going_on(), peers.torchrelay(self.folder, configs, settings=settings) as relay:
+                    keys = peers.keys(self.folder) if name == report.FULL else {}
+                    url = relay.with_(keys.get("management", "")).register(
+                        self.archives[model], "echo", batch_size=16
+                    )
+                    self.add(Case("costs", 32), over_http(name, url, model, peers.bearer(keys.get("inference", ""))))
                 self.progress.advance(task)
 
 
@@ -295,10 +327,12 @@ def main(
             run.archives = build(run.folder / "archives")
         except ArchiveFailed as error:
             raise typer.Exit(_complain(console, error)) from None
-        if set(groups) - {"middleware"}:
+        if set(groups) - {"middleware", "costs"}:
             _together(run, groups, skip_torchserve, skip_torchrelay, configs, inference, management, gateway)
         if "middleware" in groups and not skip_torchrelay and not inference:
             run.middleware(configs.resolve())
+        if "costs" in groups and not skip_torchrelay and not inference:
+            run.costs(configs.resolve())
     command = shlex.join(["python", "-m", "serve_app.bench.compare", *sys.argv[1:]])
     page = Report(machine(), command, run.figures, run.footprints, run.notes).markdown()
     if output:
@@ -340,6 +374,8 @@ def _together(
             run.mlp(relay, serve, bare)
         if "encoder" in groups:
             run.encoder(relay, serve)
+        if "images" in groups:
+            run.images(relay, serve)
         if "gateway" in groups and relay and gateway:
             run.gateway(relay, gateway)
         elif "gateway" in groups:

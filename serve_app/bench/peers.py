@@ -7,6 +7,7 @@ by TorchServe's management API.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -19,8 +20,9 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -48,6 +50,7 @@ class Peer:
     began: float = 0.0  # when its command was given, on time.monotonic's clock; 0: unknown
     ready_seconds: float = 0.0  # from then to the first healthy ping
     store: bool = False  # whether it takes archives of its model store only, by bare name
+    token: str = ""  # of its management API
 
     def url(self, model: str) -> str:
         return f"{self.base}/predictions/{model}"
@@ -83,9 +86,14 @@ class Peer:
         params = {"min_worker": workers, "max_worker": workers, "synchronous": "true"}
         self._manage("PUT", f"/models/{name}", f"scaling {name} to {workers}", **params)
 
+    def with_(self, token: str) -> Peer:
+        """The same server, managed with a token."""
+        return replace(self, token=token)
+
     def _manage(self, method: str, path: str, doing: str, also: int = 200, **params: str | int) -> None:
         try:
-            answer = httpx.request(method, self.management + path, params=params, timeout=180)
+            headers = bearer(self.token)
+            answer = httpx.request(method, self.management + path, params=params, headers=headers, timeout=180)
         except httpx.HTTPError as error:
             raise PeerFailed(f"{self.name}: {doing} failed: {error!r}") from error
         if answer.status_code not in (200, also):
@@ -126,6 +134,17 @@ class Peer:
         before, began = spent(), time.monotonic()
         time.sleep(seconds)
         return max(0.0, spent() - before) / (time.monotonic() - began)
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header that carries a token; none where there is none."""
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+def keys(folder: Path) -> dict[str, str]:
+    """The tokens that the Torchrelay in ``folder`` has written into its key file, by kind."""
+    said = json.loads((folder / "torchrelay" / "key_file.json").read_text())
+    return {kind: entry["key"] for kind, entry in said.items()}
 
 
 def free_ports(count: int) -> list[int]:
@@ -198,14 +217,17 @@ def bare(folder: Path) -> Iterator[Peer]:
 
 
 @contextmanager
-def torchrelay(folder: Path, configs: Path, *, without: Sequence[str] = ()) -> Iterator[Peer]:
+def torchrelay(
+    folder: Path, configs: Path, *, without: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> Iterator[Peer]:
     """Torchrelay, from ``configs/app.yaml`` and ``serve.env``, on ports and with a state of its own.
 
-    ``without`` names variables of serve.env that are left out, to measure what they give or cost.
+    ``without`` names variables of serve.env that are left out, ``settings`` are by room and go over those
+    of app.yaml: to measure what they give or cost.
     """
     run = folder / "torchrelay"
     shutil.rmtree(run, ignore_errors=True)
-    inference, management = _configure(run, configs, without)
+    inference, management = _configure(run, configs, without, settings or {})
     command = [sys.executable, "-m", "serve_app.cli", "start"]
     command += [str(run / "app.yaml"), "--env", str(run / "serve.env")]
     base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
@@ -213,7 +235,9 @@ def torchrelay(folder: Path, configs: Path, *, without: Sequence[str] = ()) -> I
         yield peer
 
 
-def _configure(run: Path, configs: Path, without: Sequence[str]) -> tuple[int, int]:
+def _configure(
+    run: Path, configs: Path, without: Sequence[str], settings: Mapping[str, Any]
+) -> tuple[int, int]:
     """Write the configuration of a server that lives in ``run``; returns its inference and management ports."""
     (run / "model_store").mkdir(parents=True)
     document = yaml.safe_load((configs / "app.yaml").read_text())
@@ -225,8 +249,8 @@ def _configure(run: Path, configs: Path, without: Sequence[str]) -> tuple[int, i
         "control": {"state_dir": str(run / "state"), "load_models": "none"},
         "management": {"host": "127.0.0.1", "port": management, "metrics_port": metrics},
     }
-    for room, settings in own.items():
-        args[room] = {**(args.get(room) or {}), **settings}
+    for room in {**own, **settings}:
+        args[room] = {**(args.get(room) or {}), **own.get(room, {}), **settings.get(room, {})}
     (run / "app.yaml").write_text(yaml.safe_dump(document))
     lines = (configs / "serve.env").read_text().splitlines(keepends=True)
     (run / "serve.env").write_text("".join(line for line in lines if line.partition("=")[0] not in without))
@@ -292,7 +316,8 @@ def _torchserve_environment(cache: Path) -> Path:
     environment = cache / f"torchserve-{TORCHSERVE}-py{here}"
     python, done = environment / "bin" / "python", environment / "installed"
     packages = Path(sysconfig.get_path("purelib"))
-    if done.is_file() and done.read_text() == str(packages):
+    made_of = f"{packages}\n{_TRANSFORMS}"
+    if done.is_file() and done.read_text() == made_of:
         return python
     shutil.rmtree(environment, ignore_errors=True)
     try:
@@ -300,13 +325,25 @@ def _torchserve_environment(cache: Path) -> Path:
         (site,) = environment.glob("lib/python*/site-packages")
         # After its own packages come this interpreter's: the same torch, and nothing is downloaded twice.
         (site / "shared.pth").write_text(f"{packages}\n")
-        install = [str(python), "-m", "pip", "install", "-q", f"torchserve=={TORCHSERVE}"]
-        subprocess.run(install, check=True, capture_output=True, text=True)
+        install = [str(python), "-m", "pip", "install", "-q"]
+        # Its image handlers import captum, which asks for an older numpy than torch does.
+        for what in ([f"torchserve=={TORCHSERVE}", "matplotlib", "tqdm"], ["--no-deps", "captum"]):
+            subprocess.run([*install, *what], check=True, capture_output=True, text=True)
+        (site / "torchvision").mkdir(exist_ok=True)
+        (site / "torchvision" / "__init__.py").touch()
+        (site / "torchvision" / "transforms.py").write_text(_TRANSFORMS)
     except subprocess.CalledProcessError as error:
         raise PeerFailed(f"pip could not install torchserve {TORCHSERVE}:\n{error.stderr.strip()[-1000:]}") from error
-    done.write_text(str(packages))
+    done.write_text(made_of)
     return python
 
+
+# TorchServe's image handlers import torchvision, whose wheel does not go with every build of torch. Its transforms
+# of an image are Pillow's, as ours are, so ours stand in for them and both servers do the same work.
+_TRANSFORMS = """from handlers.vision import CenterCrop, Compose, Normalize, Resize, ToTensor
+
+__all__ = ["CenterCrop", "Compose", "Normalize", "Resize", "ToTensor"]
+"""
 
 _LOG4J2 = """<?xml version="1.0" encoding="UTF-8"?>
 <Configuration status="WARN">

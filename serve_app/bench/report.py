@@ -18,6 +18,8 @@ RELAY_BATCHED = "Torchrelay, 1 replica, batches of 16"
 GATEWAY = "Torchrelay, by the gateway"
 PLAIN = "Torchrelay, no middleware"
 LOOP = "Bare loop of full batches"
+BARE = "Torchrelay, without tokens, custom metrics and access log"
+FULL = "Torchrelay, with them"
 
 
 @dataclass(frozen=True, order=True)
@@ -85,9 +87,12 @@ TARGETS = (
     Target(Case("mlp", 1), RELAY1, SERVE1, "p50", 1.0),
     Target(Case("mlp", 32), RELAY1, SERVE1, "p99", 1.25),
     Target(Case("encoder", 32), RELAY1, LOOP, "throughput", 0.95),
+    Target(Case("images", 32), RELAY1, LOOP, "throughput", 0.9),
+    Target(Case("images", 32), RELAY1, SERVE1, "throughput", 1.0),
     Target(Case("gateway", 32), GATEWAY, RELAY1, "throughput", 0.7),
     Target(Case("gateway", 64), GATEWAY, RELAY1, "throughput", 0.7),
     Target(Case("middleware", 32), RELAY1, PLAIN, "throughput", 0.92),
+    Target(Case("costs", 32), FULL, BARE, "throughput", 0.9),
 )
 
 

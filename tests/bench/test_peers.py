@@ -77,7 +77,8 @@ def test_a_refused_registration_is_told_with_the_answer(files):
 
 def test_torchrelay_gets_the_projects_configuration_with_a_place_of_its_own(tmp_path):
     configs = Path(__file__).parents[2] / "configs"
-    ports = peers._configure(tmp_path / "run", configs, ["RAY_SERVE_ENABLE_HA_PROXY"])
+    changed = {"telemetry": {"access_log": ""}, "control": {"reconcile_period": 1.0}}
+    ports = peers._configure(tmp_path / "run", configs, ["RAY_SERVE_ENABLE_HA_PROXY"], changed)
     document = yaml.safe_load((tmp_path / "run" / "app.yaml").read_text())
     settings = load(document["applications"][0]["args"], "app.yaml")
     assert ports == (document["http_options"]["port"], settings.management.port)
@@ -85,6 +86,7 @@ def test_torchrelay_gets_the_projects_configuration_with_a_place_of_its_own(tmp_
     assert settings.state_dir == tmp_path / "run" / "state"
     assert settings.model_store == tmp_path / "run" / "model_store"
     assert settings.control.load_models == "none"
+    assert settings.telemetry.access_log == "" and settings.control.reconcile_period == 1.0
     ours, theirs = ((folder / "serve.env").read_text().splitlines() for folder in (tmp_path / "run", configs))
     assert set(theirs) - set(ours) == {"RAY_SERVE_ENABLE_HA_PROXY=1"}
 
