@@ -61,6 +61,19 @@ class DownloadFailed(BadRequest):
         return self.args[1] if len(self.args) > 1 else ""
 
 
+class InstallFailed(BadRequest):
+    """``InstallFailed(model, the_installers_last_lines)``: what an archive requires cannot be installed."""
+
+    reason = "install_failed"
+
+    def __str__(self) -> str:
+        return f"Custom pip package installation failed for model {self.args[0]}"
+
+    @property
+    def detail(self) -> str:
+        return self.args[1] if len(self.args) > 1 else ""
+
+
 class ConfigurationError(BadRequest):
     """``ConfigurationError(where, what_is_wrong_and_the_cure)``: a file or setting of the operator's."""
 

@@ -23,6 +23,8 @@ from serve_app.errors import ConfigurationError
 _STRICT = pydantic.ConfigDict(extra="forbid")
 MIB = 1 << 20
 
+INFERENCE_HOST = "TORCHRELAY_INFERENCE_HOST"  # the variable in which `torchrelay start` says where clients come in
+
 
 @dataclass(frozen=True)
 class StoreSettings:
@@ -59,6 +61,8 @@ class RuntimeSettings:
     header_key_sequence_end: str = "ts_request_sequence_end"
     num_cpus: float = 0.1  # Ray CPUs a replica claims; a claim for placement, not a limit
     num_gpus: float = 0.0
+    install_py_dep_per_model: bool = False  # install each archive's requirements.txt for its replicas alone
+    install_timeout: float = 600.0  # seconds, for one archive's
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class ManagementSettings:
     port: int = 8081
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 8082
+    enable_metrics_api: bool = True  # false: nobody listens on metrics_port
     also_metrics: bool = False  # /metrics on the management port too
     certificate_file: str = ""  # PEM, with its chain: TLS on these listeners
     private_key_file: str = ""  # PEM, without a password
@@ -145,7 +150,7 @@ class KeySettings:
         if kind == "sha256" and re.fullmatch("[0-9a-fA-F]{64}", said):
             return bytes.fromhex(said)
         if kind != "env" or not said:
-            cure = "write sha256: and the key's digest (`printf %s KEY | sha256sum`), or env: and a variable that has it"
+            cure = "write sha256: and the key's digest (`printf %s KEY | sha256sum`), or env: and a variable"
             raise ConfigurationError(where, f"a key does not stand here in plain text; {cure}")
         key = environ.get(said, "")
         if not key or key.split() != [key]:
@@ -174,9 +179,15 @@ class AuthSettings:
 
 @dataclass(frozen=True)
 class TelemetrySettings:
-    """Logs."""
+    """Logs and metrics."""
 
     __pydantic_config__ = _STRICT
+    metrics_mode: Literal["prometheus", "log", "legacy"] = "prometheus"  # where TorchServe's metrics go
+    metrics_dir: str = ""  # of ts_metrics.log and model_metrics.log, in the other modes; empty: log_dir
+    metrics_config: str = ""  # a metrics.yaml, on every node; empty: TorchServe's default catalogue
+    model_metrics_auto_detect: bool = False  # handlers' metrics that no file declares are taken too
+    system_metrics: bool = True  # CPU, memory, disk and GPUs of every node
+    system_metrics_period: float = 60.0  # seconds
     log_dir: str = "logs"  # access_log.log, ts_log.log and model_log.log; every process of a node appends to them
     log_format: Literal["text", "json"] = "text"  # TorchServe's layout, or an object a line
     log_bytes: int = 256 * MIB  # a larger ts_log.log or model_log.log is put aside as ts_log.log.1; 0: never
@@ -215,6 +226,10 @@ class Settings:
         return self.log_dir / self.telemetry.access_log if self.telemetry.access_log else None
 
     @property
+    def last_words(self) -> Path:
+        return self.state_dir / "replicas"
+
+    @property
     def log_dir(self) -> Path:
         return self.root / self.telemetry.log_dir
 
@@ -227,18 +242,25 @@ class Settings:
         """Names the start of the server whose keys are in ``key_file``."""
         return self.state_dir / "key_file.run"
 
-    def wants_keys(self, inference_host: str) -> bool:
-        """Whether requests must show a key, where the inference port listens on ``inference_host``.
+    def is_open(self, *inference_hosts: str) -> bool:
+        """Whether others than this machine reach one of the server's addresses."""
+        m = self.management
+        return not all(map(is_loopback, (*inference_hosts, m.host, m.metrics_host)))
+
+    def wants_keys(self, *inference_hosts: str) -> bool:
+        """Whether requests must show a key, where the inference port listens on ``inference_hosts``.
 
         Raises ConfigurationError where they would have to and there could be no key.
         """
-        m = self.management
-        open_to_others = not all(map(is_loopback, (inference_host, m.host, m.metrics_host)))
-        wanted = self.auth.mode == "on" or (self.auth.mode == "auto" and open_to_others)
+        wanted = self.auth.mode == "on" or (self.auth.mode == "auto" and self.is_open(*inference_hosts))
         if wanted and not self.auth.torchserve_tokens and not self.auth.keys:
             cure = "name keys in auth.keys, or set auth.torchserve_tokens to true, or auth.mode to off"
             raise ConfigurationError("auth", f"requests must show a key, and there is none; {cure}")
         return wanted
+
+    @property
+    def metrics_dir(self) -> Path:
+        return self.root / (self.telemetry.metrics_dir or self.telemetry.log_dir)
 
     @property
     def database_url(self) -> str:

@@ -14,16 +14,9 @@ ever sees a half. Who loses a race uses what the winner put there.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import os
 import re
-import shutil
-import socket
-import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -34,8 +27,7 @@ from serve_app.store.archive import pack, unpack
 from serve_app.store.sources import file_path
 from serve_app.store.transfer import OnProgress
 from serve_app.store.web import download
-
-LEFTOVER = 3600.0  # seconds without a write, after which anybody's partial work is left over
+from serve_app.store.workplace import locked, settle, sweep, workplace
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class Cache:
         )
         for directory in (self._archives, self._models, self._partial, self._locks):
             directory.mkdir(parents=True, exist_ok=True)
-        self.sweep()
+        sweep(self._partial)
 
     def store(self, source: Path, name: str, progress: OnProgress | None = None) -> Stored:
         """Keep and unpack an archive, or a model's directory as it is now; on disk when this returns.
@@ -66,7 +58,7 @@ class Cache:
         ``name`` is the archive's file name; the first one given for a digest is kept.
         Raises InvalidArchive, and then keeps nothing.
         """
-        with self._workplace() as place:
+        with workplace(self._partial) as place:
             kept = place / "archive"
             kept.mkdir()
             archive = kept / _file_name(name)
@@ -78,9 +70,9 @@ class Cache:
                 digest = self._copy(source, archive, name, progress)
             directory = self._models / digest
             if not directory.is_dir():
-                _settle(unpack(archive, place / "model", self._settings), directory)
+                settle(unpack(archive, place / "model", self._settings), directory)
             _to_disk(archive)
-            _settle(kept, self._archives / digest)
+            settle(kept, self._archives / digest)
             _to_disk(self._archives)
         (archive,) = (self._archives / digest).iterdir()
         return Stored(digest, archive.as_uri(), directory)
@@ -96,7 +88,7 @@ class Cache:
         directory = self._models / digest
         if directory.is_dir():
             return directory
-        with self._lock(digest), self._workplace() as place:
+        with locked(self._locks / digest), workplace(self._partial) as place:
             if directory.is_dir():  # another process of this node did it meanwhile
                 return directory
             (place / "archive").mkdir()
@@ -104,12 +96,12 @@ class Cache:
             found = self._bring(uri, archive, progress)
             if found != digest:
                 raise InvalidArchive(uri, f"its sha256 is {found} and should be {digest}; register the archive again")
-            _settle(unpack(archive, place / "model", self._settings), directory)
+            settle(unpack(archive, place / "model", self._settings), directory)
         return directory
 
     def remove(self, digest: str) -> None:
         """Forget a digest that no version uses any more; nothing happens where it is not here."""
-        with self._workplace() as place:
+        with workplace(self._partial) as place:
             for kept in (self._models / digest, self._archives / digest):
                 with contextlib.suppress(FileNotFoundError):
                     kept.rename(place / kept.parent.name)
@@ -117,12 +109,6 @@ class Cache:
     def digests(self) -> set[str]:
         """The digests of every archive and model that is here."""
         return {path.name for kept in (self._archives, self._models) for path in kept.iterdir()}
-
-    def sweep(self) -> None:
-        """Remove partial work of processes that are dead, or that wrote nothing for an hour."""
-        for place in self._partial.iterdir():
-            if _left_over(place):
-                shutil.rmtree(place, ignore_errors=True)
 
     def _bring(self, uri: str, archive: Path, progress: OnProgress | None) -> str:
         if not uri.startswith("file://"):
@@ -151,38 +137,9 @@ class Cache:
                     progress(done, total)
         return digest.hexdigest()
 
-    @contextlib.contextmanager
-    def _workplace(self) -> Iterator[Path]:
-        """A directory of this process alone, on the cache's own file system; gone afterwards."""
-        place = Path(tempfile.mkdtemp(prefix=f"{socket.gethostname()}-{os.getpid()}-", dir=self._partial))
-        try:
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _lock(self, digest: str) -> Iterator[None]:
-        """Of a node's replicas that open one archive at once, one does the work.
-
-        An economy only: a file system without locks costs work, not correctness.
-        """
-        with (self._locks / digest).open("ab") as file:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)  # the kernel lets go when this process dies
-            yield
-
 
 def _file_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2].lstrip(".") or "archive"
-
-
-def _settle(made: Path, final: Path) -> None:
-    """Put a whole directory in its place, unless another process was quicker."""
-    try:
-        made.rename(final)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
 
 
 def _to_disk(path: Path) -> None:
@@ -192,25 +149,3 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _left_over(place: Path) -> bool:
-    host, _, owner = place.name.rpartition("-")[0].rpartition("-")
-    if host == socket.gethostname() and owner.isdecimal() and not _alive(int(owner)):
-        return True
-    newest = 0.0
-    for directory, _, files in os.walk(place):
-        for path in (directory, *(os.path.join(directory, name) for name in files)):
-            with contextlib.suppress(FileNotFoundError):
-                newest = max(newest, os.lstat(path).st_mtime)
-    return 0.0 < newest < time.time() - LEFTOVER
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

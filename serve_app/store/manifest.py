@@ -18,6 +18,7 @@ import yaml
 
 from serve_app.errors import ConfigurationError, InvalidArchive
 from serve_app.settings import near_miss
+from serve_app.telemetry.logs import LEVELS
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 CONFIG = "model-config.yaml"
@@ -169,6 +170,7 @@ class ModelConfig:
     max_ongoing_requests: int | None = _ours(_whole(0))
     samples: tuple[str, ...] | None = _ours(_list("a list of file names", str))
     trusted: bool | None = _ours(_FLAG)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = _ours(_words(*LEVELS))
     envelope: Literal["body", "json", "kserve", "kservev2"] | None = _ours(_words("body", "json", "kserve", "kservev2"))
 
     raw: Mapping[str, Any] = field(default_factory=dict)

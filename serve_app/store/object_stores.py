@@ -157,7 +157,8 @@ def _explain(scheme: str, error: Exception) -> str:
     said = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, FileNotFoundError):
         return f"there is no such bucket, repository or object: {said}"
-    if isinstance(error, PermissionError) or _status(error) in (401, 403) or re.search("credentials|forbidden", said, re.I):
+    refused = isinstance(error, PermissionError) or _status(error) in (401, 403)
+    if refused or re.search("credentials|forbidden", said, re.IGNORECASE):
         return f"access was refused: {said}; {_REFUSED[scheme]}"
     return f"{type(error).__name__}: {said}"
 

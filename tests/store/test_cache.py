@@ -18,7 +18,8 @@ import pytest
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed, InvalidArchive
 from serve_app.settings import MIB, StoreSettings
-from serve_app.store.cache import LEFTOVER, Cache
+from serve_app.store.cache import Cache
+from serve_app.store.workplace import LEFTOVER, sweep
 
 SETTINGS = StoreSettings()
 NOBODY = (1 << 22) + 1  # a process id above Linux's highest
@@ -248,7 +249,7 @@ def test_a_process_killed_in_mid_unpacking_leaves_nothing_that_counts(root, arch
 
 
 def test_work_of_other_hosts_is_swept_after_an_hour_without_a_write(root):
-    cache = Cache(root, SETTINGS)
+    Cache(root, SETTINGS)
     old, new = (root / "partial" / f"elsewhere.example-{NOBODY}-{name}" for name in ("old", "new"))
     alive = root / "partial" / f"{socket.gethostname()}-{os.getpid()}-alive"
     for place in (old, new, alive):
@@ -257,5 +258,5 @@ def test_work_of_other_hosts_is_swept_after_an_hour_without_a_write(root):
         for path in (place / "sub" / "file", place / "sub", place):
             then = time.time() - (LEFTOVER + 60 if place is old or path == place else LEFTOVER - 60)
             os.utime(path, (then, then))
-    cache.sweep()
+    sweep(root / "partial")
     assert sorted(p.name for p in (root / "partial").iterdir()) == sorted([new.name, alive.name])

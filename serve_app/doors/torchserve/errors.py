@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -34,6 +34,7 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
     JsonSyntaxError: (500, "JsonSyntaxException"),
     errors.InvalidArchive: (400, "InvalidModelException"),
     errors.DownloadFailed: (400, "DownloadArchiveException"),
+    errors.InstallFailed: (400, "ModelException"),
     errors.AccessDenied: (400, "InvalidKeyException"),
     errors.Forbidden: (403, "IllegalArgumentException"),
     errors.CannotRemoveDefault: (403, "InvalidModelVersionException"),
@@ -54,7 +55,10 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
     errors.OutOfResources: (507, "InternalServerException"),
 }
 # Whose detail the caller should see: that of a management call, never a handler's traceback on inference.
-_DETAILED = (errors.StartFailed, errors.DownloadFailed)
+_DETAILED = (errors.StartFailed, errors.DownloadFailed, errors.InstallFailed)
+# Whose detail the operator may let callers see (inference.handler_errors).
+_AUTHORS = (errors.HandlerFailed, errors.WorkerDied)
+Shown = Literal["hidden", "message", "traceback"]
 
 
 def look_up(error: Exception) -> tuple[int, str]:
@@ -71,8 +75,8 @@ def http_status(code: int) -> int:
     return code if 200 <= code < 600 else 500
 
 
-def document(error: Exception, request_id: str = "") -> dict[str, Any] | None:
-    """The body of an error's answer; None when it has none."""
+def document(error: Exception, request_id: str = "", shown: Shown = "hidden") -> dict[str, Any] | None:
+    """The body of an error's answer; None when it has none. ``shown`` is how much of a handler's failure is in it."""
     status, name = look_up(error)
     if not name:
         return {"status": str(error)} if status < 400 else None
@@ -82,18 +86,22 @@ def document(error: Exception, request_id: str = "") -> dict[str, Any] | None:
     said: dict[str, Any] = {"code": status, "type": name, "message": str(error)}
     if isinstance(error, _DETAILED) and error.detail:
         said["detail"] = error.detail
+    elif shown != "hidden" and isinstance(error, _AUTHORS) and (detail := error.detail.strip()):
+        said["detail"] = detail if shown == "traceback" else detail.splitlines()[-1]
     return said
 
 
-async def refuse(exchange: Exchange, error: Exception) -> None:
+async def refuse(exchange: Exchange, error: Exception, shown: Shown = "hidden") -> None:
     """Answer with an error. Header ``x-torchrelay-reason`` tells apart what TorchServe has one text for."""
     headers: Headers = []
-    said = document(error, exchange.request_id)
+    said = document(error, exchange.request_id, shown)
     if said is not None:
         headers.append(JSON)
     headers.append((b"x-torchrelay-reason", getattr(error, "reason", "internal").encode()))
     if isinstance(error, errors.Unavailable):
         headers.append((b"retry-after", str(error.retry_after).encode()))
+    if isinstance(error, errors.TooLarge):  # its body is empty, so this is where the cure stands
+        headers.append((b"x-torchrelay-limit", f"inference.max_request_size={error.args[0]}".encode()))
     await exchange.reply(look_up(error)[0], headers, b"" if said is None else pretty(said))
 
 

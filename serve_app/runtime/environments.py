@@ -1,0 +1,243 @@
+"""What an archive's requirements.txt asks for, installed once on each node for all replicas that want the same.
+
+::
+
+    root/<digest>/            the packages: one directory for a replica's sys.path
+    root/.locks/<digest>      held while one process installs; shared by every process that uses them
+    root/.partial/            work in progress
+
+An environment lies over the server's own packages: what the server has and the requirements allow is
+not installed again. What this process has imported already cannot be replaced in it, so another version
+of that is refused. An environment that nobody has used for a week is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib
+import importlib.metadata as metadata
+import json
+import logging
+import os
+import re
+import signal
+import site
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import venv
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from serve_app.errors import InstallFailed
+from serve_app.settings import RuntimeSettings
+from serve_app.store.workplace import settle, sweep, workplace
+
+log = logging.getLogger("torchrelay.environments")
+
+KEPT = 7 * 24 * 3600.0  # seconds without a user, after which an environment is removed
+
+_LAST_LINES = 15
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[^]]*\])?\s*([<>=!~;(].*)?")  # a line that names no file
+_OnLine = Callable[[str], None]
+
+
+class Environments:
+    """The environments of this node. Every method blocks; any number of processes may share a root."""
+
+    def __init__(self, root: Path, settings: RuntimeSettings) -> None:
+        self._root = root.absolute()
+        self._locks, self._partial = self._root / ".locks", self._root / ".partial"
+        self._timeout = settings.install_timeout
+        for directory in (self._locks, self._partial):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._used: list[int] = []  # descriptors whose locks say, as long as this process lives, what it uses
+        sweep(self._partial)
+        self._remove_unused()
+
+    def build(
+        self, model: str, directory: Path, requirements: str, digest: str, on_line: _OnLine | None = None
+    ) -> Path:
+        """The packages that ``requirements``, a file of the model in ``directory``, asks for, as one directory.
+
+        ``digest`` is the archive's. ``on_line`` hears what the installer says, from this thread. Raises
+        InstallFailed, and leaves nothing behind then.
+        """
+        with self._open(model, directory, requirements, digest, on_line) as (packages, _):
+            return packages
+
+    def enter(self, model: str, directory: Path, requirements: str, digest: str) -> None:
+        """Build it where it is not here, and have this process import from it first, to its end."""
+        with self._open(model, directory, requirements, digest, None) as (packages, lock):
+            self._used.append(os.dup(lock.fileno()))  # a lock lives while a copy is open
+        for name, theirs, ours in shadowed(packages):
+            log.warning("%s: its %s %s is not used: this process runs %s already", model, name, theirs, ours)
+        import_first(packages)
+
+    @contextlib.contextmanager
+    def _open(
+        self, model: str, directory: Path, requirements: str, digest: str, on_line: _OnLine | None
+    ) -> Iterator[tuple[Path, BinaryIO]]:
+        """The built directory, and its lock, shared."""
+        text = (directory / requirements).read_text(errors="replace")
+        key = _key(text, digest)
+        with (self._locks / key).open("ab") as lock:
+            packages = self._root / key
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if not packages.is_dir():
+                fcntl.flock(lock, fcntl.LOCK_EX)  # of several that find nothing one installs, and the others wait
+                if not packages.is_dir():
+                    with workplace(self._partial) as place:
+                        settle(self._install(model, directory, requirements, place, on_line), packages)
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            os.utime(lock.fileno())
+            yield packages, lock
+
+    def _install(self, model: str, directory: Path, requirements: str, place: Path, on_line: _OnLine | None) -> Path:
+        """Install into a virtual environment over this one, and return its packages alone."""
+        venv.EnvBuilder(symlinks=True, with_pip=False).create(place / "venv")
+        [packages] = (place / "venv").glob("lib/python*/site-packages")
+        below = packages / "_torchrelay_below.pth"
+        ours = [path for path in sys.path if re.search(r"(site|dist)-packages$", path)]
+        below.write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in ours))
+        constraints = place / "constraints.txt"
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(loaded().items())))
+        command = [sys.executable, "-m", "pip", "--python", str(place / "venv/bin/python"), "install"]
+        command += ["--requirement", str(directory / requirements), "--constraint", str(constraints)]
+        command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+        log.info("%s: installing %s", model, requirements)
+        code, said = self._run(command, directory, on_line)
+        if code != 0:
+            raise InstallFailed(model, _explain(said, code, self._timeout))
+        below.unlink()
+        return packages
+
+    def _run(self, command: list[str], directory: Path, on_line: _OnLine | None) -> tuple[int | None, list[str]]:
+        """The exit code, None where the time was over, and the last lines."""
+        over = threading.Event()
+        said: deque[str] = deque(maxlen=_LAST_LINES)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(
+            command,
+            cwd=directory,  # what a line of the file names lies beside it
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process:
+
+            def end() -> None:
+                over.set()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+            timer = threading.Timer(self._timeout, end)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line := line.rstrip():
+                        said.append(line)
+                        if on_line is not None:
+                            on_line(line)
+                code = process.wait()
+            finally:
+                timer.cancel()
+                timer.join()
+                if process.poll() is None:
+                    end()
+        return None if over.is_set() else code, list(said)
+
+    def _remove_unused(self) -> None:
+        for path in self._locks.iterdir():
+            with contextlib.suppress(OSError), path.open("ab") as lock:
+                if path.stat().st_mtime > time.time() - KEPT:
+                    continue
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody uses it
+                packages = self._root / path.name
+                with workplace(self._partial) as place, contextlib.suppress(FileNotFoundError):
+                    packages.rename(place / "packages")
+                path.unlink()
+
+
+def import_first(packages: Path) -> None:
+    """Put a directory of packages, with what its .pth files add, before all that this process imports from."""
+    before = list(sys.path)
+    site.addsitedir(str(packages))
+    sys.path[:] = [path for path in sys.path if path not in before] + before
+    importlib.invalidate_caches()
+
+
+def loaded() -> dict[str, str]:
+    """The distributions that every replica of this server has imported before an author's code: name to version."""
+    tops = {name.partition(".")[0] for name in sys.modules}
+    names = {name for top, owners in metadata.packages_distributions().items() if top in tops for name in owners}
+    return {name: metadata.version(name) for name in names} | _core()
+
+
+def shadowed(packages: Path) -> list[tuple[str, str, str]]:
+    """What lies in ``packages`` and was imported from elsewhere: name, its version there, the version that runs."""
+    ours = loaded()
+    folded = {_fold(name): version for name, version in ours.items()}
+    found = [(d.metadata["Name"], d.version) for d in metadata.distributions(path=[str(packages)])]
+    return [(name, version, folded[_fold(name)]) for name, version in found if _fold(name) in folded]
+
+
+@functools.cache
+def _core() -> dict[str, str]:
+    """What Torchrelay itself requires, as it is installed here."""
+    try:
+        wanted = metadata.requires("torchrelay") or []
+    except metadata.PackageNotFoundError:  # run from its sources
+        return {}
+    core = {}
+    for line in wanted:
+        name = re.match(r"[\w.-]+", line)
+        if name and "extra ==" not in line:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                core[name[0]] = metadata.version(name[0])
+    return core
+
+
+def _fold(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _key(text: str, digest: str) -> str:
+    """What tells environments apart: what is asked for, on which Python, over which packages, from which index."""
+    lines = [line.partition(" #")[0].strip() for line in text.splitlines()]
+    asked = [line for line in lines if line and not line.startswith("#")]
+    whole = all(_PLAIN.fullmatch(line) for line in asked)
+    options = sorted((name, value) for name, value in os.environ.items() if name.startswith("PIP_"))
+    parts = [
+        asked,
+        "" if whole else digest,  # a line that names a file, perhaps of the archive
+        sys.implementation.cache_tag,
+        sysconfig.get_platform(),
+        sorted(_core().items()),
+        options,
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _explain(said: list[str], code: int | None, timeout: float) -> str:
+    text = "\n".join(said)
+    if code is None:
+        return f"{text}\nnot done within runtime.install_timeout ({timeout:g} s); raise it if the packages are large"
+    held = re.findall(r"\(constraint\) (\S+)", text)
+    if held:
+        text += (
+            f"\nEvery replica has {', '.join(dict.fromkeys(held))} loaded before the archive's own code, and a process "
+            "holds one version of a package: let requirements.txt allow it, or leave it out."
+        )
+    return text or f"pip ended with code {code}"
