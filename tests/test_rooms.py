@@ -43,6 +43,7 @@ BELOW["serve_app.doors"] = {
 BELOW["serve_app.deployments"] = set(BELOW)
 BELOW["serve_app.main"] = set(BELOW)
 # A tower of its own: what stands outside the server and speaks to it.
+BELOW["serve_app.properties"] = {"serve_app.errors", "serve_app.types", "serve_app.settings"}
 BELOW["serve_app.client"] = set()
 BELOW["serve_app.bench"] = {"serve_app", "serve_app.client", "handlers"}
 BELOW["serve_app.cli"] = {
@@ -53,6 +54,8 @@ BELOW["serve_app.cli"] = {
     "serve_app.settings",
     "serve_app.ports",
     "serve_app.tls",
+    "serve_app.properties",
+    "serve_app.store",  # `torchrelay archive` makes what the store reads
 }
 
 # Who may import what of others.

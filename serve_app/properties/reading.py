@@ -1,0 +1,370 @@
+"""From a config.properties to settings of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.errors import ConfigurationError
+from serve_app.properties.keys import (
+    BY_NAME,
+    GPU_SHARE,
+    KEYS,
+    MANNERS,
+    Fate,
+    Key,
+    denied,
+    flag,
+    load_models,
+    tokens,
+    whole,
+)
+from serve_app.properties.syntax import Entry, parse, substituted
+from serve_app.settings import Settings, VersionSettings, load, near_miss
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where an API listens; an address without a certificate is plain HTTP."""
+
+    host: str
+    port: int
+    secure: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """What became of one thing that was said."""
+
+    key: str
+    value: str
+    fate: Fate
+    becomes: str  # the setting that it is now, or the reason why it is none
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a config.properties says, in our words."""
+
+    args: Mapping[str, Mapping[str, Any]]  # of an app.yaml; only what differs from our own defaults
+    inference: Listener
+    certificate_file: str = ""  # of the inference port, where that is secure
+    private_key_file: str = ""
+    notes: tuple[Note, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Settings:
+        return load(self.args)
+
+
+def read(
+    text: str,
+    where: str = "config.properties",
+    environment: Mapping[str, str] | None = None,
+    command: Mapping[str, tuple[str, str]] | None = None,
+    gpus: int = 0,
+) -> Reading:
+    """What a config.properties means here, with what the environment and the command line say over it.
+
+    ``command`` gives a key's value and the option that said it: ``{"model_store": ("m", "--model-store")}``;
+    ``gpus`` is how many this machine has. Raises ConfigurationError, which names key, place and cure.
+    """
+    environment = environment or {}
+    entries = substituted(parse(text, where), environment, where)
+    entries.update({key: Entry(value, option) for key, (value, option) in (command or {}).items()})
+    warnings = []
+    unread = []
+    enabled = flag(entries.get("enable_envvars_config", Entry("", "")).value.strip())
+    urls_too = flag(entries.get("use_env_allowed_urls", Entry("", "")).value.strip())
+    for key in KEYS:
+        if key.override and key.override in environment:
+            if enabled and (key.name != "allowed_urls" or urls_too):
+                entries[key.name] = Entry(environment[key.override], f"the variable {key.override}")
+            else:
+                wants = "use_env_allowed_urls=true" if enabled else "enable_envvars_config=true"
+                unread.append(f"{key.override} (wants {wants})")
+    if unread:
+        warnings.append(f"{where}: variables of the environment that are not read: {', '.join(unread)}")
+    said = {key: entry._replace(value=entry.value.strip()) for key, entry in entries.items() if entry.value.strip()}
+    return _Reader(where, said, warnings).reading(gpus)
+
+
+class _Reader:
+    """One file on its way to a Reading."""
+
+    def __init__(self, where: str, said: Mapping[str, Entry], warnings: list[str]) -> None:
+        self._where = where
+        self._said = said
+        self._warnings = warnings
+        self._settings: dict[str, Any] = dict(MANNERS)
+        self._remarks: dict[str, str] = {}
+
+    def reading(self, gpus: int) -> Reading:
+        for key in KEYS:
+            if key.read is not None and (value := self._value(key)) is not None and key.fate == "setting":
+                self._settings[key.becomes.strip("`")] = value
+        if "allowed_urls" not in self._said:
+            del self._settings["store.allowed_urls"]
+        number = self._number_of_gpu()
+        if gpus and number != 0:
+            self._settings["runtime.num_gpus"] = GPU_SHARE
+        self._models()
+        inference, secure = self._listeners()
+        self._unknown()
+        unserved = [key for key in KEYS if key.fate == "unserved" and self._differs(key)]
+        for key in unserved:
+            self._warnings.append(f"{self._where}: {self._place(key.name)}: {key.name} is not served: {key.becomes}")
+        return Reading(
+            args=_differences(self._settings),
+            inference=inference,
+            certificate_file=self._get("certificate_file") if secure else "",
+            private_key_file=self._get("private_key_file") if secure else "",
+            notes=tuple(self._notes()),
+            warnings=tuple(self._warnings),
+        )
+
+    def _get(self, name: str) -> str:
+        return self._said[name].value if name in self._said else BY_NAME[name].default
+
+    def _place(self, name: str) -> str:
+        return self._said[name].place if name in self._said else "default"
+
+    def _differs(self, key: Key) -> bool:
+        return key.name in self._said and self._said[key.name].value != key.default
+
+    def _refuse(self, name: str, what: str) -> ConfigurationError:
+        return ConfigurationError(self._where, f"{self._place(name)}: {name}: {what}")
+
+    def _value(self, key: Key) -> Any:
+        """A key's value, read; None where nobody says anything."""
+        text = self._get(key.name)
+        if not text:
+            return None
+        assert key.read is not None
+        if key.read in (flag, denied, tokens) and text.lower() not in ("true", "false"):
+            self._remarks[key.name] = f"{text!r} counts as false, as it does for TorchServe"
+        try:
+            return key.read(text)
+        except ValueError as error:
+            raise self._refuse(key.name, f"{text!r} must be {error}") from None
+
+    def _number_of_gpu(self) -> int | None:
+        text = self._get("number_of_gpu")
+        try:
+            return whole(0)(text) if text else None
+        except ValueError as error:
+            raise self._refuse("number_of_gpu", f"{text!r} must be {error}") from None
+
+    # Models
+
+    def _models(self) -> None:
+        self._settings["control.load_models"] = load_models(self._get("load_models"))
+        models = self._versions("models", self._json("models"))
+        snapshot = self._json("model_snapshot")
+        if snapshot:
+            inner = snapshot.get("models")
+            if not isinstance(inner, dict):
+                raise self._refuse("model_snapshot", 'has no object "models"; take it from a snapshot, whole')
+            restored = self._versions("model_snapshot", inner)
+            for model, versions in restored.items():
+                models[model] = {**models.get(model, {}), **versions}
+            archives = [
+                f"{model}={archive}"
+                for model, versions in inner.items()
+                for version in versions.values()
+                if (archive := version.get("marName"))
+            ]
+            if "load_models" in self._said:
+                self._remarks["load_models"] = "passed over, as TorchServe does beside a model_snapshot"
+            self._settings["control.load_models"] = ",".join(archives) or "none"
+        if models:
+            self._settings["control.models"] = models
+
+    def _json(self, name: str) -> dict[str, Any]:
+        text = self._get(name)
+        if not text:
+            return {}
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._refuse(
+                name, f"is not JSON ({error}); end every line of it but the last with a backslash"
+            ) from None
+        if not isinstance(value, dict):
+            raise self._refuse(name, f"holds a {type(value).__name__} and must be an object of models")
+        return value
+
+    def _versions(self, name: str, models: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+        """``control.models`` from TorchServe's object of models."""
+        made: dict[str, dict[str, dict[str, Any]]] = {}
+        for model, versions in models.items():
+            if not isinstance(versions, dict):
+                raise self._refuse(name, f'model {model!r} must be an object of versions, such as {{"1.0": {{…}}}}')
+            for version, values in versions.items():
+                if not isinstance(values, dict):
+                    raise self._refuse(name, f"model {model!r}, version {version!r} must be an object of values")
+                made.setdefault(model, {})[version] = self._version(name, f"{model} {version}", values)
+        return made
+
+    def _version(self, name: str, which: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in _VERSION_NUMBERS:
+                if type(value) is not int:
+                    raise self._refuse(name, f"{which}: {key}: {value!r} must be a whole number")
+                if value > 0 or (value == 0 and key == "minWorkers" and name == "model_snapshot"):
+                    made[_VERSION_NUMBERS[key]] = value  # other numbers say nothing, as for TorchServe
+            elif key == "defaultVersion":
+                if type(value) is not bool:
+                    raise self._refuse(name, f"{which}: {key}: {value!r} must be true or false")
+                if value:
+                    made["default_version"] = True
+            elif key not in _VERSION_OTHERS:
+                near = near_miss(key, [*_VERSION_NUMBERS, *_VERSION_OTHERS])
+                self._warnings.append(
+                    f"{self._where}: {self._place(name)}: {name}: {which}: unknown key {key!r}"
+                    + (f"; did you mean {near!r}?" if near else "")
+                )
+        low, high = made.get("min_workers"), made.get("max_workers")
+        if low is not None and high is not None and low > high:
+            raise self._refuse(name, f"{which}: minWorkers {low} is more than maxWorkers {high}; change one of them")
+        return made
+
+    # Addresses
+
+    def _listeners(self) -> tuple[Listener, bool]:
+        """Where the three APIs listen; returns the inference port, and whether it is secure."""
+        names = ("inference_address", "management_address", "metrics_address")
+        inference, management, metrics = listeners = tuple(self._listener(name) for name in names)
+        for i, one in enumerate(listeners):
+            for j in range(i):
+                other = listeners[j]
+                if one != other and one.port == other.port:
+                    raise self._refuse(
+                        names[i],
+                        f"{self._get(names[i])} has the port of {names[j]}, {self._get(names[j])}: "
+                        "write the same address in both, or another port in one",
+                    )
+        settings = self._settings
+        if management == inference:
+            settings["inference.also_management"], settings["management.port"] = True, 0
+            self._remarks["management_address"] = "on the inference port: `inference.also_management`"
+        else:
+            settings["management.host"], settings["management.port"] = management.host, management.port
+        if metrics == inference:
+            settings["inference.also_metrics"], settings["management.metrics_port"] = True, 0
+            self._remarks["metrics_address"] = "on the inference port: `inference.also_metrics`"
+        elif metrics == management:
+            settings["management.also_metrics"], settings["management.metrics_port"] = True, 0
+            self._remarks["metrics_address"] = "on the management port: `management.also_metrics`"
+        else:
+            settings["management.metrics_host"], settings["management.metrics_port"] = metrics.host, metrics.port
+        self._certificates(dict(zip(names, listeners)))
+        return inference, inference.secure
+
+    def _listener(self, name: str) -> Listener:
+        address = self._get(name)
+        if address.lower().startswith("unix:"):
+            cure = "write http://127.0.0.1 and a port; only this machine reaches it"
+            raise self._refuse(name, f"{address}: there is no listening on a Unix socket here; {cure}")
+        match = re.fullmatch(r"(https?)://(\[[0-9a-fA-F:.]+\]|[^:/\s]+)(?::(\d+))?/?", address, re.IGNORECASE)
+        if match is None:
+            raise self._refuse(name, f"{address!r} is no address; write one as http://127.0.0.1:8080")
+        secure = match[1].lower() == "https"
+        port = int(match[3]) if match[3] else _PORTS[name][secure]
+        if not 0 < port < 65536:
+            raise self._refuse(name, f"{port} is no port: they go from 1 to 65535")
+        return Listener(match[2].strip("[]"), port, secure)
+
+    def _certificates(self, listeners: Mapping[str, Listener]) -> None:
+        pair = "certificate_file", "private_key_file"
+        there = [name for name in pair if self._get(name)]
+        secure = [name for name, listener in listeners.items() if listener.secure]
+        if len(there) == 1:
+            missing = next(name for name in pair if name not in there)
+            raise self._refuse(there[0], f"stands alone; name the other PEM file with {missing}")
+        if secure and not there:
+            if self._get("keystore"):
+                raise self._refuse("keystore", _from_keystore(self._get("keystore")))
+            raise self._refuse(secure[0], f"https wants certificate_file and private_key_file; {_MAKE_PAIR}")
+        if there and not secure:
+            for name in there:
+                self._remarks[name] = "no address is https, so it is not read"
+        if self._get("keystore") and there:
+            self._remarks["keystore"] = "the pair of PEM files is read in its place"
+        ours = {listeners["management_address"].secure, listeners["metrics_address"].secure}
+        inference = listeners["inference_address"]
+        own = [name for name in ("management_address", "metrics_address") if listeners[name] != inference]
+        if len(own) == 2 and len(ours) == 2:
+            raise self._refuse(
+                "metrics_address",
+                f"{self._get('metrics_address')} and management_address, {self._get('management_address')}, must both "
+                "be https or both be http: they are served by one process with one certificate",
+            )
+        if any(listeners[name].secure for name in own):
+            for name in pair:
+                self._settings[f"management.{name}"] = self._get(name)
+
+    # What is said of it all
+
+    def _unknown(self) -> None:
+        unknown = []
+        for name, entry in self._said.items():
+            if name not in BY_NAME:
+                near = near_miss(name, list(BY_NAME))
+                unknown.append(f"{name} ({entry.place}" + (f"; did you mean {near}?)" if near else ")"))
+        if unknown:
+            self._warnings.append(f"{self._where}: unknown keys, which do nothing: {', '.join(unknown)}")
+
+    def _notes(self) -> Iterator[Note]:
+        for name, entry in self._said.items():
+            if (key := BY_NAME.get(name)) is not None:
+                yield Note(name, entry.value, key.fate, key.becomes, self._remarks.get(name, key.remark))
+
+
+_PORTS = {"inference_address": (80, 443), "management_address": (8081, 8444), "metrics_address": (8082, 8445)}
+
+_VERSION_NUMBERS = {
+    "minWorkers": "min_workers",
+    "maxWorkers": "max_workers",
+    "batchSize": "batch_size",
+    "maxBatchDelay": "max_batch_delay",
+    "responseTimeout": "response_timeout",
+    "startupTimeout": "startup_timeout",
+}
+_VERSION_OTHERS = ("defaultVersion", "marName", "runtimeType", "parallelLevel", "parallelType")
+
+_MAKE_PAIR = (
+    "make a pair for yourself with `openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost "
+    "-keyout key.pem -out certificate.pem`"
+)
+
+
+def _from_keystore(path: str) -> str:
+    make = f"openssl pkcs12 -in {path} -nodes"
+    return (
+        "is not read; write its contents to two files with "
+        f"`{make} -nokeys -out certificate.pem` and `{make} -nocerts -out key.pem`, "
+        "and name them with certificate_file and private_key_file in its place"
+    )
+
+
+def _differences(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Nested as an app.yaml has them, without those that say what we do anyway."""
+    ours = Settings()
+    nested: dict[str, dict[str, Any]] = {}
+    for path, value in settings.items():
+        room, name = path.split(".")
+        default = getattr(getattr(ours, room), name)
+        if value != (list(default) if isinstance(default, tuple) else default):
+            nested.setdefault(room, {})[name] = value
+    return nested
+
+
+assert {field.name for field in dataclasses.fields(VersionSettings)} == {*_VERSION_NUMBERS.values(), "default_version"}
