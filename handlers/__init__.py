@@ -25,6 +25,9 @@ __all__ = ["HANDLERS", "Entry", "HandlerLoadError", "PredictionException", "load
 HANDLERS: dict[str, str] = {
     "base_handler": "handlers.base:BaseHandler",
     "image_classifier": "handlers.image_classifier:ImageClassifier",
+    "image_segmenter": "handlers.image_segmenter:ImageSegmenter",
+    "object_detector": "handlers.object_detector:ObjectDetector",
+    "text_classifier": "handlers.text_classifier:TextClassifier",
 }
 
 

@@ -147,7 +147,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
     def inference(self, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the model makes of ``data``, without gradients."""
         with torch.inference_mode():
-            return self.model(data.to(self.device), *args, **kwargs)
+            return self.model(data.to(self.device) if hasattr(data, "to") else data, *args, **kwargs)
 
     @timed
     def postprocess(self, data: Any) -> list[Any]:
@@ -164,23 +164,29 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         self._rejected[index] = error
 
     def _stack(self, data: Sequence[Any], make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """``make`` of each row, stacked; a row for which it raises PredictionException is rejected.
+        """``_each`` as one tensor."""
+        return torch.stack(self._each(data, make))
 
-        A sound row stands in for the rejected ones. Where there is none, the first error is raised.
+    def _each(self, data: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
+        """``make`` of each row; a row for which it raises PredictionException is rejected.
+
+        A sound row's stands in for the rejected ones. Where there is none, the first error is raised.
         """
-        made: list[torch.Tensor | None] = []
-        errors = []
+        made: list[Any] = []
+        errors = {}
         for index, row in enumerate(data):
             try:
                 made.append(make(row))
             except PredictionException as error:
                 self.reject(index, error)
-                errors.append(error)
+                errors[index] = error
                 made.append(None)
-        sound = next((tensor for tensor in made if tensor is not None), None)
+        if not errors:
+            return made
+        sound = next((index for index in range(len(made)) if index not in errors), None)
         if sound is None:
             raise errors[0]
-        return torch.stack([sound if tensor is None else tensor for tensor in made])
+        return [made[sound] if index in errors else value for index, value in enumerate(made)]
 
     def _input_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """JSON writes 1.0 as 1, so integers become the model's floats, unless it looks them up in an embedding."""
@@ -193,15 +199,23 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
 
     def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
         """The insights into each row; its ``target`` field says into which output, 0 by default."""
-        rows = [row if isinstance(row, Mapping) else {"data": row} for row in raw_data]
-        inputs = [row.get("data") or row.get("body") for row in rows]
-        targets = [_target(row.get("target")) for row in rows]
-        if isinstance(data_preprocess, torch.Tensor) and any(target != targets[0] for target in targets):
-            insights = []
-            for index, (raw, target) in enumerate(zip(inputs, targets)):
-                insights += self.get_insights(data_preprocess[index : index + 1], raw, target)
-            return insights
-        return self.get_insights(data_preprocess, inputs[0], targets[0])
+        asked = [_asked_of(row) for row in raw_data]
+        target = asked[0][1]
+        if isinstance(data_preprocess, torch.Tensor) and any(other != target for _, other in asked):
+            rows = [data_preprocess[index : index + 1] for index in range(len(raw_data))]
+            return self._insights_by_row(rows, raw_data)
+        return self.get_insights(data_preprocess, *asked[0])
+
+    def _insights_by_row(self, inputs: Sequence[Any], raw_data: Sequence[Any]) -> list[Any]:
+        """Each row's insights by themselves; a row for which PredictionException is raised is rejected."""
+        insights: list[Any] = []
+        for index, (row, raw) in enumerate(zip(inputs, raw_data)):
+            try:
+                insights += self.get_insights(row, *_asked_of(raw))
+            except PredictionException as error:
+                self.reject(index, error)
+                insights.append(None)
+        return insights
 
     def get_insights(self, tensor_data: Any, raw_data: Any, target: Any) -> list[Any]:
         """An explanation for each row of ``tensor_data``; a handler that can explain overrides this."""
@@ -259,6 +273,13 @@ def _inspect(model: Any) -> tuple[torch.dtype | None, bool]:
     names = {getattr(module, "original_name", type(module).__name__) for module in model.modules()}
     floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     return floats, not names.isdisjoint(("Embedding", "EmbeddingBag"))
+
+
+def _asked_of(row: Any) -> tuple[Any, Any]:
+    """What a row that is to be explained holds, and the output that it asks about."""
+    if not isinstance(row, Mapping):
+        return row, 0
+    return row.get("data") or row.get("body"), _target(row.get("target"))
 
 
 def _target(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from handlers import explanations
 from handlers.base import BaseHandler
 from handlers.errors import PredictionException
 from handlers.timer import timed
@@ -32,9 +34,11 @@ class Compose:
 
 @dataclass(frozen=True)
 class ToRGB:
-    """Three channels from any image; transparency is dropped."""
+    """Three channels of 8 bits from any image; transparency is dropped, as are the lower half of 16 bits."""
 
     def __call__(self, image: Image.Image) -> Image.Image:
+        if image.mode.startswith("I;16"):  # Pillow itself would make white of whatever is above 255
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -123,6 +127,16 @@ class VisionHandler(BaseHandler):
     def prepare_row(self, row: Any) -> torch.Tensor:
         """The row's tensor, made while the model is busy with the batch before; see Row."""
         return self._image(row)
+
+    @functools.cached_property
+    def ig(self) -> Any:
+        """Captum's IntegratedGradients of the model."""
+        return explanations.integrated_gradients(self.model)
+
+    def get_insights(self, tensor_data: torch.Tensor, raw_data: Any, target: Any = 0) -> list[Any]:
+        """For each row what each pixel of each channel had to do with output ``target``, nested as the image is."""
+        with explanations.of_output(target):
+            return self.ig.attribute(tensor_data, target=target, n_steps=15).tolist()
 
     def _image(self, row: Any) -> torch.Tensor:
         prepared = getattr(row, "prepared", None)

@@ -1,0 +1,40 @@
+"""Text to tokens as torchtext did it, which is no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+# What stands for itself in basic English has spaces around it; the rest separates or goes.
+_SPACED = {ord(mark): f" {mark} " for mark in "'.,()!?"} | {ord(mark): " " for mark in ";:"}
+
+
+def basic_english(line: str) -> list[str]:
+    """Lower-case words and punctuation marks: ``"Don't go."`` is ``["don", "'", "t", "go", "."]``.
+
+    Double quotes and line breaks of HTML (``<br />``) are dropped.
+    """
+    return line.lower().replace('"', "").replace("<br />", " ").translate(_SPACED).split()
+
+
+Tokenizer = Callable[[str], list[str]]
+
+
+def get_tokenizer(tokenizer: str | Tokenizer | None, language: str = "en") -> Tokenizer:
+    """A function from a line to its tokens: ``None`` splits at spaces, ``"basic_english"``, or a function of yours."""
+    if callable(tokenizer):
+        return tokenizer
+    if tokenizer is None:
+        return str.split
+    if tokenizer != "basic_english":
+        raise ValueError(f"There is no tokenizer {tokenizer!r}: give basic_english, None, or a function of yours.")
+    if language != "en":
+        raise ValueError(f"The tokenizer basic_english reads English (en), not {language!r}.")
+    return basic_english
+
+
+def ngrams_iterator(token_list: Sequence[str], ngrams: int) -> Iterator[str]:
+    """The tokens, then every two neighbours joined by a space, and so on up to ``ngrams`` of them."""
+    yield from token_list
+    for length in range(2, ngrams + 1):
+        for start in range(len(token_list) - length + 1):
+            yield " ".join(token_list[start : start + length])

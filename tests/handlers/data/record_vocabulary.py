@@ -1,0 +1,21 @@
+"""Writes torchtext_vocab.pt and torchtext_vocab_without_default.pt, vocabularies as archives of text bring them.
+
+    python tests/handlers/data/record_vocabulary.py
+
+It needs torchtext, which is no longer maintained (0.18.0 with torch 2.3.0 wrote the files that are here).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torchtext.vocab import build_vocab_from_iterator
+
+HERE = Path(__file__).parent
+
+if __name__ == "__main__":
+    vocab = build_vocab_from_iterator([["hello", "world", "hello world", "not"]], specials=["<unk>"])
+    vocab.set_default_index(vocab["<unk>"])
+    torch.save(vocab, HERE / "torchtext_vocab.pt")
+    torch.save(build_vocab_from_iterator([["hello", "world"]]), HERE / "torchtext_vocab_without_default.pt")

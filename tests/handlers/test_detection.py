@@ -1,0 +1,115 @@
+"""The segmenter and the detector, with models that answer as torchvision's do; expected values by plain arithmetic."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import handlers
+from handlers.context import Context
+from handlers.errors import PredictionException
+
+# Each pixel's classes are its channels, twice over.
+SEGMENTER = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return {"out": torch.cat([x, x - 10], dim=1), "aux": x}
+"""
+# The whole image under label 2 with its mean red as the score, its left half under label 1, and one that is unsure.
+DETECTOR = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, images):
+        found = []
+        for image in images:
+            height, width = image.shape[1:]
+            boxes = torch.tensor([[0, 0, width, height], [0, 0, width / 2, height], [1, 1, 2, 2]], dtype=torch.float32)
+            scores = torch.stack([image[0].mean(), torch.tensor(0.5), torch.tensor(0.25)])
+            found.append({"boxes": boxes, "labels": torch.tensor([2, 1, 1]), "scores": scores})
+        return found
+"""
+
+
+def plain(red: int, width: int = 256, height: int = 256, mode: str = "RGB") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (red, 0, 0)).convert(mode).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def ask(archive: Callable[..., Path], begin: Callable[..., Context]) -> Callable[..., list[Any]]:
+    """``ask(handler, model, rows, **config)``: the built-in handler's answers over that model."""
+
+    def run(name: str, source: str, rows: list[Any], labels: Any = None, **headers: str) -> list[Any]:
+        directory = archive(model=source)
+        if labels is not None:
+            (directory / "index_to_name.json").write_text(json.dumps(labels))
+        manifest = {"model": {"modelFile": "model.py"}}
+        entry = handlers.load(name, directory, manifest)
+        context = Context("m", str(directory), manifest)
+        entry.initialize(context)
+        return entry(rows, begin(context, len(rows), **headers))
+
+    return run
+
+
+def test_each_pixel_has_its_class_and_the_probability(ask: Any) -> None:
+    green = np.broadcast_to(np.array([0, 3, 0])[:, None, None], (3, 224, 224)).tolist()
+    rows = [{"data": plain(255)}, {"data": b"none"}, {"body": green}]
+    red, broken, tensor = ask("image_segmenter", SEGMENTER, rows)
+    assert isinstance(broken, PredictionException) and broken.error_code == 400
+    means, deviations = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    for answer, pixel, expected in ((red, (np.array([1, 0, 0]) - means) / deviations, 0), (tensor, [0, 3, 0], 1)):
+        logits = np.concatenate([pixel, np.array(pixel) - 10])
+        probability = np.exp(logits[expected]) / np.exp(logits).sum()
+        assert np.array(answer).shape == (224, 224, 2)
+        assert answer[0][0] == answer[223][100] == [expected, pytest.approx(probability, abs=1e-5)]
+        assert isinstance(answer[0][0][0], float)
+
+
+def test_things_with_their_boxes_and_scores(ask: Any) -> None:
+    labels = {"object_type_names": ["background", "person", "car"]}
+    bright, dark = ask("object_detector", DETECTOR, [{"data": plain(204)}, {"body": plain(51)}], labels)
+    half = {"person": [0.0, 0.0, 128.0, 256.0], "score": 0.5}
+    assert bright == [{"car": [0.0, 0.0, 256.0, 256.0], "score": pytest.approx(0.8)}, half]
+    assert [list(thing) for thing in bright] == [["car", "score"], ["person", "score"]]
+    assert dark == [half]
+
+
+def test_images_of_a_batch_may_differ_in_size_and_mode(ask: Any) -> None:
+    rows = [{"data": plain(255, 30, 20)}, {"data": b"none"}, {"data": plain(255, 8, 6, "RGBA")}]
+    wide, broken, small = ask("object_detector", DETECTOR, rows)
+    assert wide == [{"2": [0.0, 0.0, 30.0, 20.0], "score": 1.0}, {"1": [0.0, 0.0, 15.0, 20.0], "score": 0.5}]
+    assert small[0] == {"2": [0.0, 0.0, 8.0, 6.0], "score": 1.0}
+    assert broken.error_code == 400
+
+
+def test_a_subclass_chooses_its_threshold(archive: Any, ask: Any) -> None:
+    archive(
+        handler="""
+        from handlers.object_detector import ObjectDetector
+
+        class Careful(ObjectDetector):
+            threshold = 0.9
+        """
+    )
+    assert ask("handler.py", DETECTOR, [{"data": plain(204)}, {"data": plain(255)}]) == [
+        [],
+        [{"2": [0.0, 0.0, 256.0, 256.0], "score": 1.0}],
+    ]
+
+
+def test_a_detector_explains_nothing(ask: Any) -> None:
+    with pytest.raises(PredictionException, match="boxes") as raised:
+        ask("object_detector", DETECTOR, [{"data": plain(204)}], explain="True")
+    assert raised.value.error_code == 501

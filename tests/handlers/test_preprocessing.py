@@ -1,0 +1,49 @@
+"""Images become the tensors that torchvision makes of them; its values are recorded in data/preprocessing.npz."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from handlers.image_classifier import ImageClassifier
+from handlers.image_segmenter import ImageSegmenter
+
+DATA = Path(__file__).parent / "data"
+with np.load(DATA / "preprocessing.npz") as file:
+    RECORDED = dict(file)
+NAMES = [name for name in RECORDED if not name.endswith(": mean")]
+
+
+@pytest.fixture(scope="module")
+def contents() -> dict[str, bytes]:
+    sys.path.insert(0, str(DATA))
+    try:
+        from photographs import photographs
+
+        return photographs()
+    finally:
+        sys.path.remove(str(DATA))
+        sys.modules.pop("photographs", None)
+
+
+def test_every_photograph_is_recorded(contents: dict[str, bytes]) -> None:
+    assert sorted(contents) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("handler", [ImageClassifier, ImageSegmenter])
+def test_a_photograph(contents: dict[str, bytes], name: str, handler: type[ImageClassifier]) -> None:
+    handler = handler()
+    handler.device = torch.device("cpu")
+    [tensor] = handler.preprocess([{"data": bytearray(contents[name])}])
+    assert tensor.shape == (3, 224, 224)
+    assert np.abs(tensor[:, ::8, ::8].numpy() - RECORDED[name]).max() < 1e-3
+    assert np.abs(tensor.mean(dim=(1, 2)).numpy() - RECORDED[f"{name}: mean"]).max() < 1e-4
+
+
+def test_the_orientation_in_a_photographs_exif_is_not_heeded() -> None:
+    assert (RECORDED["orientation"] == RECORDED["whole"]).all()
