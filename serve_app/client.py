@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import ssl
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Literal
 
 import httpx
 
@@ -21,16 +25,32 @@ class ServerError(Exception):
 
 
 class Client:
-    """Speaks to the inference port and to the management port of one server."""
+    """Speaks to the inference port and to the management port of one server.
+
+    ``token`` is the key that requests show. Without one it is looked up in ``key_file``, where that is there
+    and the server is on this machine; ``verify`` is the client's side of TLS, as httpx takes it.
+    """
 
     def __init__(
         self,
         inference: str = "http://127.0.0.1:8080",
         management: str = "http://127.0.0.1:8081",
         timeout: float = 120.0,
+        token: str = "",
+        key_file: Path | None = None,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._inference = httpx.Client(base_url=inference, timeout=timeout)
-        self._management = httpx.Client(base_url=management, timeout=timeout)
+        def client(address: str, kind: Literal["inference", "management"]) -> httpx.Client:
+            if token:
+                keys: httpx.Auth | None = _Bearer(token)
+            elif key_file is not None and httpx.URL(address).host in ("127.0.0.1", "localhost", "::1"):
+                keys = _KeyFile(key_file, kind, management)
+            else:
+                keys = None
+            return httpx.Client(base_url=address, timeout=timeout, auth=keys, verify=verify)
+
+        self._inference = client(inference, "inference")
+        self._management = client(management, "management")
 
     def __enter__(self) -> Client:
         return self
@@ -82,6 +102,49 @@ class Client:
     def unregister(self, model: str, version: str | None = None) -> str:
         path = f"/models/{model}" + (f"/{version}" if version else "")
         return _checked(self._management.delete(path)).json()["status"]
+
+
+_Flow = Generator[httpx.Request, httpx.Response, None]
+
+
+class _Bearer(httpx.Auth):
+    """Every request shows this key."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def auth_flow(self, request: httpx.Request) -> _Flow:
+        request.headers["authorization"] = f"Bearer {self._key}"
+        yield request
+
+
+class _KeyFile(httpx.Auth):
+    """Every request shows the key of its kind in a server's key_file.json, and one that has expired is renewed."""
+
+    def __init__(self, path: Path, kind: Literal["inference", "management"], management: str) -> None:
+        self._path = path
+        self._kind = kind
+        self._token = httpx.URL(management).join("/token")
+
+    def auth_flow(self, request: httpx.Request) -> _Flow:
+        if self._sign(request, self._kind):
+            response = yield request
+            if response.headers.get("x-torchrelay-reason") == "expired_token":
+                renewal = httpx.Request("GET", self._token, params={"type": self._kind})
+                self._sign(renewal, "API")
+                yield renewal
+                self._sign(request, self._kind)
+                yield request
+        else:
+            yield request
+
+    def _sign(self, request: httpx.Request, kind: str) -> bool:
+        """Put the file's key into the request; False where there is none (yet)."""
+        try:
+            request.headers["authorization"] = f"Bearer {json.loads(self._path.read_text())[kind]['key']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return True
 
 
 def _asked(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
@@ -128,14 +129,15 @@ class Reconciler:
                     )
         return seen
 
-    def sources(self) -> set[str]:
-        """The replica ids of everything that runs, the gateways too."""
+    def sources(self, states: tuple[str, ...] = ()) -> set[str]:
+        """The replica ids of everything that runs, the gateways too; with ``states``, of what is in one of them."""
         details = _get_global_client().get_serve_details()
         return {
             replica["replica_id"]
             for app in details["applications"].values()
             for deployment in app["deployments"].values()
             for replica in deployment["replicas"]
+            if not states or str(getattr(replica["state"], "value", replica["state"])) in states
         }
 
     def act(self, desired: Mapping[str, Desired], seen: Mapping[str, Seen]) -> int:
@@ -185,6 +187,18 @@ def _worker(replica: Mapping[str, Any]) -> Worker:
         memory=_resident(pid),
         node=replica["node_ip"] or "",
     )
+
+
+def is_dead(worker: Worker) -> bool:
+    """Whether a replica of this machine has no process any more; Serve may take seconds to see that."""
+    if worker.node != ray.util.get_node_ip_address():
+        return False
+    try:
+        return psutil.Process(worker.pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
 
 
 def _resident(pid: int) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 from typing import Any
 
 import uvicorn
@@ -27,11 +28,12 @@ class _Server(uvicorn.Server):
 class Listener:
     """Serves an ASGI app on ``host:port``; ``setting`` is where an operator changes the port."""
 
-    def __init__(self, app: Any, host: str, port: int, setting: str) -> None:
+    def __init__(self, app: Any, host: str, port: int, setting: str, tls: ssl.SSLContext | None = None) -> None:
         self._app = app
         self._host = host
         self._port = port
         self._setting = setting
+        self._tls = tls
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -42,6 +44,8 @@ class Listener:
         """
         sock = await self._bind(patience)
         config = uvicorn.Config(self._app, lifespan="off", access_log=False, log_config=None, timeout_keep_alive=75)
+        config.load()
+        config.ssl = self._tls
         self._server = _Server(config)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]))
 

@@ -1,0 +1,313 @@
+"""What a request's key lets pass, at every door."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from serve_app.controlplane import ControlPlane
+from serve_app.doors.app import inference_app, management_app, metrics_app
+from serve_app.settings import AuthSettings, Settings
+from serve_app.types import Access, Grant, ModelRow, ModelSpec, Right, Table, VersionRow
+
+AUTHORIZATION = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+AUTHENTICATION = AUTHORIZATION.replace("Authorization", "Authentication")
+
+
+def digest(key: str) -> bytes:
+    return sha256(key.encode()).digest()
+
+
+def access_of(**grants: Grant) -> Access:
+    return Access({digest(key): grant for key, grant in grants.items()})
+
+
+def may(*rights: Right, models: tuple[str, ...] = ("*",), expires: float | None = None) -> Grant:
+    return Grant(frozenset(rights), models, expires)
+
+
+# Keys are called after what they may do.
+ACCESS = access_of(
+    infer=may("infer"),
+    team=may("infer", models=("team-*", "shared")),
+    observe=may("observe"),
+    observe_team=may("observe", models=("team-*",)),
+    management=may("observe", "manage"),
+    manage_team=may("infer", "observe", "manage", models=("team-*",)),
+    everything=may("infer", "observe", "manage"),
+    API=may("token"),
+    past=may("infer", "observe", "manage", "token", expires=time.time() - 1),
+    future=may("infer", expires=time.time() + 3600),
+)
+
+
+MODEL = ModelRow("1.0", {"1.0": VersionRow("1.0", "ready", 1)})
+TABLE = Table(1, {name: MODEL for name in ("m", "team-a", "shared")}, settled=True)
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def refused(answer: Any, reason: str, message: str = AUTHORIZATION) -> None:
+    assert answer.status == 400
+    assert answer["x-torchrelay-reason"] == reason
+    assert answer.body.decode() == (
+        f'{{\n  "code": 400,\n  "type": "InvalidKeyException",\n  "message": "{message}"\n}}\n'
+    )
+
+
+@pytest.fixture
+def locked(inference: Callable[..., Any]) -> Any:
+    """The inference door over models m, team-a and shared."""
+    return inference(table=replace(TABLE, access=ACCESS))
+
+
+@pytest.fixture
+def managed(management: Callable[..., Any]) -> Any:
+    built = management(access=ACCESS)
+    for name in ("m", "team-a", "team-b"):
+        built.shelf.put(ModelSpec(name, "1.0", f"{name}.mar", "sha256", "archive"))
+    return built
+
+
+@pytest.mark.parametrize("path", ["/predictions/m", "/predictions/m/1.0", "/explanations/m"])
+def test_inference_with_a_key_and_without(locked: Any, path: str) -> None:
+    assert locked("POST", path, b"hi", bearer("infer")).body == b"hi"
+    assert locked("POST", path, b"hi", bearer("everything")).status == 200
+    assert locked("POST", path, b"hi", bearer("future")).status == 200
+    refused(locked("POST", path, b"hi"), "missing_token")
+    refused(locked("POST", path, b"hi", bearer("guess")), "invalid_token")
+    refused(locked("POST", path, b"hi", bearer("past")), "expired_token")
+    for key in ("management", "observe", "API"):
+        refused(locked("POST", path, b"hi", bearer(key)), "wrong_role")
+    assert len(locked.target.calls) == 3
+
+
+@pytest.mark.parametrize("value", ["bearer infer", "Basic infer", "infer", "Bearer", "Bearer a b", "Bearerinfer", ""])
+def test_a_header_of_another_form(locked: Any, value: str) -> None:
+    refused(locked("POST", "/predictions/m", b"hi", {"Authorization": value}), "invalid_token")
+
+
+@pytest.mark.parametrize("value", ["Bearer infer", "Bearer   infer", "Bearer infer "])
+def test_spaces_that_torchserve_takes(locked: Any, value: str) -> None:
+    assert locked("POST", "/predictions/m", b"hi", {"authorization": value}).status == 200
+
+
+@pytest.mark.parametrize(("model", "ok"), [("team-a", True), ("shared", True), ("m", False), ("none", False)])
+def test_a_key_for_some_models(locked: Any, model: str, ok: bool) -> None:
+    answer = locked("POST", f"/predictions/{model}", b"hi", bearer("team"))
+    if ok:
+        assert answer.status == 200
+    else:
+        refused(answer, "wrong_model")
+
+
+def test_a_key_is_looked_at_before_the_body(locked: Any) -> None:
+    refused(locked("POST", "/predictions/m", [b"x"] * 10_000_000, bearer("guess")), "invalid_token")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/ping"),
+        ("GET", "/health/live"),
+        ("GET", "/health/ready"),
+        ("GET", "/api-description"),
+        ("OPTIONS", "/"),
+        ("OPTIONS", "/predictions/m"),
+    ],
+)
+def test_health_and_descriptions_want_no_key(locked: Any, method: str, path: str) -> None:
+    assert locked(method, path).status == 200
+    assert locked(method, path, b"", bearer("guess")).status == 200
+
+
+def test_what_is_not_there_wants_a_key_too(locked: Any) -> None:
+    """As with TorchServe, and so that a new route is never open by mistake."""
+    refused(locked("GET", "/nothing"), "missing_token")
+    assert locked("GET", "/nothing", b"", bearer("infer")).status == 404
+
+
+def test_no_handler_sees_the_key_that_was_asked_for(locked: Any, inference: Callable[..., Any]) -> None:
+    locked("POST", "/predictions/m", b"hi", {**bearer("infer"), "x-mine": "1"})
+    headers = locked.target.calls[0].headers
+    assert "authorization" not in headers and headers["x-mine"] == "1"
+    # Where none is wanted the header is the model's own affair.
+    without = inference()
+    without("POST", "/predictions/m", b"hi", bearer("anything"))
+    assert without.target.calls[0].headers["authorization"] == "Bearer anything"
+
+
+def test_a_new_table_counts_for_the_next_request(inference: Callable[..., Any]) -> None:
+    built = inference(table=TABLE)
+    assert built("POST", "/predictions/m", b"hi").status == 200
+    reader = built.app._door._plane._reader
+    reader.put(replace(TABLE, access=ACCESS))
+    refused(built("POST", "/predictions/m", b"hi"), "missing_token")
+    reader.put(replace(TABLE, access=Access({})))
+    refused(built("POST", "/predictions/m", b"hi", bearer("infer")), "invalid_token")
+
+
+READS = [("GET", "/models"), ("GET", "/models/m"), ("GET", "/models/m/all"), ("GET", "/v1/models/m")]
+WRITES = [
+    ("POST", "/models?url=new.mar"),
+    ("PUT", "/models/m?min_worker=1"),
+    ("PUT", "/models/m/1.0/set-default"),
+    ("DELETE", "/models/m"),
+]
+
+
+@pytest.mark.parametrize(("method", "target"), [*READS, *WRITES])
+def test_management_with_a_key_and_without(managed: Any, method: str, target: str) -> None:
+    for key, reason in ((None, "missing_token"), ("guess", "invalid_token"), ("past", "expired_token")):
+        refused(managed(method, target, b"", bearer(key)), reason)
+    for key in ("infer", "API"):
+        refused(managed(method, target, b"", bearer(key)), "wrong_role")
+    if (method, target) in WRITES:
+        refused(managed(method, target, b"", bearer("observe")), "wrong_role")
+    else:
+        assert managed(method, target, b"", bearer("observe")).status == 200
+    assert managed(method, target, b"", bearer("management")).status in (200, 202)
+
+
+@pytest.mark.parametrize(("method", "target"), [*READS[1:], *WRITES[1:]])
+def test_management_of_some_models(managed: Any, method: str, target: str) -> None:
+    refused(managed(method, target, b"", bearer("manage_team")), "wrong_model")
+    theirs = target.replace("models/m", "models/team-a")
+    assert managed(method, theirs, b"", bearer("manage_team")).status in (200, 202)
+
+
+def test_a_list_holds_the_models_of_the_key(managed: Any) -> None:
+    def listed(key: str, query: str = "") -> bytes:
+        return managed("GET", f"/models{query}", b"", bearer(key)).body
+
+    assert listed("observe").count(b"modelName") == 3
+    assert listed("observe_team").count(b"team-") == 4  # two names, two URLs
+    assert b'"m"' not in listed("observe_team")
+    page = listed("observe_team", "?limit=1")
+    assert b"team-a" in page and b"team-b" not in page
+    assert b"team-b" in listed("observe_team", "?limit=1&next_page_token=1")
+
+
+def test_a_registration_says_what_its_key_is_for(managed: Any) -> None:
+    """The name may stand in the archive, so it is compared where that is known."""
+    managed("POST", "/models?url=team-c.mar", b"", bearer("manage_team"))
+    managed("POST", "/models?url=any.mar", b"", bearer("management"))
+    registrations = [asked[1] for asked in managed.shelf.asked if asked[0] == "register"]
+    assert [registration.within for registration in registrations] == [("team-*",), ("*",)]
+
+
+def test_management_describes_itself_to_everybody(managed: Any) -> None:
+    for method, target in (("OPTIONS", "/"), ("GET", "/api-description"), ("OPTIONS", "/models/m")):
+        assert managed(method, target).status == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("kind", ["inference", "management"])
+def test_a_new_token(managed: Any, method: str, kind: str) -> None:
+    answer = managed(method, f"/token?type={kind}", b"", bearer("API"))
+    assert (answer.status, answer.body, answer["content-type"]) == (200, b"\n", "application/json")
+    assert managed.shelf.asked == [("renew_key", kind)]
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "reason"),
+    [
+        (None, "/token?type=inference", "missing_token"),
+        ("guess", "/token?type=inference", "invalid_token"),
+        ("past", "/token?type=inference", "expired_token"),
+        ("management", "/token?type=inference", "wrong_role"),
+        ("everything", "/token?type=inference", "wrong_role"),
+        ("API", "/token", "wrong_type"),
+        ("API", "/token?type=", "wrong_type"),
+        ("API", "/token?type=Inference", "wrong_type"),
+        ("API", "/token?type=API", "wrong_type"),
+    ],
+)
+def test_no_new_token(managed: Any, key: str | None, target: str, reason: str) -> None:
+    refused(managed("GET", target, b"", bearer(key)), reason, AUTHENTICATION)
+    assert managed.shelf.asked == []
+
+
+def test_a_token_call_is_known_by_its_path_alone(managed: Any) -> None:
+    assert managed("GET", "/models", b"", {**bearer("observe"), "referer": "/token"}).status == 200
+    assert managed("GET", "/token/?type=inference", b"", bearer("API")).status == 200
+    refused(managed("GET", "/tokens?type=inference", b"", bearer("API")), "wrong_role")
+    refused(managed("GET", "/token/x?type=inference", b"", bearer("API")), "wrong_role")
+
+
+def test_without_keys_there_are_no_tokens(management: Callable[..., Any]) -> None:
+    assert management()("GET", "/token?type=inference", b"", bearer("API")).status == 404
+
+
+async def numbers(names: Any) -> bytes:
+    return b"up 1\n"
+
+
+@pytest.mark.parametrize("wanted", ["open", "observe"])
+def test_metrics_are_open_unless_the_settings_say_otherwise(managed: Any, wanted: str) -> None:
+    settings = Settings(auth=AuthSettings(metrics=wanted))  # type: ignore[arg-type]
+    door = replace(managed, app=metrics_app(numbers, settings, lambda: ACCESS))
+    assert door("GET", "/metrics", headers=bearer("observe")).body == b"up 1\n"
+    open_to_all = replace(managed, app=metrics_app(numbers, settings, lambda: None))
+    assert open_to_all("GET", "/metrics").body == b"up 1\n"
+    without = door("GET", "/metrics")
+    if wanted == "open":
+        assert without.body == b"up 1\n"
+    else:
+        refused(without, "missing_token")
+        refused(door("GET", "/metrics", headers=bearer("infer")), "wrong_role")
+        refused(door("GET", "/metrics", headers=bearer("observe_team")), "wrong_model")
+
+
+@pytest.fixture
+def together(locked: Any, managed: Any) -> Any:
+    """All three APIs on the inference port."""
+    settings = Settings()
+    plane = locked.app._door._plane
+    control = ControlPlane(managed.shelf, settings, lambda: ACCESS)
+    return replace(managed, app=inference_app(plane, settings, locked.meters, None, control, numbers))
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "key", "status"),
+    [
+        ("POST", "/predictions/m", "infer", 200),
+        ("POST", "/predictions/m", "management", 400),
+        ("GET", "/ping", None, 200),
+        ("GET", "/models", "observe", 200),
+        ("GET", "/models", "infer", 400),
+        ("GET", "/models", None, 400),
+        ("PUT", "/models/m?min_worker=1", "management", 202),
+        ("GET", "/v1/models/m", "management", 200),
+        ("GET", "/token?type=inference", "API", 200),
+        ("GET", "/metrics", None, 200),
+        ("OPTIONS", "/", None, 200),
+        ("OPTIONS", "/models/m", None, 200),
+        ("GET", "/nothing", "infer", 404),
+        ("GET", "/nothing", None, 400),
+    ],
+)
+def test_each_api_of_a_shared_port_wants_its_own_key(
+    together: Any, method: str, target: str, key: str | None, status: int
+) -> None:
+    assert together(method, target, headers=bearer(key)).status == status
+
+
+def test_a_shared_port_describes_inference_first(together: Any, locked: Any) -> None:
+    assert together("OPTIONS", "/").body == locked("OPTIONS", "/").body
+
+
+def test_metrics_on_the_management_port(managed: Any) -> None:
+    settings = Settings()
+    control = ControlPlane(managed.shelf, settings, lambda: ACCESS)
+    both = replace(managed, app=management_app(control, settings, render=numbers))
+    assert both("GET", "/metrics").body == b"up 1\n"
+    assert both("GET", "/models", headers=bearer("observe")).status == 200
+    refused(both("GET", "/nothing"), "missing_token")
