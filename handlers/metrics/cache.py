@@ -169,20 +169,17 @@ class MetricCache:
         dimensions: Iterable[Dimension],
         metric_type: MetricTypes,
     ) -> None:
-        given = list(dimensions or ())
-        names = [dimension.name for dimension in given]
-        values = [dimension.value for dimension in given]
-        if request_id is not None and "ModelName" not in names:
-            names.append("ModelName")
-            values.append(self.model_name)
-        if "Level" not in names:
-            names.append("Level")
-            values.append("Error" if request_id is None else "Model")
+        given = {dimension.name: dimension.value for dimension in dimensions or ()}
+        if request_id is None:
+            given.setdefault("Level", "Error")
+        else:
+            given.setdefault("ModelName", self.model_name)
+            given.setdefault("Level", "Model")
         try:
             metric = self.cache[metric_type][name]
         except (KeyError, TypeError):
-            metric = self.add_metric_to_cache(name, unit, names, metric_type)
-        metric.add_or_update(value, values, request_id or "")
+            metric = self.add_metric_to_cache(name, unit, list(given), metric_type)
+        metric.add_or_update(value, tuple(given.values()), request_id or "")
 
 
 class MetricsCacheYamlImpl(MetricCache):

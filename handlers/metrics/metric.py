@@ -40,11 +40,13 @@ class MetricAbstract(abc.ABC):
 class CachingMetric(MetricAbstract):
     """A metric that lasts: made once, updated at every batch."""
 
+    _complained = False
+
     def add_or_update(self, value: float, dimension_values: Sequence[Any] = (), request_id: str = "") -> None:
         """Add ``value`` to a counter or histogram, or make it a gauge's.
 
-        What cannot be recorded (as many values as dimensions; a counter that would go down; no number) is
-        logged and left out: a handler's answer does not depend on it.
+        What cannot be recorded (other values than dimensions; a counter that would go down; no number) is
+        left out, and logged the first time: a handler's answer does not depend on it.
         """
         try:
             number = float(value)
@@ -53,7 +55,9 @@ class CachingMetric(MetricAbstract):
             if number < 0 and self.metric_type is MetricTypes.COUNTER:
                 raise ValueError("a counter cannot go down")
         except (TypeError, ValueError) as error:
-            logger.error("%s was not updated with %r: %s", self.metric_name, value, error)
+            if not self._complained:
+                self._complained = True
+                logger.error("the metric %s was not updated with %r: %s", self.metric_name, value, error)
             return
         outlet.send(self, number, tuple(map(str, dimension_values)), request_id or "")
 

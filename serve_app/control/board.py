@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from serve_app.telemetry.metrics import Sample, Sum
+from serve_app.telemetry.metrics import Report, Sum
 from serve_app.types import Table
 
 Nudge = Literal["samples"]
@@ -41,7 +41,7 @@ class Board:
         self._collection = 0
         self._heard = asyncio.Event()
 
-    async def poll(self, source: str, generation: int, samples: list[Sample] | None) -> Table | Nudge | None:
+    async def poll(self, source: str, generation: int, samples: Report | None) -> Table | Nudge | None:
         """A reader's long poll: the next table, a wish for its samples, or None when nothing came in time."""
         reader = self._readers.setdefault(source, _Reader())
         reader.generation, reader.seen = generation, time.monotonic()
@@ -63,7 +63,12 @@ class Board:
             return self.table
         return "samples" if reader.reported != self._collection else None
 
-    def leave(self, source: str, samples: list[Sample] | None = None) -> None:
+    def expect(self, sources: set[str]) -> None:
+        """Readers of a predecessor's board, which will come back to this one: nothing is in force before they have."""
+        for source in sources:
+            self._readers.setdefault(source, _Reader(seen=time.monotonic()))
+
+    def leave(self, source: str, samples: Report | None = None) -> None:
         """A reader ends, or was found dead: what it had counted stays counted."""
         if samples is not None:
             self._total.put(source, samples)

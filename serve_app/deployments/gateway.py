@@ -8,13 +8,15 @@ from typing import Any
 
 from ray import serve
 
+from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane, TableReader
+from serve_app.deployments.keeper import RemoteKeeper
 from serve_app.deployments.link import Link
 from serve_app.deployments.remote import Remotes
 from serve_app.doors import middleware
 from serve_app.doors.app import inference_app
 from serve_app.settings import Settings
-from serve_app.telemetry import logs
+from serve_app.telemetry import logs, system, torchserve
 from serve_app.telemetry.metrics import Meters
 
 
@@ -25,20 +27,30 @@ class Gateway:
 
     async def __init__(self, settings: Settings, management: Any) -> None:
         # The handle in ``management`` makes Serve start that deployment with this one; the link opens its own.
-        logs.configure(settings.telemetry.log_level)
+        replica = serve.get_replica_context().replica_id.unique_id
+        logs.configure(settings, logs.Speaker(f"Gateway-{replica}"))
         self._settings = settings
-        self._meters = Meters()
+        self._meters = Meters(torchserve.meters_of(settings))
         self._reader = TableReader()
         self._link = Link(self._reader, self._meters)
         self._plane = DataPlane(self._reader, self._meters, remote=Remotes(self._reader, settings))
         self._access = logs.access(settings)
+        self._machine = system.collect(self._meters.torchserve, settings)
         self._link.start()
         await self._link.first_table(timeout=60)
         gc.collect()
         gc.freeze()  # what imports have made is not looked through again, tens of milliseconds a time
 
     def __serve_build_asgi_app__(self) -> Any:
-        doors = inference_app(self._plane, self._settings, self._meters, self._access)
+        keeper, shared = RemoteKeeper(self._link.management), self._settings.inference
+        doors = inference_app(
+            self._plane,
+            self._settings,
+            self._meters,
+            self._access,
+            ControlPlane(keeper, self._settings, lambda: self._plane.access) if shared.also_management else None,
+            keeper.render if shared.also_metrics and self._settings.management.enable_metrics_api else None,
+        )
         middleware.answer_with(doors)
         return doors
 

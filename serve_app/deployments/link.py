@@ -11,7 +11,7 @@ from ray import serve
 
 from serve_app.dataplane import TableReader
 from serve_app.deployments.options import MANAGEMENT, SERVER
-from serve_app.telemetry.metrics import Meters, Sample
+from serve_app.telemetry.metrics import Meters, Report
 from serve_app.types import Table
 
 log = logging.getLogger("torchrelay.link")
@@ -50,12 +50,12 @@ class Link:
             self._task.cancel()
         await self._handle.leave.remote(self._source, self._samples())
 
-    def _samples(self) -> list[Sample]:
+    def _samples(self) -> Report:
         self.refresh()
-        return self._meters.samples()
+        return self._meters.report()
 
     async def _poll(self) -> None:
-        samples: list[Sample] | None = self._samples()
+        samples: Report | None = self._samples()
         while True:
             try:
                 answer = await self._handle.poll.remote(self._source, self._reader.table.generation, samples)

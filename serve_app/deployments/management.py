@@ -6,48 +6,80 @@ import asyncio
 import contextlib
 import logging
 import os
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import orjson
+import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 
+from serve_app import tls
 from serve_app.control import registry as change
 from serve_app.control.admission import Admission
 from serve_app.control.board import Board, Nudge
 from serve_app.control.database import Database
-from serve_app.control.reconciler import ATTEMPT, Deploy, Reconciler, Seen
+from serve_app.control.events import Events, Story
+from serve_app.control.keys import Keys
+from serve_app.control.reconciler import ATTEMPT, Deploy, Reconciler, Seen, is_dead
 from serve_app.control.registry import Desired, Registry
 from serve_app.control.vitals import Vitals
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import TableReader
 from serve_app.deployments import options, serve_env
+from serve_app.deployments.keeper import QUESTIONS
 from serve_app.deployments.listener import Listener
 from serve_app.deployments.remote import Remotes
 from serve_app.doors.app import management_app, metrics_app
-from serve_app.errors import HandlerFailed, NotFound, NotYet, NoWorker, RelayError, StartFailed, Unavailable
-from serve_app.settings import Settings
-from serve_app.telemetry import logs
-from serve_app.telemetry.metrics import Meters, Sample, Sum
+from serve_app.errors import HandlerFailed, NotFound, NotYet, NoWorker, RelayError, StartFailed, Unavailable, WrongModel
+from serve_app.runtime.environments import Environments
+from serve_app.settings import INFERENCE_HOST, Settings
+from serve_app.store.manifest import stem
+from serve_app.telemetry import last_words, logs, system, torchserve
+from serve_app.telemetry.last_words import Death
+from serve_app.telemetry.metrics import Meters, Report, Sum
 from serve_app.types import (
     Call,
     Description,
+    Event,
     ModelRef,
     ModelSpec,
     ModelStatus,
     Progress,
     Registration,
     ReplyStream,
+    Stage,
     Table,
+    matches,
 )
 
 log = logging.getLogger("torchrelay.management")
 T = TypeVar("T")
 
 _BUSY_PERIOD = 0.25  # seconds between passes while something is starting or stopping
+_LINE = 300  # characters of an installer's line that are told
 _PLACEMENT = 30.0  # seconds that a replica may wait for a place, beyond its startup_timeout
+
+_WHERE_THE_KEYS_ARE = """
+######
+Requests must show a key, because this server is not for this machine alone or because auth.mode says so.
+The keys are in %s
+A request shows one as "Authorization: Bearer KEY"; the inference key infers, the management key manages.
+auth.mode: "off" opens every door to everybody.
+######"""
+
+
+def _inference_addresses() -> tuple[list[str], int]:
+    """Where Ray Serve listens, and what `torchrelay start` put in front of it; a host that is not told may be any."""
+    http = _get_global_client().http_config
+    in_front = os.environ.get(INFERENCE_HOST)
+    return [http.host or "0.0.0.0", *([in_front] if in_front else [])], http.port
 
 
 
@@ -60,14 +92,22 @@ class Management:
         if lost := serve_env.complaint(os.environ):
             log.warning("%s", lost)
         self._settings = settings
+        context = await asyncio.to_thread(tls.of_management, settings)
         settings.state_dir.mkdir(parents=True, exist_ok=True)
         self._serve = ThreadPoolExecutor(1, thread_name_prefix="serve")  # Serve's client is not thread-safe
         self._database = await asyncio.to_thread(Database, settings.database_url)
         self._registry: Registry = await asyncio.to_thread(self._database.load)
         self._admission = await asyncio.to_thread(Admission, settings)
-        self._meters = Meters()
-        self._total = Sum()
+        self._environments = await asyncio.to_thread(
+            Environments, settings.state_dir / "environments", settings.runtime
+        )
+        self._events = Events()
+        self._watchers: set[asyncio.Task[None]] = set()  # of stories whose callers did not wait
+        self._meters = Meters(torchserve.meters_of(settings))
+        self._total = Sum(self._meters.torchserve.shown)
         self._board = Board(self._total)
+        hosts, port = await self._in_serve(_inference_addresses)
+        self._keys = await self._make_keys(hosts)
         self._remotes = Remotes(TableReader(), settings)
         self._reconciler = Reconciler(self._application, self._config_of)
         self._writing = asyncio.Lock()
@@ -80,24 +120,52 @@ class Management:
         self._leaving: dict[str, str] = {}  # applications of removed versions, and the digests that they may still need
         self._booted = False
         self._settled = False
-        m = settings.management
-        api = management_app(ControlPlane(self, settings), settings)
-        self._listeners = [
-            Listener(api, m.host, m.port, "management.port"),
-            Listener(metrics_app(self._render, settings), m.metrics_host, m.metrics_port, "management.metrics_port"),
-        ]
+        await asyncio.to_thread(last_words.dead, settings.last_words)  # of a life before this one: nobody asks for them
+        running = await self._in_serve(self._reconciler.sources, ("RUNNING",))
+        self._board.expect(running - {serve.get_replica_context().replica_id.unique_id})
+        self._publish()  # before anybody can ask: who may ask for what stands in the table
+        self._listeners = self._make_listeners(port, context)
         for listener in self._listeners:
             await listener.open()
-        self._publish()
+        self._machine = system.collect(self._meters.torchserve, settings)
         self._tasks = [asyncio.create_task(self._boot()), asyncio.create_task(self._run())]
+
+    async def _make_keys(self, inference_hosts: list[str]) -> Keys | None:
+        """The keys that requests must show; None where they need none. What an operator must know of it is said."""
+        if not self._settings.wants_keys(*inference_hosts):
+            if self._settings.is_open(*inference_hosts):
+                log.warning("auth.mode is off, and others than this machine can reach this server: it answers them all")
+            return None
+        run = ray.get_runtime_context().get_session_name()
+        keys = await asyncio.to_thread(Keys, self._settings, run)
+        if self._settings.auth.torchserve_tokens:
+            log.warning("%s", _WHERE_THE_KEYS_ARE % self._settings.key_file)
+        return keys
+
+    def _make_listeners(self, inference_port: int, context: ssl.SSLContext | None) -> list[Listener]:
+        """One for each port that is not shared: with the inference port, or by the two of them."""
+        m, shared = self._settings.management, self._settings.inference
+        no_port = (0, inference_port)
+        control = ControlPlane(self, self._settings, lambda: self._board.table.access)
+        together = (m.host, m.port) == (m.metrics_host, m.metrics_port)
+        render = self.render if m.enable_metrics_api and (together or m.also_metrics) else None
+        listeners = []
+        if not (shared.also_management and m.port in no_port):
+            api = management_app(control, self._settings, render=render, meters=self._meters)
+            listeners.append(Listener(api, m.host, m.port, "management.port", context))
+        alone = m.enable_metrics_api and not together
+        if alone and not ((shared.also_metrics or m.also_metrics) and m.metrics_port in no_port):
+            metrics = metrics_app(self.render, self._settings, lambda: self._board.table.access, self._meters)
+            listeners.append(Listener(metrics, m.metrics_host, m.metrics_port, "management.metrics_port", context))
+        return listeners
 
     # What readers ask
 
-    async def poll(self, source: str, generation: int, samples: list[Sample] | None) -> Table | Nudge | None:
+    async def poll(self, source: str, generation: int, samples: Report | None) -> Table | Nudge | None:
         """A reader's long poll; see control/board.py."""
         return await self._board.poll(source, generation, samples)
 
-    async def leave(self, source: str, samples: list[Sample]) -> None:
+    async def leave(self, source: str, samples: Report) -> None:
         self._board.leave(source, samples)
 
     async def start_failed(self, ref: ModelRef, digest: str, error: StartFailed) -> None:
@@ -107,6 +175,16 @@ class Management:
             if spec.digest == digest:
                 self._vitals.failed(spec, error)
                 self._kick.set()
+
+    async def died(self, deaths: list[Death]) -> None:
+        """Replicas have died on another node."""
+        self._bury(change.desired(self._registry), deaths)
+        self._kick.set()
+
+    async def stage(self, ref: ModelRef, stage: Stage) -> None:
+        """How far a replica has come that starts."""
+        if (story := self._events.of(ref.name, ref.version)) is not None:
+            self._events.put(story, stage)
 
     async def pause_before_start(self, ref: ModelRef) -> float:
         """Seconds that a new replica should wait, because the ones before it crashed."""
@@ -122,18 +200,29 @@ class Management:
     # What the control plane asks (controlplane.Keeper)
 
     async def register(self, registration: Registration) -> Progress:
-        async with self._admitted(registration) as spec:
+        story = self._story(registration)
+        with self._events.told(story):
+            return await self._register(registration, story)
+
+    async def _register(self, registration: Registration, story: Story) -> Progress:
+        async with self._admitted(registration, story) as spec:
+            if not matches(spec.name, registration.within):
+                raise WrongModel(spec.name)
+            change.register(self._registry, spec)  # refused before anything is installed for it
+            await self._install(spec, story)
             while spec.ref.app in self._leaving:  # what runs under its name is still the one that was removed
                 await self._next_pass()
             async with self._writing:
                 with contextlib.suppress(NotYet):  # a reader that has not heard of it only says so a little longer
                     await self._commit(change.register(self._registry, spec))
         if spec.min_workers == 0:
+            self._events.put(story, "ready", workers=0)
             return Progress(spec.ref, 0, "done")
         if not registration.wait:
+            self._watch(story, spec)
             return Progress(spec.ref, 0, "processing")
         try:
-            return await self._until_running(spec.ref, spec.min_workers, spec.startup_timeout)
+            return await self._started(story, spec)
         except StartFailed:
             async with self._writing:
                 with contextlib.suppress(NotYet):
@@ -147,9 +236,21 @@ class Management:
             self._vitals.forgive(ref)
             await self._commit(after)
         spec = change.find(after, ref.name, ref.version)
+        story = self._events.begin(ref.name, version=ref.version, workers=low)
         if not wait:
+            self._watch(story, spec)
             return Progress(ref, self._running(ref), "processing")
-        return await self._until_running(ref, low, spec.startup_timeout)
+        with self._events.told(story):
+            return await self._started(story, spec)
+
+    async def events(
+        self, model: str, registration: str | None, since: int | None, patience: float
+    ) -> list[Event]:
+        if registration is None and not self._events.knows(model):
+            spec = change.find(self._registry, model, None)
+            story = self._events.begin(model, version=spec.version, workers=spec.min_workers)
+            self._watch(story, spec)
+        return await self._events.after(model, registration, since, patience)
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         async with self._writing:
@@ -170,7 +271,18 @@ class Management:
         await self._board.collect(1.0, self._alive)
         pending = int(self._total.total("torchrelay_queue_depth", model=spec.name, version=spec.version))
         default = self._registry.models[model].default == spec.version
-        return Description(spec, self._vitals.statuses.get(spec.ref, ModelStatus()), default, pending)
+        return Description(spec, self._status(spec.ref), default, pending)
+
+    def _status(self, ref: ModelRef) -> ModelStatus:
+        """What is known of a version. A replica whose process is gone is not ready, whatever was seen last."""
+        status = self._vitals.statuses.get(ref, ModelStatus())
+        workers = tuple(replace(w, ready=False) if w.ready and is_dead(w) else w for w in status.workers)
+        if workers == status.workers:
+            return status
+        self._kick.set()
+        running = sum(worker.ready for worker in workers)
+        phase = status.phase if running or status.phase != "ready" else "loading"
+        return replace(status, phase=phase, replicas=running, workers=workers)
 
     async def metadata(self, model: str, version: str | None) -> dict[str, Any]:
         """What the handler says of itself: one replica's answer to a ``describe`` call, empty where it is no object."""
@@ -201,6 +313,22 @@ class Management:
         records = sorted(self._registry.models.items())
         return [(name, record.versions[record.default].url) for name, record in records]
 
+    async def renew_key(self, kind: Literal["inference", "management"]) -> None:
+        assert self._keys is not None  # the doors have no such route without keys
+        async with self._writing:
+            await asyncio.to_thread(self._keys.renew, kind)
+            self._publish()
+            await self._until_in_force()
+
+    async def answer(self, question: str, args: tuple[Any, ...]) -> Any:
+        """What a gateway's control plane asks (see keeper.py): an error is a value, or Ray would log it as a fault."""
+        if question not in QUESTIONS:
+            raise AttributeError(question)
+        try:
+            return await getattr(self, question)(*args)
+        except RelayError as error:
+            return error
+
     # Changes
 
     async def _commit(self, after: Registry) -> None:
@@ -218,6 +346,10 @@ class Management:
         self._registry = after
         self._publish()
         self._kick.set()
+        await self._until_in_force()
+
+    async def _until_in_force(self) -> None:
+        """Wait until every live reader has the table that hangs. Raises NotYet."""
         late = await self._board.in_force(self._settings.control.acknowledge_timeout, self._alive)
         if late:
             raise NotYet(f"Stored, and not yet in force at {len(late)} of the replicas that run.")
@@ -228,21 +360,80 @@ class Management:
         self._leaving[spec.ref.app] = spec.digest
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, registration: Registration, at_startup: bool = False) -> AsyncIterator[ModelSpec]:
+    async def _admitted(
+        self, registration: Registration, story: Story, at_startup: bool = False
+    ) -> AsyncIterator[ModelSpec]:
         """A new version's spec; until the end of the block its archive stays where it is."""
         async with self._tidying:
             self._admitting += 1
         try:
-            yield await asyncio.to_thread(self._admission.admit, registration, at_startup)
+            spec = await asyncio.to_thread(self._admission.admit, registration, at_startup, self._events.teller(story))
+            self._events.named(story, spec.name, spec.version)
+            yield spec
         finally:
             self._admitting -= 1
+
+    async def _install(self, spec: ModelSpec, story: Story) -> None:
+        """What the archive requires, on this node, before anything is changed. Raises InstallFailed."""
+        if spec.requirements:
+            tell = self._events.teller(story)
+            directory = await asyncio.to_thread(self._admission.directory, spec)
+            await asyncio.to_thread(
+                self._environments.build,
+                spec.name,
+                directory,
+                spec.requirements,
+                spec.digest,
+                lambda line: tell("installing", line=line[:_LINE]),
+            )
+
+    # Stories
+
+    def _story(self, registration: Registration) -> Story:
+        archive = urlsplit(registration.url).path.rstrip("/").rpartition("/")[2]
+        return self._events.begin(registration.model_name or stem(archive), registration.id, url=registration.url)
+
+    def _watch(self, story: Story, spec: ModelSpec) -> None:
+        """See a story to its end for a caller that does not wait."""
+
+        async def watch() -> None:
+            with contextlib.suppress(RelayError), self._events.told(story):
+                await self._started(story, spec)
+
+        task = asyncio.create_task(watch())
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
+
+    async def _started(self, story: Story, spec: ModelSpec) -> Progress:
+        """Wait until a version has the workers that ``spec`` says; its story goes on meanwhile. Raises StartFailed."""
+        self._events.put(story, "starting", workers=spec.min_workers)
+        if spec.min_workers == 0:
+            progress = Progress(spec.ref, self._running(spec.ref), "processing")
+        else:
+            progress = await self._until_running(
+                spec.ref, spec.min_workers, spec.startup_timeout, partial(self._tell_of_placement, story, spec)
+            )
+        self._events.put(story, "ready", workers=progress.replicas)
+        return progress
+
+    async def _tell_of_placement(self, story: Story, spec: ModelSpec) -> None:
+        """What a version waits for that has no place yet."""
+        seen = self._seen.get(spec.ref.app)
+        if seen is None or len([worker for worker in seen.workers if worker.pid]) >= spec.min_workers:
+            return
+        wanted = {"CPU": spec.num_cpus, "GPU": spec.num_gpus}
+        free = await self._in_serve(self._reconciler.free)
+        lacks = {kind: {"wanted": n, "free": free.get(kind, 0.0)} for kind, n in wanted.items() if n > free.get(kind, 0.0)}
+        if lacks:
+            self._events.put(story, "starting", workers=spec.min_workers, waiting_for=lacks)
 
     def _publish(self) -> None:
         healthy = {spec.ref: self._vitals.healthy(spec) for spec in self._registry}
         now = self._board.table
         table = change.table(self._registry, self._vitals.statuses, healthy, now.generation, self._settled)
+        table = replace(table, access=self._keys.access if self._keys is not None else None)
         if table != now or now.generation == 0:
-            self._board.hang(Table(self._board.next_generation(), table.models, table.settled))
+            self._board.hang(replace(table, generation=self._board.next_generation()))
 
     async def _until_running(self, ref: ModelRef, count: int, startup_timeout: int) -> Progress:
         """Wait until ``count`` replicas run, no more and no fewer. Raises StartFailed."""
@@ -288,6 +479,7 @@ class Management:
         """Look, note, act. True while something is on its way."""
         desired = change.desired(self._registry)
         seen = await self._in_serve(self._reconciler.look)
+        self._bury(desired, await asyncio.to_thread(last_words.dead, self._settings.last_words))
         self._note(desired, seen)
         tried = {app: want for app, want in desired.items() if self._vitals.tried(want.spec.ref)}
         steps = await self._in_serve(self._reconciler.act, tried, seen)
@@ -297,6 +489,14 @@ class Management:
         passed.set()
         moving = any(app not in seen or seen[app].running != want.low for app, want in tried.items())
         return bool(steps) or moving or any(app not in desired for app in seen)
+
+    def _bury(self, desired: Mapping[str, Desired], deaths: Iterable[Death]) -> None:
+        """Keep why replicas died, of versions that should run."""
+        for death in deaths:
+            want = desired.get(death.app)
+            if want is not None and want.spec.digest == death.digest:
+                log.error("%s: replica %s died. %s", death.app, death.replica, death.why)
+                self._vitals.died(want.spec, death)
 
     async def _discard(self, seen: Mapping[str, Seen]) -> None:
         """Drop the archives of versions that were removed and whose replicas are gone, and those that were refused."""
@@ -353,10 +553,11 @@ class Management:
     async def _alive(self) -> set[str]:
         return await self._in_serve(self._reconciler.sources)
 
-    async def _render(self) -> bytes:
+    async def render(self, names: frozenset[str] | None = None) -> bytes:
+        """The metrics page; with ``names``, only the samples that are called so."""
         await self._board.collect(1.0, self._alive)
-        self._total.put("management", self._meters.samples())
-        return self._total.render()
+        self._total.put("management", self._meters.report())
+        return self._total.render(names)
 
     async def check_health(self) -> None:
         for task in self._tasks:

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import ray
 from ray import serve
 
 from serve_app.dataplane import DataPlane, TableReader
+from serve_app.deployments import error_page
 from serve_app.deployments.hop import HopServer, socket_path
 from serve_app.deployments.link import Link
 from serve_app.deployments.ray_batcher import RayBatcher
@@ -29,7 +31,9 @@ from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.store.cache import Cache
 from serve_app.store.manifest import Manifest
-from serve_app.telemetry import logs
+from serve_app.telemetry import last_words, logs, system, torchserve
+from serve_app.telemetry.last_words import LastWords
+from serve_app.telemetry.logs import Speaker
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, Chunk, ModelSpec, Reply, ReplyStream
 
@@ -53,14 +57,28 @@ class ModelReplica:
     """Opens its archive, loads and warms its model, and runs the same doors as the gateway over it."""
 
     async def __init__(self, spec: ModelSpec, settings: Settings) -> None:
-        logs.configure(settings.telemetry.log_level)
+        replica = serve.get_replica_context().replica_id.unique_id
+        logs.configure(settings, Speaker.of_replica(spec.name, spec.version, replica), spec.config.get("log_level"))
         self._spec = spec
         self._settings = settings
         self._hung = False
-        self._meters = Meters()
+        self._meters = Meters(torchserve.meters_of(settings))
+        self._words = LastWords(settings.last_words, spec.ref.app, spec.digest, replica)
+        try:
+            await self._start(replica)
+        except BaseException:
+            self._words.close()  # whoever started it is told by the exception
+            raise
+        self._words.ready()
+
+    async def _start(self, replica: str) -> None:
+        spec, settings = self._spec, self._settings
         reader = TableReader()
         self._link = Link(reader, self._meters)
+        await asyncio.to_thread(error_page.put_up, ray.get_runtime_context().get_node_id())
+        await self._tell_of_the_dead(replica)
         await self._pause_after_crashes()
+        began = time.monotonic()
         try:
             await self._load()
         except StartFailed as error:
@@ -68,14 +86,24 @@ class ModelReplica:
             # Serve keeps only the end of a long message; Management wants the author's traceback whole.
             await self._link.management.start_failed.remote(spec.ref, spec.digest, error)
             raise
+        logs.mend()
+        worker = f"W-{replica}-{spec.name}_{spec.version}"
+        load_time = self._meters.torchserve.child("WorkerLoadTime", worker, "Host")
+        load_time.record(round((time.monotonic() - began) * 1000))
         local = (spec.ref, LocalTarget(self._batcher))
         self._plane = DataPlane(reader, self._meters, remote=Remotes(reader, settings), local=local)
         self._access = logs.access(settings)
         self._hops = HopServer(self._batcher.enqueue)
-        await self._hops.open(socket_path(serve.get_replica_context().replica_id.unique_id))
+        await self._hops.open(socket_path(replica))
         self._link.refresh = lambda: self._meters.depth(spec.name, spec.version, self._batcher.pending)
+        self._machine = system.collect(self._meters.torchserve, settings)
         self._link.start()
         await self._link.first_table(timeout=30)
+
+    async def _tell_of_the_dead(self, replica: str) -> None:
+        """Management sees why replicas of its own node died; of those on other nodes the next one there tells it."""
+        if deaths := await asyncio.to_thread(last_words.dead, self._settings.last_words, replica):
+            self._link.management.died.remote(deaths)
 
     async def _pause_after_crashes(self) -> None:
         """A crash loop is slowed down here, where waiting costs nobody anything."""
@@ -95,7 +123,8 @@ class ModelReplica:
 
         def load(directory: Path) -> Runner:
             manifest = Manifest.read(directory, Path(spec.archive).name, settings.store.default_service_handler)
-            runner = Runner(spec, directory, manifest.raw, settings.runtime, gpu)
+            metrics = self._meters.torchserve.cache(spec.name)
+            runner = Runner(spec, directory, manifest.raw, settings.runtime, gpu, metrics)
             runner.load()
             runner.warm_up()
             return runner
@@ -107,7 +136,8 @@ class ModelReplica:
         try:
             runner = await asyncio.wait_for(open_and_load(), spec.startup_timeout or None)
         except asyncio.TimeoutError:
-            why = f"not ready within startup_timeout ({spec.startup_timeout} s); raise it at the registration"
+            cure = "raise it at the registration, or startupTimeout in model-config.yaml"
+            why = f"not ready within startup_timeout ({spec.startup_timeout} s); {cure}. It stood at\n{author.where}"
             raise StartFailed(spec.name, spec.version, why) from None
         except RelayError as error:
             if isinstance(error, StartFailed):
@@ -203,9 +233,9 @@ class ModelReplica:
         finally:
             await reply.aclose()
 
-    def _end_hung(self) -> None:
+    def _end_hung(self, why: str) -> None:
         """The handler does not come back: let the answers leave, then end; Serve starts another replica."""
-        log.error("%s: no answer within response_timeout (%s s)", self._spec.ref.app, self._spec.response_timeout)
+        self._words.say(why)
         self._hung = True
         asyncio.get_running_loop().call_later(_FAREWELL, os._exit, _EXIT_HUNG)
 
@@ -214,6 +244,7 @@ class ModelReplica:
             raise RuntimeError("the handler hangs")
 
     async def __del__(self) -> None:
+        self._words.close()
         self._hops.close()
         await self._link.leave()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane
 from serve_app.doors.exchange import EVERY_ANSWER, CallerLeft, Exchange, Receive, Scope, Send, every_answer
-from serve_app.doors.metrics import MetricsDoor
+from serve_app.doors.metrics import MetricsDoor, Render
 from serve_app.doors.torchserve.inference import InferenceDoor
 from serve_app.doors.torchserve.management import ManagementDoor
 from serve_app.errors import RelayError
@@ -61,12 +61,12 @@ class App:
     def __init__(
         self,
         door: Door,
-        meters: Meters | None,
+        count: Callable[[int], None] | None,
         access: AccessLog | None,
         always: tuple[tuple[bytes, bytes], ...] = EVERY_ANSWER,
     ) -> None:
         self._door = door
-        self._meters = meters
+        self._count = count  # a status that was answered
         self._access = access
         self._always = always
 
@@ -88,8 +88,8 @@ class App:
                 _log.error("%s failed: a fault of this server", exchange.request_id, exc_info=error)
             await self._door.refuse(exchange, error)
         finally:
-            if self._meters is not None and exchange.status:
-                self._meters.response(exchange.status)
+            if self._count is not None and exchange.status:
+                self._count(exchange.status)
             if self._access is not None:
                 self._write(self._access, exchange, time.perf_counter() - started)
 
@@ -107,10 +107,13 @@ class App:
             exchange.request_id,
             exchange.model,
             exchange.version,
+            **({"came_with": _came_with(exchange.headers)} if access.json else {}),
         )
 
 
-Render = Callable[[], Awaitable[bytes]]
+def _came_with(headers: dict[str, str]) -> dict[str, str]:
+    """The ids that a request brought: the answer has one of its own, and who looks for theirs finds it in the log."""
+    return {name: headers[name] for name in ("x-request-id", "traceparent") if name in headers}
 
 
 def inference_app(
@@ -131,22 +134,28 @@ def inference_app(
         others.append(ManagementDoor(control, settings))
     if render is not None:
         others.append(MetricsDoor(render, settings, lambda: plane.access))
-    return App(Doors(door, *others) if others else door, meters, access, every_answer(settings.inference))
+    return App(Doors(door, *others) if others else door, meters.response, access, every_answer(settings.inference))
 
 
 def management_app(
-    control: ControlPlane, settings: Settings, access: AccessLog | None = None, render: Render | None = None
+    control: ControlPlane,
+    settings: Settings,
+    access: AccessLog | None = None,
+    render: Render | None = None,
+    meters: Meters | None = None,
 ) -> App:
     """What answers on the management port; with ``render``, the metrics too."""
     door: Door = ManagementDoor(control, settings)
     if render is not None:
         door = Doors(door, MetricsDoor(render, settings, lambda: control.access))
-    return App(door, None, access, every_answer(settings.inference))
+    return App(door, meters and meters.rest, access, every_answer(settings.inference))
 
 
-def metrics_app(render: Render, settings: Settings, access: Callable[[], Access | None] = lambda: None) -> App:
+def metrics_app(
+    render: Render, settings: Settings, access: Callable[[], Access | None], meters: Meters | None = None
+) -> App:
     """What answers on the metrics port."""
-    return App(MetricsDoor(render, settings, access), None, None, every_answer(settings.inference))
+    return App(MetricsDoor(render, settings, access), meters and meters.rest, None, every_answer(settings.inference))
 
 
 async def _decline(scope: Scope, receive: Receive, send: Send) -> None:

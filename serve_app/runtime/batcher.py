@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 import traceback
 from collections import deque
@@ -18,7 +17,7 @@ from itertools import islice
 from types import EllipsisType
 from typing import Any, Protocol
 
-from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, QueueFull, RelayError, WorkerDied
+from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, QueueFull, RelayError, ResponseTimeout
 from serve_app.runtime.author import Author
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
@@ -111,9 +110,10 @@ class Batcher:
     ``run`` is Runner.run; it is called in ``author``'s thread only. ``max_batch_delay`` (milliseconds)
     is how long an idle model waits for a batch to fill, counted from its first row; None or 0: not at
     all. ``prepare`` is Runner.prepare: it begins rows of the next two batches while one runs. With ``tickets`` a
-    row is taken only if the model is idle. ``response_timeout`` (seconds) bounds one run of the handler; 0: unbounded. ``on_hung`` is
-    called once, after everybody who waited was told, when a run exceeds it: the process is then of
-    no more use. ``clock`` counts seconds; ``timer`` is ``call_later`` of the loop that submits.
+    row is taken only if the model is idle. ``response_timeout`` (seconds) bounds one run of the handler; 0: unbounded.
+    ``on_hung`` is called once with what happened and where the handler stands, after everybody who waited was
+    told, when a run exceeds it: the process is then of no more use. ``clock`` counts seconds; ``timer`` is
+    ``call_later`` of the loop that submits.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Batcher:
         response_timeout: float = 120,
         retries: bool = True,
         tickets: bool = False,
-        on_hung: Callable[[], None] = lambda: None,
+        on_hung: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.perf_counter,
         timer: Timer | None = None,
     ) -> None:
@@ -370,7 +370,9 @@ class Batcher:
         if size > 1 and self._retries and _failed_whole(results):
             again = [row for row in rows if not row.emitted]
             if again:
-                log.warning("%s: a batch of %d failed (%s); it runs again in halves", self._ref.app, size, results[0])
+                ids = ", ".join(row.call.request_id for row in rows)
+                said = "%s: a batch of %d failed (%s); it runs again in halves (requests %s)"
+                log.warning(said, self._ref.app, size, results[0], ids)
                 answers.extend((row, result) for row, result in zip(rows, results, strict=True) if row.emitted)
                 middle = (len(again) + 1) // 2
                 self._attempt(batch, again[:middle], answers)
@@ -439,6 +441,8 @@ class Batcher:
         name, version = self._ref.name, self._ref.version
         for seconds, waits in batch.runs:
             self._meters.batch(name, version, len(waits), seconds, waits)
+        if batch.runs and batch.began is not None:
+            self._meters.overhead(self._clock() - batch.began - batch.runs[-1][0])
         self._meters.depth(name, version, self.pending)
 
     # The watch over a handler that does not come back: one timer, moved on when it fires, not one a batch
@@ -460,11 +464,11 @@ class Batcher:
 
     def _give_up(self) -> None:
         why = f"the handler gave no answer within response_timeout ({self._timeout:g} s)"
-        frame = sys._current_frames().get(self.author.ident)
-        where = "".join(traceback.format_stack(frame)) if frame else "(its thread has ended)\n"
-        log.error("%s: %s; it stands at\n%s", self._ref.app, why, where)
-        self._refusal = "its replica hangs and is being replaced"
+        where = self.author.where
         running = self._flight[0].rows
+        ids = ", ".join(row.call.request_id for row in running)
+        log.error("%s: %s (requests %s); it stands at\n%s", self._ref.app, why, ids, where)
+        self._refusal = "its replica hangs and is being replaced"
         waiting = [row for batch in list(self._flight)[1:] for row in batch.rows] + list(self._queue)
         for batch in self._flight:
             batch.ended = True
@@ -473,16 +477,16 @@ class Batcher:
         self._queue.clear()
         for row in running:
             if row.pieces is not None:
-                row.pieces.end(WorkerDied(why))
+                row.pieces.end(ResponseTimeout(why))
             elif not row.future.done():
-                row.future.set_exception(WorkerDied(why))
+                row.future.set_exception(ResponseTimeout(why))
         for row in waiting:
             if not row.future.done():
                 row.future.set_exception(Loading(self._ref.name, row.call.version, self._refusal))
         self._meters.depth(self._ref.name, self._ref.version, 0)
         if self._drained is not None:
             self._drained.set()
-        self._on_hung()
+        self._on_hung(f"{why}; it stood at\n{where}")
 
 
 def _outcome(future: asyncio.Future[Any]) -> Any:

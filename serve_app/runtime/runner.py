@@ -23,10 +23,12 @@ from typing import Any
 import handlers
 from handlers import torchserve_names
 from handlers.context import Context
+from handlers.metrics import MetricCache, outlet
 from serve_app.errors import OutOfResources, RelayError, StartFailed, StartOutOfMemory
 from serve_app.runtime import rows
 from serve_app.runtime.turn import Emit, Turn, out_of_memory, trace
 from serve_app.settings import RuntimeSettings
+from serve_app.telemetry import logs
 from serve_app.types import Call, Input, ModelSpec, Reply
 
 log = logging.getLogger("torchrelay.runner")
@@ -47,6 +49,7 @@ class Runner:
         manifest: dict[str, Any],
         settings: RuntimeSettings,
         gpu_id: int | None = None,
+        metrics: MetricCache | None = None,
     ) -> None:
         self._spec = spec
         self._directory = Path(directory)
@@ -60,11 +63,13 @@ class Runner:
             gpu_id=gpu_id,
             limit_max_image_pixels=settings.limit_max_image_pixels,
             model_yaml_config=dict(spec.config),
+            metrics=metrics,
         )
         self._context.header_key_sequence_id = settings.header_key_sequence_id
         self._context.header_key_sequence_start = settings.header_key_sequence_start
         self._context.header_key_sequence_end = settings.header_key_sequence_end
         self._hidden = settings.blacklist_env_vars
+        self._largest = settings.max_response_size
         self._envelope = spec.config.get("envelope") or settings.service_envelope
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous handler; set by ``load``
@@ -114,11 +119,12 @@ class Runner:
         collection, which otherwise walks through it again and again, tens of milliseconds a time.
         """
         samples = [(file, self._sample(file)) for file in self._sample_files()]
-        for file, call in samples:
-            self._try(f"sample {file}", [call])
-        size = self._spec.batch_size
-        if samples and size > 1:
-            self._try(f"a batch of {size} samples", [samples[i % len(samples)][1] for i in range(size)])
+        with outlet.muted():
+            for file, call in samples:
+                self._try(f"sample {file}", [call])
+            size = self._spec.batch_size
+            if samples and size > 1:
+                self._try(f"a batch of {size} samples", [samples[i % len(samples)][1] for i in range(size)])
         gc.collect()
         gc.freeze()
 
@@ -138,17 +144,23 @@ class Runner:
         """
         turn = self._turn(self._context, calls, emit)
         assert self._handle is not None, "load() comes first"
+        spoken_for = logs.REQUESTS.set(tuple(call.request_id for call in calls))
         try:
             results = turn.close(self._handle(turn.open(ahead), turn.context))
         except BaseException as error:  # SystemExit too: an author's code does not end the thread
             results = turn.fail(error)
+        finally:
+            logs.REQUESTS.reset(spoken_for)
         self._report(turn)
         return results
 
     async def run_async(self, calls: Sequence[Call], emit: Emit) -> list[Reply | RelayError]:
         """``run`` for an asynchronous handler, on ``loop``: several may be under way, each with a context of its own."""
-        turn = self._turn(copy.copy(self._context), calls, emit)
+        context = copy.copy(self._context)
+        context.metrics = copy.copy(context.metrics)  # the same metrics, of other requests
+        turn = self._turn(context, calls, emit)
         assert self._handle is not None, "load() comes first"
+        logs.REQUESTS.set(tuple(call.request_id for call in calls))  # of this task alone
         try:
             results = turn.close(await self._handle(turn.open(), turn.context))
         except BaseException as error:
@@ -157,7 +169,7 @@ class Runner:
         return results
 
     def _turn(self, context: Context, calls: Sequence[Call], emit: Emit) -> Turn:
-        return Turn(context, calls, emit, self._spec.version, self._decoded)
+        return Turn(context, calls, emit, self._spec.version, self._decoded, self._largest)
 
     def _report(self, turn: Turn) -> None:
         """Log what failed in full, unless it was said just now: a batch that runs again in halves fails the same way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,7 +12,15 @@ from typing import Any
 import handlers
 from handlers.context import Context, Row
 from handlers.errors import PredictionException
-from serve_app.errors import CountMismatch, HandlerFailed, HandlerSaid, InvalidOutput, OutOfResources, RelayError
+from serve_app.errors import (
+    CountMismatch,
+    HandlerFailed,
+    HandlerSaid,
+    InvalidOutput,
+    OutOfResources,
+    OutputTooLarge,
+    RelayError,
+)
 from serve_app.runtime import rows
 from serve_app.types import Call, Reply
 
@@ -24,18 +33,23 @@ Emit = Callable[[int, "bytes | Reply"], None]
 class Turn:
     """``failures`` collects what went wrong, in full, for the log; callers are told less.
 
-    An error that stands for the whole batch is one object in every place.
+    An error that stands for the whole batch is one object in every place. ``limit`` (bytes, 0: none) bounds
+    each answer and each piece of a streamed one.
     """
 
-    def __init__(self, context: Context, calls: Sequence[Call], emit: Emit, version: str, decoded: bool) -> None:
+    def __init__(
+        self, context: Context, calls: Sequence[Call], emit: Emit, version: str, decoded: bool, limit: int = 0
+    ) -> None:
         self.failures: list[str] = []
         self.context = context
         self._calls = calls
         self._emit = emit
         self._version = version
         self._decoded = decoded
+        self._limit = limit
         self._streamed: set[int] = set()
         self._broken: dict[int, RelayError] = {}  # rows whose stream ended in an error
+        self._began = 0.0  # when the handler got its rows
 
     @property
     def ids(self) -> str:
@@ -55,11 +69,16 @@ class Turn:
             [rows.parameters(call) for call in calls],
             self._on_emit,
         )
+        metrics = self.context.metrics
+        if metrics is not None:
+            metrics.request_ids = self.context.request_ids
+        self._began = time.perf_counter()
         return data
 
     def close(self, values: Any) -> list[Reply | RelayError]:
         """The answers that the handler's return value makes."""
         count = len(self._calls)
+        seconds = time.perf_counter() - self._began
         if not isinstance(values, list):
             detail = f"a handler returns a list with one element a row, this one returned {type(values).__name__}"
             self.failures.append(detail)
@@ -68,6 +87,8 @@ class Turn:
             detail = f"the handler got {count} rows and returned {len(values)} elements"
             self.failures.append(detail)
             return [CountMismatch(detail)] * count
+        if self.context.metrics is not None:
+            self.context.metrics.add_time("PredictionTime", round(seconds * 1000, 2))
         if self._broken:
             return [self._broken.get(i) or self._reply(i, value) for i, value in enumerate(values)]
         return [self._reply(i, value) for i, value in enumerate(values)]
@@ -103,6 +124,10 @@ class Turn:
             return error
         except MemoryError as error:
             return failure(error, self.failures)
+        if 0 < self._limit < len(body):
+            large = OutputTooLarge(len(body), self._limit)
+            self.failures.append(str(large))
+            return large
         status, phrase = self.context.get_response_status(index)
         named = self.context.get_response_headers(index)
         if not named:

@@ -1,18 +1,22 @@
 """Every metric in one table, a process's own meters, and their sum over all processes.
 
 A process keeps its meters in a registry of its own. The Management deployment collects the
-samples of all of them and shows the sums, so a scrape tells of the whole cluster and not of the
-process that happened to answer it.
+reports of all of them and shows the sums, so a scrape tells of the whole cluster and not of the
+process that happened to answer it. TorchServe's metrics (torchserve/) go the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric as Family
+from prometheus_client.core import Metric as Metrics
+
+from serve_app.telemetry.torchserve.catalogue import Family
+from serve_app.telemetry.torchserve.meters import Child, Reading, TorchServeMeters
+from serve_app.telemetry.torchserve.page import Page
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -43,16 +47,31 @@ Sample = tuple[str, tuple[tuple[str, str], ...], float]
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
-class Meters:
-    """One process's meters. Cheap enough for the hot path: bound children are kept."""
+class _Calls:
+    """The meters that an answered call moves, for one model, version and status, and the version that was asked for."""
 
-    def __init__(self) -> None:
+    __slots__ = ("count", "latency", "queue_microseconds", "queue_time", "total", "microseconds")
+
+
+class Meters:
+    """One process's meters. Cheap enough for the hot path: what an event moves is looked up once and kept.
+
+    ``torchserve`` are the same events under TorchServe's names.
+    """
+
+    def __init__(self, torchserve: TorchServeMeters | None = None) -> None:
+        self.torchserve = torchserve or TorchServeMeters()
         self._registry = CollectorRegistry(auto_describe=False)
         self._metrics = {}
         for m in METRICS:
             extra = {"buckets": m.buckets} if m.buckets else {}
             self._metrics[m.name] = _KINDS[m.kind](m.name, m.help, m.labels, registry=self._registry, **extra)
         self._children: dict[tuple[str, ...], Counter | Gauge | Histogram] = {}
+        self._calls: dict[tuple[str, str, str, str | None], _Calls] = {}
+        self._batches: dict[tuple[str, str], tuple[Callable[[float], None], ...]] = {}
+        self._codes: dict[int, Counter] = {}
+        self._rest: dict[int, Child] = {}
+        self._thread_time = self.torchserve.child("WorkerThreadTime", "Host")
 
     def _child(self, *key: str):
         child = self._children.get(key)
@@ -60,23 +79,73 @@ class Meters:
             child = self._children[key] = self._metrics[key[0]].labels(*key[1:])
         return child
 
-    def request(self, model: str, version: str, status: str, seconds: float) -> None:
-        """A call was answered, ``seconds`` after it came."""
-        self._child("torchrelay_requests", model, version, status).inc()
+    def request(
+        self,
+        model: str,
+        version: str,
+        status: str,
+        seconds: float,
+        asked: str | None = None,
+        queue: float | None = None,
+    ) -> None:
+        """A call was answered, ``seconds`` after it came; ``asked`` is the version that it named.
+
+        ``queue`` is how long it waited for its batch, in seconds; None where it never ran.
+        """
+        calls = self._calls.get((model, version, status, asked)) or self._bound(model, version, status, asked)
+        calls.count.inc()
+        if not version:
+            return
+        calls.latency.observe(seconds)
+        calls.total.record(1.0)
+        if queue is not None:
+            calls.microseconds.record(seconds * 1e6)
+            calls.queue_microseconds.record(queue * 1e6)
+            calls.queue_time.record(queue * 1e3)
+
+    def _bound(self, model: str, version: str, status: str, asked: str | None) -> _Calls:
+        calls = self._calls[model, version, status, asked] = _Calls()
+        calls.count = self._child("torchrelay_requests", model, version, status)
         if version:
-            self._child("torchrelay_request_latency_seconds", model, version).observe(seconds)
+            calls.latency = self._child("torchrelay_request_latency_seconds", model, version)
+            theirs, named = self.torchserve, (model, asked or "default")
+            calls.total = theirs.child("ts_inference_requests_total", *named)
+            calls.microseconds = theirs.child("ts_inference_latency_microseconds", *named)
+            calls.queue_microseconds = theirs.child("ts_queue_latency_microseconds", *named)
+            calls.queue_time = theirs.child("QueueTime", "Host")
+        return calls
 
     def response(self, code: int) -> None:
-        """An HTTP answer left."""
-        self._child("torchrelay_http_responses", str(code)).inc()
+        """An HTTP answer left the inference port."""
+        counter = self._codes.get(code)
+        if counter is None:
+            counter = self._codes[code] = self._child("torchrelay_http_responses", str(code))
+        counter.inc()
+        self.rest(code)
+
+    def rest(self, code: int) -> None:
+        """An HTTP answer left some port."""
+        child = self._rest.get(code)
+        if child is None:
+            name = f"Requests{code // 100}XX" if code // 100 in (2, 4) else "Requests5XX"
+            child = self._rest[code] = self.torchserve.child(name, "Host")
+        child.record(1.0)
 
     def batch(self, model: str, version: str, rows: int, seconds: float, waits: Iterable[float]) -> None:
         """A batch of ``rows`` ran for ``seconds``; ``waits`` are its rows' times in the queue."""
-        self._child("torchrelay_batch_size", model, version).observe(rows)
-        self._child("torchrelay_inference_seconds", model, version).observe(seconds)
-        queue = self._child("torchrelay_queue_seconds", model, version)
+        bound = self._batches.get((model, version))
+        if bound is None:
+            names = ("torchrelay_batch_size", "torchrelay_inference_seconds", "torchrelay_queue_seconds")
+            bound = self._batches[model, version] = tuple(self._child(name, model, version).observe for name in names)
+        size, inference, queue = bound
+        size(rows)
+        inference(seconds)
         for wait in waits:
-            queue.observe(wait)
+            queue(wait)
+
+    def overhead(self, seconds: float) -> None:
+        """From a batch's start to its answers so many seconds went by that were not the handler's."""
+        self._thread_time.record(seconds * 1e3)
 
     def depth(self, model: str, version: str, rows: int) -> None:
         self._child("torchrelay_queue_depth", model, version).set(rows)
@@ -92,7 +161,7 @@ class Meters:
                 self._metrics[name].remove(model, version)
 
     def samples(self) -> list[Sample]:
-        """This process's samples as plain data, for another process to add up."""
+        """The samples of our own metrics."""
         return [
             (sample.name, tuple(sorted(sample.labels.items())), sample.value)
             for family in self._registry.collect()
@@ -100,16 +169,32 @@ class Meters:
             if not sample.name.endswith("_created")
         ]
 
+    def report(self) -> Report:
+        """Everything as plain data, for another process to add up."""
+        return Report(self.samples(), self.torchserve.readings())
+
+
+class Report(NamedTuple):
+    """What a process has measured: our own samples, and what is shown under TorchServe's names."""
+
+    samples: list[Sample]
+    readings: list[Reading]
+
 
 class Sum:
-    """The samples of many processes, added up. What a process that ended had counted stays counted."""
+    """The reports of many processes, added up. What a process that ended had counted stays counted.
 
-    def __init__(self) -> None:
+    ``shown`` are TorchServe's metrics that stand on the page before anybody has updated them.
+    """
+
+    def __init__(self, shown: Iterable[Family] = ()) -> None:
         self._live: dict[str, list[Sample]] = {}
         self._ended: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._page = Page(shown)
 
-    def put(self, source: str, samples: list[Sample]) -> None:
-        self._live[source] = samples
+    def put(self, source: str, report: Report) -> None:
+        self._live[source] = report.samples
+        self._page.put(source, report.readings)
 
     def end(self, source: str) -> None:
         """The process behind ``source`` is gone: keep its counts, forget its gauges."""
@@ -117,21 +202,22 @@ class Sum:
         for name, labels, value in self._live.pop(source, []):
             if name not in gauges:
                 self._ended[name, labels] = self._ended.get((name, labels), 0.0) + value
+        self._page.end(source)
 
     @property
     def sources(self) -> list[str]:
         return list(self._live)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of one metric over the samples that carry ``labels``."""
+        """The sum of one of our own metrics over the samples that carry ``labels``."""
         wanted = set(labels.items())
         return sum(v for (n, have), v in self._summed().items() if n == name and wanted <= set(have))
 
-    def render(self) -> bytes:
-        """The Prometheus text (format 0.0.4) of the sums."""
+    def render(self, names: Collection[str] | None = None) -> bytes:
+        """The Prometheus text (format 0.0.4) of the sums; with ``names`` the samples that are called so alone."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
+        registry.register(_Families(self._families(names)))
+        return self._page.render(names).encode() + generate_latest(registry)
 
     def _summed(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         summed = dict(self._ended)
@@ -140,12 +226,23 @@ class Sum:
                 summed[name, labels] = summed.get((name, labels), 0.0) + value
         return summed
 
-    def collect(self) -> Iterator[Family]:
-        """prometheus_client's collector protocol."""
-        families = {m.name: Family(m.name, m.help, m.kind) for m in METRICS}
+    def _families(self, names: Collection[str] | None) -> list[Metrics]:
+        families = {m.name: Metrics(m.name, m.help, m.kind) for m in METRICS}
         for (name, labels), value in self._summed().items():
+            if names is not None and name not in names:
+                continue
             base = name
             for suffix in ("_total", "_bucket", "_count", "_sum"):
                 base = base.removesuffix(suffix) if base not in families else base
             families[base].add_sample(name, dict(labels), value)
-        yield from families.values()
+        return [family for family in families.values() if names is None or family.samples]
+
+
+class _Families:
+    """prometheus_client's collector protocol."""
+
+    def __init__(self, families: list[Metrics]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metrics]:
+        return self._families

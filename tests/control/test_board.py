@@ -28,10 +28,10 @@ class Reader:
         self.task = asyncio.create_task(self.run())
 
     async def run(self) -> None:
-        samples = self.meters.samples()
+        samples = self.meters.report()
         while True:
             answer = await self.board.poll(self.source, self.table.generation, samples)
-            samples = self.meters.samples() if answer == "samples" else None
+            samples = self.meters.report() if answer == "samples" else None
             if isinstance(answer, Table):
                 self.table = answer
 
@@ -69,11 +69,27 @@ def test_a_reader_that_was_killed_holds_nobody_up() -> None:
 def test_a_live_reader_that_lags_is_named() -> None:
     async def main() -> None:
         board = Board(Sum())
-        slow = asyncio.create_task(board.poll("slow", 0, []))
+        slow = asyncio.create_task(board.poll("slow", 0, Meters().report()))
         await asyncio.sleep(0)
         board.hang(Table(board.next_generation()))
         assert await board.in_force(0.1, everybody("slow")) == ["slow"]
         await slow
+
+    asyncio.run(main())
+
+
+def test_readers_of_a_board_that_crashed_are_waited_for() -> None:
+    async def main() -> None:
+        board = Board(Sum())
+        board.expect({"back", "gone"})
+        board.hang(Table(board.next_generation()))
+        change = asyncio.create_task(board.in_force(5.0, everybody("back")))
+        await asyncio.sleep(0)
+        assert not change.done(), "nobody has the table yet"
+        back = Reader(board, "back")
+        assert await change == []
+        assert back.table == board.table
+        back.task.cancel()
 
     asyncio.run(main())
 
@@ -104,7 +120,7 @@ def test_generations_go_up_even_when_a_reader_knows_a_later_one() -> None:
     async def main() -> None:
         board = Board(Sum(), patience=0.05)
         board.hang(Table(10))
-        answer = await board.poll("r", 10**18, [])
+        answer = await board.poll("r", 10**18, None)
         assert isinstance(answer, Table) and answer.generation > 10**18
         assert board.next_generation() > 10**18
 
@@ -114,6 +130,6 @@ def test_generations_go_up_even_when_a_reader_knows_a_later_one() -> None:
 def test_a_poll_ends_after_its_patience_with_a_wish_for_samples() -> None:
     async def main() -> None:
         board = Board(Sum(), patience=0.05)
-        assert await board.poll("r", 0, []) == "samples"
+        assert await board.poll("r", 0, None) == "samples"
 
     asyncio.run(main())

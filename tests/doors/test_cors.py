@@ -64,7 +64,7 @@ def test_every_answer_of_the_management_port(management, method: str, path: str,
 
 @pytest.mark.parametrize("path", ["/metrics", "/nothing"])
 def test_every_answer_of_the_metrics_port(path: str) -> None:
-    async def render() -> bytes:
+    async def render(names: object) -> bytes:
         return b""
 
     async def ask() -> httpx.Response:

@@ -125,7 +125,7 @@ def test_what_cannot_be_recorded_is_logged_and_hurts_nobody(
 ) -> None:
     cache.add_metric_to_cache("mine", "count", ["Shelf"]).add_or_update(value, values)
     assert not sent
-    assert "mine was not updated" in caplog.text
+    assert "the metric mine was not updated" in caplog.text
 
 
 def test_a_metric_made_by_hand(sent: list[Update]) -> None:

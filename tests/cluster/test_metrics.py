@@ -1,0 +1,142 @@
+"""A cluster's metrics as a scraper sees them: a handler's own of all kinds, and the server's, over two replicas."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from parts import Server, make_archive
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.cluster
+
+HOST = socket.gethostname()
+METRICS = """
+dimensions: [&model ModelName, &level Level]
+ts_metrics:
+  counter:
+    - {name: Requests2XX, unit: Count, dimensions: [*level, Hostname]}
+    - {name: Requests4XX, unit: Count, dimensions: [*level, Hostname]}
+    - {name: ts_inference_requests_total, unit: Count, dimensions: [model_name, model_version, hostname]}
+    - {name: ts_inference_latency_microseconds, unit: Microseconds, dimensions: [model_name, model_version, hostname]}
+    - {name: ts_queue_latency_microseconds, unit: Microseconds, dimensions: [model_name, model_version, hostname]}
+  gauge:
+    - {name: QueueTime, unit: Milliseconds, dimensions: [*level, Hostname]}
+    - {name: WorkerThreadTime, unit: Milliseconds, dimensions: [*level, Hostname]}
+    - {name: WorkerLoadTime, unit: Milliseconds, dimensions: [WorkerName, *level, Hostname]}
+    - {name: MemoryUsed, unit: Megabytes, dimensions: [*level, Hostname]}
+model_metrics:
+  counter:
+    - {name: Loaded, unit: Count, dimensions: [*model, *level]}
+    - {name: Words, unit: Count, dimensions: [*model, *level]}
+    - {name: Bad, unit: unit, dimensions: [*level]}
+  gauge:
+    - {name: PredictionTime, unit: ms, dimensions: [*model, *level]}
+    - {name: Share, unit: percent, dimensions: [*model, *level]}
+  histogram:
+    - {name: Length, unit: things, dimensions: [Shelf, *model]}
+"""
+HANDLER = """
+import time
+from ts.metrics.dimension import Dimension
+from ts.metrics.metric_type_enum import MetricTypes
+class Handler:
+    def initialize(self, context):
+        context.metrics.add_counter("Loaded", 1)
+        self.length = context.metrics.get_metric("Length", MetricTypes.HISTOGRAM)
+    def handle(self, data, context):
+        metrics = context.metrics
+        for i, row in enumerate(data):
+            word = row["body"].decode()
+            metrics.add_counter("Words", 1, i)
+            metrics.add_percent("Share", 40, i)
+            metrics.add_error("Bad", 0.5)
+            self.length.add_or_update(len(word), ["top", context.model_name], context.get_request_id(i))
+            metrics.add_counter("Undeclared", 1, i)
+        time.sleep(0.002)
+        return ["ok"] * len(data)
+"""
+LABELS = f'ModelName="counted",Level="Model",Hostname="{HOST}",'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("metrics")
+    (home / "metrics.yaml").write_text(METRICS)
+    server = Server(home, telemetry={"metrics_config": "metrics.yaml", "system_metrics_period": 0.5})
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+def scrape(server: Server, **parameters: object) -> dict[str, float]:
+    """The samples of the page by what stands before their values."""
+    text = httpx.get(server.process.metrics, timeout=10, **parameters).text
+    assert list(text_string_to_metric_families(text)), text
+    samples = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {head: float(value) for head, _, value in samples}
+
+
+def test_every_count_of_every_replica(server: Server) -> None:
+    assert server.register(make_archive(server.home, "counted", HANDLER), initial_workers=2).status_code == 200
+    server.wait(lambda: len(server.pids("counted")) == 2, what="two replicas")
+
+    def ask(i: int) -> int:
+        # Through the gateway (it spreads the rows) and by the model's own route, with and without its version.
+        path = ("/%70redictions/counted", "/predictions/counted", "/predictions/counted/1.0")[i % 3]
+        return httpx.post(server.url + path, content=b"x" * (i % 10 + 1), timeout=30).status_code
+
+    before = scrape(server)
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(ask, range(60))) == {200}
+    assert httpx.post(f"{server.url}/predictions/nobody", content=b"x").status_code == 404
+    page = scrape(server)
+    assert page[f"Words{{{LABELS}}}"] == 60
+    assert page[f"Loaded{{{LABELS}}}"] == 2
+    assert page[f'Bad{{Level="Error",Hostname="{HOST}",}}'] == 30
+    assert page[f"Share{{{LABELS}}}"] == 40, "of a gauge the newest value, not the sum"
+    shelf = f'Shelf="top",ModelName="counted",Hostname="{HOST}",'
+    assert page[f'Length_bucket{{{shelf}le="5.0",}}'] == 30
+    assert page[f"Length_count{{{shelf}}}"] == 60 and page[f"Length_sum{{{shelf}}}"] == 330
+    assert not [head for head in page if head.startswith("Undeclared")]
+    assert 2 <= page[f"PredictionTime{{{LABELS}}}"] < 5000
+    default, named = (f'model_name="counted",model_version="{v}",hostname="{HOST}",' for v in ("default", "1.0"))
+    assert page[f"ts_inference_requests_total{{{default}}}"] == 40
+    assert page[f"ts_inference_requests_total{{{named}}}"] == 20
+    for counter in ("ts_inference_latency_microseconds", "ts_queue_latency_microseconds"):
+        assert page[f"{counter}{{{named}}}"] > 0
+    assert page[f"ts_inference_latency_microseconds{{{default}}}"] >= 40 * 2000
+    host = f'Level="Host",Hostname="{HOST}",'
+    assert page[f"Requests2XX{{{host}}}"] >= before[f"Requests2XX{{{host}}}"] + 60 + 1, "each scrape is one, too"
+    assert page[f"Requests4XX{{{host}}}"] == before.get(f"Requests4XX{{{host}}}", 0) + 1
+    assert page[f"QueueTime{{{host}}}"] >= 0 and page[f"WorkerThreadTime{{{host}}}"] >= 0
+    loads = {head: value for head, value in page.items() if head.startswith("WorkerLoadTime")}
+    workers = {f'WorkerLoadTime{{WorkerName="W-{w["id"]}-counted_1.0",{host}}}' for w in server.workers("counted")}
+    assert set(loads) == workers and all(value > 0 for value in loads.values())
+    assert page['torchrelay_requests_total{model="counted",status="ok",version="1.0"}'] == 60
+    server.wait(lambda: f"MemoryUsed{{{host}}}" in scrape(server), what="a reading of this node")
+
+
+def test_what_a_replica_counted_stays_when_it_ends(server: Server) -> None:
+    server.management.put("/models/counted", params={"min_worker": 1, "synchronous": "true"})
+    server.wait(lambda: len(server.workers("counted")) == 1, what="one replica")
+    page = scrape(server)
+    assert page[f"Words{{{LABELS}}}"] == 60 and page[f"Loaded{{{LABELS}}}"] == 2
+
+
+def test_a_part_of_the_page(server: Server) -> None:
+    asked = {"params": [("name[]", "Words"), ("name[]", "Length_count"), ("name[]", "torchrelay_replicas")]}
+    names = {head.partition("{")[0] for head in scrape(server, **asked)}
+    assert names == {"Words", "Length_count", "torchrelay_replicas"}
+    nothing = httpx.get(server.process.metrics, params={"name[]": "Length"}, timeout=10)
+    assert (nothing.status_code, nothing.text) == (200, "")
+    head = httpx.head(server.process.metrics + "/", timeout=10)
+    assert (head.status_code, head.text) == (200, "")
+    assert head.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    elsewhere = httpx.get(server.process.metrics.replace("/metrics", "/other"), timeout=10)
+    assert (elsewhere.status_code, elsewhere.json()["type"]) == (404, "ResourceNotFoundException")

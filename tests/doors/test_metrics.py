@@ -1,0 +1,89 @@
+"""The door that Prometheus comes in by, request by request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from serve_app.doors.app import App, metrics_app
+from serve_app.settings import Settings
+from serve_app.telemetry.metrics import Meters, Sum
+
+
+class Page:
+    """The door over the sum of one process's meters."""
+
+    def __init__(self) -> None:
+        self.meters = Meters()
+        self.asked: list[frozenset[str] | None] = []
+        self.app: App = metrics_app(self.render, Settings(), lambda: None, self.meters)
+
+    async def render(self, names: frozenset[str] | None) -> bytes:
+        self.asked.append(names)
+        total = Sum(self.meters.torchserve.shown)
+        total.put("here", self.meters.report())
+        return total.render(names)
+
+    def ask(self, method: str, target: str) -> httpx.Response:
+        async def main() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+                return await client.request(method, target)
+
+        return asyncio.run(main())
+
+
+@pytest.fixture
+def page() -> Page:
+    return Page()
+
+
+@pytest.mark.parametrize("target", ["/metrics", "/metrics/", "/metrics/more"])
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
+def test_the_page_answers_to_every_method(page: Page, method: str, target: str) -> None:
+    answer = page.ask(method, target)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert answer.headers["pragma"] == "no-cache" and len(answer.headers["x-request-id"]) == 36
+    assert "# TYPE Requests2XX counter\n" in answer.text
+    assert page.asked == [None]
+
+
+def test_names_are_taken_as_often_as_they_stand_there(page: Page) -> None:
+    page.ask("GET", "/metrics")
+    some = page.ask("GET", "/metrics?name[]=Requests2XX&other=x&name%5B%5D=Requests4XX")
+    assert page.asked[1] == {"Requests2XX", "Requests4XX"}
+    assert some.text.count("# TYPE") == 1 and "\nRequests2XX{" in some.text
+    assert page.ask("GET", "/metrics?name[]=").text == ""
+    assert page.asked[2] == {""}
+    assert page.ask("GET", "/metrics?name=Requests2XX").text.count("# TYPE") > 20
+    assert page.asked[3] is None
+
+
+def test_what_the_door_answers_is_counted(page: Page) -> None:
+    page.ask("GET", "/metrics")
+    page.ask("GET", "/other")
+    text = page.ask("GET", "/metrics?name[]=Requests2XX&name[]=Requests4XX").text
+    assert [line.rpartition(" ")[2] for line in text.splitlines() if not line.startswith("#")] == ["1.0", "1.0"]
+
+
+@pytest.mark.parametrize(("method", "target"), [("OPTIONS", "/"), ("GET", "/api-description")])
+def test_the_door_describes_itself(page: Page, method: str, target: str) -> None:
+    answer = page.ask(method, target)
+    assert answer.status_code == 200
+    assert list(json.loads(answer.text)["paths"]) == ["/metrics"]
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "kind", "message"),
+    [
+        ("/", 405, "MethodNotAllowedException", "Requested method is not allowed, please refer to API document."),
+        ("/models", 404, "ResourceNotFoundException", "Requested resource is not found, please refer to API document."),
+    ],
+)
+def test_everything_else_is_refused(page: Page, target: str, code: int, kind: str, message: str) -> None:
+    answer = page.ask("GET", target)
+    assert (answer.status_code, answer.json()) == (code, {"code": code, "type": kind, "message": message})
