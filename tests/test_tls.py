@@ -1,0 +1,118 @@
+"""TLS of our own listeners: what is served, what is refused, and what wrong files are told."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from parts import free_port
+
+from serve_app import tls
+from serve_app.deployments.listener import Listener
+from serve_app.errors import ConfigurationError
+from serve_app.settings import ManagementSettings, Settings
+
+DAY = datetime.timedelta(days=1)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """A certificate for nobody's name and its key, as two PEM files."""
+
+    def pair(name: str = "own", password: bytes = b"") -> tuple[Path, Path]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name}.example.com")])
+        now = datetime.datetime.now(datetime.timezone.utc)
+        made = x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key())
+        made = made.serial_number(x509.random_serial_number()).not_valid_before(now - DAY).not_valid_after(now + DAY)
+        certificate_file, key_file = tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
+        certificate_file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        encryption = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+        private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+        key_file.write_bytes(private)
+        return certificate_file, key_file
+
+    return pair
+
+
+def settings(certificate: Path | str, key: Path | str) -> Settings:
+    return Settings(management=ManagementSettings(certificate_file=str(certificate), private_key_file=str(key)))
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": scope["scheme"].encode()})
+
+
+def test_without_a_certificate_there_is_no_tls() -> None:
+    assert tls.of_management(Settings()) is None
+
+
+def test_a_listener_speaks_tls_and_nothing_older(make: Callable[..., tuple[Path, Path]]) -> None:
+    certificate, key = make()
+    stranger, _ = make("stranger")
+    port = free_port()
+    url = f"https://127.0.0.1:{port}"
+
+    async def run() -> None:
+        listener = Listener(hello, "127.0.0.1", port, "management.port", tls.of_management(settings(certificate, key)))
+        await listener.open()
+        try:
+            async with httpx.AsyncClient(verify=tls.trusting(certificate)) as client:
+                assert (await client.get(url)).text == "https"
+            async with httpx.AsyncClient(verify=tls.trusting(stranger)) as client:
+                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await client.get(url)
+            old = tls.trusting(certificate)
+            with pytest.warns(DeprecationWarning):
+                old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+            async with httpx.AsyncClient(verify=old) as client:
+                with pytest.raises(httpx.ConnectError):
+                    await client.get(url)
+            async with httpx.AsyncClient() as client:
+                with pytest.raises(httpx.TransportError):
+                    await client.get(url.replace("https", "http"))
+        finally:
+            await listener.close()
+
+    asyncio.run(run())
+
+
+def test_paths_start_at_home(make: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    make()
+    management = ManagementSettings(certificate_file="own.pem", private_key_file="own.key")
+    assert tls.of_management(Settings(management=management, home=str(tmp_path))) is not None
+
+
+def test_what_wrong_files_are_told(make: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    certificate, key = make()
+    _, other = make("other")
+    _, locked = make("locked", b"secret")
+    rubbish, missing = tmp_path / "rubbish", tmp_path / "missing"
+    rubbish.write_text("no PEM")
+    cases = [
+        (certificate, "", "management.private_key_file: TLS wants a certificate and its key; name both"),
+        ("", key, "management.certificate_file: TLS wants a certificate and its key; name both"),
+        (missing, key, f"management.certificate_file: {missing}: No such file or directory; name a file"),
+        (certificate, tmp_path, f"management.private_key_file: {tmp_path}: Is a directory; name a file"),
+        (rubbish, key, f"management.certificate_file: {rubbish} holds no certificate in PEM; it must begin with"),
+        (key, key, f"management.certificate_file: {key} holds no certificate in PEM"),
+        (certificate, rubbish, f"management.private_key_file: {rubbish} holds no private key in PEM; it must begin"),
+        (certificate, certificate, f"management.private_key_file: {certificate} holds no private key in PEM"),
+        (certificate, other, f"management.private_key_file: {other} is not the key of {certificate}; name the key"),
+        (certificate, locked, f"management.private_key_file: {locked} wants a password, which nobody could type;"),
+    ]
+    for given, private, said in cases:
+        with pytest.raises(ConfigurationError) as caught:
+            tls.of_management(settings(given, private))
+        assert str(caught.value).startswith(said)
