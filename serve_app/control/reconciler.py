@@ -140,6 +140,10 @@ class Reconciler:
             if not states or str(getattr(replica["state"], "value", replica["state"])) in states
         }
 
+    def free(self) -> dict[str, float]:
+        """The CPUs, GPUs and what else nobody in the cluster has claimed."""
+        return ray.available_resources()
+
     def act(self, desired: Mapping[str, Desired], seen: Mapping[str, Seen]) -> int:
         """Take the steps that ``plan`` names; how many there were."""
         steps = 0
@@ -178,14 +182,14 @@ _ENDED = (
 
 def _worker(replica: Mapping[str, Any]) -> Worker:
     state = str(getattr(replica["state"], "value", replica["state"]))
-    pid = replica["pid"] or 0
+    pid = replica.get("pid") or 0  # not there before its process is
     return Worker(
         id=replica["replica_id"],
         pid=pid,
         started=replica["start_time_s"],
         ready=state in _SERVES,
         memory=_resident(pid),
-        node=replica["node_ip"] or "",
+        node=replica.get("node_ip") or "",
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.control.registry import Desired
-from serve_app.errors import StartFailed
+from serve_app.errors import StartFailed, StartOutOfMemory
+from serve_app.telemetry.last_words import Death
 from serve_app.types import ModelRef, ModelSpec, ModelStatus, Worker
 
 # Seconds before the n-th start after failures or crashes.
@@ -56,6 +57,7 @@ class Vitals:
         self._given_up: dict[ModelRef, int] = {}  # the last attempt that Ray Serve gave up, and that was noted
         self._crashes: dict[ModelRef, list[float]] = {}
         self._short_since: dict[ModelRef, float] = {}
+        self._last_errors: dict[ModelRef, tuple[str, float]] = {}
 
     def note(self, desired: Mapping[str, Desired], seen: Mapping[str, App], before: Mapping[str, App]) -> None:
         """Draw conclusions from what is seen now, and what was seen the time before."""
@@ -79,12 +81,8 @@ class Vitals:
                 self._crashes.setdefault(ref, []).extend(now for _ in gone)
             failure = self._failures.get(ref)
             phase = "ready" if running else "failed" if failure is not None else "loading"
-            self.statuses[ref] = ModelStatus(
-                phase,
-                running,
-                failure.error.detail if failure is not None else "",
-                have.workers if have is not None else (),
-            )
+            error, at = self._last_errors.get(ref, ("", 0.0))
+            self.statuses[ref] = ModelStatus(phase, running, error, at, have.workers if have is not None else ())
         kept = {want.spec.ref for want in desired.values()}
         for ref in self.statuses.keys() - kept:
             self.forget(ref)
@@ -95,8 +93,16 @@ class Vitals:
         failure = self._failures.setdefault(spec.ref, _Failure(error, 0, now, now))
         failure.error = error
         failure.count += 1
+        self._last_errors[spec.ref] = (error.detail, time.time())
         over = now - failure.since >= spec.max_retry_timeout
         failure.again_at = float("inf") if over else now + _pause(failure.count + 1)
+
+    def died(self, spec: ModelSpec, death: Death) -> None:
+        """A replica's process ended, and why is known: one that was loading could not start."""
+        if death.loading:
+            failed = StartOutOfMemory if death.out_of_memory else StartFailed
+            self.failed(spec, failed(spec.name, spec.version, death.why))
+        self._last_errors[spec.ref] = (death.why, death.when)
 
     def failure(self, ref: ModelRef) -> StartFailed | None:
         """Why a version's replicas do not start."""
@@ -133,10 +139,18 @@ class Vitals:
     def forgive(self, ref: ModelRef) -> None:
         """A version is asked for anew: it is tried at once."""
         self._failures.pop(ref, None)
+        self._last_errors.pop(ref, None)
 
     def forget(self, ref: ModelRef) -> None:
         """A version is no more, or should not run."""
-        for known in (self.statuses, self._failures, self._given_up, self._crashes, self._short_since):
+        for known in (
+            self.statuses,
+            self._failures,
+            self._given_up,
+            self._crashes,
+            self._short_since,
+            self._last_errors,
+        ):
             known.pop(ref, None)
 
 

@@ -119,6 +119,12 @@ class Exchange:
         watcher = asyncio.get_running_loop().create_task(wait_for_leaving())
         request.add_done_callback(lambda _: watcher.cancel())
 
+    async def silence(self, seconds: float) -> None:
+        """Say nothing for so long; a caller that leaves ends it, as ``watch`` ends any answer."""
+        watch = self.watch()
+        await asyncio.sleep(seconds)
+        watch.cancel()
+
     async def reply(self, status: int, headers: Headers, body: bytes) -> None:
         """Answer in one piece."""
         if status in _BODILESS:

@@ -22,6 +22,10 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
+from serve_app.doors.exchange import EVERY_ANSWER
+from serve_app.doors.torchserve import errors
+from serve_app.errors import WorkerDied
+
 _doors: Any = None
 
 
@@ -32,7 +36,7 @@ def answer_with(doors: Any) -> None:
 
 
 class ShortWay:
-    """Pure ASGI. In Ray's proxy, which has no doors, it only keeps the answer's request id single."""
+    """Pure ASGI. In Ray's proxy, which has no doors, it keeps the answer's request id single, and Ray's errors ours."""
 
     def __init__(self, app: Any) -> None:
         self._ray = app
@@ -41,24 +45,51 @@ class ShortWay:
         if scope["type"] != "http":
             await self._ray(scope, receive, send)
         elif _doors is None:
-            await self._ray(scope, receive, _one_request_id(send))
+            await self._ray(scope, receive, _in_our_words(send))
         elif scope["path"].startswith("/-/"):
             await self._ray(scope, receive, send)
         else:
             await _doors(scope, receive, send)
 
 
-def _one_request_id(send: Any) -> Any:
-    """The door's id came first; what Ray's layer adds behind it is left out."""
+def _in_our_words(send: Any) -> Any:
+    """The door's id came first; what Ray's layer adds behind it is left out.
+
+    An error that no door has said is Ray's own: the replica was lost while it answered.
+    """
+    rays = False
 
     async def once(message: Any) -> None:
+        nonlocal rays
         if message["type"] == "http.response.start":
             ids = [pair for pair in message["headers"] if pair[0].lower() == b"x-request-id"]
             for extra in ids[1:]:
                 message["headers"].remove(extra)
-        await send(message)
+            rays = message["status"] >= 500 and all(name.lower() != b"pragma" for name, _ in message["headers"])
+            if rays:
+                status, headers, body = _LOST
+                await send({"type": "http.response.start", "status": status, "headers": [*headers, *ids[:1]]})
+                await send({"type": "http.response.body", "body": body})
+                return
+        if not rays:
+            await send(message)
 
     return once
+
+
+def _lost() -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    error = WorkerDied()
+    body = errors.pretty(errors.document(error))
+    headers = [
+        errors.JSON,
+        (b"content-length", b"%d" % len(body)),
+        (b"x-torchrelay-reason", error.reason.encode()),
+        *EVERY_ANSWER,
+    ]
+    return errors.look_up(error)[0], headers, body
+
+
+_LOST = _lost()
 
 
 def build() -> list[Middleware]:

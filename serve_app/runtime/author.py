@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
+
+from serve_app.telemetry import last_words
 
 log = logging.getLogger("torchrelay.author")
 
@@ -23,9 +26,15 @@ class Author(Executor):
 
     @property
     def ident(self) -> int:
-        """The thread's identity, as ``sys._current_frames`` knows it."""
+        """The thread's identity, as ``threading.get_ident`` tells it there."""
         assert self._thread.ident is not None
         return self._thread.ident
+
+    @property
+    def where(self) -> str:
+        """Where the thread stands now, as a traceback from the author's first frame on."""
+        frame = sys._current_frames().get(self.ident)
+        return last_words.stack(frame) if frame else "(its thread has ended)\n"
 
     def post(self, task: Callable[..., None], *args: Any) -> None:
         """Run ``task`` with no word of its end: the cheap way in, for the batcher."""

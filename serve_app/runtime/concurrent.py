@@ -13,7 +13,15 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, QueueFull, RelayError, WorkerDied
+from serve_app.errors import (
+    DeadlineExceeded,
+    HandlerFailed,
+    Loading,
+    QueueFull,
+    RelayError,
+    ResponseTimeout,
+    WorkerDied,
+)
 from serve_app.runtime.author import Author
 from serve_app.runtime.batcher import Emit, Pieces, headed, timed
 from serve_app.telemetry.metrics import Meters
@@ -58,7 +66,7 @@ class ConcurrentBatcher:
         author: Author,
         queue_size: int = 100,
         response_timeout: float = 120,
-        on_hung: Callable[[], None] = lambda: None,
+        on_hung: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._run = run
         self._author_loop = author_loop
@@ -226,7 +234,7 @@ class ConcurrentBatcher:
         if row.call.expired:
             error: RelayError = DeadlineExceeded(self._ref.name, time.perf_counter() - row.arrived)
         else:
-            error = WorkerDied(f"the handler gave no answer within response_timeout ({self._timeout:g} s)")
+            error = ResponseTimeout(f"the handler gave no answer within response_timeout ({self._timeout:g} s)")
             log.error("%s: %s; it is cancelled (request %s)", self._ref.app, error.detail, row.call.request_id)
             self._look_for_life()
         self._settle(row, error)
@@ -243,11 +251,13 @@ class ConcurrentBatcher:
         if self._refusal:
             return
         self._refusal = "its replica hangs and is being replaced"
-        log.error("%s: the handler's event loop is blocked; its replica ends", self._ref.app)
+        why = "the handler's event loop is blocked"
+        where = self.author.where
+        log.error("%s: %s; its replica ends. It stands at\n%s", self._ref.app, why, where)
         for row in list(self._rows):
-            self._settle(row, WorkerDied("the handler's event loop is blocked"))
+            self._settle(row, ResponseTimeout(why))
             self._forget(row)
-        self._on_hung()
+        self._on_hung(f"{why}; it stood at\n{where}")
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

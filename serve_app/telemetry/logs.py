@@ -1,42 +1,50 @@
-"""Logs that never hold up the event loop: what is said is kept in memory, a thread writes it.
+"""Log files in TorchServe's layout or as JSON: requests, what the server says, what handlers say.
 
-A write to a full pipe or a slow disk can take longer than a request; and many lines formatted at
-once keep the interpreter from everybody else. So a line is made where it belongs, for about a
-microsecond, and written somewhere else.
+Logs never hold up an event loop or an author's code: a record is made where it belongs, for some
+microseconds, and written by a thread (sink.py).
+
+``access_log.log`` has a line for each request, ``ts_log.log`` what every process of the server says, and
+``model_log.log`` what handlers log, print and write to standard error.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import fcntl
+import builtins
 import logging
-import logging.handlers
-import os
-import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from types import BuiltinFunctionType
+from typing import IO, Any, Literal
 
 import orjson
 
 from serve_app.errors import ConfigurationError
 from serve_app.settings import Settings
+from serve_app.telemetry.sink import Drain, File, Stream
 
-log = logging.getLogger("torchrelay.logs")
+SERVER_LOG = "ts_log.log"
+MODEL_LOG = "model_log.log"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-PERIOD = 0.5  # seconds between two writes of the access log, at least
-_FORMAT = "%(asctime)s [%(levelname)-5s] %(name)s - %(message)s"
+REQUESTS: ContextVar[tuple[str, ...]] = ContextVar("requests", default=())
+"""The ids of the requests whose batch runs here; the runner sets it."""
+
+_LONGEST = 64 << 10  # characters of one record; more is cut
+_CONSOLE = "%(asctime)s [%(levelname)-5s] %(name)s - %(message)s"
+_LOG4J = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # what TorchServe's files call them
+# Loggers whose records are not the author's: the server's own, and Ray's.
+_SERVERS = ("torchrelay", "ray")
 
 
 class AccessLog:
     """One line a request, in TorchServe's form or as JSON, to a file or a stream; standard output by default.
 
-    Any number of processes may append to one path; its folder is made where it is missing. A file of
-    ``limit`` bytes is put aside as ``path.1``, and whoever moves it away finds a new one begun. What was
-    written is out after ``PERIOD`` seconds, and when the log is closed or the interpreter ends.
+    Any number of processes may append to one path; see sink.File and sink.Drain.
     """
 
     def __init__(
@@ -45,16 +53,10 @@ class AccessLog:
         form: Literal["text", "json"] = "text",
         limit: int = 0,
     ) -> None:
-        self._sink = _File(Path(target), limit) if isinstance(target, (str, Path)) else _Stream(target or sys.stdout)
-        self._json = form == "json"
-        self._lines: list[str] = []
-        self._some = threading.Event()
-        self._closing = threading.Event()
-        self._second, self._stamp = 0, ""
-        self._complained = False
-        self._thread = threading.Thread(target=self._drain, name="access-log", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        file = isinstance(target, (str, Path))
+        self._drain = Drain(File(Path(target), limit) if file else Stream(target or sys.stdout), "access log")
+        self.json = form == "json"
+        self._stamp = Stamp()
 
     def write(
         self,
@@ -67,18 +69,20 @@ class AccessLog:
         request_id: str = "",
         model: str = "",
         version: str = "",
+        came_with: dict[str, str] | None = None,
     ) -> None:
-        """One request was answered; ``client`` is its host:port, ``path`` has its query."""
-        now = time.time()
-        second = int(now)
-        if second != self._second:
-            self._second, self._stamp = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(second))
-        stamp = f"{self._stamp},{int((now - second) * 1000):03d}"
-        if self._json:
+        """One request was answered; ``client`` is its host:port, ``path`` has its query.
+
+        ``came_with`` are ids that the request brought itself; they stand in the JSON form alone.
+        """
+        stamp = self._stamp(time.time())
+        if self.json:
             line = {"time": stamp, "client": client, "method": method, "path": path, "http_version": http_version}
             line |= {"status": status, "milliseconds": round(milliseconds, 3), "request_id": request_id}
             if model:
                 line |= {"model": model, "version": version}
+            if came_with:
+                line |= {"came_with": came_with}
             text = orjson.dumps(line).decode()
         else:
             if not path.isprintable():  # a line break in a path would forge a line
@@ -88,135 +92,287 @@ class AccessLog:
                 text += f" id={request_id}"
             if model:
                 text += f" model={model} version={version}"
-        lines = self._lines
-        lines.append(text)
-        if len(lines) == 1:
-            self._some.set()
+        self._drain.put(text)
 
     def close(self) -> None:
         """Write what is left and end the thread."""
-        if not self._closing.is_set():
-            atexit.unregister(self.close)
-            self._closing.set()
-            self._some.set()
-            self._thread.join()
-            self._sink.close()
-
-    def _drain(self) -> None:
-        closing = False
-        while not closing:
-            self._some.wait()
-            self._some.clear()
-            closing = self._closing.wait(PERIOD)
-            self._flush()  # once more after close was seen, so that nothing stays behind
-
-    def _flush(self) -> None:
-        count = len(self._lines)
-        block = self._lines[:count]
-        del self._lines[:count]  # lines that come meanwhile stand behind these
-        try:
-            if block:
-                self._sink.write("\n".join(block) + "\n")
-            self._complained = False
-        except (OSError, ValueError) as error:  # a full disk, or a stream that somebody closed
-            if not self._complained:
-                log.error("the access log cannot be written (%s); its lines are lost until it can", error)
-            self._complained = True
+        self._drain.close()
 
 
-class _Stream:
-    """A stream of somebody else's."""
+class Stamp:
+    """A moment as TorchServe writes it, ``2026-11-20T13:24:41,180``; a second's text is made once."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
+        self._second, self._text = 0, ""
 
-    def write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
-
-    def close(self) -> None:
-        """It is not ours to close."""
-
-
-class _File:
-    """A file that many processes append to: each block is one write, so no line is torn."""
-
-    def __init__(self, path: Path, limit: int) -> None:
-        self._path, self._limit = path, limit
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = self._open()
-
-    def write(self, text: str) -> None:
-        self._follow()
-        os.write(self._descriptor, text.encode())
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-
-    def _follow(self) -> None:
-        """Put the file aside where it is full, and go over to the new one where anybody has done so."""
-        here = os.fstat(self._descriptor)
-        if self._limit and here.st_size >= self._limit:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # of several that find it full, one moves it
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(self._path).st_ino == here.st_ino:
-                    os.replace(self._path, f"{self._path}.1")
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        try:
-            moved = os.stat(self._path).st_ino != here.st_ino
-        except FileNotFoundError:
-            moved = True
-        if moved:
-            os.close(self._descriptor)
-            self._descriptor = self._open()
+    def __call__(self, now: float) -> str:
+        second = int(now)
+        if second != self._second:
+            self._second, self._text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(second))
+        return f"{self._text},{int((now - second) * 1000):03d}"
 
 
 def access(settings: Settings) -> AccessLog | None:
     """The access log that the settings ask for."""
     path = settings.access_log
-    return AccessLog(path, limit=settings.telemetry.access_log_bytes) if path is not None else None
+    if path is None:
+        return None
+    return AccessLog(path, settings.telemetry.log_format, settings.telemetry.access_log_bytes)
 
 
-_listener: logging.handlers.QueueListener | None = None
+@dataclass(frozen=True)
+class Speaker:
+    """Whose process this is: a replica of a version, or the gateway, or Management."""
+
+    name: str  # stands where TorchServe's layout has the thread
+    model: str = ""
+    version: str = ""
+    replica: str = ""
+
+    @classmethod
+    def of_replica(cls, model: str, version: str, replica: str) -> Speaker:
+        return cls(f"W-{replica}-{model}_{version}", model, version, replica)
 
 
-def configure(level: str = "INFO", stream: IO[str] | None = None) -> None:
-    """Send everything under the ``torchrelay`` logger from ``level`` on to standard error, by way of a thread.
+class Form:
+    """A record as a line (or several: a traceback has its own) of a file."""
 
-    A second call changes only the level. Raises ConfigurationError for a level that there is not.
+    def __init__(self, speaker: Speaker, form: Literal["text", "json"]) -> None:
+        self._speaker = speaker
+        self._json = form == "json"
+        self._stamp = Stamp()
+        self._exceptions = logging.Formatter()
+
+    def record(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self._exceptions.formatException(record.exc_info)
+        if record.stack_info:
+            message += "\n" + record.stack_info
+        return self.line(record.created, record.levelname, self._speaker.name, record.name, message)
+
+    def line(self, when: float, level: str, thread: str, logger: str, message: str) -> str:
+        if len(message) > _LONGEST:
+            message = f"{message[:_LONGEST]}… ({len(message) - _LONGEST} characters more)"
+        requests = REQUESTS.get()
+        stamp = self._stamp(when)
+        if not self._json:
+            ids = f" id={','.join(requests)}" if requests else ""
+            return f"{stamp} [{_LOG4J.get(level, level):<5s}] {thread} {logger} - {message}{ids}"
+        said: dict[str, Any] = {"time": stamp, "level": level, "logger": logger, "message": message}
+        speaker = self._speaker
+        if speaker.model:
+            said |= {"model": speaker.model, "version": speaker.version, "replica": speaker.replica}
+        else:
+            said["process"] = speaker.name
+        if requests:
+            said["request_ids"] = requests
+        try:
+            return orjson.dumps(said).decode()
+        except orjson.JSONEncodeError:  # half a character, as a file name may have
+            said["message"] = message.encode(errors="backslashreplace").decode()
+            return orjson.dumps(said).decode()
+
+
+class _Handler(logging.Handler):
+    """Sends records to a drain. Who closes a logger's handlers, as an author may, does not close the drain."""
+
+    def __init__(self, drain: Drain, make: Callable[[logging.LogRecord], str]) -> None:
+        super().__init__()
+        self._drain = drain
+        self._make = make
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._drain.put(self._make(record))
+        except Exception:
+            self.handleError(record)
+
+
+class _Authors(logging.Filter):
+    """Lets through what is neither the server's nor Ray's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.name.partition(".")[0] not in _SERVERS
+
+
+class _Tee:
+    """Standard output or error: what is written goes where it went, and line by line to the model's log."""
+
+    def __init__(self, stream: Any, say: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._say = say
+        self._halves: dict[int, str] = {}  # lines that have no end yet, by the thread that writes them
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        written = self._stream.write(text)
+        self.copy(text)
+        return len(text) if written is None else written
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def copy(self, text: str) -> None:
+        """To the model's log alone."""
+        thread = threading.get_ident()
+        half = self._halves.pop(thread, "")
+        *lines, rest = (half + text).split("\n")
+        for line in lines:
+            line = line.rstrip("\r").rpartition("\r")[2]  # a progress bar draws over itself: its last state counts
+            if line.strip():
+                self._say(line)
+        if len(rest) > _LONGEST:
+            self._say(rest)
+        elif rest:
+            self._halves[thread] = rest
+
+
+def level_of(settings: Settings, model: str = "", own: str | None = None) -> str:
+    """The level of a process's records: telemetry.log_levels, the model's ``own`` log_level, telemetry.log_level.
+
+    Raises ConfigurationError for a level that there is not, at whatever place it stands.
     """
-    global _listener
-    known = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-    if str(level).upper() not in known:
-        raise ConfigurationError("telemetry.log_level", f"there is no level {level!r}; known here: {', '.join(known)}")
-    root = logging.getLogger("torchrelay")
-    root.setLevel(str(level).upper())
-    if _listener is not None:
+    said = settings.telemetry
+    for where, level in (
+        ("telemetry.log_level", said.log_level),
+        *((f"telemetry.log_levels, {name}", level) for name, level in said.log_levels.items()),
+    ):
+        if level.upper() not in LEVELS:
+            raise ConfigurationError(where, f"there is no level {level!r}; known here: {', '.join(LEVELS)}")
+    return (said.log_levels.get(model) or own or said.log_level).upper()
+
+
+class _Running:
+    """What ``configure`` put in place in this process."""
+
+    def __init__(self, settings: Settings, speaker: Speaker, level: str, stream: IO[str] | None) -> None:
+        said = settings.telemetry
+        self._form = Form(speaker, said.log_format)
+        self._speaker = speaker
+        # Not sys.stderr: in a replica that is Ray Serve's, which keeps lines back until it has many.
+        console = Drain(Stream(stream or sys.__stderr__ or sys.stderr), "console", period=0.0)
+        self._drains = [console, Drain(File(settings.log_dir / SERVER_LOG, said.log_bytes), SERVER_LOG)]
+        self._undo: list[Callable[[], None]] = []
+        self._server = logging.getLogger("torchrelay")
+        self._handlers: list[logging.Handler] = [
+            _Handler(self._drains[0], logging.Formatter(_CONSOLE).format),
+            _Handler(self._drains[1], self._form.record),
+        ]
+        self._server.propagate = False
+        self.mend(level)
+        original = builtins.print
+        if not isinstance(original, BuiltinFunctionType):
+            builtins.print = _mended(original)
+            self._undo.append(lambda: setattr(builtins, "print", original))
+        if speaker.model:
+            self._listen_to_author(Drain(File(settings.log_dir / MODEL_LOG, said.log_bytes), MODEL_LOG), level)
+
+    def mend(self, level: str | None = None) -> None:
+        for handler in self._handlers:
+            if handler not in self._server.handlers:
+                self._server.addHandler(handler)
+        if level is not None:
+            self._server.setLevel(level)
+        for name in list(logging.root.manager.loggerDict):
+            if name.partition(".")[0] == "torchrelay":
+                logging.getLogger(name).disabled = False
+
+    def close(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        console, *files = self._drains
+        for drain in files:
+            drain.close()  # what keeps it from writing, the console still hears
+        for handler in self._handlers:
+            self._server.removeHandler(handler)
+        self._server.propagate = True
+        console.close()
+
+    def _listen_to_author(self, drain: Drain, level: str) -> None:
+        """What the author logs, prints and writes to standard error goes to ``drain`` too."""
+        self._drains.append(drain)
+        name, form, root = self._speaker.name, self._form, logging.getLogger()
+
+        def says(where: str, level: str) -> Callable[[str], None]:
+            return lambda line: drain.put(form.line(time.time(), level, f"{name}-{where}", "MODEL_LOG", line))
+
+        out, err = _Tee(sys.stdout, says("stdout", "INFO")), _Tee(sys.stderr, says("stderr", "WARNING"))
+        before = sys.stdout, sys.stderr, root.level
+        sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+
+        file = _Handler(drain, form.record)
+        # Where no handler is set, Python shows warnings on standard error: so it stays.
+        shown = logging.StreamHandler(before[1])
+        shown.setLevel(logging.WARNING)
+        added = [file, shown]
+        for handler in added:
+            handler.addFilter(_Authors())
+            root.addHandler(handler)
+        root.setLevel(level)
+
+        def undo() -> None:
+            sys.stdout, sys.stderr = before[:2]
+            root.setLevel(before[2])
+            for handler in added:
+                root.removeHandler(handler)
+
+        self._undo.append(undo)
+
+
+def _mended(original: Callable[..., None]) -> Callable[..., None]:
+    """Ray Serve's ``print``, which does not write to sys.stdout, and into any other file writes a tuple.
+
+    Tracebacks are printed so: without this none could be read in a log.
+    """
+
+    def print(*objects: Any, sep: str | None = None, end: str | None = None, file: Any = None, **named: Any) -> None:
+        sep, end = " " if sep is None else sep, "\n" if end is None else end
+        to = sys.stdout if file is None else file
+        if to is sys.stdout or to is sys.stderr:
+            original(*objects, sep=sep, end=end, file=file, **named)
+            if isinstance(to, _Tee):
+                to.copy(sep.join(map(str, objects)) + end)
+            return
+        to.write(sep.join(map(str, objects)) + end)
+        if named.get("flush"):
+            to.flush()
+
+    return print
+
+
+_running: _Running | None = None
+
+
+def configure(
+    settings: Settings, speaker: Speaker, own_level: str | None = None, stream: IO[str] | None = None
+) -> None:
+    """From now on what the ``torchrelay`` logger gets goes to standard error and to ``ts_log.log``.
+
+    In a replica (``speaker`` names its model) what the author's code logs, prints and writes to standard error
+    goes to ``model_log.log`` as well as where it went before. ``own_level`` is the level that the model asks for
+    itself. A second call changes only the level. Raises ConfigurationError for a level that there is not.
+    """
+    global _running
+    level = level_of(settings, speaker.model, own_level)
+    if _running is not None:
+        _running.mend(level)
         return
-    lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    # Not sys.stderr: in a replica that is Ray Serve's, which keeps lines back until it has many.
-    writer = logging.StreamHandler(stream or sys.__stderr__)
-    writer.setFormatter(logging.Formatter(_FORMAT))
-    root.addHandler(logging.handlers.QueueHandler(lines))
-    root.propagate = False
-    _listener = logging.handlers.QueueListener(lines, writer)
-    _listener.start()
-    atexit.register(close)
+    _running = _Running(settings, speaker, level, stream)
+
+
+def mend() -> None:
+    """Put back what an author's ``logging.config`` has switched off of the server's own loggers."""
+    if _running is not None:
+        _running.mend()
 
 
 def close() -> None:
     """Write what was logged so far, and log no more until ``configure`` is called again."""
-    global _listener
-    if _listener is None:
-        return
-    root = logging.getLogger("torchrelay")
-    for handler in list(root.handlers):
-        if isinstance(handler, logging.handlers.QueueHandler):
-            root.removeHandler(handler)
-    root.propagate = True
-    _listener.stop()
-    _listener = None
-    atexit.unregister(close)
+    global _running
+    running, _running = _running, None
+    if running is not None:
+        running.close()

@@ -228,12 +228,14 @@ class TestDesired:
 class TestTable:
     def test_carries_what_the_data_plane_needs(self):
         one = spec(min_workers=1, batch_size=8, job_queue_size=7, client_timeout=50, retries=False)
-        ready = ModelStatus("ready", replicas=2, last_error="once")
+        ready = ModelStatus("ready", replicas=2, last_error="it was killed, once")
         made = table(registry(one), {one.ref: ready}, {one.ref: False}, generation=4, settled=True)
         assert (made.generation, made.settled) == (4, True)
         row = traffic.choose(made, Call("m"))
-        assert (row.version, row.phase, row.replicas, row.last_error, row.healthy) == ("1.0", "ready", 2, "once", False)
+        assert (row.version, row.phase, row.replicas, row.last_error, row.healthy) == ("1.0", "ready", 2, "", False)
         assert (row.max_batch_size, row.job_queue_size, row.client_timeout, row.retries) == (8, 7, 50, False)
+        failed = ModelStatus("failed", last_error="no such file")
+        assert traffic.choose(table(registry(one), {one.ref: failed}, {}, 5, True), Call("m")).last_error == "no such file"
 
     def test_follows_default_and_policy(self):
         whole, _ = set_default(registry(spec(), spec(version="2.0")), "m", "2.0")

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from serve_app.errors import ConfigurationError
-from serve_app.telemetry import logs
+from serve_app.telemetry import logs, sink
 from serve_app.telemetry.logs import AccessLog
 
 
@@ -85,7 +85,7 @@ def test_lines_of_a_moment_are_one_block_and_come_without_closing():
 
 
 def test_nothing_is_lost_or_doubled_while_many_threads_write(monkeypatch):
-    monkeypatch.setattr(logs, "PERIOD", 0.001)
+    monkeypatch.setattr(sink, "PERIOD", 0.001)
     pipe = Pipe()
     log = AccessLog(pipe)
 
@@ -132,7 +132,7 @@ def test_a_file_is_appended_to_in_a_folder_that_is_made(tmp_path):
 
 
 def test_a_disk_that_is_full_is_told_once_and_survived(caplog, monkeypatch):
-    monkeypatch.setattr(logs, "PERIOD", 0.001)
+    monkeypatch.setattr(sink, "PERIOD", 0.001)
     told = threading.Event()
 
     class Full(Pipe):
@@ -155,30 +155,6 @@ def test_a_disk_that_is_full_is_told_once_and_survived(caplog, monkeypatch):
     assert [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()]
 
 
-def test_server_logs_go_out_in_one_thread_from_the_level_on():
-    pipe = Pipe()
-    logs.configure("warning", pipe)
-    try:
-        said = logging.getLogger("torchrelay.somewhere")
-        said.info("quiet")
-        said.warning("loud %s", 1)
-        logs.configure("INFO")
-        said.info("now heard")
-    finally:
-        logs.close()
-    assert "quiet" not in pipe.text
-    assert "[WARNING] torchrelay.somewhere - loud 1\n" in pipe.text
-    assert pipe.text.count("now heard") == 1
-    assert logging.getLogger("torchrelay").propagate
-
-
-def test_an_unknown_level_is_refused_by_name():
-    with pytest.raises(
-        ConfigurationError, match="telemetry.log_level: there is no level 'LOUD'; known here: DEBUG, INFO"
-    ):
-        logs.configure("LOUD")
-
-
 def test_many_processes_append_whole_lines_to_one_file_and_it_is_put_aside_when_full(tmp_path):
     path = tmp_path / "logs" / "access_log.log"
     code = (
@@ -186,7 +162,7 @@ def test_many_processes_append_whole_lines_to_one_file_and_it_is_put_aside_when_
         "log = AccessLog(sys.argv[1], limit=200_000)\n"
         "for i in range(3000):\n"
         "    log.write('127.0.0.1:1', 'GET', f'/{sys.argv[2]}/{i}', '1.1', 200, 1.0)\n"
-        "    if i % 500 == 499: log._flush()\n"
+        "    if i % 500 == 499: log._drain.flush()\n"
         "log.close()\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), str(n)]) for n in range(3)]
@@ -201,7 +177,7 @@ def test_whoever_moves_the_file_away_finds_a_new_one_begun(tmp_path):
     path = tmp_path / "access_log.log"
     access = AccessLog(path)
     access.write("127.0.0.1:1", "GET", "/first", "1.1", 200, 1.0)
-    access._flush()
+    access._drain.flush()
     path.rename(tmp_path / "moved")
     access.write("127.0.0.1:1", "GET", "/second", "1.1", 200, 1.0)
     access.close()

@@ -83,7 +83,14 @@ SAID = [
         "RequestTimeoutException",
         "The deadline of this request passed before model m answered.",
     ),
+    (
+        errors.ClientTimeout("m", 1.0),
+        504,
+        "RequestTimeoutException",
+        "The deadline of this request passed before model m answered.",
+    ),
     (errors.WorkerDied("why"), 500, "InternalServerException", "Worker died."),
+    (errors.ResponseTimeout("why"), 500, "InternalServerException", "Worker died."),
     (
         errors.StartFailed("m", "1.0", ""),
         500,
@@ -98,6 +105,13 @@ SAID = [
     ),
     (errors.HandlerFailed("traceback"), 503, "InternalServerException", "Prediction failed"),
     (errors.InvalidOutput(), 503, "InternalServerException", "Invalid model predict output"),
+    (
+        errors.OutputTooLarge(2000, 1000),
+        503,
+        "InternalServerException",
+        "The model's answer of 2000 bytes is larger than max_response_size (1000 bytes). "
+        "Raise runtime.max_response_size, or let the handler answer with less.",
+    ),
     (errors.CountMismatch(), 503, "InternalServerException", "number of batch response mismatched"),
     (errors.UnsupportedOutput(), 503, "InternalServerException", "Unsupported model output data type."),
     (errors.OutOfResources("traceback"), 507, "InternalServerException", "Out of resources"),
