@@ -73,8 +73,20 @@ def test_the_registry_s_password_is_in_no_manifest() -> None:
     """libpq takes host, user and password from the environment, which comes from a Secret."""
     assert application(SERVE)["args"]["control"]["database_url"] == "postgresql+psycopg://"
     secrets = [source["secretRef"]["name"] for source in container(HEAD)["envFrom"] if "secretRef" in source]
-    assert secrets == ["torchrelay-database"]
+    assert "torchrelay-database" in secrets
     assert all(value not in read_env(ROOT / "configs/serve.env") for value in ("PGHOST", "PGPASSWORD"))
+
+
+def test_every_request_shows_a_key_that_is_in_no_manifest() -> None:
+    args = application(SERVE)["args"]
+    keys = load(args).auth.keys
+    assert load(args).wants_keys(SERVE["http_options"]["host"])
+    assert {key.role for key in keys} == {"infer", "manage"}
+    assert all(key.key.startswith("env:") for key in keys)
+    secrets = [source["secretRef"]["name"] for source in container(HEAD)["envFrom"] if "secretRef" in source]
+    assert "torchrelay-keys" in secrets
+    page = (CLUSTER / "README.md").read_text()
+    assert all(f"--from-literal={key.key.removeprefix('env:')}=" in page for key in keys)
 
 
 def test_every_node_has_the_one_environment() -> None:
