@@ -19,6 +19,8 @@ from serve_app.cli.app import app
 from serve_app.settings import Settings
 from serve_app.store.manifest import ModelConfig
 from serve_app.telemetry.metrics import METRICS
+from serve_app.telemetry.torchserve import catalogue
+from serve_app.telemetry.torchserve.meters import BUCKETS
 from serve_app.types import ModelSpec
 
 ROOT = Path(__file__).parent.parent
@@ -146,6 +148,18 @@ def test_every_metric_is_documented() -> None:
     rows = [f"| `{m.name}` | {m.kind} | {', '.join(m.labels)} |" for m in METRICS]
     assert [row for row in rows if row not in page] == []
     assert set(re.findall(r"^\| `(torchrelay_\w+)`", page, re.MULTILINE)) == {m.name for m in METRICS}
+
+
+def test_every_metric_of_torchserves_is_documented() -> None:
+    page = (ROOT / "serve_app/telemetry/README.md").read_text()
+    rows = [f"| `{f.name}` | {f.kind} | {f.unit} | {', '.join(f.dimensions)} |" for f in catalogue.DEFAULT]
+    assert [row for row in rows if row not in page] == []
+    theirs = page.partition("### TorchServe's")[2].partition("### Modes")[0]
+    assert len(re.findall(r"^\| `", theirs, re.MULTILINE)) == len(rows)
+    assert ", ".join(f"{bound:g}" for bound in BUCKETS[:-1]) + f" and {BUCKETS[-1]:g}" in page
+    example = re.findall(r"^```yaml\n(dimensions:.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(example) == 1
+    catalogue.parse(example[0], "the page")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.name)

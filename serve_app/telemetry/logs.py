@@ -278,7 +278,7 @@ class _Running:
         if level is not None:
             self._server.setLevel(level)
         for name in list(logging.root.manager.loggerDict):
-            if name.partition(".")[0] == "torchrelay":
+            if name.partition(".")[0] in ("torchrelay", "handlers"):  # also what our handlers' base classes log
                 logging.getLogger(name).disabled = False
 
     def close(self) -> None:

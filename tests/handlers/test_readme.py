@@ -9,6 +9,7 @@ from pathlib import Path
 
 import handlers
 from handlers.context import Context
+from handlers.metrics import MetricCache, updates
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "handlers" / "README.md").read_text()
@@ -51,6 +52,22 @@ def test_its_handlers_run_as_it_says(archive, begin, tmp_path: Path) -> None:  #
         entry.initialize(context)
         assert entry([{"body": body}], begin(context, emit=lambda idx, value: sent.append(value))) == [answer], name
     assert sent == ["one ", "two "]
+
+
+def test_its_metrics_are_measured(archive, begin) -> None:  # type: ignore[no-untyped-def]
+    directory = archive(reader=block("class Reader"))
+    entry = handlers.load("reader.py", directory, {})
+    context = Context("reader", str(directory), {}, metrics=MetricCache("reader"))
+    entry.initialize(context)
+    updates.clear()
+    assert entry([{"body": "word"}], begin(context)) == ["read"]
+    assert [(metric.metric_name, value, values) for metric, value, values, _ in updates] == [
+        ("WordsRead", 1.0, ("reader", "Model")),
+        ("WordsOfAShelf", 1.0, ("top", "reader", "Model")),
+        ("WordLength", 4.0, ("top",)),
+    ]
+    public = {name for name in dir(MetricCache) if name.startswith(("add_", "get_"))}
+    assert public <= set(re.findall(r"\w+", GUIDE))
 
 
 def test_a_handler_is_tried_without_a_server(tmp_path: Path) -> None:

@@ -112,23 +112,31 @@ def read(path: Path) -> Catalogue:
     Raises ConfigurationError, which names the place and the cure.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ConfigurationError(str(path), f"{error.strerror}; set telemetry.metrics_config to a file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(str(path), f"this is no YAML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(str(path), f"this is no text: {error}") from None
+
+
+def parse(text: str, where: str) -> Catalogue:
+    """``read`` of a text; ``where`` is its place."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(where, f"this is no YAML: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigurationError(str(path), f"the file must be a mapping with {_listed(_SECTIONS)}")
-    _known(str(path), document, _SECTIONS)
-    server = _section(f"{path}: ts_metrics", document.get("ts_metrics"), ())
-    model = _section(f"{path}: model_metrics", document.get("model_metrics"), (HOSTNAME,))
+        raise ConfigurationError(where, f"the file must be a mapping with {_listed(_SECTIONS)}")
+    _known(where, document, _SECTIONS)
+    server = _section(f"{where}: ts_metrics", document.get("ts_metrics"), ())
+    model = _section(f"{where}: model_metrics", document.get("model_metrics"), (HOSTNAME,))
     for name, family in server.items():
         ours = DEFAULT.server.get(name)
         if ours is not None and len(ours.dimensions) != len(family.dimensions):
             wanted = ", ".join(ours.dimensions)
-            raise ConfigurationError(f"{path}: ts_metrics", f"{name} has the dimensions {wanted}, in this order")
+            raise ConfigurationError(f"{where}: ts_metrics", f"{name} has the dimensions {wanted}, in this order")
         if name in model:
-            raise ConfigurationError(str(path), f"{name} stands in both sections; take it out of one")
+            raise ConfigurationError(where, f"{name} stands in both sections; take it out of one")
     profile = {family.name: family for family in PROFILE if family.name not in server}
     return Catalogue(server, profile | model)
 
