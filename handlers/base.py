@@ -19,6 +19,8 @@ import torch
 from handlers import compilation, device, weights
 from handlers.errors import PredictionException
 from handlers.labels import load_label_mapping
+from handlers.micro_batching import MicroBatching
+from handlers.rejections import Rejections
 from handlers.timer import timed
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,6 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
     or by returning an exception in the row's place; the batch's other rows go on.
     """
 
-    _rejected: dict[int, Exception] | None = None  # by row; None outside of handle
     _inspected: tuple[Any, torch.dtype | None, bool] = (None, None, False)  # a model, its floats, whether it embeds
 
     def __init__(self) -> None:
@@ -72,7 +73,14 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
             self.model.eval()
         self.model = compilation.compiled(self.model, self.model_yaml_config.get("pt2"))
         self.mapping = load_label_mapping(os.path.join(model_dir, "index_to_name.json"))
+        self._micro_batch()
         self.initialized = True
+
+    def _micro_batch(self) -> None:
+        """Let ``handle`` cut up its batches where model-config.yaml asks for it and the author has not done it."""
+        options = self.model_yaml_config.get("micro_batching")
+        if options is not None and type(self).handle is BaseHandler.handle and "handle" not in vars(self):
+            self.handle = MicroBatching.of(self, options)  # type: ignore[method-assign]
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         return weights.torchscript(Path(model_pt_path), self.device)
@@ -85,17 +93,14 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         """One answer or one exception for each row of ``data``."""
         started = time.perf_counter()
         self.context = context
-        self._rejected = {}
-        try:
-            output = self._answer(data)
-            if self._rejected and isinstance(output, list) and len(output) == len(data):
-                output = [self._rejected.get(index, value) for index, value in enumerate(output)]
-        except PredictionException:
-            if len(self._rejected) < len(data):
-                raise
-            output = [self._rejected[index] for index in range(len(data))]
-        finally:
-            self._rejected = None
+        rejections = Rejections(len(data))
+        with rejections.taken():
+            try:
+                output = rejections.over(self._answer(data))
+            except PredictionException:
+                if not rejections.complete:
+                    raise
+                output = rejections.alone()
         metrics = getattr(context, "metrics", None)
         if metrics is not None:
             metrics.add_time("HandlerTime", round((time.perf_counter() - started) * 1000, 2), None, "ms")
@@ -159,9 +164,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
 
         The row keeps its place in the batch, so that every stage still sees as many rows as came.
         """
-        if self._rejected is None:
-            raise error
-        self._rejected[index] = error
+        Rejections.reject(index, error)
 
     def _stack(self, data: Sequence[Any], make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """``_each`` as one tensor."""

@@ -12,6 +12,7 @@ from PIL import Image
 from handlers.context import Row
 from handlers.errors import PredictionException
 from handlers.image_classifier import ImageClassifier
+from handlers.rejections import Rejections
 
 
 @pytest.fixture
@@ -43,9 +44,10 @@ def test_an_image_that_could_not_be_prepared_is_its_rows_error(photograph: bytes
     with pytest.raises(PredictionException) as caught:
         made.prepare_row(row)
     row.prepared = caught.value
-    made._rejected = {}
-    batch = made.preprocess([row, Row({"body": photograph})])
-    assert batch.shape[0] == 2 and made._rejected == {0: caught.value}
+    rejections = Rejections(2)
+    with rejections.taken():
+        batch = made.preprocess([row, Row({"body": photograph})])
+    assert batch.shape[0] == 2 and rejections.over([1, 2]) == [caught.value, 2]
 
 
 def test_a_preprocess_of_its_own_gets_rows_that_nobody_touched() -> None:
