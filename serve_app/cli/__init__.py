@@ -1,9 +1,9 @@
-"""The command line: ``torchrelay start|stop|status|models|bench``."""
+"""The command line: ``torchrelay``, and ``torchserve`` in torchserve.py."""
 
 from __future__ import annotations
 
-from serve_app.cli.app import app
-
 
 def main() -> None:
+    from serve_app.cli.app import app  # late: whoever imports a file of this room needs no other
+
     app()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, NoReturn, Optional
 
 import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 from serve_app import __version__
 from serve_app.bench.command import bench
-from serve_app.cli import progress
+from serve_app.cli import progress, torchserve
+from serve_app.cli.archive import archive
+from serve_app.cli.migrate import migrate
 from serve_app.cli.process import ServerProcess, StartError
+from serve_app.cli.translation import Flags, serve_env, state_dir
 from serve_app.client import Client, ServerError
 
 app = typer.Typer(help="Serve PyTorch models from TorchServe archives on Ray Serve.", no_args_is_help=True)
@@ -24,30 +28,79 @@ app.add_typer(models_app, name="models")
 console = Console()
 errors = Console(stderr=True)
 
-Config = Annotated[Path, typer.Argument(help="The application, as for `serve run`.")]
 EnvFile = Annotated[Path, typer.Option("--env", help="The environment that Ray Serve starts with.")]
 Inference = Annotated[str, typer.Option(envvar="TORCHRELAY_INFERENCE", help="The inference address.")]
+Token = Annotated[
+    str,
+    typer.Option(envvar="TORCHRELAY_TOKEN", help="The key that requests show; else that of a key_file.json here."),
+]
 ManagementUrl = Annotated[str, typer.Option(envvar="TORCHRELAY_MANAGEMENT", help="The management address.")]
 
 _CONFIG = Path("configs/app.yaml")
 _ENV = Path("configs/serve.env")
 _INFERENCE = "http://127.0.0.1:8080"
 _MANAGEMENT = "http://127.0.0.1:8081"
+_KEY_FILE = Path("key_file.json")
 
 
-@app.command()
+class _WithModels(TyperCommand):
+    """A command whose ``--models`` takes all the words that follow it, as TorchServe's does."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        if "--models" in args:
+            first = args.index("--models") + 1
+            end = next((i for i in range(first, len(args)) if args[i].startswith("-")), len(args))
+            args = [*args[:first], *([",".join(args[first:end])] if end > first else []), *args[end:]]
+        return super().parse_args(ctx, args)
+
+
+_THEIRS = "As the command torchserve"  # the panel of its flags
+
+
+def _their(*names: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=_THEIRS, **more)
+
+
+@app.command(cls=_WithModels)
 def start(
-    config: Config = _CONFIG,
-    env: EnvFile = _ENV,
+    config: Annotated[Optional[Path], typer.Argument(help="The application, as for `serve run`.")] = None,  # noqa: UP045
+    env: Annotated[Optional[Path], typer.Option("--env", help="What Ray Serve starts with.")] = None,  # noqa: UP045
     detach: Annotated[bool, typer.Option("--detach", help="Return once ready, and leave the server running.")] = False,
     example: Annotated[
         Optional[str], typer.Option(help="MODEL=FILE: show a curl line that sends FILE to MODEL.")  # noqa: UP045
     ] = None,
     patience: Annotated[float, typer.Option(help="Seconds until the server must be ready.")] = 300.0,
+    model_store: Annotated[Optional[str], _their(help="The folder of the archives.")] = None,  # noqa: UP045
+    models: Annotated[Optional[str], _their(help="[NAME=]ARCHIVE …, or all: loaded at start-up.")] = None,  # noqa: UP045
+    ts_config: Annotated[Optional[str], _their(help="A config.properties.")] = None,  # noqa: UP045
+    no_config_snapshots: Annotated[
+        bool, _their("--no-config-snapshots", "--ncs", help="Forget what the last start had.")
+    ] = False,
+    disable_token_auth: Annotated[
+        bool, _their("--disable-token-auth", "--dt", help="Ask nobody for a token.")
+    ] = False,
+    enable_model_api: Annotated[bool, _their("--enable-model-api", help="Let models be registered.")] = False,
+    workflow_store: Annotated[Optional[str], _their(help="Workflows are not served yet.")] = None,  # noqa: UP045
+    log_config: Annotated[Optional[str], _their(help="Taken, and not read.")] = None,  # noqa: UP045
+    foreground: Annotated[bool, _their("--foreground", help="Always, without --detach.")] = False,
 ) -> None:
-    """Start the server and wait until its models are ready; Ctrl-C ends it and everything it started."""
+    """Start the server and wait until its models are ready; Ctrl-C ends it and everything it started.
+
+    Without CONFIG it is configs/app.yaml. TorchServe's flags, or a config.properties where there is no
+    configs/app.yaml, start a server as TorchServe's user asks for it.
+    """
+    flags = Flags(
+        ts_config=ts_config,
+        model_store=model_store,
+        models=tuple(models.split(",")) if models else (),
+        workflow_store=workflow_store,
+        log_config=log_config,
+        no_config_snapshots=no_config_snapshots,
+        disable_token_auth=disable_token_auth,
+        enable_model_api=enable_model_api,
+    )
     try:
-        server = ServerProcess(config, env)
+        server = _server(config, env, flags)
         server.start(detached=detach)
         progress.until_ready(server, console, patience)
     except StartError as error:
@@ -68,24 +121,46 @@ def start(
     raise typer.Exit(code)
 
 
+def _server(config: Path | None, env: Path | None, flags: Flags) -> ServerProcess:
+    """The server that `torchrelay start` is asked for. Raises StartError."""
+    theirs = flags != Flags()
+    if config is not None and theirs:
+        raise StartError(f"{config} and TorchServe's flags say two things; name one of them")
+    if config is None and not theirs and not _CONFIG.is_file():
+        theirs = bool(os.environ.get("TS_CONFIG_FILE")) or Path("config.properties").is_file()
+    if theirs:
+        return torchserve.prepared(flags)
+    return ServerProcess(config or _CONFIG, env or (_ENV if _ENV.is_file() else serve_env()))
+
+
 @app.command()
-def stop(config: Config = _CONFIG, env: EnvFile = _ENV) -> None:
+def stop(
+    config: Annotated[Optional[Path], typer.Argument(help="The application that was started.")] = None,  # noqa: UP045
+    env: EnvFile = _ENV,
+) -> None:
     """Stop the server that `torchrelay start` left running here."""
+    if config is None:
+        made = [state_dir(os.environ, Path.cwd(), fresh) / "app.yaml" for fresh in (False, True)]
+        configs = [path for path in (_CONFIG, *made) if path.is_file()] or [_CONFIG]
+    else:
+        configs = [config]
     try:
-        stopped = ServerProcess(config, env).stop()
+        stopped = [ServerProcess(path, env).stop() for path in configs]
     except StartError as error:
         errors.print(str(error), style="red", highlight=False)
         raise typer.Exit(1) from None
-    console.print("Torchrelay has stopped." if stopped else "Torchrelay is not running here.")
+    console.print("Torchrelay has stopped." if any(stopped) else "Torchrelay is not running here.")
 
 
 @app.command()
-def status(inference: Inference = _INFERENCE, management: ManagementUrl = _MANAGEMENT) -> None:
+def status(inference: Inference = _INFERENCE, management: ManagementUrl = _MANAGEMENT, token: Token = "") -> None:
     """Show whether the server is ready, and every version with its replicas."""
-    with Client(inference, management, timeout=10) as client:
+    with Client(inference, management, timeout=10, token=token, key_file=_KEY_FILE) as client:
         try:
             ready = client.ready()
             table = progress.versions(client)
+        except ServerError as error:
+            _refused(error)
         except httpx.HTTPError as error:
             errors.print(f"No server answers at {management}: {error}", highlight=False)
             raise typer.Exit(1) from None
@@ -96,6 +171,8 @@ def status(inference: Inference = _INFERENCE, management: ManagementUrl = _MANAG
 
 
 app.command("bench")(bench)
+app.command("migrate")(migrate)
+app.command("archive")(archive)
 
 
 @app.command()
@@ -105,9 +182,9 @@ def version() -> None:
 
 
 @models_app.callback()
-def models(context: typer.Context, management: ManagementUrl = _MANAGEMENT) -> None:
+def models(context: typer.Context, management: ManagementUrl = _MANAGEMENT, token: Token = "") -> None:
     """List the models; the subcommands change them."""
-    context.obj = management
+    context.obj = management, token
     if context.invoked_subcommand is None:
         with _talk(context) as client:
             table = Table("model", "archive of the default version")
@@ -178,18 +255,26 @@ def describe(context: typer.Context, model: str) -> None:
         console.print_json(data=client.describe(model))
 
 
+def _refused(error: ServerError) -> NoReturn:
+    """End the command in the server's words."""
+    errors.print(str(error), style="red", highlight=False)
+    if error.message.startswith("Token Authorization failed"):
+        errors.print("Give a key by TORCHRELAY_TOKEN or --token, or run this beside the server's key_file.json.")
+    raise typer.Exit(1) from None
+
+
 class _talk(Client):
     """A client whose errors end the command in the server's words."""
 
     def __init__(self, context: typer.Context) -> None:
-        super().__init__(os.environ.get("TORCHRELAY_INFERENCE", _INFERENCE), context.obj)
-        self._address = context.obj
+        self._address, token = context.obj
+        inference = os.environ.get("TORCHRELAY_INFERENCE", _INFERENCE)
+        super().__init__(inference, self._address, token=token, key_file=_KEY_FILE)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, ServerError):
-            errors.print(str(error), style="red", highlight=False)
-            raise typer.Exit(1) from None
+            _refused(error)
         if isinstance(error, httpx.TransportError):
             errors.print(f"No server answers at {self._address}: {error}", highlight=False)
             raise typer.Exit(1) from None

@@ -6,18 +6,23 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import yaml
 
+from serve_app import tls
+from serve_app.cli import tls_front
+from serve_app.client import Client
 from serve_app.errors import ConfigurationError
 from serve_app.ports import holder
-from serve_app.settings import Settings, load
+from serve_app.settings import INFERENCE_HOST, Settings, load
 
 _GRACE = 3.0  # seconds for a clean end, before what is left is killed
 _CLOSING = 3.0  # seconds in which the sockets of a process that was just killed must be gone
@@ -53,11 +58,16 @@ def read_env(path: Path) -> dict[str, str]:
 
 
 class ServerProcess:
-    """One server, started from a configuration and an environment file."""
+    """One server, started from a configuration and an environment file.
 
-    def __init__(self, config: Path, env: Path) -> None:
+    ``names`` says where an operator changes what stands in the configuration, if not there:
+    ``{"http_options.port": "inference_address in config.properties"}``.
+    """
+
+    def __init__(self, config: Path, env: Path, names: Mapping[str, str] | None = None) -> None:
         self.config = config
         self._env = env
+        self._names = names or {}
         try:
             document = yaml.safe_load(config.read_text())
         except OSError as error:
@@ -67,6 +77,7 @@ class ServerProcess:
         try:
             http = document.get("http_options") or {}
             self._http = (str(http.get("host", "127.0.0.1")), int(http.get("port", 8000)))
+            self._pair = [Path(http[name]) for name in ("ssl_certfile", "ssl_keyfile") if http.get(name)]
             args = document["applications"][0].get("args")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             wanted = "a mapping http_options with a port and a list applications whose first has import_path and args"
@@ -75,19 +86,53 @@ class ServerProcess:
             self.settings: Settings = load(args, str(config))
         except ConfigurationError as error:
             raise StartError(str(error)) from None
+        if len(self._pair) == 1:
+            raise StartError(f"{config}: http_options: ssl_certfile and ssl_keyfile go together; give both")
+        self._document = document
+        self._plain_port: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def inference(self) -> str:
-        return _address(*self._http)
+        return _address(*self._http, secure=bool(self._pair))
+
+    @property
+    def local(self) -> str:
+        """The inference address for this machine; without TLS where there is a way round it."""
+        return self.inference if self._plain_port is None else _address("127.0.0.1", self._plain_port)
 
     @property
     def management(self) -> str:
-        return _address(self.settings.management.host, self.settings.management.port)
+        m = self.settings.management
+        return _address(m.host, m.port, secure=bool(m.certificate_file)) if m.port else self.local
 
     @property
     def metrics(self) -> str:
-        return _address(self.settings.management.metrics_host, self.settings.management.metrics_port) + "/metrics"
+        m = self.settings.management
+        if m.metrics_port:
+            return _address(m.metrics_host, m.metrics_port, secure=bool(m.certificate_file)) + "/metrics"
+        return (self.management if m.also_metrics else self.local) + "/metrics"
+
+    def client(self, timeout: float) -> Client:
+        """A client on this machine, with the keys of the server's file and trust in its certificates."""
+        token = os.environ.get("TORCHRELAY_TOKEN", "")
+        files = {"key_file": self.settings.key_file, "verify": self._trust}
+        return Client(self.local, self.management, timeout, token, **files)
+
+    @property
+    def pid(self) -> int | None:
+        """The first process of a server that was started here."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def _trust(self) -> ssl.SSLContext | bool:
+        own = self.settings.management.certificate_file
+        certificates = [*self._pair[:1], *([self.settings.root / own] if own else [])]
+        return tls.trusting(*certificates) if certificates else True
+
+    @property
+    def wants_keys(self) -> bool:
+        return self.settings.wants_keys(self._http[0])
 
     @property
     def log(self) -> Path:
@@ -103,13 +148,16 @@ class ServerProcess:
         if self.processes():
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
         self._check_ports(env)
+        self._check_keys(env)
+        config = self._end_tls(env) if self._pair else self.config
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
             # A shell without job control starts its background jobs so, and `serve run` would never hear us.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         env[_MARK] = mark = uuid.uuid4().hex
+        env[INFERENCE_HOST] = self._http[0]
         env["PYTHONUNBUFFERED"] = "1"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        command = [str(Path(sys.executable).parent / "serve"), "run", str(self.config)]
+        command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
         if "RAY_ADDRESS" not in env:
             # A Ray of its own: without a word `serve run` looks for one that somebody started here, dead ones too.
             command += ["--address", "local"]
@@ -165,7 +213,18 @@ class ServerProcess:
         if self._process is not None:
             self._process.wait()
         self._mark_file.unlink(missing_ok=True)
+        if self.settings.key_run.exists():  # the keys were made for the server that has just ended
+            self.settings.key_file.unlink(missing_ok=True)
+            self.settings.key_run.unlink()
         return True
+
+    def last_lines(self, count: int = 15) -> str:
+        """The end of the log, for a message."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return f"no log at {self.log}"
+        return "\n".join(lines[-count:]) + f"\nThe whole log: {self.log}"
 
     def processes(self) -> list[psutil.Process]:
         """Every live process of this server: it carries its mark, or belongs to its session."""
@@ -182,16 +241,42 @@ class ServerProcess:
                     found.append(process)
         return found
 
+    def _named(self, key: str) -> str:
+        return self._names.get(key) or f"{key} in {self.config}"
+
+    def _end_tls(self, env: dict[str, str]) -> Path:
+        """Make HAProxy speak TLS, where it stands in front; returns the configuration that `serve run` gets then."""
+        try:
+            tls.server(self._pair[0], self._pair[1], ("http_options.ssl_certfile", "http_options.ssl_keyfile"))
+        except ConfigurationError as error:
+            raise StartError(f"{self.config}: {error}") from None
+        if env.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+            return self.config  # Ray's Python proxy does it itself
+        config, self._plain_port, more = tls_front.put_up(self._document, self.settings.state_dir / "tls", env)
+        env.update(more)
+        return config
+
+    def _check_keys(self, env: dict[str, str]) -> None:
+        """What Management would stumble over, said before anything runs."""
+        try:
+            tls.of_management(self.settings)
+            if self.wants_keys:
+                for key in self.settings.auth.keys:
+                    key.digest(env)
+        except ConfigurationError as error:
+            raise StartError(f"{self.config}: {error}") from None
+
     def _check_ports(self, env: dict[str, str]) -> None:
         m = self.settings.management
         wanted = {
-            self._http[1]: (self._http[0], f"http_options.port in {self.config}"),
-            m.port: (m.host, f"management.port in {self.config}"),
-            m.metrics_port: (m.metrics_host, f"management.metrics_port in {self.config}"),
+            self._http[1]: (self._http[0], self._named("http_options.port")),
+            m.port: (m.host, self._named("management.port")),
+            m.metrics_port: (m.metrics_host, self._named("management.metrics_port")),
         }
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
             for port, name in _RAY_PORTS.items():
                 wanted[int(env.get(name, port))] = ("0.0.0.0", f"{name} in {self._env}")
+        wanted.pop(0, None)  # no listener of its own
         for port, (host, setting) in wanted.items():
             deadline = time.monotonic() + _CLOSING
             while (error := _cannot_bind(host, port)) is not None:
@@ -218,5 +303,6 @@ def _cannot_bind(host: str, port: int) -> str | None:
     return None
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+def _address(host: str, port: int, secure: bool = False) -> str:
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http{'s' * secure}://{host}:{port}"

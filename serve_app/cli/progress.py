@@ -14,8 +14,6 @@ from rich.text import Text
 from serve_app.cli.process import ServerProcess, StartError
 from serve_app.client import Client, ServerError
 
-_LAST_LINES = 15
-
 
 def versions(client: Client) -> Table:
     """Every version of every model, with its replicas."""
@@ -34,7 +32,7 @@ def versions(client: Client) -> Table:
             table.add_row(
                 model["modelName"], version["modelVersion"], f"{running} of {wanted}", state, version["modelUrl"]
             )
-            if failed:
+            if failed and running < wanted:
                 table.add_row("", "", "", Text(failed.strip().splitlines()[-1], style="red"), "")
     return table
 
@@ -43,15 +41,15 @@ def until_ready(server: ServerProcess, console: Console, patience: float) -> Non
     """Show how the models come up, until all of them are ready or have failed. Raises StartError."""
     deadline = time.monotonic() + patience
     spinner = Spinner("dots", "Starting Ray …")
-    with Client(server.inference, server.management, timeout=2) as client, Live(
+    with server.client(timeout=2) as client, Live(
         spinner, console=console, transient=True, refresh_per_second=8
     ) as live:
         while not client.ready():
             if server.ended() is not None:
-                raise StartError(f"`serve run` ended with code {server.ended()}:\n{_tail(server)}")
+                raise StartError(f"`serve run` ended with code {server.ended()}:\n{server.last_lines()}")
             if time.monotonic() > deadline:
                 server.stop()
-                raise StartError(f"It was not ready within {patience:.0f} s:\n{_tail(server)}")
+                raise StartError(f"It was not ready within {patience:.0f} s:\n{server.last_lines()}")
             try:
                 spinner.update(text="Loading models …")
                 live.update(Group(spinner, versions(client)))
@@ -59,8 +57,10 @@ def until_ready(server: ServerProcess, console: Console, patience: float) -> Non
                 spinner.update(text="Starting Ray …")
                 live.update(spinner)
             time.sleep(0.1)
-        table = versions(client)
-    console.print(table)
+        try:
+            console.print(versions(client))
+        except ServerError as error:  # it wants a key that we do not know
+            console.print(f"Its models are not shown here: {error}", highlight=False)
 
 
 def welcome(server: ServerProcess, console: Console, example: str | None) -> None:
@@ -79,10 +79,3 @@ def welcome(server: ServerProcess, console: Console, example: str | None) -> Non
     console.print("\nTry it:")
     console.print(f"  curl {server.inference}/predictions/{model} -T {file}\n", highlight=False, soft_wrap=True)
 
-
-def _tail(server: ServerProcess) -> str:
-    try:
-        lines = server.log.read_text(errors="replace").splitlines()
-    except OSError:
-        return f"no log at {server.log}"
-    return "\n".join(lines[-_LAST_LINES:]) + f"\nThe whole log: {server.log}"

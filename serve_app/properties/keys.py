@@ -148,7 +148,7 @@ KEYS = (
         "load_models",
         "",
         "`control.load_models`",
-        remark="where nothing is said TorchServe loads nothing, we load all of the model store",
+        remark="nothing, where nothing is said",
     ),
     Key("models", "", "`control.models`", variable="", remark="minWorkers and its like, in our spelling"),
     Key("model_snapshot", "", "`control.models` and `control.load_models`", variable=""),
@@ -160,7 +160,7 @@ KEYS = (
         r"file://.*|http(s)?://.*",
         "`store.allowed_urls`",
         read=_patterns,
-        remark="where nothing is said ours hold",
+        remark="ours, where nothing is said",
     ),
     _unneeded(
         "use_env_allowed_urls", "false", "read with the environment: `TS_ALLOWED_URLS` counts only when it is true"

@@ -1,0 +1,192 @@
+"""The command ``torchserve``: TorchServe's flags, messages and exit codes over a server of ours."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+import yaml
+
+from serve_app import __version__
+from serve_app.cli import translation
+from serve_app.cli.process import ServerProcess, StartError
+
+TORCHSERVE = "0.12.0"  # the release whose command line this is
+_JAVA = "org.pytorch.serve.ModelServer"
+_PATIENCE = 300.0  # seconds until requests must be accepted
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command; ends the process with TorchServe's exit code."""
+    args = _parser().parse_args(words)
+    if args.version:
+        print(f"TorchServe Version is {TORCHSERVE} (Torchrelay {__version__})")
+        return
+    try:
+        sys.exit(_stop() if args.stop else _start(args))
+    except StartError as error:
+        print(error, flush=True)
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchserve", description="TorchServe's command line, served by Torchrelay")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("-v", "--version", action="store_true", help="show the version")
+    what.add_argument("--start", action="store_true", help="start the server; so does saying nothing")
+    what.add_argument("--stop", action="store_true", help="stop the server")
+    parser.add_argument("--ts-config", metavar="FILE", help="a config.properties; the variable TS_CONFIG_FILE wins")
+    parser.add_argument("--model-store", metavar="DIR", help="the folder of the archives")
+    parser.add_argument("--workflow-store", metavar="DIR", help="workflows are not served yet")
+    parser.add_argument("--models", nargs="+", metavar="[NAME=]ARCHIVE", help="what is loaded at start-up, or all")
+    parser.add_argument("--log-config", metavar="FILE", help="taken, and not read: Log4j's")
+    parser.add_argument("--cpp-log-config", metavar="FILE", help="taken, and not read: there is no C++ backend")
+    parser.add_argument("--foreground", action="store_true", help="stay, and show the log")
+    parser.add_argument("--no-config-snapshots", "--ncs", action="store_true", help="forget what the last start had")
+    parser.add_argument("--plugins-path", "--ppath", metavar="DIR", help="taken, and not read: Java archives")
+    parser.add_argument("--disable-token-auth", "--dt", action="store_true", help="ask nobody for a token")
+    parser.add_argument("--enable-model-api", action="store_true", help="let models be registered and removed")
+    return parser
+
+
+def _start(args: argparse.Namespace) -> int:
+    if _running(_pid_file()) is not None:
+        raise StartError("TorchServe is already running, please use torchserve --stop to stop TorchServe.")
+    said = {key: value for key, value in vars(args).items() if key not in ("version", "start", "stop", "foreground")}
+    flags = translation.Flags(**{**said, "models": tuple(args.models or ())})
+    server = prepared(flags)
+    server.start(detached=not args.foreground)
+    _pid_file().write_text(f"{server.pid}\n{server.config}\n")
+    try:
+        _until_accepting(server)
+    except KeyboardInterrupt:
+        server.stop()
+        return 130
+    print("Model server started.", flush=True)
+    if not args.foreground:
+        return 0
+    threading.Thread(target=_show, args=(server,), daemon=True).start()
+    return server.wait()
+
+
+def prepared(flags: translation.Flags) -> ServerProcess:
+    """The server that these flags ask for here, not yet started; its app.yaml lies in its state directory.
+
+    Says on stderr what there is to say. Raises StartError.
+    """
+    folder = Path.cwd()
+    made = translation.translate(flags, os.environ, folder)
+    for warning in made.warnings:
+        print(f"WARNING - {warning}", file=sys.stderr)
+    config = translation.state_dir(os.environ, folder, flags.no_config_snapshots) / "app.yaml"
+    try:
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(yaml.safe_dump(dict(made.document), sort_keys=False))
+    except OSError as error:
+        raise StartError(f"{error.filename}: {error.strerror}; name a folder for it with LOG_LOCATION") from None
+    server = ServerProcess(config, translation.serve_env(), made.names)
+    if flags.no_config_snapshots and not server.processes():
+        for path in config.parent.iterdir():
+            if path != config:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return server
+
+
+def _stop() -> int:
+    pid_file = _pid_file()
+    pid = _running(pid_file)
+    if pid is None:
+        print("TorchServe is not currently running.")
+        return 0
+    try:
+        config = Path(pid_file.read_text().splitlines()[1])
+    except IndexError:  # TorchServe's own
+        config = None
+    key_file = Path("key_file.json")
+    try:
+        if config is None:
+            process = psutil.Process(pid)
+            process.terminate()
+            process.wait(timeout=60)
+        else:
+            server = ServerProcess(config, translation.serve_env())
+            key_file = server.settings.root / server.settings.auth.key_file
+            server.stop()
+        key_file.unlink(missing_ok=True)
+        print("TorchServe has stopped.")
+    except psutil.TimeoutExpired:
+        print("Stopping TorchServe took too long.")
+    except (OSError, psutil.Error):
+        print("TorchServe already stopped.")
+    pid_file.unlink(missing_ok=True)
+    return 0
+
+
+def _pid_file() -> Path:
+    folder = Path(os.environ.get("TEMP") or tempfile.gettempdir())
+    if not folder.is_dir():
+        raise StartError(f"Invalid temp directory: {folder}, please check TEMP environment variable.")
+    return folder / ".model_server.pid"
+
+
+def _running(pid_file: Path) -> int | None:
+    """The process that the file names, if it is a server, ours or TorchServe's; else the file is removed."""
+    try:
+        pid = int(pid_file.read_text().split()[0])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, IndexError):
+        pid = 0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        words = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+        if _JAVA in words or ("run" in words and any(Path(word).name == "serve" for word in words)):
+            return pid
+    print("Removing orphan pid file.")
+    pid_file.unlink(missing_ok=True)
+    return None
+
+
+def _until_accepting(server: ServerProcess) -> None:
+    """Wait until both APIs answer, whatever it is that they say. Raises StartError."""
+    deadline = time.monotonic() + _PATIENCE
+    with httpx.Client(timeout=2, verify=False) as client:  # our own, whatever its certificate
+        while not (_answers(client, server.local + "/ping", '"status"') and _answers(client, server.management + "/")):
+            if (code := server.ended()) is not None:
+                raise StartError(f"The server ended with code {code}:\n{server.last_lines()}")
+            if time.monotonic() > deadline:
+                server.stop()
+                raise StartError(f"No request was accepted within {_PATIENCE:.0f} s:\n{server.last_lines()}")
+            time.sleep(0.1)
+
+
+def _answers(client: httpx.Client, url: str, word: str = "") -> bool:
+    try:
+        return word in client.get(url).text
+    except httpx.HTTPError:
+        return False
+
+
+def _show(server: ServerProcess) -> None:
+    """Copy the server's log to where this command writes, as TorchServe in the foreground does."""
+    with server.log.open("rb") as log:
+        while True:
+            if text := log.read(1 << 16):
+                sys.stdout.buffer.write(text)
+                sys.stdout.flush()
+            else:
+                time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()
