@@ -27,8 +27,8 @@ class ServerError(Exception):
 class Client:
     """Speaks to the inference port and to the management port of one server.
 
-    ``token`` is the key that requests show. Without one it is looked up in ``key_file``, where that is there
-    and the server is on this machine; ``verify`` is the client's side of TLS, as httpx takes it.
+    ``token`` is the key that requests show. Without one it is looked up in ``key_file``, which is the server's
+    own and may come later; ``verify`` is the client's side of TLS, as httpx takes it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Client:
         def client(address: str, kind: Literal["inference", "management"]) -> httpx.Client:
             if token:
                 keys: httpx.Auth | None = _Bearer(token)
-            elif key_file is not None and httpx.URL(address).host in ("127.0.0.1", "localhost", "::1"):
+            elif key_file is not None:
                 keys = _KeyFile(key_file, kind, management)
             else:
                 keys = None

@@ -20,6 +20,7 @@ from serve_app.cli.migrate import migrate
 from serve_app.cli.process import ServerProcess, StartError
 from serve_app.cli.translation import Flags, serve_env, state_dir
 from serve_app.client import Client, ServerError
+from serve_app.settings import is_loopback
 
 app = typer.Typer(help="Serve PyTorch models from TorchServe archives on Ray Serve.", no_args_is_help=True)
 models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
@@ -155,7 +156,7 @@ def stop(
 @app.command()
 def status(inference: Inference = _INFERENCE, management: ManagementUrl = _MANAGEMENT, token: Token = "") -> None:
     """Show whether the server is ready, and every version with its replicas."""
-    with Client(inference, management, timeout=10, token=token, key_file=_KEY_FILE) as client:
+    with Client(inference, management, timeout=10, token=token, key_file=_key_file(management)) as client:
         try:
             ready = client.ready()
             table = progress.versions(client)
@@ -255,6 +256,11 @@ def describe(context: typer.Context, model: str) -> None:
         console.print_json(data=client.describe(model))
 
 
+def _key_file(management: str) -> Path | None:
+    """The key file in this folder, for a server of this machine: another one has no business with its keys."""
+    return _KEY_FILE if is_loopback(httpx.URL(management).host) else None
+
+
 def _refused(error: ServerError) -> NoReturn:
     """End the command in the server's words."""
     errors.print(str(error), style="red", highlight=False)
@@ -269,7 +275,7 @@ class _talk(Client):
     def __init__(self, context: typer.Context) -> None:
         self._address, token = context.obj
         inference = os.environ.get("TORCHRELAY_INFERENCE", _INFERENCE)
-        super().__init__(inference, self._address, token=token, key_file=_KEY_FILE)
+        super().__init__(inference, self._address, token=token, key_file=_key_file(self._address))
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)

@@ -131,8 +131,9 @@ class ServerProcess:
         return tls.trusting(*certificates) if certificates else True
 
     @property
-    def wants_keys(self) -> bool:
-        return self.settings.wants_keys(self._http[0])
+    def makes_keys(self) -> bool:
+        """Whether there will be a key file."""
+        return self.settings.auth.torchserve_tokens and self.settings.wants_keys(self._http[0])
 
     @property
     def log(self) -> Path:
@@ -147,8 +148,8 @@ class ServerProcess:
         env = {**read_env(self._env), **os.environ}
         if self.processes():
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
-        self._check_ports(env)
         self._check_keys(env)
+        self._check_ports(env)
         config = self._end_tls(env) if self._pair else self.config
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
             # A shell without job control starts its background jobs so, and `serve run` would never hear us.
@@ -260,7 +261,7 @@ class ServerProcess:
         """What Management would stumble over, said before anything runs."""
         try:
             tls.of_management(self.settings)
-            if self.wants_keys:
+            if self.settings.wants_keys(self._http[0]):
                 for key in self.settings.auth.keys:
                     key.digest(env)
         except ConfigurationError as error:

@@ -72,6 +72,7 @@ def welcome(server: ServerProcess, console: Console, example: str | None) -> Non
         "metrics": server.metrics,
         "dashboard": "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that it asks for)",
         "log": str(server.log),
+        **({"keys": str(server.settings.key_file)} if server.makes_keys else {}),
     }
     for name, value in rows.items():
         console.print(f"  {name:<11} {value}", highlight=False, soft_wrap=True)

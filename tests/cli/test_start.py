@@ -83,6 +83,27 @@ def test_a_setting_of_the_wrong_kind(start, tmp_path: Path) -> None:
     assert "(got 'many')" in done.stderr
 
 
+def test_a_key_of_ones_own_that_is_wrong(start, tmp_path: Path) -> None:
+    ports = {"port": free_port(), "metrics_port": free_port()}
+    wrong = {"plain-secret": "a key does not stand here in plain text", "env:NO_SUCH_KEY": "NO_SUCH_KEY"}
+    for key, said in wrong.items():
+        keys = [{"name": "ops", "key": key}]
+        done = start(port=free_port(), management=ports, auth={"mode": "on", "keys": keys})
+        assert done.returncode == 1
+        assert f"{tmp_path / 'app.yaml'}: auth.keys, the key named 'ops': " in done.stderr
+        assert said in done.stderr
+        assert "plain-secret" not in done.stderr
+
+
+def test_a_certificate_that_is_not_there(start, tmp_path: Path) -> None:
+    ports = {"port": free_port(), "metrics_port": free_port()}
+    pair = {"certificate_file": "no.pem", "private_key_file": "no.key"}
+    done = start(port=free_port(), management={**ports, **pair})
+    assert done.returncode == 1
+    assert "management.certificate_file: " in done.stderr
+    assert "no.pem: No such file or directory; name a file that the server's user can read" in done.stderr
+
+
 def test_a_broken_line_in_the_environment_file(start, tmp_path: Path) -> None:
     number = len((ROOT / "configs/serve.env").read_text().splitlines()) + 1
     done = start(line="RAY_SERVE_ENABLE_HA_PROXY 1\n")

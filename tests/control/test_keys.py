@@ -204,7 +204,7 @@ def test_a_misspelt_setting_of_a_key_is_named() -> None:
         ("off", ("0.0.0.0",), False),
     ],
 )
-def test_keys_are_wanted_where_others_than_this_machine_can_ask(mode: str, hosts: tuple[str, ...], wanted: bool) -> None:
+def test_keys_are_wanted_where_others_can_ask(mode: str, hosts: tuple[str, ...], wanted: bool) -> None:
     assert load({"auth": {"mode": mode}}).wants_keys(*hosts) is wanted
 
 

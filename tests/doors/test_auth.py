@@ -47,7 +47,7 @@ ACCESS = access_of(
 
 
 MODEL = ModelRow("1.0", {"1.0": VersionRow("1.0", "ready", 1)})
-TABLE = Table(1, {name: MODEL for name in ("m", "team-a", "shared")}, settled=True)
+TABLE = Table(1, dict.fromkeys(("m", "team-a", "shared"), MODEL), settled=True)
 
 
 def bearer(key: str | None) -> dict[str, str]:
