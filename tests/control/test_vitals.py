@@ -7,7 +7,8 @@ import pytest
 from serve_app.control.reconciler import Seen
 from serve_app.control.registry import Desired
 from serve_app.control.vitals import PAUSES, Vitals
-from serve_app.errors import StartFailed
+from serve_app.errors import StartFailed, StartOutOfMemory
+from serve_app.telemetry.last_words import Death
 from serve_app.types import ModelSpec, Worker
 
 SPEC = ModelSpec("m", "1", "m.mar", "d" * 64, "file:///m.mar", min_workers=2, max_workers=2, max_retry_timeout=60)
@@ -109,3 +110,30 @@ def test_what_should_not_run_is_forgotten(vitals: Vitals) -> None:
     vitals.note(WANT, {}, {})
     vitals.note({}, {}, {})
     assert vitals.statuses == {} and vitals.failure(SPEC.ref) is None
+
+
+def death(loading: bool = False, why: str = "it was killed", memory: bool = False) -> Death:
+    return Death("m--1", SPEC.digest, "a", loading, 1700.5, why, memory)
+
+
+def test_why_a_replica_died_stays_when_all_is_well_again(vitals: Vitals) -> None:
+    vitals.note(WANT, app("a", "b"), {})
+    vitals.died(SPEC, death())
+    vitals.note(WANT, app("c", "b"), app("a", "b"))
+    status = vitals.statuses[SPEC.ref]
+    assert (status.phase, status.last_error, status.error_time) == ("ready", "it was killed", 1700.5)
+    assert vitals.failure(SPEC.ref) is None
+    vitals.forgive(SPEC.ref)
+    vitals.note(WANT, app("c", "b"), app("c", "b"))
+    assert vitals.statuses[SPEC.ref].last_error == "", "who scales it has seen it"
+
+
+def test_a_replica_that_died_while_it_loaded_failed_to_start(vitals: Vitals) -> None:
+    vitals.note(WANT, app(), {})
+    vitals.died(SPEC, death(loading=True))
+    vitals.note(WANT, app(), app())
+    assert (vitals.failure(SPEC.ref).detail, vitals.statuses[SPEC.ref].phase) == ("it was killed", "failed")
+    assert type(vitals.failure(SPEC.ref)) is StartFailed
+    vitals.died(SPEC, death(loading=True, memory=True))
+    assert isinstance(vitals.failure(SPEC.ref), StartOutOfMemory)
+    assert vitals.statuses[SPEC.ref].error_time == 1700.5

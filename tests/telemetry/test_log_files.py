@@ -246,7 +246,8 @@ print("the parent, after")
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, timeout=60)
     lines = (tmp_path / "logs/model_log.log").read_text().splitlines()
-    assert sorted(line.rpartition(" - ")[2] for line in lines) == ["the child", "the parent, after", "the parent, before"]
+    said = sorted(line.rpartition(" - ")[2] for line in lines)
+    assert said == ["the child", "the parent, after", "the parent, before"]
 
 
 def test_lines_that_come_faster_than_they_can_be_written_are_counted(monkeypatch):

@@ -1,15 +1,11 @@
 import io
 import json
-import logging
 import re
 import subprocess
 import sys
 import threading
 
-import pytest
-
-from serve_app.errors import ConfigurationError
-from serve_app.telemetry import logs, sink
+from serve_app.telemetry import sink
 from serve_app.telemetry.logs import AccessLog
 
 
