@@ -153,11 +153,10 @@ class MetricCache:
 
     def _request_id(self, idx: int | None) -> str | None:
         ids = self._request_ids
-        if isinstance(ids, Mapping):
-            if idx is not None and idx in ids:
-                return ids[idx]
-            if self._everybody is None:
-                self._everybody = ",".join(ids.values())
+        if idx is not None and isinstance(ids, Mapping) and idx in ids:
+            return ids[idx]
+        if self._everybody is None and isinstance(ids, Mapping):
+            self._everybody = ",".join(ids.values())
         return self._everybody
 
     def _add(
@@ -169,7 +168,7 @@ class MetricCache:
         dimensions: Iterable[Dimension],
         metric_type: MetricTypes,
     ) -> None:
-        given = {dimension.name: dimension.value for dimension in dimensions or ()}
+        given = {dimension.name: dimension.value for dimension in dimensions} if dimensions else {}
         if request_id is None:
             given.setdefault("Level", "Error")
         else:

@@ -92,6 +92,8 @@ class Meters:
 
         ``queue`` is how long it waited for its batch, in seconds; None where it never ran.
         """
+        if not version:
+            asked = None  # a caller's word: to keep each would fill the memory
         calls = self._calls.get((model, version, status, asked)) or self._bound(model, version, status, asked)
         calls.count.inc()
         if not version:

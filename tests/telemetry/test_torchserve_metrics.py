@@ -183,6 +183,14 @@ def test_the_servers_metrics_read_as_torchserves_do() -> None:
     )
 
 
+def test_versions_that_there_are_not_leave_nothing_behind() -> None:
+    meters = Meters()
+    for i in range(50):
+        meters.request("", "", "version_not_found", 0.001, str(i))
+    assert len(meters._calls) == 1
+    assert not meters.torchserve.readings()
+
+
 def test_handlers_metrics_of_all_kinds(of: Callable[..., TorchServeMeters]) -> None:
     meters = Meters(of())
     cache = meters.torchserve.cache("m")
