@@ -19,6 +19,8 @@ MANAGEMENT = "Management"
 TUNABLE = ("batch_size", "max_batch_delay", "response_timeout", "client_timeout", "job_queue_size", "retries")
 # What no replica ever sees.
 _OUTSIDE = ("min_workers", "max_workers", "url", "archive", "loaded_at_startup", "max_retry_timeout")
+# Settings that only Management and the gateway read: another key must not restart every model.
+_MANAGEMENTS = ("auth", "management")
 
 HEAD = "node:__internal_head__"  # the resource that Ray gives the head node
 
@@ -41,7 +43,8 @@ def code_version(spec: ModelSpec, settings: Settings) -> str:
     pinned it does not look at init arguments, so all of them are in here.
     """
     fields = {k: v for k, v in dataclasses.asdict(spec).items() if k not in TUNABLE + _OUTSIDE}
-    everything = [__version__, fields, dataclasses.asdict(settings)]
+    rooms = {room: values for room, values in dataclasses.asdict(settings).items() if room not in _MANAGEMENTS}
+    everything = [__version__, fields, rooms]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -44,6 +44,11 @@ def test_settings_are_part_of_the_version() -> None:
     assert code_version(SPEC, load({"runtime": {"decode_input_request": False}})) != code_version(SPEC, Settings())
 
 
+@pytest.mark.parametrize("change", [{"auth": {"mode": "on"}}, {"management": {"port": 9}}])
+def test_what_no_replica_reads_is_not(change) -> None:
+    assert code_version(SPEC, load(change)) == code_version(SPEC, Settings())
+
+
 def test_one_management_on_the_head_and_a_gateway_a_node() -> None:
     gateway = server_app(load({"inference": {"gateways": 3}}))._bound_deployment
     assert (gateway.num_replicas, gateway._replica_config.max_replicas_per_node) == (3, 1)
