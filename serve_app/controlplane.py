@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from serve_app.errors import BadRequest, MethodNotAllowed, MissingParameter
 from serve_app.settings import Settings
-from serve_app.types import Access, Description, ModelRef, Progress, Registration, matches
+from serve_app.types import Access, Description, Event, ModelRef, Progress, Registration, matches
 
 
 class Keeper(Protocol):
@@ -35,6 +35,10 @@ class Keeper(Protocol):
     async def models(self) -> list[tuple[str, str]]: ...
 
     async def renew_key(self, kind: Literal["inference", "management"]) -> None: ...
+
+    async def events(
+        self, model: str, registration: str | None, since: int | None, patience: float
+    ) -> list[Event]: ...
 
 
 class ControlPlane:
@@ -63,6 +67,16 @@ class ControlPlane:
         if not registration.url:
             raise MissingParameter("url")
         return await self._keeper.register(registration)
+
+    async def events(
+        self, model: str, registration: str | None = None, since: int | None = None, patience: float = 0.0
+    ) -> list[Event]:
+        """What happened to a model after the event with id ``since``, as soon as there is something; else nothing.
+
+        Without ``since``, of its last registration or change of workers; with ``registration``, of that one
+        alone, which may be yet to come. ``patience`` is in seconds. Raises ModelNotFound.
+        """
+        return await self._keeper.events(model, registration, since, patience)
 
     async def scale(self, model: str, version: str | None, low: int, high: int | None, wait: bool) -> Progress:
         """Ask for ``low`` to ``high`` replicas of a version (None: the default one)."""

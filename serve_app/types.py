@@ -52,6 +52,16 @@ class ModelSpec:
     job_queue_size: int = 100
     device_type: str = ""
     device_ids: tuple[int, ...] = ()
+    parallel_type: str = ""
+    parallel_level: int = 0
+    continuous_batching: bool = False
+    sequence_batching: bool = False
+    sequence_max_idle: int = 0  # milliseconds, as the next
+    sequence_timeout: int = 0
+    max_num_sequence: int = 0
+    max_sequence_job_queue_size: int = 0
+    use_venv: bool = False
+    requirements: str = ""  # the archive's file that is installed for this version's replicas; empty: none is
     batcher: Literal["torchrelay", "ray"] = "torchrelay"
     retries: bool = True  # a failed batch is run again in halves; rows of a dead replica go to another
     use_job_ticket: bool = False  # a row is taken only where the model is idle
@@ -263,7 +273,7 @@ class Table:
 class Registration:
     """What a caller asks for when registering an archive; None where it did not say.
 
-    ``url`` is a bare name in the model store, or a ``file://``, ``http://`` or ``https://`` URI.
+    ``url`` is a bare name in the model store, or a URI of any scheme that ``store.allowed_urls`` allows.
     """
 
     url: str
@@ -277,6 +287,36 @@ class Registration:
     startup_timeout: int | None = None  # seconds
     wait: bool = True  # until the workers are ready, or have failed
     within: tuple[str, ...] = ("*",)  # patterns that the model's name must match: what its caller may manage
+    s3_sse_kms: bool = False  # an https URL of S3's is asked for with credentials, or not at all
+    id: str | None = None  # by which its caller finds its events; else one is made
+
+
+Stage = Literal[
+    "accepted",  # a registration, or a change of a version's workers, begins
+    "downloading",  # bytes, total and percent, where they are known
+    "unpacking",  # the same
+    "checking",
+    "installing",  # a line of the installer's
+    "starting",  # how many workers, and what they wait for
+    "loading",  # a worker's handler loads its model
+    "warming",
+    "ready",
+    "failed",
+]
+LAST_STAGES = ("ready", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a model on its way to being served."""
+
+    id: int  # higher than those of all events before it, also before a restart
+    registration: str
+    model: str  # as far as it is known: the name that was asked for, then the manifest's
+    version: str  # empty before the manifest has said it
+    stage: Stage
+    time: float  # seconds since the epoch
+    said: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

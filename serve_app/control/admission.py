@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.control.registry import spec_from
@@ -13,7 +15,15 @@ from serve_app.store.manifest import Manifest, check
 from serve_app.store.sources import fetch, file_path
 from serve_app.types import ModelSpec, Registration
 
+log = logging.getLogger("torchrelay.admission")
+
+Tell = Callable[..., None]  # a stage of types.Event, and what is to be said of it
+
 _ARCHIVES = (".mar", ".tar.gz", ".tgz", ".zip")
+
+
+def _tell_nobody(stage: str, **said: object) -> None:
+    pass
 
 
 class Admission:
@@ -25,21 +35,35 @@ class Admission:
         # What may be removed. At first everything: a Management that was killed did not get round to it.
         self._loose: set[str] = self._cache.digests()
 
-    def admit(self, registration: Registration, at_startup: bool = False) -> ModelSpec:
+    def admit(self, registration: Registration, at_startup: bool = False, tell: Tell = _tell_nobody) -> ModelSpec:
         """The spec of the version in the archive that ``registration`` names, which is in the cache from now on.
 
-        Raises ArchiveNotFound, DownloadFailed, InvalidArchive, ConfigurationError and BadRequest.
+        ``tell`` hears how far it has come, from this thread. Raises ArchiveNotFound, DownloadFailed,
+        InvalidArchive, ConfigurationError and BadRequest.
         """
         settings = self._settings
         with tempfile.TemporaryDirectory(prefix="torchrelay-") as into:
-            source = fetch(registration.url, settings.store, settings.model_store, Path(into))
-            stored = self._cache.store(source, source.name)
+            source = fetch(
+                registration.url,
+                settings.store,
+                settings.model_store,
+                Path(into),
+                lambda done, total: tell("downloading", bytes=done, total=total),
+                registration.s3_sse_kms,
+            )
+            stored = self._cache.store(
+                source, source.name, lambda done, total: tell("unpacking", bytes=done, total=total)
+            )
+        tell("checking")
         self._loose.add(stored.digest)
         manifest = Manifest.read(stored.directory, source.name, settings.store.default_service_handler)
         asked = {"model_name": registration.model_name, "handler": registration.handler}
         manifest = dataclasses.replace(manifest, **{key: value for key, value in asked.items() if value})
         config = check(stored.directory, manifest)
-        return spec_from(
+        if config.unserved:
+            keys = ", ".join(config.unserved)
+            log.warning("%s: %s in its %s: not served, and without effect", source.name, keys, manifest.config_file)
+        spec = spec_from(
             registration,
             manifest,
             config,
@@ -48,6 +72,14 @@ class Admission:
             settings=settings,
             at_startup=at_startup,
         )
+        if manifest.requirements_file is not None and not spec.requirements:
+            cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
+            log.warning("%s: its %s is not installed; %s", source.name, manifest.requirements_file, cure)
+        return spec
+
+    def directory(self, spec: ModelSpec) -> Path:
+        """Where an admitted version's archive is unpacked on this node."""
+        return self._cache.open(spec.archive, spec.digest)
 
     def at_startup(self) -> list[Registration]:
         """What ``control.load_models`` asks for: everything in the model store, nothing, or a list."""

@@ -240,6 +240,16 @@ _OF_THE_FILE = (
     "job_queue_size",
     "device_type",
     "device_ids",
+    "parallel_type",
+    "parallel_level",
+    "continuous_batching",
+    "sequence_batching",
+    "sequence_max_idle",
+    "sequence_timeout",
+    "max_num_sequence",
+    "max_sequence_job_queue_size",
+    "use_job_ticket",
+    "use_venv",
     "batcher",
     "num_cpus",
     "num_gpus",
@@ -274,8 +284,7 @@ def spec_from(
     said: dict[str, Any] = {
         "job_queue_size": defaults.job_queue_size,
         "num_cpus": defaults.num_cpus,
-        # A model that asks for the CPU takes no share of a GPU, which it would leave idle.
-        "num_gpus": 0.0 if config.device_type == "cpu" else defaults.num_gpus,
+        "num_gpus": _gpus(config, defaults.num_gpus),
         **{key: getattr(config, key) for key in _OF_THE_FILE if getattr(config, key) is not None},
     }
     return ModelSpec(
@@ -295,6 +304,7 @@ def spec_from(
         startup_timeout=_first(config.startup_timeout, own.startup_timeout, registration.startup_timeout)
         or defaults.default_startup_timeout,
         loaded_at_startup=at_startup,
+        requirements=_requirements(manifest, config, settings) or "",
         config=dict(config.raw),
         **said,
     )
@@ -319,6 +329,20 @@ def _workers(
     else:
         count = _first(settings.runtime.default_workers_per_model) or int(at_startup)
     return count, count
+
+
+def _gpus(config: ModelConfig, default: float) -> float:
+    """The GPUs of a replica whose file does not say ``num_gpus``."""
+    if config.device_type == "cpu":
+        return 0.0  # it would leave a share idle
+    if config.parallel_type == "custom" and config.parallel_level is not None:
+        return float(config.parallel_level)
+    return default
+
+
+def _requirements(manifest: Manifest, config: ModelConfig, settings: Settings) -> str | None:
+    wanted = config.use_venv or settings.runtime.install_py_dep_per_model
+    return manifest.requirements_file if wanted else None
 
 
 def _runtime(runtime: str) -> str:

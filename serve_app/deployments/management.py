@@ -63,6 +63,7 @@ log = logging.getLogger("torchrelay.management")
 T = TypeVar("T")
 
 _BUSY_PERIOD = 0.25  # seconds between passes while something is starting or stopping
+_PATIENCE = 2.0  # seconds without a place after which a story says what is missing
 _LINE = 300  # characters of an installer's line that are told
 _PLACEMENT = 30.0  # seconds that a replica may wait for a place, beyond its startup_timeout
 
@@ -407,25 +408,25 @@ class Management:
     async def _started(self, story: Story, spec: ModelSpec) -> Progress:
         """Wait until a version has the workers that ``spec`` says; its story goes on meanwhile. Raises StartFailed."""
         self._events.put(story, "starting", workers=spec.min_workers)
-        if spec.min_workers == 0:
-            progress = Progress(spec.ref, self._running(spec.ref), "processing")
-        else:
-            progress = await self._until_running(
-                spec.ref, spec.min_workers, spec.startup_timeout, partial(self._tell_of_placement, story, spec)
-            )
+        progress = await self._until_running(
+            spec.ref, spec.min_workers, spec.startup_timeout, partial(self._tell_of_placement, story, spec)
+        )
         self._events.put(story, "ready", workers=progress.replicas)
         return progress
 
     async def _tell_of_placement(self, story: Story, spec: ModelSpec) -> None:
         """What a version waits for that has no place yet."""
         seen = self._seen.get(spec.ref.app)
-        if seen is None or len([worker for worker in seen.workers if worker.pid]) >= spec.min_workers:
+        if seen is None or sum(worker.pid > 0 for worker in seen.workers) >= spec.min_workers:
             return
-        wanted = {"CPU": spec.num_cpus, "GPU": spec.num_gpus}
+        if time.time() - story.events[-1].time < _PATIENCE:  # what it has just been given counts as not free
+            return
         free = await self._in_serve(self._reconciler.free)
-        lacks = {kind: {"wanted": n, "free": free.get(kind, 0.0)} for kind, n in wanted.items() if n > free.get(kind, 0.0)}
-        if lacks:
-            self._events.put(story, "starting", workers=spec.min_workers, waiting_for=lacks)
+        wanted = {"CPU": spec.num_cpus, "GPU": spec.num_gpus}
+        short = [kind for kind, amount in wanted.items() if amount > free.get(kind, 0.0)]
+        lacking = {kind: {"wanted": wanted[kind], "free": free.get(kind, 0.0)} for kind in short}
+        if lacking:
+            self._events.put(story, "starting", workers=spec.min_workers, waiting_for=lacking)
 
     def _publish(self) -> None:
         healthy = {spec.ref: self._vitals.healthy(spec) for spec in self._registry}
@@ -435,7 +436,9 @@ class Management:
         if table != now or now.generation == 0:
             self._board.hang(replace(table, generation=self._board.next_generation()))
 
-    async def _until_running(self, ref: ModelRef, count: int, startup_timeout: int) -> Progress:
+    async def _until_running(
+        self, ref: ModelRef, count: int, startup_timeout: int, meanwhile: Callable[[], Awaitable[None]]
+    ) -> Progress:
         """Wait until ``count`` replicas run, no more and no fewer. Raises StartFailed."""
         deadline = time.monotonic() + startup_timeout + _PLACEMENT
         while True:
@@ -448,6 +451,7 @@ class Management:
                 if running:
                     return Progress(ref, running, "partial")
                 raise StartFailed(ref.name, ref.version, self._why_not(ref))
+            await meanwhile()
             await self._next_pass()
 
     def _running(self, ref: ModelRef) -> int:
@@ -525,20 +529,32 @@ class Management:
         """Register what the model store holds: what is new there, and what has changed."""
         try:
             for archive in await asyncio.to_thread(self._admission.at_startup):
+                story = self._story(archive)
                 try:
-                    async with self._admitted(archive, at_startup=True) as spec, self._writing:
-                        own = self._settings.control.models.get(spec.name, {}).get(spec.version)
-                        after = change.put(self._registry, spec, own is not None and own.default_version)
-                        if after is not self._registry:
-                            with contextlib.suppress(NotYet):
-                                await self._commit(after)
+                    with self._events.told(story):
+                        spec = await self._put(archive, story)
+                    self._watch(story, spec)
                 except RelayError as error:
-                    log.error("%s was not loaded: %s", archive.url, error)
+                    log.error("%s was not loaded: %s\n%s", archive.url, error, getattr(error, "detail", ""))
         except Exception:
             log.exception("the model store could not be read")
         finally:
             self._booted = True
             self._kick.set()
+
+    async def _put(self, archive: Registration, story: Story) -> ModelSpec:
+        """Register an archive of the model store where it is new or has changed; the spec that holds."""
+        async with self._admitted(archive, story, at_startup=True) as spec:
+            own = self._settings.control.models.get(spec.name, {}).get(spec.version)
+            first = own is not None and own.default_version
+            if change.put(self._registry, spec, first) is not self._registry:
+                await self._install(spec, story)
+            async with self._writing:
+                after = change.put(self._registry, spec, first)
+                if after is not self._registry:
+                    with contextlib.suppress(NotYet):
+                        await self._commit(after)
+            return next((known for known in self._registry if known.ref == spec.ref), spec.with_(min_workers=0))
 
     def _application(self, step: Deploy) -> Any:
         want = step.desired
@@ -565,7 +581,7 @@ class Management:
                 raise RuntimeError("the reconciler ended") from task.exception()
 
     async def __del__(self) -> None:
-        for task in self._tasks:
+        for task in (*self._tasks, *self._watchers):
             task.cancel()
         for listener in self._listeners:
             await listener.close()

@@ -27,6 +27,7 @@ from serve_app.errors import ArchiveNotFound, RelayError, StartFailed
 from serve_app.runtime.author import Author
 from serve_app.runtime.batcher import Batcher
 from serve_app.runtime.concurrent import ConcurrentBatcher
+from serve_app.runtime.environments import Environments
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.store.cache import Cache
@@ -35,7 +36,7 @@ from serve_app.telemetry import last_words, logs, system, torchserve
 from serve_app.telemetry.last_words import LastWords
 from serve_app.telemetry.logs import Speaker
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Chunk, ModelSpec, Reply, ReplyStream
+from serve_app.types import Call, Chunk, ModelSpec, Reply, ReplyStream, Stage
 
 log = logging.getLogger("torchrelay.model")
 
@@ -119,6 +120,7 @@ class ModelReplica:
     async def _load(self) -> None:
         spec, settings = self._spec, self._settings
         author = Author()
+        loop = asyncio.get_running_loop()
         gpu = 0 if ray.get_gpu_ids() else None
 
         def load(directory: Path) -> Runner:
@@ -126,15 +128,21 @@ class ModelReplica:
             metrics = self._meters.torchserve.cache(spec.name)
             runner = Runner(spec, directory, manifest.raw, settings.runtime, gpu, metrics)
             runner.load()
+            loop.call_soon_threadsafe(self._tell, "warming")
             runner.warm_up()
             return runner
 
         async def open_and_load() -> Runner:
             directory = await self._open()
-            return await asyncio.get_running_loop().run_in_executor(author, load, directory)
+            if spec.requirements:
+                self._tell("installing")
+                await asyncio.to_thread(self._install, directory)
+            self._tell("loading")
+            return await loop.run_in_executor(author, load, directory)
 
+        limit = spec.startup_timeout + (settings.runtime.install_timeout if spec.requirements else 0)
         try:
-            runner = await asyncio.wait_for(open_and_load(), spec.startup_timeout or None)
+            runner = await asyncio.wait_for(open_and_load(), limit if spec.startup_timeout else None)
         except asyncio.TimeoutError:
             cure = "raise it at the registration, or startupTimeout in model-config.yaml"
             why = f"not ready within startup_timeout ({spec.startup_timeout} s); {cure}. It stood at\n{author.where}"
@@ -142,7 +150,8 @@ class ModelReplica:
         except RelayError as error:
             if isinstance(error, StartFailed):
                 raise
-            raise StartFailed(spec.name, spec.version, str(error)) from None
+            why = "\n".join(filter(None, (str(error), getattr(error, "detail", ""))))
+            raise StartFailed(spec.name, spec.version, why) from None
         self._batcher = self._batcher_of(runner, author)
 
     def _batcher_of(self, runner: Runner, author: Author) -> Batcher | RayBatcher | ConcurrentBatcher:
@@ -169,6 +178,16 @@ class ModelReplica:
         if spec.batcher == "ray":
             return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
         return batcher
+
+    def _install(self, directory: Path) -> None:
+        """From here on this process imports what the archive requires; it is built where this node has it not yet."""
+        spec, settings = self._spec, self._settings
+        environments = Environments(settings.state_dir / "environments", settings.runtime)
+        environments.enter(spec.name, directory, spec.requirements, spec.digest)
+
+    def _tell(self, stage: Stage) -> None:
+        """Tell Management how far this start has come; nothing depends on it."""
+        self._link.management.stage.remote(self._spec.ref, stage)
 
     async def _open(self) -> Path:
         """The model's directory on this node; from Management where the archive's own disk is not here."""

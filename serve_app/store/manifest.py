@@ -175,6 +175,23 @@ class ModelConfig:
 
     raw: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def unserved(self) -> list[str]:
+        """The keys that ask for something which is not served, as the file writes them."""
+        asked = {
+            "torchrun": self.torchrun is not None,
+            "parallelType": self.parallel_type not in (None, "custom"),
+            "deviceIds": self.device_ids is not None,
+            "continuousBatching": self.continuous_batching,
+            "sequenceBatching": self.sequence_batching,
+            "sequenceMaxIdleMSec": self.sequence_max_idle,
+            "sequenceTimeoutMSec": self.sequence_timeout,
+            "maxNumSequence": self.max_num_sequence,
+            "maxSequenceJobQueueSize": self.max_sequence_job_queue_size,
+            "asyncCommunication": self.async_communication,
+        }
+        return [key for key, set_ in asked.items() if set_]
+
     @classmethod
     def read(cls, directory: Path, manifest: Manifest) -> ModelConfig:
         """The configuration that the manifest names, empty where it names none. Raises ConfigurationError."""
@@ -272,7 +289,8 @@ def _check_handler(directory: Path, manifest: Manifest) -> None:
     if module in HANDLERS and function in ("", "handle"):
         return
     package = module.partition(".")[0]
-    if ("." in module or function) and package.isidentifier() and _importable(package, directory):
+    there = manifest.requirements_file is not None or _importable(package, directory)
+    if ("." in module or function) and package.isidentifier() and there:
         return  # only the model's own process may import it
     near = near_miss(module, list(HANDLERS))
     hint = f"did you mean {near!r}?" if near else f"there are {', '.join(HANDLERS)}"

@@ -14,7 +14,7 @@ import orjson
 from serve_app.controlplane import ControlPlane
 from serve_app.doors import auth
 from serve_app.doors.exchange import Exchange
-from serve_app.doors.torchserve import errors, forms, openapi
+from serve_app.doors.torchserve import errors, events, forms, openapi
 from serve_app.doors.torchserve.errors import JsonSyntaxError, TokenRefused
 from serve_app.errors import (
     AccessDenied,
@@ -33,7 +33,7 @@ _PAGE = 100
 _WORDS = ("model_name", "handler", "runtime")
 _COUNTS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
 _NUMBERS = {*_COUNTS, "min_worker", "max_worker"}
-_KNOWN = {"url", "synchronous", "model_version", *_WORDS, *_NUMBERS}
+_KNOWN = {"url", "synchronous", "model_version", "s3_sse_kms", "registration", *_WORDS, *_NUMBERS}
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -75,6 +75,8 @@ class ManagementDoor:
                 await self._models(exchange)
             case ["models", model]:
                 await self._model(exchange, model, None)
+            case ["models", model, "events"] if method == "GET":
+                await events.stream(exchange, self._control, model)
             case ["models", model, version]:
                 await self._model(exchange, model, version)
             case ["models", model, version, "set-default"]:
@@ -245,21 +247,21 @@ def described(description: Description) -> dict[str, Any]:
         "startupTimeout": spec.startup_timeout,
         "maxRetryTimeoutInSec": spec.max_retry_timeout,
         "clientTimeoutInMills": spec.client_timeout,
-        "parallelType": "",
-        "parallelLevel": 0,
+        "parallelType": spec.parallel_type,
+        "parallelLevel": spec.parallel_level,
         "deviceType": spec.device_type or ("gpu" if spec.num_gpus else "cpu"),
     }
     if spec.device_ids:
         said["deviceIds"] = list(spec.device_ids)
     said |= {
-        "continuousBatching": False,
+        "continuousBatching": spec.continuous_batching,
         "useJobTicket": spec.use_job_ticket,
-        "useVenv": False,
-        "stateful": False,
-        "sequenceMaxIdleMSec": 0,
-        "sequenceTimeoutMSec": 0,
-        "maxNumSequence": 0,
-        "maxSequenceJobQueueSize": 0,
+        "useVenv": spec.use_venv,
+        "stateful": spec.sequence_batching,
+        "sequenceMaxIdleMSec": spec.sequence_max_idle,
+        "sequenceTimeoutMSec": spec.sequence_timeout,
+        "maxNumSequence": spec.max_num_sequence,
+        "maxSequenceJobQueueSize": spec.max_sequence_job_queue_size,
         "loadedAtStartup": spec.loaded_at_startup,
         "workers": [_worker(worker) for worker in status.workers],
         "jobQueueStatus": {
@@ -299,6 +301,8 @@ def registration(parameters: Mapping[str, str]) -> Registration:
         **{key: parameters.get(key) or None for key in _WORDS},
         **{key: integer(parameters.get(key), None) for key in _COUNTS},
         wait=truth(parameters.get("synchronous", "true")),
+        s3_sse_kms=truth(parameters.get("s3_sse_kms")),
+        id=parameters.get("registration") or None,
     )
 
 

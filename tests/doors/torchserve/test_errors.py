@@ -30,6 +30,7 @@ SAID = [
     (JsonSyntaxError("no"), 500, "JsonSyntaxException", "no"),
     (errors.InvalidArchive("a.mar", "no"), 400, "InvalidModelException", "a.mar: no"),
     (errors.DownloadFailed("u", "w"), 400, "DownloadArchiveException", "Failed to download archive from: u"),
+    (errors.InstallFailed("m", "no"), 400, "ModelException", "Custom pip package installation failed for model m"),
     (errors.ConfigurationError("f", "no"), 400, "BadRequestException", "f: no"),
     (errors.Forbidden("no"), 403, "IllegalArgumentException", "no"),
     (

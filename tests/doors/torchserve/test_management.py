@@ -230,6 +230,8 @@ EVERYTHING = Registration(
     response_timeout=6,
     startup_timeout=7,
     wait=False,
+    s3_sse_kms=True,
+    id="mine",
 )
 
 
@@ -238,7 +240,7 @@ EVERYTHING = Registration(
     [
         (
             "?url=m.mar&model_name=n&handler=h.py&runtime=python3&batch_size=4&max_batch_delay=5&initial_workers=1"
-            "&response_timeout=6&startup_timeout=7&synchronous=False&s3_sse_kms=true&unknown=1",
+            "&response_timeout=6&startup_timeout=7&synchronous=False&s3_sse_kms=true&registration=mine&unknown=1",
             b"",
             None,
         ),
@@ -246,13 +248,13 @@ EVERYTHING = Registration(
             "?batch_size=9",
             b'{"url": "m.mar", "model_name": "n", "handler": "h.py", "runtime": "python3", "batch_size": 4,'
             b'"max_batch_delay": "5", "initial_workers": 1.0, "response_timeout": 6, "startup_timeout": 7,'
-            b'"synchronous": false, "unknown": {}}',
+            b'"synchronous": false, "s3_sse_kms": true, "registration": "mine", "unknown": {}}',
             "application/json; charset=utf-8",
         ),
         (
             "?url=m.mar&handler=h.py",
             b"model_name=n&runtime=python3&batch_size=4&max_batch_delay=5&initial_workers=%2B1&response_timeout=6"
-            b"&startup_timeout=7&synchronous=false",
+            b"&startup_timeout=7&synchronous=false&s3_sse_kms=true&registration=mine",
             "application/x-www-form-urlencoded",
         ),
     ],

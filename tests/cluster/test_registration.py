@@ -1,0 +1,185 @@
+"""Registrations on a real cluster: what archives require, and how they come up, as it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from parts import ECHO, Server, make_archive, says
+
+pytestmark = pytest.mark.cluster
+
+VERSION = """
+import tinypkg
+def handle(data, context):
+    return None if data is None else [tinypkg.VERSION] * len(data)
+"""
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    """A folder of two versions of one package."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for version in ("1.0", "2.0"):
+        facts = f"tinypkg-{version}.dist-info"
+        with zipfile.ZipFile(folder / f"tinypkg-{version}-py3-none-any.whl", "w") as packed:
+            packed.writestr("tinypkg.py", f"VERSION = {version!r}\n")
+            packed.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: tinypkg\nVersion: {version}\n")
+            packed.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            packed.writestr(f"{facts}/RECORD", "")
+    return folder
+
+
+def requiring(folder: Path, name: str, wheels: Path, requirement: str) -> Path:
+    """An archive that asks for ``requirement``."""
+    plain = make_archive(
+        folder,
+        name,
+        VERSION,
+        files={"requirements.txt": f"--no-index\n--find-links {wheels}\n{requirement}\n"},
+        config={"useVenv": True},
+    )
+    with zipfile.ZipFile(plain) as packed:
+        contents = {entry: packed.read(entry) for entry in packed.namelist()}
+    manifest = json.loads(contents["MAR-INF/MANIFEST.json"])
+    manifest["model"]["requirementsFile"] = "requirements.txt"
+    contents["MAR-INF/MANIFEST.json"] = json.dumps(manifest).encode()
+    with zipfile.ZipFile(plain, "w") as packed:
+        for entry, content in contents.items():
+            packed.writestr(entry, content)
+    return plain
+
+
+def environments(server: Server) -> list[str]:
+    root = server.home / "state/environments"
+    return [path.name for path in root.iterdir() if path.name[0] != "."]
+
+
+def test_two_models_with_two_versions_of_one_package(server: Server, tmp_path: Path, wheels: Path) -> None:
+    for name, version in (("one", "1.0"), ("two", "2.0")):
+        answer = server.register(requiring(tmp_path, name, wheels, f"tinypkg=={version}"))
+        assert answer.status_code == 200, answer.text
+    assert [server.http.post(f"/predictions/{name}").text for name in ("one", "two")] == ["1.0", "2.0"]
+    assert server.management.get("/models/one").json()[0]["useVenv"] is True
+    before = environments(server)
+    assert len(before) == 2
+
+    refused = server.register(requiring(tmp_path, "three", wheels, "tinypkg==9.9"))
+    assert refused.status_code == 400
+    said = refused.json()
+    assert said["type"] == "ModelException"
+    assert said["message"] == "Custom pip package installation failed for model three"
+    assert "tinypkg==9.9" in said["detail"]
+    assert server.management.get("/models/three").status_code == 404
+    assert environments(server) == before
+    assert [server.http.post(f"/predictions/{name}").text for name in ("one", "two")] == ["1.0", "2.0"]
+    for name in ("one", "two"):
+        server.management.delete(f"/models/{name}")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder, and the address at which a web server shows it."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield folder, f"http://127.0.0.1:{web.server_port}"
+    finally:
+        web.shutdown()
+        thread.join()
+        web.server_close()
+
+
+def follow(server: Server, name: str, **query: str) -> list[tuple[str, dict[str, Any]]]:
+    """A model's events, to their end."""
+    told = []
+    with server.management.stream("GET", f"/models/{name}/events", params=query) as answer:
+        assert answer.status_code == 200
+        stage = ""
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                stage = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                told.append((stage, json.loads(line.removeprefix("data: "))))
+    return told
+
+
+def test_a_registration_is_told_from_the_download_to_the_end(
+    server: Server, tmp_path: Path, site: tuple[Path, str]
+) -> None:
+    folder, address = site
+    archive = make_archive(tmp_path, "told", ECHO, files={"samples/a.txt": "a", "weights": b"0" * 3_000_000})
+    (folder / "file.mar").write_bytes(archive.read_bytes())
+    answers: list[httpx.Response] = []
+    asked = {"url": f"{address}/file.mar", "initial_workers": 1, "registration": "mine"}
+    post = threading.Thread(target=lambda: answers.append(httpx.post(
+        f"{server.process.management}/models", params=asked, timeout=120
+    )))
+    post.start()
+    told = follow(server, "file", registration="mine")  # asked for by the URL's name: the manifest's is not known yet
+    post.join()
+    assert answers[0].status_code == 200, answers[0].text
+    stages = [stage for stage, _ in told]
+    order = ["accepted", "downloading", "unpacking", "checking", "starting", "loading", "warming", "ready"]
+    assert [stage for stage in order if stage in stages] == order
+    assert stages[-1] == "ready"
+    last = dict(told)
+    assert last["downloading"]["percent"] == 100
+    assert last["downloading"]["total"] == (folder / "file.mar").stat().st_size
+    assert last["ready"] | {"time": 0} == {
+        "model": "told",
+        "version": "1.0",
+        "registration": "mine",
+        "time": 0,
+        "workers": 1,
+    }
+    assert follow(server, "told")[-1][0] == "ready"
+    server.management.delete("/models/told")
+
+
+def test_a_failure_is_told_with_its_traceback_to_who_did_not_wait(server: Server, tmp_path: Path) -> None:
+    handler = "def handle(data, context):\n    raise ValueError('why')\n"
+    answer = server.register(make_archive(tmp_path, "broken", handler), synchronous="false")
+    assert (answer.status_code, answer.json()) == (202, {"status": "Processing worker updates..."})
+    told = follow(server, "broken")
+    assert told[-1][0] == "failed"
+    assert "ValueError: why" in told[-1][1]["detail"]
+    server.management.delete("/models/broken")
+
+
+def test_what_a_model_without_a_place_waits_for_is_told(server: Server, tmp_path: Path) -> None:
+    archive = make_archive(tmp_path, "large", says("x"), config={"num_gpus": 1000})
+    assert server.register(archive, synchronous="false").status_code == 202
+
+    def waiting() -> Any:
+        with server.management.stream("GET", "/models/large/events") as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and "waiting_for" in line:
+                    return json.loads(line.removeprefix("data: "))["waiting_for"]
+
+    assert waiting() == {"GPU": {"wanted": 1000.0, "free": 0.0}}
+    server.management.delete("/models/large")
+
+
+def test_a_model_that_nobody_told_of_has_a_state_too(server: Server, tmp_path: Path) -> None:
+    assert server.management.get("/models/nobody/events").status_code == 404
+    assert server.register(make_archive(tmp_path, "idle", ECHO), initial_workers=0).status_code == 200
+    assert follow(server, "idle")[-1][1]["workers"] == 0
+    server.management.delete("/models/idle")
