@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.control.admission import Admission
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.doors.app import App, inference_app, management_app
@@ -168,7 +169,10 @@ def inference() -> Callable[..., Inference]:
 
 
 class Shelf:
-    """A keeper in memory: every archive is called after its URL, and its version stands behind a dash."""
+    """A keeper in memory: every archive is called after its URL, and its version stands behind a dash.
+
+    With an ``admission`` it takes real archives.
+    """
 
     def __init__(self) -> None:
         self.specs: dict[str, dict[str, ModelSpec]] = {}
@@ -177,6 +181,7 @@ class Shelf:
         self.said: Any = None  # what handlers say of themselves
         self.fails: Exception | None = None
         self.state: str = "done"
+        self.admission: Admission | None = None
         self.asked: list[tuple] = []
 
     def _spec(self, model: str, version: str | None) -> ModelSpec:
@@ -195,6 +200,9 @@ class Shelf:
 
     async def register(self, registration: Registration) -> Progress:
         self.asked.append(("register", registration))
+        if self.admission is not None:
+            admitted = await asyncio.to_thread(self.admission.admit, registration)
+            registration = replace(registration, url=f"{admitted.name}-{admitted.version}.mar")
         name, _, version = registration.url.removesuffix(".mar").partition("-")
         name, version = registration.model_name or name, version or "1.0"
         if version in self.specs.get(name, {}):

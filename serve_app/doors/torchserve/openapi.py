@@ -257,7 +257,7 @@ _LIST = _operation(
     {"200": _answer("A page of models.", _MODELS), **_errors(500)},
 )
 _RUNTIME = _query("runtime", "What runs the handler; else the manifest says.")
-_RUNTIME["schema"] = {"type": "string", "enum": ["PYTHON", "PYTHON3", "LSP"]}
+_RUNTIME["schema"] = {"type": "string", "enum": ["python", "python3", "LSP"]}
 _REGISTER = _operation(
     "Register an archive.",
     "registerModel",

@@ -105,7 +105,7 @@ def test_the_apis_describe_themselves(app: str, path: str, request: pytest.Fixtu
 
 def test_every_inference_route_is_served(inference) -> None:
     app = inference()
-    for name, route, parameters, statuses in operations(openapi.INFERENCE):
+    for name, route, _, statuses in operations(openapi.INFERENCE):
         method, path = route.split()
         if path == "/metrics":
             continue  # on its own port, unless the ports are one

@@ -10,6 +10,7 @@ from serve_app.types import Input, ModelRow, Table, VersionRow
 
 FORM = "application/x-www-form-urlencoded"
 MULTIPART = "multipart/form-data; boundary=XX"
+PART = b'--XX\r\nContent-Disposition: form-data; name="model_name"\r\n\r\nm\r\n--XX--\r\n'
 
 
 def message(answer) -> tuple[int, str, str]:
@@ -77,7 +78,7 @@ def test_the_query_comes_before_the_body(inference, path: str) -> None:
     [
         ("?model_name=m&a=1", b"", ""),
         ("?a=1", b"model_name=m", FORM),
-        ("?model_name=", b'--XX\r\nContent-Disposition: form-data; name="model_name"\r\n\r\nm\r\n--XX--\r\n', MULTIPART),
+        ("?model_name=", PART, MULTIPART),
         ("?model_name=m", b"model_name=none", FORM),
     ],
 )
