@@ -93,10 +93,16 @@ class Lines:
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
         self._stamp = Stamp()
+        self._now = 0, "", ""  # milliseconds, and what stands before and behind in a line of theirs
 
     def put(self, head: str, value: float, tail: str) -> None:
         now = time.time()
-        self._drain.put(f"{self._stamp(now)} - {head}{value!r}{tail},timestamp:{int(now)}")
+        milliseconds = int(now * 1000)
+        known, before, behind = self._now
+        if milliseconds != known:  # a request writes several lines at once
+            before, behind = f"{self._stamp(now)} - ", f",timestamp:{int(now)}"
+            self._now = milliseconds, before, behind
+        self._drain.put(f"{before}{head}{value!r}{tail}{behind}")
 
     def close(self) -> None:
         self._drain.close()
@@ -114,7 +120,7 @@ class _Line:
         self._tail = f"|#{','.join(pairs)}|#hostname:{values[-1]}"
 
     def record(self, value: float, request_id: str = "") -> None:
-        self._lines.put(self._head, float(value), self._tail)
+        self._lines.put(self._head, round(float(value), 3), self._tail)
 
 
 class _RequestLine(_Line):
