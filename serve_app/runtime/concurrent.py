@@ -190,6 +190,7 @@ class ConcurrentBatcher:
             answer = timed(answer, Timings(waited, seconds, 1))
         if answer is not None:
             self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited])
+            self._meters.overhead(time.perf_counter() - row.arrived - waited - seconds)
         self._settle(row, answer)
 
     def _settle(self, row: _Row, answer: Reply | RelayError | None) -> None:
