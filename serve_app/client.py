@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 import httpx
 
@@ -91,6 +92,21 @@ class Client:
         """Register an archive; ``parameters`` are those of ``POST /models``."""
         answer = self._management.post("/models", params={"url": url, **_asked(parameters)}, timeout=None)
         return _checked(answer).json()["status"]
+
+    def events(self, model: str, **parameters: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """How a model comes up: stages, and what is said of each, to the end; ``parameters`` are the route's."""
+        path = f"/models/{quote(model, safe='')}/events"
+        # The server breaks its silence every 15 seconds.
+        with self._management.stream("GET", path, params=_asked(parameters), timeout=60) as answer:
+            if not answer.is_success:
+                answer.read()
+            stage = ""
+            for line in _checked(answer).iter_lines():
+                field, _, value = line.partition(": ")
+                if field == "event":
+                    stage = value
+                elif field == "data":
+                    yield stage, json.loads(value)
 
     def scale(self, model: str, version: str | None = None, **parameters: Any) -> str:
         path = f"/models/{model}" + (f"/{version}" if version else "")

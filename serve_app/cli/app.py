@@ -197,7 +197,7 @@ def models(context: typer.Context, management: ManagementUrl = _MANAGEMENT, toke
 @models_app.command()
 def register(
     context: typer.Context,
-    url: Annotated[str, typer.Argument(help="A name in the model store, or a file:// or http(s):// address.")],
+    url: Annotated[str, typer.Argument(help="A name in the model store, or a URL: file, http(s), s3, gs, hf.")],
     workers: Annotated[int, typer.Option(help="Replicas to start with.")] = 1,
     model_name: Annotated[Optional[str], typer.Option("--name")] = None,  # noqa: UP045
     batch_size: Annotated[Optional[int], typer.Option()] = None,  # noqa: UP045
@@ -205,8 +205,10 @@ def register(
     handler: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
 ) -> None:
     """Register an archive and wait for its replicas."""
-    with _talk(context) as client, console.status(f"Registering {url} …"):
-        answer = client.register(
+    with _talk(context) as client:
+        answer = progress.registered(
+            client,
+            console,
             url,
             initial_workers=workers,
             model_name=model_name,

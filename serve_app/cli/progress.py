@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import threading
 import time
+import uuid
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -61,6 +68,40 @@ def until_ready(server: ServerProcess, console: Console, patience: float) -> Non
             console.print(versions(client))
         except ServerError as error:  # it wants a key that we do not know
             console.print(f"Its models are not shown here: {error}", highlight=False)
+
+
+def registered(client: Client, console: Console, url: str, **parameters: Any) -> str:
+    """Register an archive, and show how far it has come; what the server answers. Raises what the client does."""
+    mine = uuid.uuid4().hex
+    path = urlsplit(url).path.rstrip("/").rpartition("/")[2]
+    name = parameters.get("model_name") or re.sub(r"\.(mar|zip|tar\.gz|tgz)$", "", path, flags=re.IGNORECASE)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TaskProgressColumn()
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task(f"Registering {url}", total=None)
+
+        def listen() -> None:
+            # A server that tells nothing still answers the registration, and says there what is wrong.
+            with contextlib.suppress(httpx.HTTPError, httpx.StreamError, ServerError, RuntimeError):
+                for stage, said in client.events(name, registration=mine):
+                    bars.update(bar, description=_step(stage, said), total=said.get("total"))
+                    bars.update(bar, completed=said.get("bytes", 0))
+
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
+        answer = client.register(url, registration=mine, **parameters)
+        listener.join(1)
+    return answer
+
+
+def _step(stage: str, said: dict[str, Any]) -> str:
+    """A stage of a model's events in words."""
+    if stage == "installing":
+        return f"Installing: {said.get('line', '')[:60]}"
+    if stage == "starting" and "waiting_for" in said:
+        lacking = (f"{n['wanted']:g} {kind} ({n['free']:g} free)" for kind, n in said["waiting_for"].items())
+        return f"Waiting for {', '.join(lacking)}"
+    words = {"accepted": "Registering", "starting": "Starting workers", "warming": "Warming up"}
+    return words.get(stage, stage.capitalize())
 
 
 def welcome(server: ServerProcess, console: Console, example: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import zipfile
@@ -14,6 +15,9 @@ from typing import Any
 import httpx
 import pytest
 from parts import ECHO, Server, make_archive, says
+from rich.console import Console
+
+from serve_app.cli import progress
 
 pytestmark = pytest.mark.cluster
 
@@ -176,6 +180,15 @@ def test_what_a_model_without_a_place_waits_for_is_told(server: Server, tmp_path
 
     assert waiting() == {"GPU": {"wanted": 1000.0, "free": 0.0}}
     server.management.delete("/models/large")
+
+
+def test_the_command_shows_it_and_says_the_answer(server: Server, tmp_path: Path) -> None:
+    archive = make_archive(tmp_path, "shown", ECHO)
+    (server.store / archive.name).write_bytes(archive.read_bytes())
+    screen = Console(file=io.StringIO(), width=100)
+    said = progress.registered(server.client, screen, archive.name, initial_workers=1, synchronous=True)
+    assert said == 'Model "shown" Version: 1.0 registered with 1 initial workers'
+    server.management.delete("/models/shown")
 
 
 def test_a_model_that_nobody_told_of_has_a_state_too(server: Server, tmp_path: Path) -> None:
