@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn, Optional
 import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
@@ -105,7 +106,7 @@ def start(
         server.start(detached=detach)
         progress.until_ready(server, console, patience)
     except StartError as error:
-        errors.print(f"[red]Torchrelay did not start.[/red] {error}", highlight=False)
+        errors.print("[red]Torchrelay did not start.[/red]", escape(str(error)), highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         console.print("Stopping …")
@@ -148,7 +149,7 @@ def stop(
     try:
         stopped = [ServerProcess(path, env).stop() for path in configs]
     except StartError as error:
-        errors.print(str(error), style="red", highlight=False)
+        errors.print(escape(str(error)), style="red", highlight=False)
         raise typer.Exit(1) from None
     console.print("Torchrelay has stopped." if any(stopped) else "Torchrelay is not running here.")
 
@@ -163,7 +164,7 @@ def status(inference: Inference = _INFERENCE, management: ManagementUrl = _MANAG
         except ServerError as error:
             _refused(error)
         except httpx.HTTPError as error:
-            errors.print(f"No server answers at {management}: {error}", highlight=False)
+            errors.print(f"No server answers at {management}: {escape(str(error))}", highlight=False)
             raise typer.Exit(1) from None
     console.print("ready" if ready else "not ready yet", style="green" if ready else "yellow")
     console.print(table)
@@ -265,7 +266,7 @@ def _key_file(management: str) -> Path | None:
 
 def _refused(error: ServerError) -> NoReturn:
     """End the command in the server's words."""
-    errors.print(str(error), style="red", highlight=False)
+    errors.print(escape(str(error)), style="red", highlight=False)
     if error.message.startswith("Token Authorization failed"):
         errors.print("Give a key by TORCHRELAY_TOKEN or --token, or run this beside the server's key_file.json.")
     raise typer.Exit(1) from None
@@ -284,5 +285,5 @@ class _talk(Client):
         if isinstance(error, ServerError):
             _refused(error)
         if isinstance(error, httpx.TransportError):
-            errors.print(f"No server answers at {self._address}: {error}", highlight=False)
+            errors.print(f"No server answers at {self._address}: {escape(str(error))}", highlight=False)
             raise typer.Exit(1) from None

@@ -128,3 +128,17 @@ def test_a_configuration_that_is_none(tmp_path: Path, command: str, text: str) -
     assert done.returncode == 1, done.stderr
     assert f"{config}: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_with_brackets_is_said_as_it_stands(tmp_path: Path) -> None:
+    """What HAProxy and file names say in brackets is no markup."""
+    config = tmp_path / "[" / "b].yaml"
+    done = subprocess.run(
+        [sys.executable, "-m", "serve_app.cli", "start", str(config), "--env", str(ROOT / "configs/serve.env")],
+        env={**os.environ, "COLUMNS": "1000"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert f"Torchrelay did not start. {config}: No such file or directory" in done.stderr
