@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from parts import ECHO, make_archive
 
 from serve_app.control.admission import Admission
 from serve_app.errors import BadRequest
-from serve_app.settings import Settings
+from serve_app.settings import Settings, load
 from serve_app.types import Registration
 
 
@@ -65,3 +67,38 @@ def test_what_a_killed_management_left_behind_goes_with_the_first_tidying(tmp_pa
     Admission(settings).admit(Registration("left-2.0.mar"))
     Admission(settings).tidy(frozenset([used.digest]))
     assert kept(tmp_path) == {used.digest}
+
+
+def test_it_tells_how_far_it_has_come(store: Path, admission: Admission) -> None:
+    archive = make_archive(store, "m", ECHO)
+    told: list[tuple[str, dict]] = []
+    admission.admit(Registration("m-1.0.mar"), tell=lambda stage, **said: told.append((stage, said)))
+    size = archive.stat().st_size
+    assert told == [("unpacking", {"bytes": size, "total": size}), ("checking", {})]
+
+
+def test_what_a_file_asks_for_and_nobody_serves_is_said_once(
+    store: Path, admission: Admission, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"continuousBatching": True, "sequenceBatching": False, "maxNumSequence": 4, "torchrun": {}, "batchSize": 2}
+    make_archive(store, "m", ECHO, config=asked)
+    admission.admit(Registration("m-1.0.mar"))
+    keys = "torchrun, continuousBatching, maxNumSequence"
+    assert caplog.messages == [f"m-1.0.mar: {keys} in its model-config.yaml: not served, and without effect"]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_requirements_that_are_not_installed_are_said_with_the_cure(
+    tmp_path: Path, store: Path, caplog: pytest.LogCaptureFixture, installed: bool
+) -> None:
+    model = {"modelName": "m", "handler": "handler.py", "requirementsFile": "requirements.txt"}
+    with zipfile.ZipFile(store / "m.mar", "w") as archive:
+        archive.writestr("handler.py", ECHO)
+        archive.writestr("requirements.txt", "tinypkg")
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
+    settings = load({"home": str(tmp_path), "runtime": {"install_py_dep_per_model": installed}})
+    admission = Admission(settings)
+    spec = admission.admit(Registration("m.mar"))
+    assert spec.requirements == ("requirements.txt" if installed else "")
+    assert (admission.directory(spec) / "requirements.txt").read_text() == "tinypkg"
+    assert ["runtime.install_py_dep_per_model" in line for line in caplog.messages] == [True] * (not installed)

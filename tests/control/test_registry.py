@@ -381,8 +381,22 @@ class TestSpecFrom:
             fast_path: oip
             max_ongoing_requests: 12
             handler: {mapping: {0: cat}}
+            useJobTicket: true
+            useVenv: true
+            parallelType: tp
+            parallelLevel: 2
+            continuousBatching: true
+            sequenceBatching: true
+            sequenceMaxIdleMSec: 3
+            sequenceTimeoutMSec: 4
+            maxNumSequence: 5
+            maxSequenceJobQueueSize: 6
         """
         one = made(config)
+        assert (one.use_job_ticket, one.use_venv, one.continuous_batching, one.sequence_batching) == (True,) * 4
+        assert (one.parallel_type, one.parallel_level) == ("tp", 2)
+        assert (one.sequence_max_idle, one.sequence_timeout) == (3, 4)
+        assert (one.max_num_sequence, one.max_sequence_job_queue_size) == (5, 6)
         assert (one.max_retry_timeout, one.client_timeout, one.job_queue_size) == (9, 50, 7)
         assert (one.device_type, one.device_ids) == ("gpu", (1, 2))
         assert (one.batcher, one.num_cpus, one.num_gpus, one.retries) == ("ray", 0.0, 0.5, False)
@@ -400,6 +414,28 @@ class TestSpecFrom:
     )
     def test_a_model_for_the_cpu_claims_no_gpu_that_nobody_asked_for(self, config, gpus):
         assert made(config, {"runtime": {"num_gpus": 0.25}}).num_gpus == gpus
+
+    @pytest.mark.parametrize(
+        ("config", "gpus"),
+        [
+            ("parallelType: custom\nparallelLevel: 2", 2.0),
+            ("parallelType: tp\nparallelLevel: 2", 0.25),
+            ("parallelLevel: 2", 0.25),
+            ("parallelType: custom\nparallelLevel: 2\ndeviceType: cpu", 0.0),
+            ("parallelType: custom\nparallelLevel: 2\nnum_gpus: 1", 1.0),
+        ],
+    )
+    def test_a_level_of_custom_parallelism_is_a_number_of_gpus(self, config, gpus):
+        assert made(config, {"runtime": {"num_gpus": 0.25}}).num_gpus == gpus
+
+    @pytest.mark.parametrize(
+        ("config", "setting", "installed"),
+        [("", False, ""), ("", True, "r.txt"), ("useVenv: true", False, "r.txt"), ("useVenv: false", True, "r.txt")],
+    )
+    def test_requirements_are_installed_where_the_file_or_the_setting_says_so(self, config, setting, installed):
+        settings = {"runtime": {"install_py_dep_per_model": setting}}
+        assert made(config, settings, manifest={"requirements_file": "r.txt"}).requirements == installed
+        assert made(config, settings).requirements == ""
 
     @pytest.mark.parametrize("runtime", ["python2", "Python", "java"])
     def test_a_runtime_that_is_none(self, runtime):

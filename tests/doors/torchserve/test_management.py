@@ -92,6 +92,29 @@ def test_describe_to_the_byte(management) -> None:
     assert answer["pragma"] == "no-cache"
 
 
+def test_describe_says_what_the_models_own_file_does(management) -> None:
+    app = management()
+    told = spec(
+        parallel_type="custom",
+        parallel_level=2,
+        continuous_batching=True,
+        use_job_ticket=True,
+        use_venv=True,
+        sequence_batching=True,
+        sequence_max_idle=3,
+        sequence_timeout=4,
+        max_num_sequence=5,
+        max_sequence_job_queue_size=6,
+    )
+    app.shelf.put(told)
+    [model] = json.loads(app("GET", "/models/noop").body)
+    assert (model["parallelType"], model["parallelLevel"]) == ("custom", 2)
+    flags = ("continuousBatching", "useJobTicket", "useVenv", "stateful")
+    assert [model[key] for key in flags] == [True] * 4
+    numbers = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
+    assert [model[key] for key in numbers] == [3, 4, 5, 6]
+
+
 def test_describe_leaves_out_what_is_not_there(management) -> None:
     app = management()
     app.shelf.put(spec())
