@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from serve_app.control.registry import Desired
@@ -137,9 +137,11 @@ class Vitals:
         )
 
     def forgive(self, ref: ModelRef) -> None:
-        """A version is asked for anew: it is tried at once."""
+        """A version is asked for anew: it is tried at once, and what went wrong before has been seen."""
         self._failures.pop(ref, None)
         self._last_errors.pop(ref, None)
+        if (status := self.statuses.get(ref)) is not None:
+            self.statuses[ref] = replace(status, last_error="", error_time=0.0)
 
     def forget(self, ref: ModelRef) -> None:
         """A version is no more, or should not run."""

@@ -208,6 +208,67 @@ def test_versions_that_are_not_there_and_one_that_is(server: Server, served: Loa
     )
 
 
+NO_WORKER = (
+    " has no worker to serve inference request. Please use scale workers API to add workers. "
+    "If this is a sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+)
+
+
+def test_a_model_without_workers(server: Server, tmp_path: Path) -> None:
+    registered = server.register(make_archive(tmp_path, "idle", ECHO), initial_workers=0)
+    assert registered.json()["status"] == (
+        'Model "idle" Version: 1.0 registered with 0 initial workers. Use scale workers API to add workers for the model.'
+    )
+    for path, named in (
+        ("/predictions/idle", '"idle"'),
+        ("/predictions/idle/1.0", '"idle" Version 1.0"'),
+        ("/explanations/idle", '"idle"'),
+        ("/v1/models/idle:predict", '"idle"'),
+        ("/invocations?model_name=idle", '"idle"'),
+    ):
+        answer = server.http.post(path, content=b"x")
+        assert refusal(answer) == (503, "ServiceUnavailableException", f"Model {named}{NO_WORKER}")
+        assert answer.headers["x-torchrelay-reason"] == "no_worker"
+    described = server.management.get("/models/idle", params={"customized": "true"})
+    assert refusal(described) == (
+        503,
+        "ServiceUnavailableException",
+        'Model "idle" has no worker to serve describe request. Please use scale workers API to add workers.',
+    )
+    assert server.management.get("/v1/models/idle").json() == {"name": "idle", "ready": False}
+    assert server.management.delete("/models/idle").json() == {"status": 'Model "idle" unregistered'}
+
+
+def test_a_default_version_stays_while_others_stand_behind_it(server: Server, tmp_path: Path) -> None:
+    for version in ("1.0", "2.0"):
+        server.register(make_archive(tmp_path, "two", ECHO, version), initial_workers=0)
+    stays = (403, "InvalidModelVersionException", "Cannot remove default version for model two")
+    assert refusal(server.management.delete("/models/two")) == stays
+    assert refusal(server.management.delete("/models/two/1.0")) == stays
+    assert refusal(server.management.delete("/models/two/1.0/set-default"))[0] == 405
+    assert server.management.put("/models/two/2.0/set-default").status_code == 200
+    assert server.management.delete("/models/two/1.0").status_code == 200
+    assert server.management.delete("/models/two/2.0").status_code == 200
+    assert "two" not in models(server)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("min_worker=2&max_worker=1", "max_worker cannot be less than min_worker."),
+        ("min_worker=-1", "min_worker and max_worker cannot be negative."),
+    ],
+)
+def test_a_scale_that_makes_no_sense(server: Server, served: Load, query: str, message: str) -> None:
+    answer = server.management.put(f"/models/served?{query}")
+    assert refusal(answer) == (400, "BadRequestException", message)
+
+
+def test_a_runtime_that_there_is_not(server: Server, tmp_path: Path) -> None:
+    answer = server.register(make_archive(tmp_path, "ran", ECHO), runtime="perl")
+    assert refusal(answer) == (400, "BadRequestException", "Invalid RuntimeType value: perl")
+
+
 # Handlers that do not start
 
 FAILING: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -240,7 +301,7 @@ FAILING: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "import os\nos._exit(1)\n",
         {},
         500,
-        "The replica's process ended while it loaded the model: the handler ended it (os._exit)",
+        "The replica's process ended while it loaded the model: it called os._exit(1) at",
     ),
 }
 

@@ -1,0 +1,178 @@
+"""Every way in which a worker dies: what its caller is told, what an operator finds, and that nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from parts import ECHO, Load, Server, make_archive
+
+pytestmark = pytest.mark.cluster
+
+ENDS = """
+import ctypes, logging, os, signal, sys, time
+def crash_in_native_code():
+    ctypes.string_at(0)
+def handle(data, context):
+    if data is None:
+        return None
+    order = bytes(data[0]["body"])
+    if order == b"exit":
+        os._exit(3)
+    if order == b"kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if order == b"segv":
+        os.write(2, b"a native library says\\n")
+        crash_in_native_code()
+    if order == b"hang":
+        time.sleep(60)
+    if order == b"memory":
+        raise MemoryError("no room for the batch")
+    return ["fine"]
+"""
+
+
+class Trickle(Load):
+    """A request twenty times a second: enough to notice, too little to be in the way."""
+
+    async def _one(self, client: httpx.AsyncClient) -> None:
+        while not self._stop.is_set():
+            answer = await client.post(self.url, content=b"x")
+            self.answers[answer.status_code, answer.text[:80]] += 1
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def bystander(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """Another model, which is served all the while."""
+    assert server.register(make_archive(tmp_path_factory.mktemp("b"), "bystander", ECHO)).status_code == 200
+    pids = server.pids("bystander")
+    with Trickle(f"{server.url}/predictions/bystander", connections=2) as load:
+        yield load
+    assert set(load.answers) == {(200, "x")}
+    assert server.pids("bystander") == pids
+    server.management.delete("/models/bystander")
+
+
+@pytest.fixture(scope="module")
+def ends(server: Server, bystander: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    config = {"minWorkers": 1, "responseTimeout": 1}
+    assert server.register(make_archive(tmp_path_factory.mktemp("e"), "ends", ENDS, config=config)).status_code == 200
+    yield "ends"
+    server.management.delete("/models/ends")
+
+
+def order(server: Server, word: str) -> httpx.Response | None:
+    """The answer; None where the connection was closed without one, as HAProxy does on a connection that it kept."""
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            return client.post("/predictions/ends", content=word.encode())
+    except httpx.RemoteProtocolError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("word", "reason", "told"),
+    [
+        ("exit", "worker_died", ["it called os._exit(3) at", "in handle"]),
+        ("kill", "worker_died", ["it ended without a word", "SIGKILL"]),
+        ("segv", "worker_died", ["crashed: Segmentation fault", "in crash_in_native_code", "a native library says"]),
+        ("hang", "response_timeout", ["within response_timeout (1 s); it stood at", "time.sleep(60)"]),
+    ],
+)
+def test_a_worker_that_dies_while_it_serves(server: Server, ends: str, word: str, reason: str, told: list[str]) -> None:
+    server.wait(lambda: (order(server, "x") or httpx.Response(0)).text == "fine", what="a worker")
+    [pid] = server.wait(lambda: server.pids(ends), what="its pid")
+    answer = order(server, word)
+    if answer is not None:
+        assert (answer.status_code, answer.headers["x-torchrelay-reason"]) == (500, reason)
+        assert answer.json() == {"code": 500, "type": "InternalServerException", "message": "Worker died."}
+    elif word == "hang":
+        pytest.fail("a handler that hangs is given up with an answer")
+
+    def error() -> str:
+        [said] = server.client.describe(ends)
+        assert not [w for w in said["workers"] if w["pid"] == pid and w["status"] == "READY" and gone(pid)]
+        return said.get("lastError", "") if "while it served" in said.get("lastError", "") else ""
+
+    said = server.wait(error, what="what ended it")
+    assert all(words in said for words in told), said
+    server.wait(lambda: server.pids(ends) not in ([], [pid]), what="another worker")
+    [healed] = server.client.describe(ends)
+    assert healed["lastError"] == said, "it stays when all is well again"
+    assert healed["lastErrorTime"].endswith("Z")
+    scaled = server.management.put(f"/models/{ends}", params={"min_worker": 1, "synchronous": "true"})
+    assert scaled.status_code == 200, scaled.text
+    assert "lastError" not in server.client.describe(ends)[0], "who scales it has seen it"
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}/stat").exists()
+
+
+def test_memory_that_runs_out_in_python_costs_the_batch_and_no_worker(server: Server, ends: str) -> None:
+    server.wait(lambda: (order(server, "x") or httpx.Response(0)).text == "fine", what="a worker")
+    pids = server.pids(ends)
+    answer = order(server, "memory")
+    assert answer is not None
+    assert (answer.status_code, answer.headers["x-torchrelay-reason"]) == (507, "out_of_memory")
+    assert server.pids(ends) == pids
+
+
+LOADING = {
+    "exits": ("import os\ndef load():\n    os._exit(5)\nload()\n", ["it called os._exit(5) at", "in load"]),
+    "killed": ("import os\nos.kill(os.getpid(), 9)\n", ["it ended without a word", "SIGKILL"]),
+    "crashes": (
+        "import ctypes\ndef load():\n    ctypes.string_at(0)\nload()\n",
+        ["native code of it crashed: Segmentation fault", "in load"],
+    ),
+    "raises": ("class H:\n    def initialize(self, context):\n        1 / 0\n", ["ZeroDivisionError", "in initialize"]),
+    "slow": (
+        "import time\ndef load():\n    time.sleep(60)\nload()\n" + ECHO,
+        ["not ready within startup_timeout (1 s)", "startupTimeout in model-config.yaml. It stood at", "in load"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LOADING)
+def test_who_registers_is_told_why_a_worker_did_not_start(
+    server: Server, bystander: Load, tmp_path: Path, how: str
+) -> None:
+    code, told = LOADING[how]
+    if "handle" not in code:
+        code += "    def handle(self, data, context):\n        return data\n" if "class" in code else ECHO
+    config = {"minWorkers": 1, **({"startupTimeout": 1} if how == "slow" else {})}
+    answer = server.register(make_archive(tmp_path, "stillborn", code, config=config))
+    said = answer.json()
+    assert (answer.status_code, said["message"]) == (500, "Failed to start workers for model stillborn version: 1.0")
+    assert all(words in said["detail"] for words in told), said["detail"]
+
+
+def test_who_scales_is_told_too_and_the_description_says_when(server: Server, bystander: Load, tmp_path: Path) -> None:
+    code = "import os\nos._exit(5)\n" + ECHO
+    registered = server.register(make_archive(tmp_path, "later", code), initial_workers=0)
+    assert registered.status_code == 200, registered.text
+    answer = server.management.put("/models/later", params={"min_worker": 1, "synchronous": "true"})
+    assert answer.status_code == 500
+    assert "it called os._exit(5)" in answer.json()["detail"]
+    [said] = server.client.describe("later")
+    assert "it called os._exit(5)" in said["lastError"] and "lastErrorTime" in said
+    assert server.management.get("/v1/models/later").json()["ready"] is False
+    server.management.delete("/models/later")
+
+
+def test_a_dead_worker_is_never_shown_as_ready(server: Server, bystander: Load, tmp_path: Path) -> None:
+    assert server.register(make_archive(tmp_path, "victim", ECHO)).status_code == 200
+    [process] = server.actors("ServeReplica:victim")
+    pid = process.pid
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    [said] = server.client.describe("victim")
+    assert not [worker for worker in said["workers"] if worker["pid"] == pid and worker["status"] == "READY"]
+    assert server.management.get("/v1/models/victim").json()["ready"] is bool(server.pids("victim"))
+    server.wait(lambda: server.pids("victim") not in ([], [pid]), what="another worker")
+    server.management.delete("/models/victim")
