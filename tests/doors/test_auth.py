@@ -235,6 +235,32 @@ def test_no_new_token(managed: Any, key: str | None, target: str, reason: str) -
     assert managed.shelf.asked == []
 
 
+@pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "POST", "PUT", "DELETE"])
+def test_no_method_makes_a_token_without_the_key(managed: Any, method: str) -> None:
+    refused(managed(method, "/token?type=inference"), "missing_token", AUTHENTICATION)
+    assert managed.shelf.asked == []
+
+
+PATHS = ["/models", "/models/m", "/models/m/1.0", "/models/m/1.0/set-default", "/models/m/events", "/v1/models/m"]
+ASKS = ["/predictions/m", "/explanations/m/1.0", "/invocations?model_name=m", "/models/m/invoke", "/m/predict"]
+
+
+@pytest.mark.parametrize("path", [*PATHS, *ASKS, "/v1/models/m:predict", "/v2/models/m/infer"])
+def test_options_wants_no_key_and_does_nothing(managed: Any, locked: Any, path: str) -> None:
+    managed("OPTIONS", path)
+    locked("OPTIONS", path, b"hi")
+    assert managed.shelf.asked == []
+    assert locked.target.calls == []
+
+
+@pytest.mark.parametrize("path", [*ASKS, "/v1/models/m:predict", "/v2/models/m/infer"])
+def test_every_way_to_ask_a_model_wants_a_key_for_it(locked: Any, path: str) -> None:
+    refused(locked("POST", path, b"hi"), "missing_token")
+    refused(locked("POST", path, b"hi", bearer("team")), "wrong_model")
+    assert locked.target.calls == []
+    assert locked("POST", path, b"hi", bearer("infer")).status == 200
+
+
 def test_a_token_call_is_known_by_its_path_alone(managed: Any) -> None:
     assert managed("GET", "/models", b"", {**bearer("observe"), "referer": "/token"}).status == 200
     assert managed("GET", "/token/?type=inference", b"", bearer("API")).status == 200

@@ -95,13 +95,13 @@ class ManagementDoor:
 
     def _admit(self, exchange: Exchange) -> None:
         """Look at the request's key, where one is wanted. Raises AccessDenied."""
-        if exchange.method == "OPTIONS" or exchange.segments in ([], ["api-description"]):
-            return
-        if exchange.segments == ["token"]:
+        if exchange.segments == ["token"]:  # whatever the method: each of them makes a new key
             try:
                 auth.admit(self._control.access, exchange, "token")
             except AccessDenied as error:
                 raise TokenRefused(error.reason) from None
+            return
+        if exchange.method == "OPTIONS" or exchange.segments in ([], ["api-description"]):
             return
         auth.admit(self._control.access, exchange, "observe" if exchange.method in ("GET", "HEAD") else "manage")
         match exchange.segments:
