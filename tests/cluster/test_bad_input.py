@@ -217,7 +217,8 @@ NO_WORKER = (
 def test_a_model_without_workers(server: Server, tmp_path: Path) -> None:
     registered = server.register(make_archive(tmp_path, "idle", ECHO), initial_workers=0)
     assert registered.json()["status"] == (
-        'Model "idle" Version: 1.0 registered with 0 initial workers. Use scale workers API to add workers for the model.'
+        'Model "idle" Version: 1.0 registered with 0 initial workers. '
+        "Use scale workers API to add workers for the model."
     )
     for path, named in (
         ("/predictions/idle", '"idle"'),

@@ -30,7 +30,7 @@ def handle(data, context):
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose gateway reaches its replicas as if they were on other machines: through Ray's handles."""
-    far = Server(tmp_path_factory.mktemp("far"), inference={"short_hops": False})
+    far = Server(tmp_path_factory.mktemp("far"), inference={"short_hops": False, "cors_allowed_origin": "*"})
     try:
         far.start()
         folder = tmp_path_factory.mktemp("archives")
@@ -69,6 +69,26 @@ def test_one_answer_by_every_way(ways: dict[str, str]) -> None:
         assert (missing.status_code, missing.json()["type"]) == (404, "ModelNotFoundException"), way
         seen[way] = sorted(set(answer.headers) - {"date", "server", "connection"})
     assert len({tuple(headers) for headers in seen.values()}) == 1, seen
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/predictions/ways/1.0",
+        "/explanations/ways",
+        "/v1/models/ways:predict",
+        "/v2/models/ways/infer",
+        "/invocations?model_name=ways",
+        "/models/ways/invoke",
+        "/ways/predict",
+        "/ways/1.0/predict?model=input",
+    ],
+)
+def test_every_route_reaches_the_model(server: Server, models: None, path: str) -> None:
+    answer = server.http.post(path, content=b"same")
+    assert (answer.status_code, answer.content) == (200, b"same")
+    described = server.http.options(path).json()
+    assert described["info"]["title"] == "RESTful API for: ways"
 
 
 @pytest.mark.parametrize("way", ["fast path", "gateway", "Ray's proxy"])
@@ -110,6 +130,17 @@ def test_through_handles_too(far: Server, tmp_path: Path) -> None:
     with Load(url + "ways", connections=32) as load:
         far.wait(lambda: load.answers[200, "x"] > 500, what="many rows that travel together")
     assert not load.failed, load.failed
+
+
+def test_the_headers_of_cors_are_on_every_port(far: Server) -> None:
+    metrics = httpx.get(far.process.metrics, timeout=30)
+    for answer in (
+        far.http.post("/predictions/ways", content=b"x"),
+        far.http.post("/invocations", content=b"x"),
+        far.management.get("/models"),
+        metrics,
+    ):
+        assert answer.headers.get_list("access-control-allow-origin") == ["*"], answer.url
 
 
 def test_rows_of_a_dead_replica_go_to_another_through_handles_too(far: Server, tmp_path: Path) -> None:

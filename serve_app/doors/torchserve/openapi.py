@@ -351,6 +351,27 @@ MANAGEMENT: Json = _document(
                 {"200": _answer("Whether it is.", _READY), **_errors(404, 500)},
             )
         },
+        "/models/{model_name}/events": {
+            "get": _operation(
+                "How the model comes up, as it happens.",
+                "modelEvents",
+                [
+                    _MODEL,
+                    _query("since", "Only events after this one.", "integer"),
+                    _query("follow", "Whether the stream goes on when the model is ready, or has failed.", "boolean"),
+                    _query("registration", "Only the registration that named itself so."),
+                ],
+                {"200": _answer("A stream of events.", {"type": "string"}, "text/event-stream"), **_errors(404, 500)},
+            )
+        },
+        "/token": {
+            "get": _operation(
+                "Put a new key into the key file.",
+                "token",
+                [_query("type", "management or inference.", required=True)],
+                {"200": _answer("A line end; the key is in the file.", {"type": "string"}), **_errors(400, 404)},
+            )
+        },
     },
     _ABOUT,
 )
