@@ -18,12 +18,15 @@ from typing import Any
 from handlers.envelopes import ENVELOPES
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.source import failure, list_classes_from_module, load_source, open_archive
+from handlers.torchserve_names import INSTEAD
 
 __all__ = ["HANDLERS", "Entry", "HandlerLoadError", "PredictionException", "load", "load_envelope"]
 
 # The built-in handlers: a name that a manifest may hold -> "module:Class", imported when asked for.
 HANDLERS: dict[str, str] = {
     "base_handler": "handlers.base:BaseHandler",
+    "dali_image_classifier": "handlers.dali:DALIImageClassifier",
+    "densenet_handler": "handlers.densenet:DenseNetHandler",
     "image_classifier": "handlers.image_classifier:ImageClassifier",
     "image_segmenter": "handlers.image_segmenter:ImageSegmenter",
     "object_detector": "handlers.object_detector:ObjectDetector",
@@ -96,7 +99,9 @@ def load(handler: str, directory: Path, manifest: dict[str, Any]) -> Entry:
         module = _import(stem, directory)
         if module is not None:
             return _entry(module, getattr(module, "__file__", None) or stem, attribute)
-    raise HandlerLoadError(f"{directory}: there is no handler {handler!r}. {_choices(directory, stem)}")
+    instead = INSTEAD.get(f"ts.torch_handler.{stem}")
+    without = f" {instead}" if instead else ""
+    raise HandlerLoadError(f"{directory}: there is no handler {handler!r}.{without} {_choices(directory, stem)}")
 
 
 def load_envelope(name: str) -> type[Any]:

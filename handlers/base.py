@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from handlers import compilation, device, weights
+from handlers import compilation, device, extensions, weights
 from handlers.errors import PredictionException
 from handlers.labels import load_label_mapping
 from handlers.micro_batching import MicroBatching
@@ -58,6 +58,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         self.device = device.choose(properties.get("gpu_id"))
         self.map_location = self.device.type
 
+        extensions.register_backends()
         model_dir = properties.get("model_dir")
         model = (self.manifest or {}).get("model") or {}
         serialized_file = model.get("serializedFile")
@@ -66,6 +67,8 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
             self.model = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
         elif self.model_pt_path is not None and self.model_pt_path.endswith(".pt"):
             self.model = self._load_torchscript_model(self.model_pt_path)
+        elif serialized_file and serialized_file.endswith(".so") and self._use_torch_export_aot_compile():
+            self.model = self._load_torch_export_aot_compile(self.model_pt_path)
         else:
             self.model = weights.load(Path(self.model_pt_path) if self.model_pt_path else None, self.device)
         if isinstance(self.model, torch.nn.Module):
@@ -88,6 +91,18 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
         trusted = (getattr(self, "model_yaml_config", None) or {}).get("trusted") is True
         return weights.eager(Path(model_dir) / model_file, Path(model_pt_path) if model_pt_path else None, trusted)
+
+    def _load_torch_export_aot_compile(self, model_so_path: str) -> Callable[..., Any]:
+        """A model that torch.export and AOTInductor compiled to a shared library."""
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # the library asks for no device
+        return torch._export.aot_load(model_so_path, str(self.map_location))
+
+    def _use_torch_export_aot_compile(self) -> bool:
+        """Whether model-config.yaml says ``pt2: {export: {aot_compile: true}}``."""
+        pt2 = (getattr(self, "model_yaml_config", None) or {}).get("pt2")
+        export = pt2.get("export") if isinstance(pt2, Mapping) else None
+        return isinstance(export, Mapping) and export.get("aot_compile") is True
 
     def handle(self, data: list[Any], context: Any) -> list[Any]:
         """One answer or one exception for each row of ``data``."""

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from handlers import extensions
+
 logger = logging.getLogger(__name__)
+
+_BACKENDS = ("eager", "aot_eager", "inductor", "nvfuser", "aot_nvfuser", "aot_cudagraphs", "ofi", "fx2trt", "onnxrt")
+_BACKENDS += ("ipex", "torchxla_trace_once", "openvino", "tensorrt", "hpu_backend")
+PT2Backend = enum.Enum("PT2Backend", {name.upper(): name for name in _BACKENDS}, type=str)  # type: ignore[misc]
+
+
+def check_valid_pt2_backend(backend: str) -> bool:
+    """Whether TorchServe knows this backend of torch.compile; others may be installed all the same."""
+    known = backend in _BACKENDS
+    if not known:
+        logger.warning("%s is not a backend of torch.compile that TorchServe knows", backend)
+    return known
 
 
 def options(pt2: Any) -> dict[str, Any] | None:
@@ -32,12 +47,21 @@ def options(pt2: Any) -> dict[str, Any] | None:
 
 
 def compiled(model: Any, pt2: Any) -> Any:
-    """``model``, compiled where ``pt2`` asks for it; as it was, with a warning, where torch.compile refuses."""
+    """``model``, compiled where ``pt2`` asks for it; as it was, with a warning, where torch.compile refuses.
+
+    Otherwise, with ``TS_IPEX_ENABLE=true``, optimized by the Intel Extension for PyTorch where that is installed.
+    """
     arguments = options(pt2)
     if arguments is None:
-        return model
+        return _for_intel(model) if extensions.IPEX_AVAILABLE and isinstance(model, torch.nn.Module) else model
     try:
         return torch.compile(model, **arguments)
     except Exception as error:
         logger.warning("torch.compile(%s) was refused, so the model runs as it is: %s", arguments, error)
         return model
+
+
+def _for_intel(model: torch.nn.Module) -> Any:
+    import intel_extension_for_pytorch as ipex
+
+    return ipex.optimize(model.to(memory_format=torch.channels_last))

@@ -81,21 +81,21 @@ class Context:
         model_dir: str,
         manifest: dict[str, Any] | None,
         batch_size: int = 1,
-        gpu_id: int | None = None,
+        gpu: int | None = None,
+        mms_version: str = SERVER_VERSION,
         limit_max_image_pixels: bool = True,
-        model_yaml_config: dict[str, Any] | None = None,
-        server_version: str = SERVER_VERSION,
         metrics: Any = None,
+        model_yaml_config: dict[str, Any] | None = None,
     ) -> None:
         self.model_name = model_name
         self.manifest = manifest
         self.model_yaml_config = {} if model_yaml_config is None else model_yaml_config
         self.system_properties = {
             "model_dir": str(model_dir),
-            "gpu_id": gpu_id,
+            "gpu_id": gpu,
             "batch_size": batch_size,
             "server_name": "MMS",
-            "server_version": server_version,
+            "server_version": mms_version,
             "limit_max_image_pixels": limit_max_image_pixels,
         }
         self.metrics = metrics

@@ -5,36 +5,90 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+_TIMED = {"timed": "handlers.timer:timed"}
+_BASE = {"BaseHandler": "handlers.base:BaseHandler"}
+_VISION = {"VisionHandler": "handlers.vision:VisionHandler"}
+_CONTEXT = {"Context": "handlers.context:Context"}
+_ENVELOPE = {"BaseEnvelope": "handlers.envelopes.base:BaseEnvelope"}
+_LABEL = {"map_class_to_label": "handlers.labels:map_class_to_label"}
+_CLASSES = {"list_classes_from_module": "handlers.source:list_classes_from_module"}
+_EXCEPTION = {"PredictionException": "handlers.errors:PredictionException"}
+_SEND = {"send_intermediate_predict_response": "handlers.intermediate:send_intermediate_predict_response"}
+_CHECKED = {
+    "check_valid_pt2_backend": "handlers.compilation:check_valid_pt2_backend",
+    "load_label_mapping": "handlers.labels:load_label_mapping",
+    **_CLASSES,
+}
+_DIMENSION = {"Dimension": "handlers.metrics.dimension:Dimension"}
+_METRIC_TYPES = {"MetricTypes": "handlers.metrics.types:MetricTypes"}
+_UNITS = {"Units": "handlers.metrics.units:Units"}
+_VERSION = {"__version__": "handlers.context:SERVER_VERSION"}
+
 # module of TorchServe -> its name -> ours, as "module:name". Imported when an archive asks for it.
 NAMES: dict[str, dict[str, str]] = {
-    "ts": {"__version__": "handlers.context:SERVER_VERSION"},
-    "ts.version": {"__version__": "handlers.context:SERVER_VERSION"},
-    "ts.context": {
-        "Context": "handlers.context:Context",
+    "ts": _VERSION,
+    "ts.version": _VERSION,
+    "ts.context": {**_CONTEXT, "RequestProcessor": "handlers.context:RequestProcessor"},
+    "ts.service": {
+        **_CONTEXT,
+        **_EXCEPTION,
         "RequestProcessor": "handlers.context:RequestProcessor",
+        "get_yaml_config": "handlers.model_config:get_yaml_config",
     },
-    "ts.service": {"PredictionException": "handlers.errors:PredictionException"},
+    "ts.utils.hf_utils": {"download_model": "handlers.hub:download_model"},
+    "ts.utils.timeit_decorator": {"timeit": "handlers.timer:timeit"},
     "ts.utils.util": {
-        "PredictionException": "handlers.errors:PredictionException",
-        "load_label_mapping": "handlers.labels:load_label_mapping",
-        "map_class_to_label": "handlers.labels:map_class_to_label",
-        "list_classes_from_module": "handlers.source:list_classes_from_module",
+        **_CHECKED,
+        **_EXCEPTION,
+        **_LABEL,
+        "CLEANUP_REGEX": "handlers.text:CLEANUP_REGEX",
+        "PT2Backend": "handlers.compilation:PT2Backend",
+        "deprecated": "handlers.deprecation:deprecated",
+        "get_yaml_config": "handlers.model_config:get_yaml_config",
     },
-    "ts.handler_utils.utils": {
-        "send_intermediate_predict_response": "handlers.intermediate:send_intermediate_predict_response",
-        "import_class": "handlers.source:import_class",
+    "ts.handler_utils.hf_batch_streamer": {"TextIteratorStreamerBatch": "handlers.streamer:TextIteratorStreamerBatch"},
+    "ts.handler_utils.micro_batching": {
+        "HANDLER_METHODS": "handlers.micro_batching:STAGES",
+        "MicroBatching": "handlers.micro_batching:MicroBatching",
+        "PROFILER_AVAILABLE": "handlers.extensions:PROFILER_AVAILABLE",
     },
-    "ts.handler_utils.timer": {"timed": "handlers.timer:timed"},
-    "ts.metrics.caching_metric": {"CachingMetric": "handlers.metrics.metric:CachingMetric"},
-    "ts.metrics.dimension": {"Dimension": "handlers.metrics.dimension:Dimension"},
-    "ts.metrics.metric": {"Metric": "handlers.metrics.metric:Metric"},
-    "ts.metrics.metric_abstract": {"MetricAbstract": "handlers.metrics.metric:MetricAbstract"},
-    "ts.metrics.metric_cache_abstract": {"MetricCacheAbstract": "handlers.metrics.cache:MetricCache"},
+    "ts.handler_utils.preprocess.dali": {"get_dali_pipeline": "handlers.dali:get_dali_pipeline"},
+    "ts.handler_utils.text_utils": {
+        "get_tokenizer": "handlers.tokens:get_tokenizer",
+        "ngrams_iterator": "handlers.tokens:ngrams_iterator",
+    },
+    "ts.handler_utils.timer": _TIMED,
+    "ts.handler_utils.utils": {**_CONTEXT, **_SEND, "import_class": "handlers.source:import_class"},
+    "ts.metrics.caching_metric": {
+        **_DIMENSION,
+        **_METRIC_TYPES,
+        "CachingMetric": "handlers.metrics.metric:CachingMetric",
+        "MetricAbstract": "handlers.metrics.metric:MetricAbstract",
+    },
+    "ts.metrics.dimension": _DIMENSION,
+    "ts.metrics.metric": {
+        **_METRIC_TYPES,
+        **_UNITS,
+        "CachingMetric": "handlers.metrics.metric:CachingMetric",
+        "Metric": "handlers.metrics.metric:Metric",
+    },
+    "ts.metrics.metric_abstract": {
+        **_METRIC_TYPES,
+        **_UNITS,
+        "MetricAbstract": "handlers.metrics.metric:MetricAbstract",
+    },
+    "ts.metrics.metric_cache_abstract": {
+        **_DIMENSION,
+        **_METRIC_TYPES,
+        "MetricAbstract": "handlers.metrics.metric:MetricAbstract",
+        "MetricCacheAbstract": "handlers.metrics.cache:MetricCache",
+    },
     "ts.metrics.metric_cache_errors": {
         name: f"handlers.metrics.errors:{name}"
         for name in (
@@ -46,8 +100,13 @@ NAMES: dict[str, dict[str, str]] = {
             "MetricsCacheValueError",
         )
     },
-    "ts.metrics.metric_cache_yaml_impl": {"MetricsCacheYamlImpl": "handlers.metrics.cache:MetricsCacheYamlImpl"},
-    "ts.metrics.metric_type_enum": {"MetricTypes": "handlers.metrics.types:MetricTypes"},
+    "ts.metrics.metric_cache_yaml_impl": {
+        **_METRIC_TYPES,
+        "CachingMetric": "handlers.metrics.metric:CachingMetric",
+        "MetricCacheAbstract": "handlers.metrics.cache:MetricCache",
+        "MetricsCacheYamlImpl": "handlers.metrics.cache:MetricsCacheYamlImpl",
+    },
+    "ts.metrics.metric_type_enum": _METRIC_TYPES,
     "ts.metrics.system_metrics": {
         name: f"handlers.metrics.system:{name}"
         for name in (
@@ -61,17 +120,128 @@ NAMES: dict[str, dict[str, str]] = {
             "memory_utilization",
         )
     },
-    "ts.metrics.unit": {"Units": "handlers.metrics.units:Units"},
-    "ts.protocol.otf_message_handler": {
-        "send_intermediate_predict_response": "handlers.intermediate:send_intermediate_predict_response",
+    "ts.metrics.unit": _UNITS,
+    "ts.protocol.otf_message_handler": {**_SEND, "deprecated": "handlers.deprecation:deprecated"},
+    "ts.torch_handler.base_handler": {
+        **_BASE,
+        **_CHECKED,
+        **_TIMED,
+        **{
+            name: f"handlers.extensions:{name}"
+            for name in (
+                "IPEX_AVAILABLE",
+                "ONNX_AVAILABLE",
+                "PROFILER_AVAILABLE",
+                "PT230_AVAILABLE",
+                "PT2_AVAILABLE",
+                "XLA_AVAILABLE",
+            )
+        },
     },
-    "ts.torch_handler.base_handler": {"BaseHandler": "handlers.base:BaseHandler"},
-    "ts.torch_handler.vision_handler": {"VisionHandler": "handlers.vision:VisionHandler"},
-    "ts.torch_handler.image_classifier": {"ImageClassifier": "handlers.image_classifier:ImageClassifier"},
-    "ts.torch_handler.request_envelope.base": {"BaseEnvelope": "handlers.envelopes.base:BaseEnvelope"},
+    "ts.torch_handler.contractions": {"CONTRACTION_MAP": "handlers.contractions:CONTRACTION_MAP"},
+    "ts.torch_handler.dali_handler": {
+        **_BASE,
+        "DALIHandler": "handlers.dali:DALIHandler",
+        "get_dali_pipeline": "handlers.dali:get_dali_pipeline",
+    },
+    "ts.torch_handler.dali_image_classifier": {
+        **_LABEL,
+        "DALIHandler": "handlers.dali:DALIHandler",
+        "DALIImageClassifier": "handlers.dali:DALIImageClassifier",
+    },
+    "ts.torch_handler.densenet_handler": {**_CLASSES, "DenseNetHandler": "handlers.densenet:DenseNetHandler"},
+    "ts.torch_handler.image_classifier": {
+        **_LABEL,
+        **_TIMED,
+        **_VISION,
+        "ImageClassifier": "handlers.image_classifier:ImageClassifier",
+    },
+    "ts.torch_handler.image_segmenter": {
+        **_VISION,
+        "ImageSegmenter": "handlers.image_segmenter:ImageSegmenter",
+    },
+    "ts.torch_handler.object_detector": {
+        **_LABEL,
+        **_VISION,
+        "ObjectDetector": "handlers.object_detector:ObjectDetector",
+    },
+    "ts.torch_handler.request_envelope.base": _ENVELOPE,
+    "ts.torch_handler.request_envelope.body": {**_ENVELOPE, "BodyEnvelope": "handlers.envelopes.body:BodyEnvelope"},
+    "ts.torch_handler.request_envelope.json": {**_ENVELOPE, "JSONEnvelope": "handlers.envelopes.json:JSONEnvelope"},
+    "ts.torch_handler.request_envelope.kserve": {
+        **_ENVELOPE,
+        "KServeEnvelope": "handlers.envelopes.kserve:KServeEnvelope",
+    },
+    "ts.torch_handler.request_envelope.kservev2": {
+        **_ENVELOPE,
+        "KServev2Envelope": "handlers.envelopes.kservev2:KServev2Envelope",
+    },
+    "ts.torch_handler.text_classifier": {
+        **_LABEL,
+        "TextClassifier": "handlers.text_classifier:TextClassifier",
+        "TextHandler": "handlers.text:TextHandler",
+        "ngrams_iterator": "handlers.tokens:ngrams_iterator",
+    },
+    "ts.torch_handler.text_handler": {
+        **_BASE,
+        "CLEANUP_REGEX": "handlers.text:CLEANUP_REGEX",
+        "CONTRACTIONS_PATTERN": "handlers.contractions:CONTRACTIONS_PATTERN",
+        "CONTRACTION_MAP": "handlers.contractions:CONTRACTION_MAP",
+        "TextHandler": "handlers.text:TextHandler",
+        "get_tokenizer": "handlers.tokens:get_tokenizer",
+    },
+    "ts.torch_handler.vision_handler": {**_BASE, **_TIMED, **_VISION},
 }
 
-PACKAGES = {name[:end] for name in NAMES for end, letter in enumerate(name) if letter == "."}
+_SERVER = (
+    "It is a part of TorchServe's own server, and this one is another. A handler gets what it needs in its context; "
+    "handlers.load runs one without a server."
+)
+_CLASS = "Write a class with initialize(context) and handle(data, context), or extend BaseHandler."
+_ONNX = "Make an onnxruntime.InferenceSession of the file in initialize."
+_METRICS = "A handler measures through context.metrics; a metric's kinds and units are in handlers.metrics."
+_START = (
+    "Start the server with `torchrelay start`, stop it with `torchrelay stop`, and register a model with "
+    "`torchrelay models` or POST /models."
+)
+_DEEPSPEED = "Extend BaseHandler, and call deepspeed.init_inference in its initialize."
+_PIPPY = "PiPPy is no more: extend BaseHandler, and split the model with torch.distributed.pipelining in initialize."
+
+# module of TorchServe, or "module:name" -> what to do without it. The modules can be imported, so that a file which
+# guards its imports loads.
+INSTEAD: dict[str, str] = {
+    "ts.arg_parser": _SERVER,
+    "ts.async_service": _SERVER,
+    "ts.handler_utils.distributed.deepspeed": _DEEPSPEED,
+    "ts.handler_utils.distributed.pt_pippy": _PIPPY,
+    "ts.handler_utils.micro_batching": "MicroBatching has its threads and queues to itself.",
+    "ts.handler_utils.utils": _SERVER,
+    "ts.launcher": _START,
+    "ts.llm_launcher": _START,
+    "ts.metrics.metric:MetricUnit": _METRICS,
+    "ts.metrics.metric_abstract:MetricUnit": _METRICS,
+    "ts.metrics.metric_collector": _METRICS,
+    "ts.metrics.metric_encoder": _METRICS,
+    "ts.metrics.metrics_store": _METRICS,
+    "ts.metrics.process_memory_metric": _METRICS,
+    "ts.metrics.system_metrics": "The server itself measures the system.",
+    "ts.model_loader": _SERVER,
+    "ts.model_server": _START,
+    "ts.model_service.model_service": _CLASS,
+    "ts.model_service_worker": _SERVER,
+    "ts.protocol.otf_message_handler": _SERVER,
+    "ts.service": _SERVER,
+    "ts.torch_handler.base_handler:setup_ort_session": _ONNX,
+    "ts.torch_handler.distributed.base_deepspeed_handler": _DEEPSPEED,
+    "ts.torch_handler.distributed.base_pippy_handler": _PIPPY,
+    "ts.torch_handler.trt_llm_handler": "Write an async handler that makes tensorrt_llm's LLM in its initialize.",
+    "ts.torch_handler.vllm_handler": "Write an async handler that makes vllm's AsyncLLMEngine in its initialize.",
+    "ts.version": "The version is __version__.",
+    "ts.utils.setup_model_venv": "`runtime.install_py_dep_per_model` gives each archive's requirements an environment.",
+}
+
+_MODULES = {*NAMES, *(place.partition(":")[0] for place in INSTEAD)}
+PACKAGES = {name[:end] for name in _MODULES for end, letter in enumerate(name) if letter == "."}
 
 
 def install() -> None:
@@ -87,8 +257,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if fullname != "ts" and not fullname.startswith("ts."):
             return None
-        if fullname not in NAMES and fullname not in PACKAGES:
-            known = ", ".join(sorted(NAMES))
+        if fullname not in _MODULES and fullname not in PACKAGES:
+            known = ", ".join(sorted(_MODULES))
             raise ImportError(f"Torchrelay has no module {fullname}. Of TorchServe's it has {known}.", name=fullname)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
 
@@ -103,13 +273,23 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 value = _ours(names[name])
                 setattr(module, name, value)
                 return value
+            inner = f"{module.__name__}.{name}"
+            if inner in _MODULES or inner in PACKAGES:
+                return importlib.import_module(inner)
+            if name == "logger":  # of every module of TorchServe's
+                return logging.getLogger(module.__name__)
             if name.startswith("__") or module.__name__ in PACKAGES:  # probed by the import system itself
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            known = ", ".join(sorted(names))
-            raise ImportError(f"Torchrelay's {module.__name__} has no {name}. It has {known}.", name=module.__name__)
+            raise ImportError(_missing(module.__name__, name), name=module.__name__)
 
         module.__getattr__ = lookup  # type: ignore[method-assign]
         module.__all__ = sorted(names)  # type: ignore[attr-defined]
+
+
+def _missing(module: str, name: str) -> str:
+    instead = INSTEAD.get(f"{module}:{name}") or INSTEAD.get(module)
+    known = f" It has {', '.join(sorted(NAMES[module]))}." if module in NAMES else ""
+    return f"Torchrelay's {module} has no {name}.{known}{' ' + instead if instead else ''}"
 
 
 def _ours(place: str) -> Any:

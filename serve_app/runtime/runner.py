@@ -60,7 +60,7 @@ class Runner:
             str(directory),
             manifest,
             batch_size=spec.batch_size,
-            gpu_id=gpu_id,
+            gpu=gpu_id,
             limit_max_image_pixels=settings.limit_max_image_pixels,
             model_yaml_config=dict(spec.config),
             metrics=metrics,

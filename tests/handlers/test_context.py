@@ -20,7 +20,7 @@ def context() -> Context:
 
 
 def test_system_properties() -> None:
-    context = Context("digits", "/models/digits", None, 8, 1, False, {"handler": {"n": 1}}, "9.9")
+    context = Context("digits", "/models/digits", None, 8, 1, "9.9", False, None, {"handler": {"n": 1}})
     assert context.system_properties == {
         "model_dir": "/models/digits",
         "gpu_id": 1,

@@ -115,7 +115,9 @@ def test_a_handler_that_is_nowhere(archive: Archive) -> None:
     directory = archive(my_handler=CLASS)
     with pytest.raises(HandlerLoadError, match=r"no handler 'my_handlr\.py'. Did you mean 'my_handler'\?") as raised:
         handlers.load("my_handlr.py", directory, {})
-    assert "base_handler, image_classifier" in str(raised.value) and "my_handler.py" in str(raised.value)
+    assert ", ".join(sorted(handlers.HANDLERS)) in str(raised.value) and "my_handler.py" in str(raised.value)
+    with pytest.raises(HandlerLoadError, match=r"no handler 'vllm_handler'\. Write an async handler that makes vllm's"):
+        handlers.load("vllm_handler", directory, {})
     with pytest.raises(HandlerLoadError, match="Did you mean 'image_classifier'"):
         handlers.load("image_clasifier", directory, {})
     with pytest.raises(HandlerLoadError, match="no handler 'nowhere_at_all:handle'"):

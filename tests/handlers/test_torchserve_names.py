@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from handlers.torchserve_names import NAMES
+from handlers.torchserve_names import INSTEAD, NAMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,30 +165,80 @@ def test_the_ways_to_import_a_module(run: Any) -> None:
     ) == "0.12.0 BaseHandler VisionHandler ImageClassifier Context"
 
 
-def test_what_we_do_not_have_says_so_and_lists_what_there_is(run: Any, real_ts: Path) -> None:
+def test_what_we_do_not_have_says_so_and_what_to_do(run: Any, real_ts: Path) -> None:
     printed = run(
         """
         from handlers import torchserve_names
         torchserve_names.install()
-        wrong = "import ts.launcher; from ts import launcher; from ts.utils.util import nothing; import ts.version.x"
-        for line in wrong.split("; "):
+        for line in (
+            "import ts.nowhere",
+            "from ts import nowhere",
+            "from ts.utils.timeit_decorator import nothing",
+            "import ts.version.x",
+            "from ts.launcher import start",
+            "from ts.torch_handler.vllm_handler import VLLMHandler",
+        ):
             try:
                 exec(line)
             except ImportError as error:
                 print(error)
         import ts.utils.util
-        print(hasattr(ts, "launcher"), hasattr(ts.utils.util, "__wrapped__"))
+        print(hasattr(ts, "nothing"), hasattr(ts.utils.util, "__wrapped__"), hasattr(ts, "launcher"))
+        print(ts.metrics.unit.__name__, ts.torch_handler.base_handler.logger.name)
+        try:
+            from ts.handler_utils.distributed.pt_pippy import get_pipeline_driver
+        except ImportError:
+            print("guarded")
         """,
         real_ts,
     ).splitlines()
-    assert printed[0] == printed[1]
-    assert printed[0].startswith("Torchrelay has no module ts.launcher. Of TorchServe's it has ts, ts.context,")
-    assert printed[2] == (
-        "Torchrelay's ts.utils.util has no nothing. It has PredictionException, list_classes_from_module, "
-        "load_label_mapping, map_class_to_label."
-    )
+    assert printed[0].startswith("Torchrelay has no module ts.nowhere. Of TorchServe's it has ts, ts.arg_parser,")
+    assert printed[1] == printed[0]
+    assert printed[2] == "Torchrelay's ts.utils.timeit_decorator has no nothing. It has timeit."
     assert "ts.version.x" in printed[3]
-    assert printed[4] == "False False"
+    assert printed[4].startswith("Torchrelay's ts.launcher has no start. Start the server with `torchrelay start`")
+    assert printed[5].startswith("Torchrelay's ts.torch_handler.vllm_handler has no VLLMHandler. Write an async")
+    assert printed[6:] == ["False False True", "ts.metrics.unit ts.torch_handler.base_handler", "guarded"]
+
+
+RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "torchserve_names.json").read_text())
+
+
+def test_every_public_name_of_torchserves_is_ours_or_says_what_to_do() -> None:
+    undecided = [
+        f"{module}:{name}"
+        for module, names in RECORDED.items()
+        for name in names
+        if name not in NAMES.get(module, {})
+        and name != "logger"
+        and f"{module}.{name}" not in RECORDED  # a module itself
+        and module not in INSTEAD
+        and f"{module}:{name}" not in INSTEAD
+    ]
+    assert undecided == []
+
+
+@pytest.mark.parametrize("module", [m for m in RECORDED if m in NAMES and not m.startswith("ts.metrics")])
+def test_what_is_ours_takes_what_theirs_takes(module: str) -> None:
+    for name, theirs in RECORDED[module].items():
+        if name not in NAMES[module] or theirs in (None, "imported"):
+            continue
+        place, _, attribute = NAMES[module][name].partition(":")
+        ours = getattr(importlib.import_module(place), attribute)
+        if isinstance(theirs, list):
+            assert parameters(ours)[: len(theirs)] == theirs, name
+            continue
+        made = ours("m", "/m", None) if name == "Context" else ours  # its attributes come with it
+        for member, taken in theirs.items():
+            assert hasattr(made, member), f"{name} lacks {member}"
+            if taken is not None and member != "get_insights":  # called by place, and by target=
+                assert parameters(getattr(ours, member))[: len(taken)] == taken, f"{name}.{member}"
+
+
+def parameters(function: Any) -> list[str]:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    found = inspect.signature(function).parameters.values()
+    return [stars.get(one.kind, "") + one.name for one in found if one.name != "self"]
 
 
 def test_installed_twice_is_installed_once(run: Any) -> None:

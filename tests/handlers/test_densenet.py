@@ -1,0 +1,38 @@
+"""Tensors in, tensors out."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+import handlers
+from handlers.context import Context
+
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x.sum(dim=2)
+"""
+
+
+def saved(value: Any) -> bytearray:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return bytearray(buffer.getvalue())
+
+
+def test_each_tensor_has_its_own_answer(archive: Any, begin: Any) -> None:
+    manifest = {"model": {"modelFile": "model.py"}}
+    entry = handlers.load("densenet_handler", archive(model=MODEL), manifest)
+    entry.initialize(Context("m", str(archive()), manifest))
+    ones, identity = saved(torch.ones(2, 3)), saved(torch.eye(2, 3))
+    rows = [{"data": ones}, {"body": b"none"}, {"body": saved([1])}, {"body": identity}]
+    first, damaged, no_tensor, second = entry(rows, begin(entry.instance.context, 4))
+    assert torch.equal(first, torch.tensor([[3.0, 3.0]])) and torch.equal(second, torch.tensor([[1.0, 1.0]]))
+    assert first.untyped_storage().nbytes() == 8, "what is sent is its own row"
+    assert damaged.error_code == 400 and "torch.save" in damaged.message
+    assert no_tensor.error_code == 400 and "list" in no_tensor.message

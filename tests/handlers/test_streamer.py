@@ -1,0 +1,44 @@
+"""Text while it is generated, a batch at a time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from handlers.streamer import TextIteratorStreamerBatch
+
+
+class Letters:
+    """A tokenizer as a streamer needs it: a token is a letter's number."""
+
+    def decode(self, tokens: Any, **options: Any) -> str:
+        return "".join(chr(97 + int(token)) for token in tokens) + options.get("end", "")
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="needs transformers, .*requirements"):
+        TextIteratorStreamerBatch(Letters(), 2)
+
+
+def test_every_row_has_its_text_at_each_step() -> None:
+    pytest.importorskip("transformers")
+    streamer = TextIteratorStreamerBatch(Letters(), 2, skip_prompt=True, timeout=10)
+
+    def generate() -> None:
+        streamer.put(torch.tensor([[9, 9], [8, 8]]))  # the prompts
+        for tokens in ([0, 1], [2, 3]):
+            streamer.put(torch.tensor(tokens))
+        streamer.end()
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    steps = list(streamer)
+    thread.join()
+    assert ["".join(step[row]["text"] for step in steps) for row in (0, 1)] == ["ac", "bd"]
+    with pytest.raises(ValueError, match=r"for 2 rows and got tokens of shape \(3,\)"):
+        streamer.put(torch.tensor([1, 2, 3]))
