@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console, Group
@@ -73,7 +72,7 @@ def until_ready(server: ServerProcess, console: Console, patience: float) -> Non
 def registered(client: Client, console: Console, url: str, **parameters: Any) -> str:
     """Register an archive, and show how far it has come; what the server answers. Raises what the client does."""
     mine = uuid.uuid4().hex
-    path = urlsplit(url).path.rstrip("/").rpartition("/")[2]
+    path = url.partition("?")[0].rstrip("/").rpartition("/")[2]
     name = parameters.get("model_name") or re.sub(r"\.(mar|zip|tar\.gz|tgz)$", "", path, flags=re.IGNORECASE)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TaskProgressColumn()
     with Progress(*columns, console=console, transient=True) as bars:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import shlex
 import socket
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ def put_up(document: Mapping[str, Any], folder: Path, env: Mapping[str, str]) ->
     _write(files["certificate.pem"], certificate.read_text().rstrip() + "\n" + key.read_text())
     _write(files["haproxy.cfg"], front)
     _write(
-        files["haproxy"], f'#!/bin/sh\nexec {shlex.quote(haproxy)} -f {shlex.quote(str(files["haproxy.cfg"]))} "$@"\n'
+        files["haproxy"], f'#!/bin/sh\nexec {shlex.quote(haproxy)} "$@" -f {shlex.quote(str(files["haproxy.cfg"]))}\n'
     )
     files["haproxy"].chmod(0o700)
     return files["app.yaml"], http["port"], {_BINARY: str(files["haproxy"])}
@@ -68,7 +69,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _free() -> int:
-    for port in _PLAIN_PORTS:
+    for port in random.sample(_PLAIN_PORTS, len(_PLAIN_PORTS)):  # servers that start together take others
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port

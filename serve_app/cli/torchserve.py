@@ -76,7 +76,7 @@ def _start(args: argparse.Namespace) -> int:
     if not args.foreground:
         return 0
     threading.Thread(target=_show, args=(server,), daemon=True).start()
-    return server.wait()
+    return max(0, server.wait())  # a signal is `torchserve --stop`, from elsewhere
 
 
 def prepared(flags: translation.Flags) -> ServerProcess:

@@ -108,7 +108,7 @@ def translate(flags: Flags, environment: Mapping[str, str], folder: Path) -> Tra
         raise StartError(f"{source}: {error.strerror}") from None
     except ConfigurationError as error:
         raise StartError(str(error)) from None
-    if "model_store" not in reading.args.get("store", {}):
+    if all(note.key != "model_store" for note in reading.notes):
         raise MissingModelStore("Missing mandatory parameter --model-store")
     for option, path in (("model-store", settings.store.model_store), ("workflow-store", flags.workflow_store)):
         if path and not (folder / path).is_dir():

@@ -177,6 +177,8 @@ class TestTranslation:
     def test_the_model_store_must_be_named(self, folder: Path) -> None:
         with pytest.raises(MissingModelStore):
             translate(Flags(), {}, folder)
+        (folder / "model_store").mkdir()  # which is ours without a word
+        translate(Flags(model_store="model_store"), {}, folder)
 
     def test_what_does_nothing_is_said(self, folder: Path) -> None:
         (folder / "log4j2.xml").touch()

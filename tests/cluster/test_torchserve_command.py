@@ -1,0 +1,173 @@
+"""The command `torchserve` in a TorchServe user's folder: started, used, stopped, started again."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import os
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from parts import ECHO, free_port, make_archive, says
+
+pytestmark = pytest.mark.cluster
+
+_RAY_PORTS = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+
+
+def make_pair(folder: Path) -> None:
+    """certificate.pem for 127.0.0.1, and key.pem."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(key, hashes.SHA256())
+    )
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (folder / "certificate.pem").write_bytes(certificate.public_bytes(pem))
+    (folder / "key.pem").write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
+
+
+class Installation:
+    """A folder as TorchServe's users have it, and the command run in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = folder / "model_store"
+        self.store.mkdir()
+        make_pair(folder)
+        self.inference = f"https://127.0.0.1:{free_port()}"
+        self.management = f"http://127.0.0.1:{free_port()}"
+        (folder / "config.properties").write_text(
+            f"inference_address={self.inference}\n"
+            f"management_address={self.management}\n"
+            f"metrics_address=http://127.0.0.1:{free_port()}\n"
+            "certificate_file=certificate.pem\nprivate_key_file=key.pem\n"
+            "load_models=echo.mar\n"
+            "models={\\\n"
+            '  "echo": {"1.0": {"minWorkers": 1, "batchSize": 4, "responseTimeout": 33}}\\\n'
+            "}\n"
+            "number_of_netty_threads=32\n"
+        )
+        self.env = {**os.environ, "TEMP": str(folder), **{name: str(free_port()) for name in _RAY_PORTS}}
+        self.trust = ssl.create_default_context(cafile=str(folder / "certificate.pem"))
+
+    def run(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "serve_app.cli.torchserve", *words],
+            cwd=cwd or self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+
+    def start_in_the_foreground(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "serve_app.cli.torchserve", "--foreground", *words],
+            cwd=self.folder,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def key(self, kind: str) -> dict[str, str]:
+        keys = json.loads((self.folder / "key_file.json").read_text())
+        return {"authorization": f"Bearer {keys[kind]['key']}"}
+
+    def predict(self, model: str, body: bytes) -> httpx.Response:
+        url = f"{self.inference}/predictions/{model}"
+        return httpx.post(url, content=body, headers=self.key("inference"), verify=self.trust, timeout=60)
+
+    def describe(self, model: str) -> dict:
+        url = f"{self.management}/models/{model}"
+        return httpx.get(url, headers=self.key("management"), timeout=30).json()[0]
+
+    def wait(self, condition: Callable[[], bool], patience: float = 60.0) -> None:
+        deadline = time.monotonic() + patience
+        while not condition():
+            assert time.monotonic() < deadline, (self.folder / "logs/config/torchrelay/logs/server.log").read_text()
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def installation(tmp_path: Path) -> Iterator[Installation]:
+    here = Installation(tmp_path)
+    try:
+        yield here
+    finally:
+        here.run("--stop")
+
+
+def test_a_torchserve_users_day(installation: Installation, tmp_path: Path) -> None:
+    here = installation
+    make_archive(here.store, "echo", ECHO).rename(here.store / "echo.mar")
+    make_archive(here.store, "late", says("registered at run time")).rename(here.store / "late.mar")
+    flags = "--model-store", "model_store", "--enable-model-api"
+
+    started = here.run("--start", *flags)
+    assert (started.returncode, started.stdout) == (0, "Model server started.\n"), started.stderr
+    assert (tmp_path / ".model_server.pid").is_file()
+    assert here.run("--start", *flags).stdout == (
+        "TorchServe is already running, please use torchserve --stop to stop TorchServe.\n"
+    )
+
+    # What the file asked for is there, behind TLS and tokens.
+    here.wait(lambda: here.predict("echo", b"hello").text == "hello")
+    described = here.describe("echo")
+    assert (described["batchSize"], described["responseTimeout"]) == (4, 33)
+    unasked = httpx.post(f"{here.inference}/predictions/echo", content=b"x", verify=here.trust)
+    assert (unasked.status_code, unasked.json()["type"]) == (400, "InvalidKeyException")
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(here.inference.replace("https", "http") + "/ping")
+
+    # What is registered at run time comes back after a stop, which may be called from anywhere.
+    parameters = {"url": "late.mar", "initial_workers": 1}
+    registered = httpx.post(f"{here.management}/models", params=parameters, headers=here.key("management"), timeout=120)
+    assert registered.status_code == 200, registered.text
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    stopped = here.run("--stop", cwd=elsewhere)
+    assert (stopped.returncode, stopped.stdout) == (0, "TorchServe has stopped.\n")
+    assert not (tmp_path / "key_file.json").exists()
+    assert here.run("--stop").stdout == "TorchServe is not currently running.\n"
+
+    foreground = here.start_in_the_foreground(*flags)
+    try:
+        assert foreground.stdout is not None
+        said = foreground.stdout.readline()
+        assert said == "Model server started.\n"
+        here.wait(lambda: here.predict("late", b"").text == "registered at run time")
+        assert here.run("--stop").stdout == "TorchServe has stopped.\n"
+        log = foreground.stdout.read()
+        assert "late--1.0" in log
+        assert foreground.wait(30) == 0
+    finally:
+        foreground.kill()
+        foreground.wait()
+        foreground.stdout.close()
