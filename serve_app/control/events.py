@@ -22,6 +22,7 @@ from serve_app.types import LAST_STAGES, Event, Stage
 STORIES = 500  # in all; the oldest is forgotten first
 _EVENTS = 200  # in each story, the last ones
 _ENDED = 3600.0  # seconds for which a story that has ended is kept
+_LONGEST = 20_000  # characters of what went wrong
 _OFTEN = 0.1  # seconds between two events that only count on
 _COUNTING = ("downloading", "unpacking")
 
@@ -96,9 +97,9 @@ class Events:
         except BaseException as error:
             said = {"reason": "internal", "message": type(error).__name__}
             if isinstance(error, RelayError):
-                said = {"reason": error.reason, "message": str(error)}
+                said = {"reason": error.reason, "message": str(error)[:_LONGEST]}
                 if detail := getattr(error, "detail", ""):
-                    said["detail"] = detail
+                    said["detail"] = detail[-_LONGEST:]
             self.put(story, "failed", **said)
             raise
 
@@ -108,6 +109,10 @@ class Events:
             if (story.model, story.version) == (model, version):
                 return None if story.ended else story
         return None
+
+    def forget(self, story: Story) -> None:
+        """Nothing came of it that anybody could ask for."""
+        self._stories.pop(story.id, None)
 
     def knows(self, name: str, registration: str | None = None) -> bool:
         return any(True for _ in self._matching(name, registration))

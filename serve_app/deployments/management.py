@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 import orjson
 import ray
@@ -391,8 +390,9 @@ class Management:
     # Stories
 
     def _story(self, registration: Registration) -> Story:
-        archive = urlsplit(registration.url).path.rstrip("/").rpartition("/")[2]
-        return self._events.begin(registration.model_name or stem(archive), registration.id, url=registration.url)
+        archive = registration.url.partition("?")[0].rstrip("/").rpartition("/")[2]
+        name = registration.model_name or stem(archive)
+        return self._events.begin(name[:_LINE], registration.id, url=registration.url[:_LINE])
 
     def _watch(self, story: Story, spec: ModelSpec) -> None:
         """See a story to its end for a caller that does not wait."""
@@ -409,7 +409,10 @@ class Management:
         """Wait until a version has the workers that ``spec`` says; its story goes on meanwhile. Raises StartFailed."""
         self._events.put(story, "starting", workers=spec.min_workers)
         progress = await self._until_running(
-            spec.ref, spec.min_workers, spec.startup_timeout, partial(self._tell_of_placement, story, spec)
+            spec.ref,
+            spec.min_workers,
+            spec.startup_timeout + (self._settings.runtime.install_timeout if spec.requirements else 0),
+            partial(self._tell_of_placement, story, spec),
         )
         self._events.put(story, "ready", workers=progress.replicas)
         return progress
@@ -437,7 +440,7 @@ class Management:
             self._board.hang(replace(table, generation=self._board.next_generation()))
 
     async def _until_running(
-        self, ref: ModelRef, count: int, startup_timeout: int, meanwhile: Callable[[], Awaitable[None]]
+        self, ref: ModelRef, count: int, startup_timeout: float, meanwhile: Callable[[], Awaitable[None]]
     ) -> Progress:
         """Wait until ``count`` replicas run, no more and no fewer. Raises StartFailed."""
         deadline = time.monotonic() + startup_timeout + _PLACEMENT
@@ -533,7 +536,8 @@ class Management:
                 try:
                     with self._events.told(story):
                         spec = await self._put(archive, story)
-                    self._watch(story, spec)
+                    if spec is not None:
+                        self._watch(story, spec)
                 except RelayError as error:
                     log.error("%s was not loaded: %s\n%s", archive.url, error, getattr(error, "detail", ""))
         except Exception:
@@ -542,8 +546,8 @@ class Management:
             self._booted = True
             self._kick.set()
 
-    async def _put(self, archive: Registration, story: Story) -> ModelSpec:
-        """Register an archive of the model store where it is new or has changed; the spec that holds."""
+    async def _put(self, archive: Registration, story: Story) -> ModelSpec | None:
+        """Register an archive of the model store where it is new or has changed; the spec that holds, if one does."""
         async with self._admitted(archive, story, at_startup=True) as spec:
             own = self._settings.control.models.get(spec.name, {}).get(spec.version)
             first = own is not None and own.default_version
@@ -554,7 +558,10 @@ class Management:
                 if after is not self._registry:
                     with contextlib.suppress(NotYet):
                         await self._commit(after)
-            return next((known for known in self._registry if known.ref == spec.ref), spec.with_(min_workers=0))
+        holds = next((known for known in self._registry if known.ref == spec.ref), None)
+        if holds is None:
+            self._events.forget(story)
+        return holds
 
     def _application(self, step: Deploy) -> Any:
         want = step.desired

@@ -32,7 +32,7 @@ import threading
 import time
 import venv
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,6 +58,7 @@ class Environments:
         self._timeout = settings.install_timeout
         for directory in (self._locks, self._partial):
             directory.mkdir(parents=True, exist_ok=True)
+        self._held = loaded()  # now: what this process imports later, a replica does not
         self._used: list[int] = []  # descriptors whose locks say, as long as this process lives, what it uses
         sweep(self._partial)
         self._remove_unused()
@@ -77,7 +78,7 @@ class Environments:
         """Build it where it is not here, and have this process import from it first, to its end."""
         with self._open(model, directory, requirements, digest, None) as (packages, lock):
             self._used.append(os.dup(lock.fileno()))  # a lock lives while a copy is open
-        for name, theirs, ours in shadowed(packages):
+        for name, theirs, ours in shadowed(packages, self._held):
             log.warning("%s: its %s %s is not used: this process runs %s already", model, name, theirs, ours)
         import_first(packages)
 
@@ -90,13 +91,13 @@ class Environments:
         key = _key(text, digest)
         with (self._locks / key).open("ab") as lock:
             packages = self._root / key
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            _lock(lock, fcntl.LOCK_SH)
             if not packages.is_dir():
-                fcntl.flock(lock, fcntl.LOCK_EX)  # of several that find nothing one installs, and the others wait
+                _lock(lock, fcntl.LOCK_EX)  # of several that find nothing one installs, and the others wait
                 if not packages.is_dir():
                     with workplace(self._partial) as place:
                         settle(self._install(model, directory, requirements, place, on_line), packages)
-                fcntl.flock(lock, fcntl.LOCK_SH)
+                _lock(lock, fcntl.LOCK_SH)
             os.utime(lock.fileno())
             yield packages, lock
 
@@ -108,7 +109,7 @@ class Environments:
         ours = [path for path in sys.path if re.search(r"(site|dist)-packages$", path)]
         below.write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in ours))
         constraints = place / "constraints.txt"
-        constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(loaded().items())))
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(self._held.items())))
         command = [sys.executable, "-m", "pip", "--python", str(place / "venv/bin/python"), "install"]
         command += ["--requirement", str(directory / requirements), "--constraint", str(constraints)]
         command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
@@ -179,15 +180,28 @@ def import_first(packages: Path) -> None:
 
 
 def loaded() -> dict[str, str]:
-    """The distributions that every replica of this server has imported before an author's code: name to version."""
-    tops = {name.partition(".")[0] for name in sys.modules}
-    names = {name for top, owners in metadata.packages_distributions().items() if top in tops for name in owners}
-    return {name: metadata.version(name) for name in names} | _core()
+    """The distributions that this process has imported from, and those that Torchrelay requires: name to version."""
+    inside: dict[str, set[str]] = {}  # of each imported package, the modules in it
+    for name in list(sys.modules):
+        top, _, rest = name.partition(".")
+        inside.setdefault(top, set()).add(rest.partition(".")[0])
+    found = dict(_core())
+    for top, owners in metadata.packages_distributions().items():
+        if top in inside:
+            for name in set(owners):
+                if len(set(owners)) == 1 or _holds(name, top, inside[top]):
+                    found[name] = metadata.version(name)
+    return found
 
 
-def shadowed(packages: Path) -> list[tuple[str, str, str]]:
+def _holds(name: str, package: str, modules: set[str]) -> bool:
+    """Whether one of these modules of a package that several distributions share comes from this one."""
+    files = metadata.files(name) or []
+    return any(f.parts[0] == package and len(f.parts) > 1 and f.parts[1].partition(".")[0] in modules for f in files)
+
+
+def shadowed(packages: Path, ours: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """What lies in ``packages`` and was imported from elsewhere: name, its version there, the version that runs."""
-    ours = loaded()
     folded = {_fold(name): version for name, version in ours.items()}
     found = [(d.metadata["Name"], d.version) for d in metadata.distributions(path=[str(packages)])]
     return [(name, version, folded[_fold(name)]) for name, version in found if _fold(name) in folded]
@@ -207,6 +221,12 @@ def _core() -> dict[str, str]:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 core[name[0]] = metadata.version(name[0])
     return core
+
+
+def _lock(file: BinaryIO, kind: int) -> None:
+    """An economy only: a file system without locks costs work, not correctness."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, kind)
 
 
 def _fold(name: str) -> str:

@@ -10,12 +10,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
-
-import fsspec
 
 from serve_app.errors import DownloadFailed
 from serve_app.settings import MIB, StoreSettings
@@ -39,7 +36,7 @@ class Address(NamedTuple):
 
     scheme: str
     path: str
-    options: Mapping[str, Any] = {}  # what the URL itself says of the file system
+    region: str | None = None  # of an https URL of S3's; empty where it names none
 
 
 def address(url: str) -> Address:
@@ -59,13 +56,13 @@ def s3_address(url: str) -> Address | None:
     host = _S3_HOST.fullmatch(parts.hostname or "")
     if parts.scheme != "https" or parts.query or host is None:
         return None
-    region = host["region"]
     path = unquote(parts.path).strip("/")
-    options = {"client_kwargs": {"region_name": region}} if region else {}
-    return Address("s3", f"{host['bucket']}/{path}" if host["bucket"] else path, options)
+    return Address("s3", f"{host['bucket']}/{path}" if host["bucket"] else path, host["region"] or "")
 
 
 def installed(scheme: str) -> bool:
+    import fsspec  # late, here and below: replicas never need it
+
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError:
@@ -100,14 +97,20 @@ def bring(where: Address, url: str, into: Path, settings: StoreSettings, progres
 
 
 def _file_system(where: Address, settings: StoreSettings) -> Any:
-    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False, **where.options}
+    import fsspec
+
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if where.scheme == "s3":
         quiet = max(1.0, min(QUIET, settings.download_timeout))
         retries = {"total_max_attempts": 2}
         options["config_kwargs"] = {"connect_timeout": quiet, "read_timeout": quiet, "retries": retries}
     elif where.scheme == "hf" and os.environ.get("HF_ENDPOINT"):
         options["endpoint"] = os.environ["HF_ENDPOINT"]
-    system = fsspec.filesystem(where.scheme, **{**options, **settings.storage_options.get(where.scheme, {})})
+    options |= settings.storage_options.get(where.scheme, {})
+    if where.region is not None:  # the URL itself says where the bucket is
+        own = {"region_name": where.region} if where.region else {}
+        options |= {"endpoint_url": None, "client_kwargs": {**options.get("client_kwargs", {}), **own}}
+    system = fsspec.filesystem(where.scheme, **options)
     if where.scheme == "s3":
         system.retries = 3  # on top of botocore's; its own five make a dead server last for minutes
     return system

@@ -169,7 +169,7 @@ def test_a_package_that_is_not_there_is_named(get, monkeypatch):
 def test_an_https_url_of_s3(url, path, region):
     found = object_stores.s3_address(url)
     assert (found.scheme, found.path) == ("s3", path)
-    assert found.options == ({"client_kwargs": {"region_name": region}} if region else {})
+    assert found.region == (region or "")
 
 
 @pytest.mark.parametrize(
@@ -187,15 +187,17 @@ def test_other_urls_are_the_webs(url):
 
 def test_an_https_url_of_s3_is_signed_where_there_are_credentials(get, s3, monkeypatch):
     url = "https://models.s3.us-east-1.amazonaws.com/m.mar"
-    only_server = {"s3": {"endpoint_url": s3}}
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)  # in Amazon's place
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
-    assert get(url, storage_options=only_server).read_bytes() == BODY
+    elsewhere = {"s3": {"endpoint_url": "http://127.0.0.1:1", "client_kwargs": {"region_name": "eu-west-1"}}}
+    assert get(url, storage_options=elsewhere).read_bytes() == BODY
 
 
-def test_s3_sse_kms_asks_with_credentials_or_not_at_all(get, s3):
+def test_s3_sse_kms_asks_with_credentials_or_not_at_all(get, s3, monkeypatch):
     url = "https://models.s3.us-east-1.amazonaws.com/m.mar"
-    failed(get, url, "access was refused", signed=True, storage_options={"s3": {"endpoint_url": s3}})
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
+    failed(get, url, "access was refused", signed=True)
     assert get(url, signed=True, storage_options=options(s3)).read_bytes() == BODY
 
 

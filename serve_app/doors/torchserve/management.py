@@ -30,6 +30,7 @@ from serve_app.types import Description, Progress, Registration, Worker
 
 MAX_BATCH_DELAY = 100  # milliseconds, what TorchServe shows where nobody said
 _PAGE = 100
+_LONGEST_ID = 100  # characters of a registration's own name
 _WORDS = ("model_name", "handler", "runtime")
 _COUNTS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
 _NUMBERS = {*_COUNTS, "min_worker", "max_worker"}
@@ -302,7 +303,7 @@ def registration(parameters: Mapping[str, str]) -> Registration:
         **{key: integer(parameters.get(key), None) for key in _COUNTS},
         wait=truth(parameters.get("synchronous", "true")),
         s3_sse_kms=truth(parameters.get("s3_sse_kms")),
-        id=parameters.get("registration") or None,
+        id=parameters.get("registration", "")[:_LONGEST_ID] or None,
     )
 
 
