@@ -120,6 +120,8 @@ def test_management_on_both_ports(locked: Server, tokens: dict[str, str]) -> Non
         refused = port.put("/models/echo", params={"min_worker": 2}, headers=bearer("watcher"))
         assert refused.headers["x-torchrelay-reason"] == "wrong_role"
         assert 'torchrelay_requests_total{' in port.get("/metrics").text
+        assert "event: ready" in port.get("/models/echo/events", headers=bearer("watcher")).text
+        assert port.get("/models/echo/events").status_code == 400
         assert port.get("/nothing").status_code == 400
 
 
