@@ -16,7 +16,7 @@ from serve_app.deployments.remote import Remotes
 from serve_app.doors import middleware
 from serve_app.doors.app import inference_app
 from serve_app.settings import Settings
-from serve_app.telemetry import logs, system, torchserve
+from serve_app.telemetry import access_log, logs, system, torchserve
 from serve_app.telemetry.metrics import Meters
 
 
@@ -34,7 +34,7 @@ class Gateway:
         self._reader = TableReader()
         self._link = Link(self._reader, self._meters)
         self._plane = DataPlane(self._reader, self._meters, remote=Remotes(self._reader, settings))
-        self._access = logs.access(settings)
+        self._access = access_log.access(settings)
         self._machine = system.collect(self._meters.torchserve, settings)
         self._link.start()
         await self._link.first_table(timeout=60)

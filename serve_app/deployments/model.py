@@ -32,7 +32,7 @@ from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.store.cache import Cache
 from serve_app.store.manifest import Manifest
-from serve_app.telemetry import last_words, logs, system, torchserve
+from serve_app.telemetry import access_log, last_words, logs, system, torchserve
 from serve_app.telemetry.last_words import LastWords
 from serve_app.telemetry.logs import Speaker
 from serve_app.telemetry.metrics import Meters
@@ -93,7 +93,7 @@ class ModelReplica:
         load_time.record(round((time.monotonic() - began) * 1000))
         local = (spec.ref, LocalTarget(self._batcher))
         self._plane = DataPlane(reader, self._meters, remote=Remotes(reader, settings), local=local)
-        self._access = logs.access(settings)
+        self._access = access_log.access(settings)
         self._hops = HopServer(self._batcher.enqueue)
         await self._hops.open(socket_path(replica))
         self._link.refresh = lambda: self._meters.depth(spec.name, spec.version, self._batcher.pending)

@@ -15,7 +15,7 @@ from serve_app.doors.torchserve.inference import InferenceDoor
 from serve_app.doors.torchserve.management import ManagementDoor
 from serve_app.errors import RelayError
 from serve_app.settings import Settings
-from serve_app.telemetry.logs import AccessLog
+from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Access
 

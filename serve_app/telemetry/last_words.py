@@ -165,7 +165,8 @@ def _death(text: bytes, path: Path) -> Death:
         else:
             why = (
                 "it ended without a word: somebody or something killed it with SIGKILL (an operator, Ray's memory "
-                "monitor, a container's limit), or native code of it called exit()"
+                "monitor, a container's limit, Ray Serve because it answered no health check), or native code of it "
+                "called exit()"
             )
     lines = [line for line in shown.splitlines() if line.strip() and not _NOT_THE_AUTHORS.match(line)][-_LINES:]
     if lines:

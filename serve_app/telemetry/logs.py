@@ -1,10 +1,8 @@
-"""Log files in TorchServe's layout or as JSON: requests, what the server says, what handlers say.
+"""Log files in TorchServe's layout or as JSON: what the server says, and what handlers say.
 
-Logs never hold up an event loop or an author's code: a record is made where it belongs, for some
-microseconds, and written by a thread (sink.py).
-
-``access_log.log`` has a line for each request, ``ts_log.log`` what every process of the server says, and
-``model_log.log`` what handlers log, print and write to standard error.
+``ts_log.log`` has what every process of the server logs, ``model_log.log`` what handlers log, print and write
+to standard error. Neither holds up an event loop or an author's code: a record is made where it belongs, for
+some microseconds, and written by a thread (sink.py).
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from types import BuiltinFunctionType
 from typing import IO, Any, Literal
 
@@ -25,6 +22,7 @@ import orjson
 
 from serve_app.errors import ConfigurationError
 from serve_app.settings import Settings
+from serve_app.telemetry.access_log import Stamp
 from serve_app.telemetry.sink import Drain, File, Stream
 
 SERVER_LOG = "ts_log.log"
@@ -39,85 +37,6 @@ _CONSOLE = "%(asctime)s [%(levelname)-5s] %(name)s - %(message)s"
 _LOG4J = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # what TorchServe's files call them
 # Loggers whose records are not the author's: the server's own, and Ray's.
 _SERVERS = ("torchrelay", "ray")
-
-
-class AccessLog:
-    """One line a request, in TorchServe's form or as JSON, to a file or a stream; standard output by default.
-
-    Any number of processes may append to one path; see sink.File and sink.Drain.
-    """
-
-    def __init__(
-        self,
-        target: str | Path | IO[str] | None = None,
-        form: Literal["text", "json"] = "text",
-        limit: int = 0,
-    ) -> None:
-        file = isinstance(target, (str, Path))
-        self._drain = Drain(File(Path(target), limit) if file else Stream(target or sys.stdout), "access log")
-        self.json = form == "json"
-        self._stamp = Stamp()
-
-    def write(
-        self,
-        client: str,
-        method: str,
-        path: str,
-        http_version: str,
-        status: int,
-        milliseconds: float,
-        request_id: str = "",
-        model: str = "",
-        version: str = "",
-        came_with: dict[str, str] | None = None,
-    ) -> None:
-        """One request was answered; ``client`` is its host:port, ``path`` has its query.
-
-        ``came_with`` are ids that the request brought itself; they stand in the JSON form alone.
-        """
-        stamp = self._stamp(time.time())
-        if self.json:
-            line = {"time": stamp, "client": client, "method": method, "path": path, "http_version": http_version}
-            line |= {"status": status, "milliseconds": round(milliseconds, 3), "request_id": request_id}
-            if model:
-                line |= {"model": model, "version": version}
-            if came_with:
-                line |= {"came_with": came_with}
-            text = orjson.dumps(line).decode()
-        else:
-            if not path.isprintable():  # a line break in a path would forge a line
-                path = path.encode("unicode_escape").decode()
-            text = f'{stamp} - /{client} "{method} {path} HTTP/{http_version}" {status} {int(milliseconds)}'
-            if request_id:
-                text += f" id={request_id}"
-            if model:
-                text += f" model={model} version={version}"
-        self._drain.put(text)
-
-    def close(self) -> None:
-        """Write what is left and end the thread."""
-        self._drain.close()
-
-
-class Stamp:
-    """A moment as TorchServe writes it, ``2026-11-20T13:24:41,180``; a second's text is made once."""
-
-    def __init__(self) -> None:
-        self._second, self._text = 0, ""
-
-    def __call__(self, now: float) -> str:
-        second = int(now)
-        if second != self._second:
-            self._second, self._text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(second))
-        return f"{self._text},{int((now - second) * 1000):03d}"
-
-
-def access(settings: Settings) -> AccessLog | None:
-    """The access log that the settings ask for."""
-    path = settings.access_log
-    if path is None:
-        return None
-    return AccessLog(path, settings.telemetry.log_format, settings.telemetry.access_log_bytes)
 
 
 @dataclass(frozen=True)
