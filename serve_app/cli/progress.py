@@ -118,5 +118,6 @@ def welcome(server: ServerProcess, console: Console, example: str | None) -> Non
         console.print(f"  {name:<11} {value}", highlight=False, soft_wrap=True)
     model, _, file = (example or "MODEL=FILE").partition("=")
     console.print("\nTry it:")
-    console.print(f"  curl {server.inference}/predictions/{model} -T {file}\n", highlight=False, soft_wrap=True)
+    key = ' -H "Authorization: Bearer KEY"' if server.makes_keys else ""
+    console.print(f"  curl {server.inference}/predictions/{model} -T {file}{key}\n", highlight=False, soft_wrap=True)
 
