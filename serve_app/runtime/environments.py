@@ -106,8 +106,7 @@ class Environments:
         venv.EnvBuilder(symlinks=True, with_pip=False).create(place / "venv")
         [packages] = (place / "venv").glob("lib/python*/site-packages")
         below = packages / "_torchrelay_below.pth"
-        ours = [path for path in sys.path if re.search(r"(site|dist)-packages$", path)]
-        below.write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in ours))
+        below.write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in _site_packages()))
         constraints = place / "constraints.txt"
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(self._held.items())))
         command = [sys.executable, "-m", "pip", "--python", str(place / "venv/bin/python"), "install"]
@@ -181,23 +180,23 @@ def import_first(packages: Path) -> None:
 
 def loaded() -> dict[str, str]:
     """The distributions that this process has imported from, and those that Torchrelay requires: name to version."""
-    inside: dict[str, set[str]] = {}  # of each imported package, the modules in it
-    for name in list(sys.modules):
-        top, _, rest = name.partition(".")
-        inside.setdefault(top, set()).add(rest.partition(".")[0])
+    places = [f"{path}/" for path in _site_packages()]
+    files = {
+        file.removeprefix(place)
+        for module in list(sys.modules.values())
+        for place in places
+        if (file := getattr(module, "__file__", None) or "").startswith(place)
+    }
     found = dict(_core())
-    for top, owners in metadata.packages_distributions().items():
-        if top in inside:
-            for name in set(owners):
-                if len(set(owners)) == 1 or _holds(name, top, inside[top]):
-                    found[name] = metadata.version(name)
+    for distribution in metadata.distributions():
+        record = distribution.read_text("RECORD") or ""
+        if any(line.partition(",")[0] in files for line in record.splitlines()):
+            found[distribution.metadata["Name"]] = distribution.version
     return found
 
 
-def _holds(name: str, package: str, modules: set[str]) -> bool:
-    """Whether one of these modules of a package that several distributions share comes from this one."""
-    files = metadata.files(name) or []
-    return any(f.parts[0] == package and len(f.parts) > 1 and f.parts[1].partition(".")[0] in modules for f in files)
+def _site_packages() -> list[str]:
+    return [path for path in sys.path if re.search(r"(site|dist)-packages$", path)]
 
 
 def shadowed(packages: Path, ours: Mapping[str, str]) -> list[tuple[str, str, str]]:

@@ -187,8 +187,3 @@ def test_what_a_process_runs_already_is_said(tmp_path, wheels):
     assert environments.shadowed(packages, held) == [("numpy", "1.0", numpy.__version__)]
     assert environments.shadowed(packages, {}) == []
     assert "torch-model-archiver" not in held  # installed, and nobody's import
-
-
-def test_of_a_package_that_several_share_only_the_imported_parts_are_held():
-    assert environments._holds("google-api-core", "google", {"api_core"})
-    assert not environments._holds("google-api-core", "google", {"protobuf"})
