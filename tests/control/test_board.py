@@ -6,7 +6,7 @@ import asyncio
 
 from serve_app.control.board import Board
 from serve_app.telemetry.metrics import Meters, Sum
-from serve_app.types import Table
+from serve_app.types import Access, Table
 
 
 async def nobody() -> set[str]:
@@ -119,9 +119,10 @@ def test_samples_are_collected_from_all_and_outlive_their_reader() -> None:
 def test_generations_go_up_even_when_a_reader_knows_a_later_one() -> None:
     async def main() -> None:
         board = Board(Sum(), patience=0.05)
-        board.hang(Table(10))
+        board.hang(Table(10, access=Access({})))
         answer = await board.poll("r", 10**18, None)
         assert isinstance(answer, Table) and answer.generation > 10**18
+        assert answer.access == Access({}), "a door that wants keys goes on wanting them"
         assert board.next_generation() > 10**18
 
     asyncio.run(main())
