@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
 
 import handlers
-from handlers.context import Context
+from handlers.context import Context, Row
+from handlers.envelopes import ENVELOPES
 from handlers.metrics import MetricCache, updates
 
 ROOT = Path(__file__).parents[2]
@@ -31,27 +37,99 @@ def test_every_handler_and_everything_on_the_context_is_in_it() -> None:
     assert set(context.system_properties) <= named
 
 
-def test_its_handlers_run_as_it_says(archive, begin, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    directory = archive(
-        greeter=block("class Greeter"),
-        function=block("def handle(data, context):\n    if data is None:\n        return\n    return"),
-        streaming=block("from handlers.intermediate"),
-        digits=block("from handlers.base"),
-        model="import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x",
-    )
-    sent: list[object] = []
-    manifest = {"model": {"modelFile": "model.py"}}
-    for name, body, answer in (
-        ("greeter", "world", "Hello, world"),
-        ("function", "four", 4),
-        ("streaming", "", "three"),
-        ("digits", [0.1, 0.7, 0.2], {"digit": 1}),
-    ):
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x if x.dim() == 2 else x.mean(dim=(2, 3))
+"""
+PHOTOGRAPH = [[[channel] * 8] * 8 for channel in (0.0, 2.0, 1.0)]  # a tensor already
+# Each file of the guide: the bodies of a batch, and what the batch is answered.
+FILES: dict[str, tuple[list[Any], list[Any]]] = {
+    "lengths": (["four", ""], [4, 0]),
+    "greeter": (["world"], ["Hello, world"]),
+    "digits": ([[0.1, 0.7, 0.2]], [{"digit": 1}]),
+    "likeliest": ([PHOTOGRAPH], [{"1": pytest.approx(0.6652, abs=1e-4)}]),
+    "peaks": ([[0.5, 3.0], [4.0, 0.0]], [3.0, 4.0]),
+    "sums": (["[1, 2]", b"[3]"], [3, 3]),
+    "words": ([""], ["three"]),
+    "engine": (["hello"], ["a model says hello"]),
+    "described": ([[1.0, 2.0]], [[1.0, 2.0]]),
+    "reasons": ([[1.0, 2.0]], [[1.0, 2.0]]),
+    "squares": ([3, 4], [9, 16]),
+}
+SENT = {"words": ["one ", "two "]}
+
+
+@pytest.fixture
+def ask(archive, begin):  # type: ignore[no-untyped-def]
+    """``ask(name, bodies, **headers)``: what that file of the guide answers, and what it sends before."""
+
+    def run(name: str, bodies: list[Any], **headers: str) -> tuple[list[Any], list[Any]]:
+        directory = archive(model=MODEL, **{name: block(f"# {name}.py")})
+        manifest = {"model": {"modelFile": "model.py"}}
         entry = handlers.load(f"{name}.py", directory, manifest)
         context = Context(name, str(directory), manifest)
-        entry.initialize(context)
-        assert entry([{"body": body}], begin(context, emit=lambda idx, value: sent.append(value))) == [answer], name
-    assert sent == ["one ", "two "]
+        sent: list[Any] = []
+        rows = [{"body": body} for body in bodies]
+
+        async def answers() -> Any:
+            begun = entry.initialize(context)
+            if begun is not None:
+                await begun
+            begin(context, len(rows), emit=lambda idx, value: sent.append(value), **headers)
+            return await entry(rows, context) if entry.asynchronous else entry(rows, context)
+
+        return asyncio.run(answers()), sent
+
+    return run
+
+
+def test_every_file_of_it_is_run() -> None:
+    assert set(re.findall(r"```python\n# (\w+)\.py", GUIDE)) == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_its_handlers_run_as_it_says(ask, name: str) -> None:  # type: ignore[no-untyped-def]
+    bodies, answers = FILES[name]
+    assert ask(name, bodies) == (answers, SENT.get(name, []))
+
+
+def test_its_other_kinds_of_call(ask) -> None:  # type: ignore[no-untyped-def]
+    assert ask("reasons", [[1.0, 2.0]], explain="True")[0] == [{"largest": 1, "target": 0}]
+    assert ask("described", [[1.0]], describe="True")[0] == [{"input": "two numbers", "output": "two numbers"}]
+    [nine, error] = ask("squares", [3, "three"])[0]
+    assert nine == 9 and (error.message, error.error_code) == ("'three' is no number", 422)
+
+
+def test_a_row_may_be_prepared(ask) -> None:  # type: ignore[no-untyped-def]
+    scope: dict[str, Any] = {}
+    exec(block("# sums.py"), scope)
+    row = Row({"body": "not read again"})
+    row.prepared = [4, 5]
+    assert scope["Sums"]().handle([row], None) == [9]
+
+
+def test_its_envelope() -> None:
+    scope: dict[str, Any] = {}
+    exec(block("from handlers.envelopes.base"), scope)
+    envelope = scope["Lines"](lambda data, context: [[len(word) for word in row] for row in data])
+    assert envelope.handle([{"body": "one three"}, {"body": "a"}], None) == ["3 5", "1"]
+    named = set(re.findall(r"^\| `(\w+)` \|", GUIDE[GUIDE.index("## Envelopes") :], re.MULTILINE))
+    assert set(ENVELOPES) <= named
+
+
+def test_its_micro_batches(archive, begin) -> None:  # type: ignore[no-untyped-def]
+    [config] = re.findall(r"```yaml\n(micro_batching:.*?)```", GUIDE, re.DOTALL)
+    directory, manifest = archive(model=MODEL), {"model": {"modelFile": "model.py"}}
+    entry = handlers.load("base_handler", directory, manifest)
+    context = Context("m", str(directory), manifest, model_yaml_config=yaml.safe_load(config))
+    entry.initialize(context)
+    rows = [{"body": [float(index)]} for index in range(16)]
+    assert entry(rows, begin(context, 16)) == [[float(index)] for index in range(16)]
+    assert entry.handle.micro_batch_size == 4 and entry.handle.parallelism["preprocess"] == 2
+    entry.handle.shutdown()
 
 
 def test_its_metrics_are_measured(archive, begin) -> None:  # type: ignore[no-untyped-def]
