@@ -171,10 +171,14 @@ class Environments:
 
 
 def import_first(packages: Path) -> None:
-    """Put a directory of packages, with what its .pth files add, before all that this process imports from."""
+    """Put a directory of packages before all that this process, and what it starts, imports from.
+
+    What its .pth files add counts for this process alone.
+    """
     before = list(sys.path)
     site.addsitedir(str(packages))
     sys.path[:] = [path for path in sys.path if path not in before] + before
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
     importlib.invalidate_caches()
 
 

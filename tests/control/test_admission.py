@@ -10,7 +10,7 @@ import pytest
 from parts import ECHO, make_archive
 
 from serve_app.control.admission import Admission
-from serve_app.errors import BadRequest
+from serve_app.errors import BadRequest, DownloadFailed
 from serve_app.settings import Settings, load
 from serve_app.types import Registration
 
@@ -102,3 +102,14 @@ def test_requirements_that_are_not_installed_are_said_with_the_cure(
     assert spec.requirements == ("requirements.txt" if installed else "")
     assert (admission.directory(spec) / "requirements.txt").read_text() == "tinypkg"
     assert ["runtime.install_py_dep_per_model" in line for line in caplog.messages] == [True] * (not installed)
+
+
+def test_a_store_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, store: Path) -> None:
+    options = {"endpoint_url": "http://127.0.0.1:1", "key": "k", "secret": "s"}
+    admission = Admission(load({"home": str(tmp_path), "store": {"storage_options": {"s3": options}}}))
+    with pytest.raises(DownloadFailed) as error:
+        admission.admit(Registration("s3://models/m.mar"))
+    assert "127.0.0.1:1" in error.value.detail
+    assert kept(tmp_path) == set()
+    assert list(store.iterdir()) == []
+    assert list((tmp_path / "state/partial").iterdir()) == []

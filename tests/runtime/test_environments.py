@@ -128,14 +128,15 @@ def test_a_line_that_names_a_file_makes_the_environment_that_archives_own(kept, 
 
 
 ENTER = """
-import sys
+import subprocess, sys
 from pathlib import Path
 from serve_app.runtime.environments import Environments
 from serve_app.settings import RuntimeSettings
 root, model = Path(sys.argv[1]), Path(sys.argv[2])
 Environments(root, RuntimeSettings()).enter("m", model, "requirements.txt", sys.argv[3])
 import tinypkg
-print(tinypkg.VERSION, flush=True)
+child = subprocess.check_output([sys.executable, "-c", "import tinypkg; print(tinypkg.VERSION)"], text=True)
+print(tinypkg.VERSION, child.strip(), flush=True)
 sys.stdin.read()
 """
 
@@ -153,7 +154,7 @@ def test_processes_see_their_own_version_and_share_what_they_can(tmp_path, wheel
         write(model, wheels, f"tinypkg=={version}")
         running.append(process(tmp_path, model, version))
     try:
-        assert [p.stdout.readline().strip() for p in running] == ["1.0", "2.0", "2.0"]
+        assert [p.stdout.readline().strip() for p in running] == ["1.0 1.0", "2.0 2.0", "2.0 2.0"]
         assert len([p for p in (tmp_path / "environments").iterdir() if p.name[0] != "."]) == 2
         assert "tinypkg" not in sys.modules
     finally:
