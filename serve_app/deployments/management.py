@@ -40,7 +40,7 @@ from serve_app.errors import HandlerFailed, NotFound, NotYet, NoWorker, RelayErr
 from serve_app.runtime.environments import Environments
 from serve_app.settings import INFERENCE_HOST, Settings
 from serve_app.store.manifest import stem
-from serve_app.telemetry import last_words, logs, system, torchserve
+from serve_app.telemetry import access_log, last_words, logs, system, torchserve
 from serve_app.telemetry.last_words import Death
 from serve_app.telemetry.metrics import Meters, Report, Sum
 from serve_app.types import (
@@ -151,7 +151,8 @@ class Management:
         render = self.render if m.enable_metrics_api and (together or m.also_metrics) else None
         listeners = []
         if not (shared.also_management and m.port in no_port):
-            api = management_app(control, self._settings, render=render, meters=self._meters)
+            access = access_log.access(self._settings)
+            api = management_app(control, self._settings, access, render=render, meters=self._meters)
             listeners.append(Listener(api, m.host, m.port, "management.port", context))
         alone = m.enable_metrics_api and not together
         if alone and not ((shared.also_metrics or m.also_metrics) and m.metrics_port in no_port):

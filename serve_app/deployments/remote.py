@@ -221,7 +221,7 @@ def _in_our_words(error: Exception, ref: ModelRef, call: Call) -> RelayError:
         return NoWorker(ref.name, call.version, "its replicas could not be started")
     if _replica_lost(error):
         return WorkerDied(f"a replica of {ref.app} was lost: {type(error).__name__}")
-    log.error("a hop to %s failed", ref.app, exc_info=error)
+    log.error("a hop to %s failed (request %s)", ref.app, call.request_id, exc_info=error)
     return HandlerFailed(f"{type(error).__name__}: {error}")
 
 

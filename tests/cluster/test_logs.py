@@ -1,4 +1,4 @@
-"""The log files of a real server, as text and as JSON; and a server whose operator chose otherwise in what callers see."""
+"""The log files of a real server, as text and as JSON; and one that tells its callers more, or less."""
 
 from __future__ import annotations
 
@@ -103,10 +103,12 @@ def test_json_files_where_log_location_says(other: Server, tmp_path: Path) -> No
     id_ = answer.headers["x-request-id"]
     assert id_ != "theirs"
     assert answer.json()["detail"] == "KeyError: \"the handler's own words\""
-    said = other.wait(
-        lambda: len(found := [s for s in lines(other, "model_log.log") if s.get("request_ids") == [id_]]) == 4 and found,
-        what="the handler's lines",
-    )
+
+    def of_the_request() -> list[dict[str, Any]]:
+        found = [s for s in lines(other, "model_log.log") if s.get("request_ids") == [id_]]
+        return found if len(found) == 4 else []
+
+    said = other.wait(of_the_request, what="the handler's lines")
     assert [(s["level"], s["message"]) for s in said] == [
         ("DEBUG", "details"),
         ("INFO", "got 1 rows"),
@@ -154,3 +156,9 @@ def test_an_answer_over_max_response_size_is_an_error_and_no_death(other: Server
     assert (answer.status_code, answer.headers["x-torchrelay-reason"]) == (503, "response_too_large")
     assert "larger than max_response_size (1000 bytes)" in answer.json()["message"]
     assert other.pids("echo") == pids
+
+
+def test_management_requests_are_in_the_access_log_too(server: Server) -> None:
+    server.management.get("/models", params={"limit": "77"})
+    log = server.home / "logs/access_log.log"
+    server.wait(lambda: log.exists() and '"GET /models?limit=77 HTTP/1.1" 200 ' in log.read_text(), what="the request")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 from parts import ECHO, Load, Server, make_archive
+
+from serve_app.deployments.error_page import worker_died
 
 pytestmark = pytest.mark.cluster
 
@@ -176,3 +179,15 @@ def test_a_dead_worker_is_never_shown_as_ready(server: Server, bystander: Load, 
     assert server.management.get("/v1/models/victim").json()["ready"] is bool(server.pids("victim"))
     server.wait(lambda: server.pids("victim") not in ([], [pid]), what="another worker")
     server.management.delete("/models/victim")
+
+
+def test_haproxy_shows_our_page(server: Server, ends: str) -> None:
+    """Should Ray Serve keep its error page elsewhere one day, clients would get its words again."""
+    pages = set()
+    for process in server.process.processes():
+        line = process.cmdline()
+        if "haproxy" in Path(line[0]).name and "-f" in line:
+            config = Path(line[line.index("-f") + 1]).read_text()
+            pages |= set(re.findall(r"errorfile 50\d (\S+)", config))
+    [page] = pages
+    assert Path(page).read_bytes() == worker_died()
