@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from urllib.parse import parse_qsl
 
 import orjson
 
 from serve_app.controlplane import ControlPlane
-from serve_app.doors.exchange import Exchange
+from serve_app.doors.exchange import CallerLeft, Exchange
 from serve_app.errors import BadRequest
 from serve_app.types import LAST_STAGES, Event, Reply, ReplyStream
 
@@ -43,7 +44,10 @@ async def stream(exchange: Exchange, control: ControlPlane, model: str) -> None:
                 yield b": still here\n\n"
 
     exchange.watch()
-    await exchange.stream(200, list(_HEADERS), ReplyStream(Reply(b""), pieces()))
+    try:
+        await exchange.stream(200, list(_HEADERS), ReplyStream(Reply(b""), pieces()))
+    except asyncio.CancelledError:  # most listeners end like this
+        raise CallerLeft() from None
 
 
 def _written(event: Event) -> bytes:

@@ -124,3 +124,9 @@ def test_a_follower_hears_what_comes_after_the_end(app) -> None:
     answer = app("GET", "/models/m/events?follow=true", raises=True)
     assert [name for name, _ in read(answer.body)] == ["accepted", "ready", "loading", "failed"]
     assert heard.is_set()
+
+
+def test_a_listener_that_leaves_is_no_fault(app) -> None:
+    answer = app("GET", "/models/m/events")  # which leaves when it has asked
+    assert [name for name, _ in read(answer.body)][0] == "accepted"
+    assert not answer.ended
