@@ -246,7 +246,7 @@ print("the parent, after")
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, timeout=60)
     lines = (tmp_path / "logs/model_log.log").read_text().splitlines()
-    said = sorted(line.rpartition(" - ")[2] for line in lines)
+    said = sorted(line.rpartition(" - ")[2] for line in lines if "-stdout MODEL_LOG" in line)
     assert said == ["the child", "the parent, after", "the parent, before"]
 
 
