@@ -114,10 +114,10 @@ class _Line:
     __slots__ = ("_head", "_lines", "_tail")
 
     def __init__(self, lines: Lines, family: Family, values: tuple[str, ...]) -> None:
-        pairs = [f"{name}:{_on_one_line(value)}" for name, value in zip(family.dimensions[:-1], values)]
+        pairs = ",".join(f"{name}:{value}" for name, value in zip(family.dimensions[:-1], values))
         self._lines = lines
-        self._head = f"{family.name}.{family.unit}:"
-        self._tail = f"|#{','.join(pairs)}|#hostname:{values[-1]}"
+        self._head = _on_one_line(f"{family.name}.{family.unit}:")
+        self._tail = _on_one_line(f"|#{pairs}|#hostname:{values[-1]}")
 
     def record(self, value: float, request_id: str = "") -> None:
         self._lines.put(self._head, round(float(value), 3), self._tail)
@@ -176,7 +176,7 @@ class TorchServeMeters:
                 yield family
 
     def child(self, name: str, *values: str) -> Child:
-        """The meter of one of the server's metrics under these dimensions, the host's name being the last."""
+        """The meter of one of the server's metrics under these dimensions; the host's name is added to them."""
         key = (name, *values)
         with self._lock:
             child = self._server.get(key)
@@ -207,37 +207,41 @@ class TorchServeMeters:
             child.record(value, request_id)
 
     def _adopt(self, metric: CachingMetric, values: tuple[str, ...]) -> Child:
+        """The meter of dimensions that were not seen before; one that records nothing where they cannot be taken."""
         name = metric.metric_name
         with self._lock:
-            family = self.catalogue.model.get(name) or self._detected.get(name)
+            family = self.catalogue.model.get(name) or self._detected.get(name) or self._detect(metric)
             if family is None:
-                if not self._auto_detect:
-                    cure = "declare it in telemetry.metrics_config, or set telemetry.model_metrics_auto_detect"
-                    return self._drop(name, f"no file declares it; {cure}")
-                family = Family(name, metric.metric_type.value, str(metric.unit), (*metric.dimension_names, HOSTNAME))
-                why = complaint(name, family.dimensions)
-                if self._mode == "prometheus" and why:
-                    return self._drop(name, why)
-                if name in self.catalogue.server:
-                    return self._drop(name, "the server has a metric of this name")
-                self._detected[name] = family
+                return _NOTHING
             if len(family.dimensions) != len(values) + 1:
                 wanted = ", ".join(family.dimensions[:-1])
                 return self._drop(name, f"its dimensions are {wanted}, and it came with {len(values)} values")
-            many = len(self._model) >= _MOST
-            values_here = (*values, self.hostname)
-            child: Child
-            if self._mode == "prometheus":
-                if many:
-                    return self._drop(name, f"{_MOST} combinations of dimensions are counted already; it takes fewer")
-                child = _METERS[family.kind](family, values_here)
-            elif self._model_lines is None:
-                child = _NOTHING
-            else:
-                child = _RequestLine(self._model_lines, family, values_here)
-            if not many:
+            room = len(self._model) < _MOST
+            if self._mode == "prometheus" and not room:
+                return self._drop(name, f"{_MOST} combinations of dimensions are counted already; it takes fewer")
+            child = self._made_of(family, (*values, self.hostname))
+            if room:
                 self._model[name, values] = child
             return child
+
+    def _detect(self, metric: CachingMetric) -> Family | None:
+        name, dimensions = metric.metric_name, (*metric.dimension_names, HOSTNAME)
+        why = complaint(name, dimensions) if self._mode == "prometheus" else ""
+        if name in self.catalogue.server:
+            why = "the server has a metric of this name"
+        if not self._auto_detect:
+            cure = "declare it in telemetry.metrics_config, or set telemetry.model_metrics_auto_detect"
+            why = f"no file declares it; {cure}"
+        if why:
+            self._drop(name, why)
+            return None
+        family = self._detected[name] = Family(name, metric.metric_type.value, str(metric.unit), dimensions)
+        return family
+
+    def _made_of(self, family: Family, values: tuple[str, ...]) -> Child:
+        if self._mode == "prometheus":
+            return _METERS[family.kind](family, values)
+        return _NOTHING if self._model_lines is None else _RequestLine(self._model_lines, family, values)
 
     def _drop(self, name: str, why: str) -> Child:
         if name not in self._told:
