@@ -75,6 +75,9 @@ class Admission:
         if manifest.requirements_file is not None and not spec.requirements:
             cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
             log.warning("%s: its %s is not installed; %s", source.name, manifest.requirements_file, cure)
+        if spec.device_type == "gpu" and not spec.num_gpus:
+            cure = "num_gpus in the same file, or runtime.num_gpus, does"
+            log.warning("%s: deviceType gpu alone claims no GPU, so its replicas see none; %s", source.name, cure)
         return spec
 
     def directory(self, spec: ModelSpec) -> Path:

@@ -87,7 +87,10 @@ class Environments:
         self, model: str, directory: Path, requirements: str, digest: str, on_line: _OnLine | None
     ) -> Iterator[tuple[Path, BinaryIO]]:
         """The built directory, and its lock, shared."""
-        text = (directory / requirements).read_text(errors="replace")
+        try:
+            text = (directory / requirements).read_text(errors="replace")
+        except OSError as error:
+            raise InstallFailed(model, f"{requirements} cannot be read: {error.strerror}") from None
         key = _key(text, digest)
         with (self._locks / key).open("ab") as lock:
             packages = self._root / key
@@ -103,7 +106,10 @@ class Environments:
 
     def _install(self, model: str, directory: Path, requirements: str, place: Path, on_line: _OnLine | None) -> Path:
         """Install into a virtual environment over this one, and return its packages alone."""
-        venv.EnvBuilder(symlinks=True, with_pip=False).create(place / "venv")
+        try:
+            venv.EnvBuilder(symlinks=True, with_pip=False).create(place / "venv")
+        except (OSError, subprocess.SubprocessError) as error:
+            raise InstallFailed(model, f"no virtual environment can be made in {self._root}: {error}") from None
         [packages] = (place / "venv").glob("lib/python*/site-packages")
         below = packages / "_torchrelay_below.pth"
         below.write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in _site_packages()))

@@ -113,3 +113,12 @@ def test_a_store_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, stor
     assert kept(tmp_path) == set()
     assert list(store.iterdir()) == []
     assert list((tmp_path / "state/partial").iterdir()) == []
+
+
+@pytest.mark.parametrize(("config", "said"), [({}, True), ({"num_gpus": 0.5}, False)])
+def test_a_model_that_wants_a_gpu_and_claims_none_is_told(
+    store: Path, admission: Admission, caplog: pytest.LogCaptureFixture, config: dict, said: bool
+) -> None:
+    make_archive(store, "m", ECHO, config={"deviceType": "gpu", **config})
+    admission.admit(Registration("m-1.0.mar"))
+    assert ["claims no GPU" in line for line in caplog.messages] == [True] * said

@@ -106,6 +106,13 @@ def test_what_cannot_be_installed_leaves_nothing_behind(kept, directory, wheels,
     assert (build(kept, directory) / "tinypkg.py").is_file()
 
 
+def test_requirements_that_are_no_file(kept, directory):
+    (directory / "requirements.txt").mkdir()
+    with pytest.raises(InstallFailed) as error:
+        build(kept, directory)
+    assert error.value.detail == "requirements.txt cannot be read: Is a directory"
+
+
 def test_an_installation_that_takes_too_long_is_ended(directory, tmp_path):
     kept = Environments(tmp_path / "environments", RuntimeSettings(install_timeout=1.5))
     with socket.create_server(("127.0.0.1", 0)) as silent:
