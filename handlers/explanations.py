@@ -40,4 +40,14 @@ def of_output(target: Any) -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad():
             yield
     except (IndexError, AssertionError) as error:  # Captum's two ways to say so
+        if not _raised_in_captum(error):
+            raise
         raise PredictionException(f"The model has no output {target!r} to explain: {error}", 400) from error
+
+
+def _raised_in_captum(error: BaseException) -> bool:
+    """Rather than in the author's model."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("captum.")

@@ -106,6 +106,13 @@ def test_a_text_model_without_an_embedding(explain: Any) -> None:
     assert error.error_code == 501 and "no layer named embedding" in error.message
 
 
+def test_what_the_model_itself_raises_is_raised(explain: Any) -> None:
+    pytest.importorskip("captum")
+    source = IMAGES.replace("        return", "        assert len(x) == 1, 'one at a time'\n        return")
+    with pytest.raises(AssertionError, match="one at a time"):
+        explain("image_classifier", source, [{"data": tensor(1.0)}])
+
+
 def test_without_captum(explain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "captum", None)
     with pytest.raises(PredictionException, match=r"install torchrelay\[explain\]") as raised:
