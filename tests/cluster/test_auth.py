@@ -174,6 +174,8 @@ def test_keys_outlive_a_crash_of_management(locked: Server, tokens: dict[str, st
     # What was served goes on being served, and refused, meanwhile.
     assert infer(locked, "guess") == [(400, "invalid_token")] * len(WAYS)
     assert infer(locked, tokens["inference"]) == [(200, "hi")] * len(WAYS)
+    listed = locked.http.get("/models", headers=bearer("watcher"))
+    assert listed.status_code in (200, 503), listed.text  # the gateway asks Management, which may be back by then
     locked.wait(lambda: locked.actors("Management") not in ([], [management]), what="another Management")
     locked.wait(
         lambda: locked.management.get("/models", headers=bearer("watcher")).status_code == 200, what="its port"
