@@ -384,6 +384,22 @@ class TestModels:
             "passed over, as TorchServe does beside a model_snapshot"
         ]
 
+    def test_a_snapshot_as_java_writes_it(self) -> None:
+        reading = read(
+            "#Saving snapshot\n"
+            r"inference_address=http\://127.0.0.1\:21080"
+            "\n"
+            r'model_snapshot={\n  "name"\: "x-shutdown.cfg",\n  "modelCount"\: 1,\n  "models"\: {\n    "echo"\: {\n'
+            r'      "1.0"\: {\n        "defaultVersion"\: true,\n        "marName"\: "echo.mar",\n'
+            r'        "minWorkers"\: 2,\n        "maxWorkers"\: 2,\n        "runtimeType"\: "python"\n      }\n    }\n  }\n}'
+            "\nmodel_store=store\nworkflow_store=store\nversion=0.12.0\nload_models=\nnumber_of_gpu=0\n"
+            "tsConfigFile=config.properties\npython=/usr/bin/python\n"
+        )
+        assert reading.inference == Listener("127.0.0.1", 21080)
+        assert reading.settings.control.load_models == "echo=echo.mar"
+        assert reading.settings.control.models["echo"]["1.0"] == VersionSettings(True, 2, 2)
+        assert reading.warnings == ()
+
     @pytest.mark.parametrize(
         ("value", "words"),
         [

