@@ -63,7 +63,9 @@ class Events:
         story.model, story.version = model, version
 
     def put(self, story: Story, stage: Stage, **said: Any) -> None:
-        """The next event. One that only counts on, or says what was just said, takes the place of the one before."""
+        """The next event of a story that has not ended; one that only counts on takes the place of the one before."""
+        if story.ended:
+            return
         now = time.time()
         last = story.events[-1] if story.events else None
         if last is not None and last.stage == stage:

@@ -265,6 +265,8 @@ class Management:
             after, ref = change.unregister(self._registry, model, version)
             await self._commit(after)
             self._removed(spec)
+            if (story := self._events.of(ref.name, ref.version)) is not None:
+                self._events.put(story, "failed", reason="removed", message=f"{ref.name} {ref.version} was removed.")
         return ref
 
     async def describe(self, model: str, version: str | None) -> Description:

@@ -180,6 +180,8 @@ def test_what_a_model_without_a_place_waits_for_is_told(server: Server, tmp_path
 
     assert waiting() == {"GPU": {"wanted": 1000.0, "free": 0.0}}
     server.management.delete("/models/large")
+    stage, said = follow(server, "large")[-1]
+    assert (stage, said["reason"]) == ("failed", "removed")
 
 
 def test_the_command_shows_it_and_says_the_answer(server: Server, tmp_path: Path) -> None:

@@ -160,6 +160,16 @@ def test_a_replicas_word_belongs_to_the_story_that_goes_on() -> None:
     run(test)
 
 
+def test_a_story_has_one_end() -> None:
+    async def test(log: Events) -> None:
+        story = log.begin("m")
+        log.put(story, "failed", reason="removed")
+        log.put(story, "ready")
+        assert await told(log) == ["accepted", "failed"]
+
+    run(test)
+
+
 def test_what_is_raised_ends_a_story_with_its_traceback() -> None:
     async def test(log: Events) -> None:
         with pytest.raises(StartFailed), log.told(log.begin("m")):
