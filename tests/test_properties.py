@@ -391,7 +391,8 @@ class TestModels:
             "\n"
             r'model_snapshot={\n  "name"\: "x-shutdown.cfg",\n  "modelCount"\: 1,\n  "models"\: {\n    "echo"\: {\n'
             r'      "1.0"\: {\n        "defaultVersion"\: true,\n        "marName"\: "echo.mar",\n'
-            r'        "minWorkers"\: 2,\n        "maxWorkers"\: 2,\n        "runtimeType"\: "python"\n      }\n    }\n  }\n}'
+            r'        "minWorkers"\: 2,\n        "maxWorkers"\: 2,\n        "runtimeType"\: "python"\n      }\n'
+            r"    }\n  }\n}"
             "\nmodel_store=store\nworkflow_store=store\nversion=0.12.0\nload_models=\nnumber_of_gpu=0\n"
             "tsConfigFile=config.properties\npython=/usr/bin/python\n"
         )
