@@ -131,7 +131,7 @@ def _server(config: Path | None, env: Path | None, flags: Flags) -> ServerProces
     if config is None and not theirs and not _CONFIG.is_file():
         theirs = bool(os.environ.get("TS_CONFIG_FILE")) or Path("config.properties").is_file()
     if theirs:
-        return torchserve.prepared(flags)
+        return torchserve.prepared(flags, env)
     return ServerProcess(config or _CONFIG, env or (_ENV if _ENV.is_file() else serve_env()))
 
 

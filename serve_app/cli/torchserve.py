@@ -79,10 +79,10 @@ def _start(args: argparse.Namespace) -> int:
     return max(0, server.wait())  # a signal is `torchserve --stop`, from elsewhere
 
 
-def prepared(flags: translation.Flags) -> ServerProcess:
+def prepared(flags: translation.Flags, env: Path | None = None) -> ServerProcess:
     """The server that these flags ask for here, not yet started; its app.yaml lies in its state directory.
 
-    Says on stderr what there is to say. Raises StartError.
+    ``env`` is what Ray Serve starts with, if not the file that is installed. Says on stderr what there is to say. Raises StartError.
     """
     folder = Path.cwd()
     made = translation.translate(flags, os.environ, folder)
@@ -94,7 +94,7 @@ def prepared(flags: translation.Flags) -> ServerProcess:
         config.write_text(yaml.safe_dump(dict(made.document), sort_keys=False))
     except OSError as error:
         raise StartError(f"{error.filename}: {error.strerror}; name a folder for it with LOG_LOCATION") from None
-    server = ServerProcess(config, translation.serve_env(), made.names)
+    server = ServerProcess(config, env or translation.serve_env(), made.names)
     if flags.no_config_snapshots and not server.processes():
         for path in config.parent.iterdir():
             if path != config:
