@@ -82,7 +82,8 @@ def _start(args: argparse.Namespace) -> int:
 def prepared(flags: translation.Flags, env: Path | None = None) -> ServerProcess:
     """The server that these flags ask for here, not yet started; its app.yaml lies in its state directory.
 
-    ``env`` is what Ray Serve starts with, if not the file that is installed. Says on stderr what there is to say. Raises StartError.
+    ``env`` is what Ray Serve starts with, if not the file that is installed. Says on stderr what there is
+    to say. Raises StartError.
     """
     folder = Path.cwd()
     made = translation.translate(flags, os.environ, folder)

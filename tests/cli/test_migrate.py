@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from parts import free_port
 from typer.testing import CliRunner
 
 from serve_app import properties
@@ -123,13 +124,13 @@ class TestStart:
 
 
 class TestAddresses:
-    def server(self, tmp_path: Path, http: dict, **args: object) -> ServerProcess:
+    def server(self, tmp_path: Path, http: dict, env: Path | None = None, **args: object) -> ServerProcess:
         document = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
         document["http_options"] |= http
         document["applications"][0]["args"] = args
         config = tmp_path / "app.yaml"
         config.write_text(yaml.safe_dump(document))
-        return ServerProcess(config, serve_env())
+        return ServerProcess(config, env or serve_env())
 
     def test_apis_on_one_port(self, tmp_path: Path) -> None:
         server = self.server(
@@ -149,6 +150,20 @@ class TestAddresses:
         )
         assert server.inference == server.local == "https://127.0.0.1:8443"
         assert (server.management, server.metrics) == ("https://127.0.0.1:8081", "https://127.0.0.1:8082/metrics")
+
+    def test_a_certificate_that_is_none_stops_the_start(self, tmp_path: Path) -> None:
+        env = tmp_path / "serve.env"
+        env.touch()
+        server = self.server(
+            tmp_path,
+            {"port": free_port(), "ssl_certfile": str(EXAMPLE), "ssl_keyfile": str(EXAMPLE)},
+            env,
+            home=str(tmp_path),
+            management={"port": free_port(), "metrics_port": free_port()},
+        )
+        with pytest.raises(StartError, match=r"http_options\.ssl_certfile: .* holds no certificate in PEM"):
+            server.start()
+        assert server.pid is None
 
 
 def test_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
