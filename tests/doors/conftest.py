@@ -163,7 +163,9 @@ def inference() -> Callable[..., Inference]:
         settings = Settings(inference=InferenceSettings(**settings_))
         reader = TableReader(two_versions() if table is None else table)
         plane = DataPlane(reader, meters, lambda ref, row: target)
-        return Inference(inference_app(plane, settings, meters, access), target, meters, access.lines)
+        shared = settings.inference.also_management
+        control = ControlPlane(Shelf(), settings, lambda: None) if shared else None
+        return Inference(inference_app(plane, settings, meters, access, control), target, meters, access.lines)
 
     return build
 

@@ -29,6 +29,7 @@ class InferenceDoor:
     def __init__(self, plane: DataPlane, settings: Settings) -> None:
         self._plane = plane
         self._limit = settings.inference.max_request_size
+        self._api = openapi.BOTH if settings.inference.also_management else openapi.INFERENCE
         self._drops = settings.inference.late_answer == "drop"
         self._shown = settings.inference.handler_errors
         self._routes: dict[str, Route] = {
@@ -80,7 +81,7 @@ class InferenceDoor:
     async def _root(self, exchange: Exchange) -> None:
         if exchange.method != "OPTIONS":
             raise MethodNotAllowed()
-        await errors.reply_json(exchange, openapi.INFERENCE)
+        await errors.reply_json(exchange, self._api)
 
     async def _predict(self, exchange: Exchange) -> None:
         await self._infer(exchange, "predict")
@@ -196,7 +197,7 @@ class InferenceDoor:
     async def _describe_api(self, exchange: Exchange) -> None:
         if len(exchange.segments) > 1:
             raise ResourceNotFound()
-        await errors.reply_json(exchange, openapi.INFERENCE)
+        await errors.reply_json(exchange, self._api)
 
 
 def _query(exchange: Exchange) -> tuple[Input, ...]:

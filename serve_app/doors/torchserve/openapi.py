@@ -202,47 +202,44 @@ def _status(about: str, name: str, *statuses: int) -> Json:
 _PREDICT = "Ask a model's default version."
 _EXPLAIN = "Have a model's default version explain its answer."
 
-INFERENCE: Json = _document(
-    "Torchrelay APIs",
-    {
-        "/": _OPTIONS,
-        "/ping": {"get": _PING},
-        # One id three times: what TorchServe's clients were generated from.
-        "/v1/models/{model_name}:predict": _inference(_PREDICT, "predictions"),
-        "/v2/models/{model_name}/infer": _inference(_PREDICT, "predictions"),
-        "/predictions/{model_name}": _inference(_PREDICT, "predictions"),
-        "/predictions/{model_name}/{model_version}": _inference(
-            "Ask one version of a model.", "version_predictions", _VERSION
-        ),
-        "/api-description": _API_DESCRIPTION,
-        "/metrics": _METRICS,
-        # What TorchServe does not describe.
-        "/explanations/{model_name}": _inference(_EXPLAIN, "explanations"),
-        "/explanations/{model_name}/{model_version}": _inference(
-            "Have one version of a model explain its answer.", "version_explanations", _VERSION
-        ),
-        "/v1/models/{model_name}:explain": _inference(_EXPLAIN, "v1_explanations"),
-        "/v2/models/{model_name}/explain": _inference(_EXPLAIN, "v2_explanations"),
-        "/invocations": _inference(
-            "Ask a model's default version; all parameters of the query are inputs.",
-            "invocations",
-            _query("model_name", "The model; not needed beside a model_name in a form, or one model of start-up's."),
-            model=None,
-        ),
-        "/models/{model_name}/invoke": _inference(
-            "Ask a model's default version; the parameters of the query are inputs.", "invoke"
-        ),
-        "/{model_name}/predict": _inference(
-            "Ask a model's default version; the parameters of the query are inputs.", "predict"
-        ),
-        "/{model_name}/{model_version}/predict": _inference(
-            "Ask one version of a model; the parameters of the query are inputs.", "version_predict", _VERSION
-        ),
-        "/health/live": _status("Whether this server answers.", "live", 200),
-        "/health/ready": _status("Whether everything that should be loaded has been.", "ready", 200, 503),
-    },
-    _ABOUT,
-)
+_ASK: Json = {
+    "/": _OPTIONS,
+    "/ping": {"get": _PING},
+    # One id three times: what TorchServe's clients were generated from.
+    "/v1/models/{model_name}:predict": _inference(_PREDICT, "predictions"),
+    "/v2/models/{model_name}/infer": _inference(_PREDICT, "predictions"),
+    "/predictions/{model_name}": _inference(_PREDICT, "predictions"),
+    "/predictions/{model_name}/{model_version}": _inference(
+        "Ask one version of a model.", "version_predictions", _VERSION
+    ),
+    "/api-description": _API_DESCRIPTION,
+}
+# What TorchServe does not describe.
+_ALSO_ASK: Json = {
+    "/explanations/{model_name}": _inference(_EXPLAIN, "explanations"),
+    "/explanations/{model_name}/{model_version}": _inference(
+        "Have one version of a model explain its answer.", "version_explanations", _VERSION
+    ),
+    "/v1/models/{model_name}:explain": _inference(_EXPLAIN, "v1_explanations"),
+    "/v2/models/{model_name}/explain": _inference(_EXPLAIN, "v2_explanations"),
+    "/invocations": _inference(
+        "Ask a model's default version; all parameters of the query are inputs.",
+        "invocations",
+        _query("model_name", "The model; not needed beside a model_name in a form, or one model of start-up's."),
+        model=None,
+    ),
+    "/models/{model_name}/invoke": _inference(
+        "Ask a model's default version; the parameters of the query are inputs.", "invoke"
+    ),
+    "/{model_name}/predict": _inference(
+        "Ask a model's default version; the parameters of the query are inputs.", "predict"
+    ),
+    "/{model_name}/{model_version}/predict": _inference(
+        "Ask one version of a model; the parameters of the query are inputs.", "version_predict", _VERSION
+    ),
+    "/health/live": _status("Whether this server answers.", "live", 200),
+    "/health/ready": _status("Whether everything that should be loaded has been.", "ready", 200, 503),
+}
 
 _SYNCHRONOUS = "Whether the answer waits for the workers."
 _IGNORED = "Ignored, as TorchServe does."
@@ -334,49 +331,54 @@ _ONE_MODEL: Json = {
 }
 _READY = _object(("name", "ready"), name=_text("The model's name."), ready=_flag("Whether it can answer."))
 
-MANAGEMENT: Json = _document(
-    "Torchrelay APIs",
-    {
-        "/": _OPTIONS,
-        "/models": {"get": _LIST, "post": _REGISTER},
-        **_ONE_MODEL,
-        "/api-description": _API_DESCRIPTION,
-        "/metrics": _METRICS,
-        # What TorchServe does not describe.
-        "/v1/models/{model_name}": {
-            "get": _operation(
-                "Whether a model's default version is ready.",
-                "modelReady",
-                [_MODEL],
-                {"200": _answer("Whether it is.", _READY), **_errors(404, 500)},
-            )
-        },
-        "/models/{model_name}/events": {
-            "get": _operation(
-                "How the model comes up, as it happens.",
-                "modelEvents",
-                [
-                    _MODEL,
-                    _query("since", "Only events after this one.", "integer"),
-                    _query("follow", "Whether the stream goes on when the model is ready, or has failed.", "boolean"),
-                    _query("registration", "Only the registration that named itself so."),
-                ],
-                {"200": _answer("A stream of events.", {"type": "string"}, "text/event-stream"), **_errors(404, 500)},
-            )
-        },
-        "/token": {
-            "get": _operation(
-                "Put a new key into the key file.",
-                "token",
-                [_query("type", "management or inference.", required=True)],
-                {"200": _answer("A line end; the key is in the file.", {"type": "string"}), **_errors(400, 404)},
-            )
-        },
+_MANAGE: Json = {
+    "/": _OPTIONS,
+    "/models": {"get": _LIST, "post": _REGISTER},
+    **_ONE_MODEL,
+    "/api-description": _API_DESCRIPTION,
+}
+# What TorchServe does not describe.
+_ALSO_MANAGE: Json = {
+    "/v1/models/{model_name}": {
+        "get": _operation(
+            "Whether a model's default version is ready.",
+            "modelReady",
+            [_MODEL],
+            {"200": _answer("Whether it is.", _READY), **_errors(404, 500)},
+        )
     },
-    _ABOUT,
-)
+    "/models/{model_name}/events": {
+        "get": _operation(
+            "How the model comes up, as it happens.",
+            "modelEvents",
+            [
+                _MODEL,
+                _query("since", "Only events after this one.", "integer"),
+                _query("follow", "Whether the stream goes on when the model is ready, or has failed.", "boolean"),
+                _query("registration", "Only the registration that named itself so."),
+            ],
+            {"200": _answer("A stream of events.", {"type": "string"}, "text/event-stream"), **_errors(404, 500)},
+        )
+    },
+    "/token": {
+        "get": _operation(
+            "Put a new key into the key file.",
+            "token",
+            [_query("type", "management or inference.", required=True)],
+            {"200": _answer("A line end; the key is in the file.", {"type": "string"}), **_errors(400, 404)},
+        )
+    },
+}
 
-METRICS: Json = _document("Torchrelay APIs", {"/metrics": _METRICS}, _ABOUT)
+
+# Documents
+
+_PAGE: Json = {"/metrics": _METRICS}
+INFERENCE = _document("Torchrelay APIs", {**_ASK, **_PAGE, **_ALSO_ASK}, _ABOUT)
+MANAGEMENT = _document("Torchrelay APIs", {**_MANAGE, **_PAGE, **_ALSO_MANAGE}, _ABOUT)
+METRICS = _document("Torchrelay APIs", _PAGE, _ABOUT)
+# Of a port that has both APIs.
+BOTH = _document("Torchrelay APIs", {**_ASK, **_MANAGE, **_PAGE, **_ALSO_ASK, **_ALSO_MANAGE}, _ABOUT)
 
 
 def of_model(model: str) -> Json:

@@ -45,12 +45,14 @@ m | post /prediction/m | | 200 500
 m | post /v1/models/{model_name}:predict | model_name* | 200 500
 m | post /v2/models/{model_name}/infer | model_name* | 200 500
 """
+BOTH = "\n".join(INFERENCE.strip().splitlines()[:-1] + MANAGEMENT.strip().splitlines()[1:-2]) + "\n" + METRICS
 MODELS_MANAGEMENT = "\n".join(MANAGEMENT.strip().splitlines()[3:10])
 
 DOCUMENTS = {
     "inference": (openapi.INFERENCE, INFERENCE, 2),
     "management": (openapi.MANAGEMENT, MANAGEMENT, 0),
     "metrics": (openapi.METRICS, METRICS, 0),
+    "both": (openapi.BOTH, BOTH, 2),
     "model": (openapi.of_model("m"), MODEL, 2),
     "management of a model": (openapi.management_of("m"), MODELS_MANAGEMENT, 0),
 }
@@ -101,6 +103,10 @@ def test_the_apis_describe_themselves(app: str, path: str, request: pytest.Fixtu
     assert (answer.status, answer["content-type"]) == (200, "application/json")
     assert json.loads(answer.body) == DOCUMENTS[app][0]
     assert answer.body.startswith(b'{\n  "openapi": "3.0.1",\n')
+
+
+def test_a_port_with_both_apis_describes_both(inference) -> None:
+    assert json.loads(inference(also_management=True)("OPTIONS", "/").body) == openapi.BOTH
 
 
 def test_every_inference_route_is_served(inference) -> None:

@@ -155,3 +155,21 @@ def test_models_that_are_not_there(inference, path: str, model: str) -> None:
 @pytest.mark.parametrize("path", ["/ping/predict", "/ping/1.0/predict"])
 def test_the_first_segment_decides(inference, path: str) -> None:
     assert json.loads(inference()("GET", path).body) == {"status": "Healthy"}
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/models", {"models": []}),
+        ("/models/m", "Model not found: m"),  # by management, which here has none
+        ("/models/m/invoke", "x"),
+        ("/v1/models/m", "Model not found: m"),
+        ("/v1/models/m:predict", "x"),
+        ("/m/predict", "x"),
+        ("/nothing", NOT_FOUND[2]),
+    ],
+)
+def test_the_path_decides_where_one_port_has_both_apis(inference, path: str, said: object) -> None:
+    answer = inference(also_management=True)("GET", path, b"x").body
+    body = json.loads(answer) if answer != b"x" else "x"
+    assert (body["message"] if "message" in body else body) == said
