@@ -158,18 +158,18 @@ def test_the_first_segment_decides(inference, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "asked", "reason"),
     [
-        ("/models", {"models": []}),
-        ("/models/m", "Model not found: m"),  # by management, which here has none
-        ("/models/m/invoke", "x"),
-        ("/v1/models/m", "Model not found: m"),
-        ("/v1/models/m:predict", "x"),
-        ("/m/predict", "x"),
-        ("/nothing", NOT_FOUND[2]),
+        ("/models", False, None),
+        ("/models/m", False, "model_not_found"),  # by management, which has none here
+        ("/models/m/invoke", True, None),
+        ("/v1/models/m", False, "model_not_found"),
+        ("/v1/models/m:predict", True, None),
+        ("/m/predict", True, None),
+        ("/nothing", False, "no_route"),
     ],
 )
-def test_the_path_decides_where_one_port_has_both_apis(inference, path: str, said: object) -> None:
-    answer = inference(also_management=True)("GET", path, b"x").body
-    body = json.loads(answer) if answer != b"x" else "x"
-    assert (body["message"] if "message" in body else body) == said
+def test_the_path_decides_where_one_port_has_both_apis(inference, path: str, asked: bool, reason: str | None) -> None:
+    app = inference(also_management=True)
+    answer = app("GET", path, b"x")
+    assert (len(app.target.calls), answer["x-torchrelay-reason"]) == (asked, reason)
