@@ -93,8 +93,7 @@ class Admission:
             store = self._settings.model_store
             found = sorted(store.iterdir()) if store.is_dir() else []
             return [Registration(path.name) for path in found if _is_archive(path)]
-        pairs = (item.strip().partition("=") for item in wanted.split(",") if item.strip())
-        return [Registration(url, model_name=name) if equals else Registration(name) for name, equals, url in pairs]
+        return [_registration(item.strip()) for item in wanted.split(",") if item.strip()]
 
     def discard(self, digest: str) -> None:
         """A version that used this archive is gone."""
@@ -114,6 +113,13 @@ class Admission:
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(length)
+
+
+def _registration(item: str) -> Registration:
+    """``a.mar`` or ``name=a.mar``; an address may have its own equals signs."""
+    name, equals, url = item.partition("=")
+    named = equals and not {"/", ":"} & set(name)
+    return Registration(url, model_name=name) if named else Registration(item)
 
 
 def _is_archive(path: Path) -> bool:

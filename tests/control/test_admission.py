@@ -122,3 +122,19 @@ def test_a_model_that_wants_a_gpu_and_claims_none_is_told(
     make_archive(store, "m", ECHO, config={"deviceType": "gpu", **config})
     admission.admit(Registration("m-1.0.mar"))
     assert ["claims no GPU" in line for line in caplog.messages] == [True] * said
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("none", []),
+        ("", []),
+        (" a.mar , n=b.mar ,", [("a.mar", None), ("b.mar", "n")]),
+        ("m=1.mar,m=2.mar", [("1.mar", "m"), ("2.mar", "m")]),
+        ("n=https://host/a.mar?version=3", [("https://host/a.mar?version=3", "n")]),
+        ("https://host/a.mar?version=3", [("https://host/a.mar?version=3", None)]),
+    ],
+)
+def test_what_start_up_is_told_to_load(tmp_path: Path, wanted: str, expected: list[tuple[str, str | None]]) -> None:
+    admission = Admission(load({"home": str(tmp_path), "control": {"load_models": wanted}}))
+    assert [(asked.url, asked.model_name) for asked in admission.at_startup()] == expected
