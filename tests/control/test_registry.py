@@ -237,6 +237,11 @@ class TestTable:
         failed = ModelStatus("failed", last_error="no such file")
         assert traffic.choose(table(registry(one), {one.ref: failed}, {}, 5, True), Call("m")).last_error == "no such file"
 
+    @pytest.mark.parametrize("loaded", [True, False])
+    def test_tells_what_start_up_loaded(self, loaded):
+        made = table(registry(spec(loaded_at_startup=loaded)), {}, {}, 1, True)
+        assert traffic.choose(made, Call("m")).loaded_at_startup is loaded
+
     def test_follows_default_and_policy(self):
         whole, _ = set_default(registry(spec(), spec(version="2.0")), "m", "2.0")
         made = table(whole, {}, {}, 1, False)
