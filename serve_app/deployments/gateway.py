@@ -25,6 +25,7 @@ from serve_app.telemetry.metrics import Meters
 class Gateway:
     """It holds no model: it is always right, and a replica's own route is only quicker."""
 
+    @logs.told
     async def __init__(self, settings: Settings, management: Any) -> None:
         # The handle in ``management`` makes Serve start that deployment with this one; the link opens its own.
         replica = serve.get_replica_context().replica_id.unique_id

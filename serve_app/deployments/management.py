@@ -87,6 +87,7 @@ def _inference_addresses() -> tuple[list[str], int]:
 class Management:
     """One replica, on the head node. What it has acknowledged is in the database."""
 
+    @logs.told
     async def __init__(self, settings: Settings) -> None:
         logs.configure(settings, logs.Speaker("Management"))
         if lost := serve_env.complaint(os.environ):

@@ -8,19 +8,21 @@ some microseconds, and written by a thread (sink.py).
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import BuiltinFunctionType
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import orjson
 
-from serve_app.errors import ConfigurationError
+from serve_app.errors import ConfigurationError, RelayError
 from serve_app.settings import Settings
 from serve_app.telemetry.access_log import Stamp
 from serve_app.telemetry.sink import Drain, File, Stream
@@ -261,6 +263,27 @@ def _mended(original: Callable[..., None]) -> Callable[..., None]:
             to.flush()
 
     return print
+
+
+Begin = TypeVar("Begin", bound=Callable[..., Awaitable[None]])
+
+
+def told(begin: Begin) -> Begin:
+    """What keeps a deployment from starting is told on the console: Ray Serve has it in files of its own alone."""
+
+    @functools.wraps(begin)
+    async def beginning(self: Any, *args: Any, **named: Any) -> None:
+        try:
+            await begin(self, *args, **named)
+        except Exception as error:
+            # By no logger: there may be none yet, and what is wrong may be the logs.
+            why = f"{error}\n" if isinstance(error, RelayError) else traceback.format_exc()
+            console = sys.__stderr__ or sys.stderr
+            console.write(f"{type(self).__name__} cannot start: {why}")
+            console.flush()
+            raise
+
+    return beginning  # type: ignore[return-value]
 
 
 _running: _Running | None = None

@@ -1,5 +1,6 @@
 """ts_log.log and model_log.log, as a process of the server writes them."""
 
+import asyncio
 import builtins
 import dataclasses
 import io
@@ -300,3 +301,27 @@ def test_log_location_moves_the_folder(tmp_path, monkeypatch):
     assert Settings(home=str(tmp_path)).access_log == tmp_path / "logs/access_log.log"
     elsewhere = dataclasses.replace(Settings(), telemetry=TelemetrySettings(log_dir=str(tmp_path / "var")))
     assert elsewhere.log_dir == Path(tmp_path / "var")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConfigurationError("log_level", "no such level"), "Gate cannot start: log_level: no such level\n"),
+        (KeyError("x"), "Gate cannot start: Traceback (most recent call last):\n"),
+    ],
+)
+def test_what_keeps_a_deployment_from_starting_is_on_the_console(monkeypatch, error, told):
+    class Gate:
+        @logs.told
+        async def __init__(self, settings):
+            if settings:
+                raise error
+
+    console = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", console)
+    gate = Gate.__new__(Gate)
+    asyncio.run(Gate.__init__(gate, None))
+    assert console.getvalue() == ""
+    with pytest.raises(type(error)):
+        asyncio.run(Gate.__init__(gate, "settings"))
+    assert console.getvalue().startswith(told)
