@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,20 +133,28 @@ def test_a_request_that_is_too_late_gets_no_answer_and_leaves_nothing_behind(oth
     config = {"minWorkers": 1, "clientTimeoutInMills": 200}
     assert other.register(make_archive(tmp_path, "sleeps", SLEEPS, config=config)).status_code == 200
     assert other.http.post("/predictions/sleeps", content=b"0").text == "slept"
+    # HAProxy loads its table anew when the route arrives, and does not pass on who leaves what it held then.
     for path in ("/predictions/sleeps", "/%70redictions/sleeps"):  # at the replica, and by way of the gateway
-        with httpx.Client(base_url=other.url, timeout=1) as client, pytest.raises(httpx.ReadTimeout):
-            client.post(path, content=b"0.5")
+        other.wait(lambda path=path: leaves_unanswered(other, path), patience=60, what="a caller that leaves")
     assert other.http.post("/predictions/sleeps", content=b"0").text == "slept"
-    left = [s for s in other.wait(lambda: late(other), what="both in the access log") if s["milliseconds"] > 900]
-    assert len(left) == 2, "a request ends when its caller leaves"
     limit = {"x-request-timeout-seconds": "0.1"}
     own = other.http.post("/predictions/sleeps", content=b"0.5", headers=limit)
     assert (own.status_code, own.headers["x-torchrelay-reason"]) == (504, "deadline")
 
 
-def late(server: Server) -> list[dict[str, Any]]:
-    found = [s for s in lines(server, "access_log.log") if s["status"] == 499 and s.get("model") == "sleeps"]
-    return found if len(found) == 2 else []
+def leaves_unanswered(server: Server, path: str) -> bool:
+    """A caller gets no answer, leaves, and its request ends with that: whether it did within two seconds."""
+
+    def left() -> list[dict[str, Any]]:
+        return [s for s in lines(server, "access_log.log") if s["status"] == 499 and s.get("model") == "sleeps"]
+
+    before = len(left())
+    with httpx.Client(base_url=server.url, timeout=0.8) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(path, content=b"0.4")
+    until = time.monotonic() + 2
+    while len(left()) == before and time.monotonic() < until:
+        time.sleep(0.05)
+    return len(left()) > before and left()[-1]["milliseconds"] > 700
 
 
 def test_an_answer_over_max_response_size_is_an_error_and_no_death(other: Server, tmp_path: Path) -> None:
