@@ -26,7 +26,7 @@ from serve_app.client import Client
 ROOT = Path(__file__).parent.parent
 
 # Ports that Ray Serve would take beside another server of this machine.
-_RAY_PORTS = (
+RAY_PORTS = (
     "RAY_SERVE_HAPROXY_STATS_PORT",
     "RAY_SERVE_HAPROXY_METRICS_PORT",
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
@@ -97,7 +97,7 @@ class Server:
         }
         self._config = home / "app.yaml"
         self._config.write_text(yaml.safe_dump(document))
-        lines = [f"{name}={free_port()}" for name in _RAY_PORTS]
+        lines = [f"{name}={free_port()}" for name in RAY_PORTS]
         self._env = home / "serve.env"
         self._env.write_text((ROOT / "configs/serve.env").read_text() + "\n".join(lines) + "\n")
         self.process = ServerProcess(self._config, self._env)

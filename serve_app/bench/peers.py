@@ -265,7 +265,7 @@ def torchserve(folder: Path, model_store: Path, cache: Path = CACHE) -> Iterator
     Java or the package cannot be had.
     """
     java_version()
-    python = _torchserve_environment(cache)
+    python = environment(cache)
     inference, management, metrics, grpc1, grpc2 = free_ports(5)
     run = folder / "torchserve"
     shutil.rmtree(run, ignore_errors=True)
@@ -310,7 +310,7 @@ def java_version() -> str:
     return found[1] + found[2]
 
 
-def _torchserve_environment(cache: Path) -> Path:
+def environment(cache: Path = CACHE) -> Path:
     """The interpreter of TorchServe's environment, made when it is not there yet."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     environment = cache / f"torchserve-{TORCHSERVE}-py{here}"

@@ -19,16 +19,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from parts import ECHO, free_port, make_archive, says
+from parts import ECHO, RAY_PORTS, free_port, make_archive, says
 
 pytestmark = pytest.mark.cluster
-
-_RAY_PORTS = (
-    "RAY_SERVE_HAPROXY_STATS_PORT",
-    "RAY_SERVE_HAPROXY_METRICS_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
-)
 
 
 def make_pair(folder: Path) -> None:
@@ -73,7 +66,7 @@ class Installation:
             "}\n"
             "number_of_netty_threads=32\n"
         )
-        self.env = {**os.environ, "TEMP": str(folder), **{name: str(free_port()) for name in _RAY_PORTS}}
+        self.env = {**os.environ, "TEMP": str(folder), **{name: str(free_port()) for name in RAY_PORTS}}
         self.trust = ssl.create_default_context(cafile=str(folder / "certificate.pem"))
 
     def run(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
