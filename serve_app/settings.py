@@ -104,7 +104,7 @@ class InferenceSettings:
     max_request_size: int = 6_553_500  # bytes
     gateways: int = 1  # gateway replicas, at most one a node
     short_hops: bool = True  # reach replicas of the same machine over sockets rather than through Ray
-    late_answer: Literal["answer", "drop"] = "answer"  # to a request over clientTimeoutInMills: 504, or as TorchServe none
+    late_answer: Literal["answer", "drop"] = "answer"  # to a request over clientTimeoutInMills: 504, or none at all
     handler_errors: Literal["hidden", "message", "traceback"] = "hidden"  # how much of a handler's error a caller sees
     also_management: bool = False  # the management API on this port too
     also_metrics: bool = False  # /metrics on this port too

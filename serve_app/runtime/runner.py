@@ -155,7 +155,7 @@ class Runner:
         return results
 
     async def run_async(self, calls: Sequence[Call], emit: Emit) -> list[Reply | RelayError]:
-        """``run`` for an asynchronous handler, on ``loop``: several may be under way, each with a context of its own."""
+        """``run`` for an asynchronous handler, on ``loop``: several at once, each with a context of its own."""
         context = copy.copy(self._context)
         context.metrics = copy.copy(context.metrics)  # the same metrics, of other requests
         turn = self._turn(context, calls, emit)
@@ -172,7 +172,7 @@ class Runner:
         return Turn(context, calls, emit, self._spec.version, self._decoded, self._largest)
 
     def _report(self, turn: Turn) -> None:
-        """Log what failed in full, unless it was said just now: a batch that runs again in halves fails the same way."""
+        """Log what failed in full, unless it was said just now: a batch run again in halves fails the same way."""
         for failure in turn.failures:
             known, when = self._logged
             now = time.monotonic()

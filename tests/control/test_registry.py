@@ -235,7 +235,8 @@ class TestTable:
         assert (row.version, row.phase, row.replicas, row.last_error, row.healthy) == ("1.0", "ready", 2, "", False)
         assert (row.max_batch_size, row.job_queue_size, row.client_timeout, row.retries) == (8, 7, 50, False)
         failed = ModelStatus("failed", last_error="no such file")
-        assert traffic.choose(table(registry(one), {one.ref: failed}, {}, 5, True), Call("m")).last_error == "no such file"
+        row = traffic.choose(table(registry(one), {one.ref: failed}, {}, 5, True), Call("m"))
+        assert row.last_error == "no such file"
 
     @pytest.mark.parametrize("loaded", [True, False])
     def test_tells_what_start_up_loaded(self, loaded):

@@ -106,7 +106,7 @@ def test_a_handlers_words_are_about_the_requests_of_its_batch_and_no_others(make
     runner.run([call("raise", "bad")], nowhere)
     first, second = runner.run([call("x", "one"), call("y", "two")], nowhere)
     assert first.body == second.body
-    assert b'[\n  [],\n  [\n    "bad"\n  ],\n  [\n    "one",\n    "two"\n  ]\n]' == first.body
+    assert first.body == b'[\n  [],\n  [\n    "bad"\n  ],\n  [\n    "one",\n    "two"\n  ]\n]'
     assert REQUESTS.get() == ()
 
 
