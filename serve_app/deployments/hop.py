@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.errors import RelayError, WorkerDied
-from serve_app.runtime.batcher import Pieces
+from serve_app.runtime.answer import Pieces
 from serve_app.types import Call, Chunk, Reply, ReplyStream
 
 Message = tuple[int, Any]
@@ -250,7 +250,7 @@ class HopClient:
             return
         if not isinstance(row, Pieces):
             assert answer.head is not None
-            pieces = _Leaving(partial(self._leave, number))
+            pieces = Pieces(partial(self._leave, number))
             self._rows[number] = pieces
             if not row.done():
                 row.set_result(ReplyStream(answer.head, pieces))
@@ -260,20 +260,6 @@ class HopClient:
             row.end()
         else:
             row.put(answer.body)
-
-
-class _Leaving(Pieces):
-    """Pieces whose reader can leave, and the replica hears of it."""
-
-    __slots__ = ("_tell",)
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    async def aclose(self) -> None:
-        self._tell()
-        await super().aclose()
 
 
 class ShortHops:

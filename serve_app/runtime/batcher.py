@@ -11,13 +11,14 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import islice
 from types import EllipsisType
 from typing import Any, Protocol
 
 from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, QueueFull, RelayError, ResponseTimeout
+from serve_app.runtime.answer import Answer, timed
 from serve_app.runtime.author import Author
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
@@ -34,17 +35,16 @@ class Timer(Protocol):
     def __call__(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle: ...
 
 
-class _Row:
+class _Row(Answer):
     """A call that waits for its answer."""
 
-    __slots__ = ("ahead", "arrived", "batch", "call", "emitted", "future", "pieces")
+    __slots__ = ("ahead", "arrived", "batch", "call", "emitted")
 
     def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream], arrived: float) -> None:
+        super().__init__(future)
         self.call = call
-        self.future = future
         self.arrived = arrived
         self.emitted = False  # set in the author's thread: a row that streamed is never run again
-        self.pieces: Pieces | None = None
         self.batch: _Batch | None = None
         self.ahead: Future[Any] | None = None
 
@@ -60,48 +60,6 @@ class _Batch:
         self.ended = False
         self.began: float | None = None  # of the run that is under way
         self.runs: list[tuple[float, list[float]]] = []  # seconds, and each row's wait; more than one after a failure
-
-
-class Pieces(AsyncIterator[bytes]):
-    """A streamed reply's pieces, each as it was emitted; ``on_close`` is told when the caller leaves."""
-
-    __slots__ = ("_ready", "_waiter", "_ended", "_error", "_on_close")
-
-    def __init__(self, on_close: Callable[[], None] = lambda: None) -> None:
-        self._on_close = on_close
-        self._ready: deque[bytes] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
-        self._error: RelayError | None = None
-
-    def put(self, piece: bytes) -> None:
-        if not self._ended:
-            self._ready.append(piece)
-            self._wake()
-
-    def end(self, error: RelayError | None = None) -> None:
-        if not self._ended:
-            self._ended, self._error = True, error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def __anext__(self) -> bytes:
-        while not self._ready:
-            if self._ended:
-                error, self._error = self._error, None
-                raise error or StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._ready.popleft()
-
-    async def aclose(self) -> None:
-        """The caller left: nothing more is kept for it."""
-        self.end()
-        self._ready.clear()
-        self._on_close()
 
 
 class Batcher:
@@ -358,7 +316,7 @@ class Batcher:
             row.emitted = True
             if isinstance(piece, Reply):
                 piece = timed(piece, Timings(began - row.arrived, self._clock() - began, size))
-            self._tell(self._piece, row, piece)
+            self._tell(row.piece, piece)
 
         calls = [row.call for row in rows]
         if self._prepare is None:
@@ -401,16 +359,6 @@ class Batcher:
 
     # On the event loop again
 
-    def _piece(self, row: _Row, piece: bytes | Reply) -> None:
-        if isinstance(piece, Reply):
-            if row.future.done():
-                return
-            head, piece = piece, piece.body
-            row.pieces = Pieces()
-            row.future.set_result(ReplyStream(headed(head), row.pieces))
-        if row.pieces is not None:
-            row.pieces.put(piece)
-
     def _finish(self, batch: _Batch, answers: list[tuple[_Row, Reply | RelayError]]) -> None:
         if not self._flight or self._flight[0] is not batch:
             return  # too late: its rows were given up
@@ -421,17 +369,7 @@ class Batcher:
         if self._queue:
             self._start_soon()
         for row, answer in answers:
-            if row.pieces is not None:
-                if isinstance(answer, Reply):
-                    row.pieces.put(answer.body)
-                    row.pieces.end()
-                else:
-                    row.pieces.end(_own(answer))
-            elif not row.future.done():
-                if isinstance(answer, Reply):
-                    row.future.set_result(answer)
-                else:
-                    row.future.set_exception(_own(answer))
+            row.settle(answer)
         assert self._loop is not None
         self._loop.call_soon(self._measure, batch)  # after the answers have left
         if self._drained is not None and not self._queue and not self._flight:
@@ -476,10 +414,7 @@ class Batcher:
         self._behind = 0
         self._queue.clear()
         for row in running:
-            if row.pieces is not None:
-                row.pieces.end(ResponseTimeout(why))
-            elif not row.future.done():
-                row.future.set_exception(ResponseTimeout(why))
+            row.settle(ResponseTimeout(why))
         for row in waiting:
             if not row.future.done():
                 row.future.set_exception(Loading(self._ref.name, row.call.version, self._refusal))
@@ -497,18 +432,3 @@ def _failed_whole(results: Sequence[Reply | RelayError]) -> bool:
     """Whether the handler failed the batch rather than some of its rows: one error object stands for all."""
     first = results[0]
     return isinstance(first, HandlerFailed) and all(result is first for result in results)
-
-
-def _own(error: RelayError) -> RelayError:
-    """A copy for one row: an exception that several tasks raise gathers all their tracebacks."""
-    return type(error)(*error.args)
-
-
-def timed(reply: Reply, timings: Timings) -> Reply:
-    # Not dataclasses.replace: that takes twice as long, and this is done for every row.
-    return Reply(reply.body, reply.content_type, reply.status, reply.phrase, reply.headers, reply.version, timings)
-
-
-def headed(first: Reply) -> Reply:
-    """The head of a stream whose first piece is ``first.body``."""
-    return Reply(b"", first.content_type, first.status, first.phrase, first.headers, first.version, first.timings)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from serve_app.errors import (
@@ -22,8 +23,9 @@ from serve_app.errors import (
     ResponseTimeout,
     WorkerDied,
 )
+from serve_app.runtime.answer import Answer, timed
 from serve_app.runtime.author import Author
-from serve_app.runtime.batcher import Emit, Pieces, headed, timed
+from serve_app.runtime.batcher import Emit
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
 
@@ -34,16 +36,15 @@ _GRACE = 2.0  # seconds in which the author's loop must give a sign of life afte
 RunAsync = Callable[[Sequence[Call], Emit], Awaitable["list[Reply | RelayError]"]]
 
 
-class _Row:
+class _Row(Answer):
     """A call that was begun: ``task`` is the handler's, on the author's loop."""
 
-    __slots__ = ("arrived", "call", "future", "pieces", "task", "watch")
+    __slots__ = ("arrived", "call", "task", "watch")
 
     def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream]) -> None:
+        super().__init__(future)
         self.call = call
-        self.future = future
         self.arrived = time.perf_counter()
-        self.pieces: Pieces | None = None
         self.task: asyncio.Task[None] | None = None
         self.watch: asyncio.TimerHandle | None = None
 
@@ -156,7 +157,7 @@ class ConcurrentBatcher:
 
     async def _answer(self, row: _Row) -> None:
         def emit(index: int, piece: bytes | Reply) -> None:
-            self._tell(self._piece, row, piece)
+            self._tell(row.piece, piece, partial(self._cancel, row))
 
         began = time.perf_counter()
         results = await self._run([row.call], emit)
@@ -172,16 +173,6 @@ class ConcurrentBatcher:
 
     # On the event loop again
 
-    def _piece(self, row: _Row, piece: bytes | Reply) -> None:
-        if isinstance(piece, Reply):
-            if row.future.done():
-                return
-            head, piece = piece, piece.body
-            row.pieces = Pieces(on_close=lambda: self._cancel(row))
-            row.future.set_result(ReplyStream(headed(head), row.pieces))
-        if row.pieces is not None:
-            row.pieces.put(piece)
-
     def _end(self, row: _Row, answer: Reply | RelayError | None, seconds: float = 0.0, waited: float = 0.0) -> None:
         if row not in self._rows:
             return  # it was given up
@@ -191,20 +182,7 @@ class ConcurrentBatcher:
         if answer is not None:
             self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited])
             self._meters.overhead(time.perf_counter() - row.arrived - waited - seconds)
-        self._settle(row, answer)
-
-    def _settle(self, row: _Row, answer: Reply | RelayError | None) -> None:
-        if row.pieces is not None:
-            if isinstance(answer, Reply):
-                row.pieces.put(answer.body)
-                row.pieces.end()
-            else:
-                row.pieces.end(answer)
-        elif not row.future.done():
-            if isinstance(answer, Reply):
-                row.future.set_result(answer)
-            else:
-                row.future.set_exception(answer or HandlerFailed("the handler was cancelled"))
+        row.settle(answer or HandlerFailed("the handler was cancelled"))
 
     def _forget(self, row: _Row) -> None:
         self._rows.discard(row)
@@ -238,7 +216,7 @@ class ConcurrentBatcher:
             error = ResponseTimeout(f"the handler gave no answer within response_timeout ({self._timeout:g} s)")
             log.error("%s: %s; it is cancelled (request %s)", self._ref.app, error.detail, row.call.request_id)
             self._look_for_life()
-        self._settle(row, error)
+        row.settle(error)
         self._cancel(row)
 
     def _look_for_life(self) -> None:
@@ -256,7 +234,7 @@ class ConcurrentBatcher:
         where = self.author.where
         log.error("%s: %s; its replica ends. It stands at\n%s", self._ref.app, why, where)
         for row in list(self._rows):
-            self._settle(row, ResponseTimeout(why))
+            row.settle(ResponseTimeout(why))
             self._forget(row)
         self._on_hung(f"{why}; it stood at\n{where}")
 
