@@ -153,7 +153,7 @@ class MetricCache:
 
     def _request_id(self, idx: int | None) -> str | None:
         ids = self._request_ids
-        if idx is not None and isinstance(ids, Mapping) and idx in ids:
+        if idx is not None and (type(ids) is dict or isinstance(ids, Mapping)) and idx in ids:
             return ids[idx]
         if self._everybody is None and isinstance(ids, Mapping):
             self._everybody = ",".join(ids.values())
@@ -168,12 +168,9 @@ class MetricCache:
         dimensions: Iterable[Dimension],
         metric_type: MetricTypes,
     ) -> None:
-        given = {dimension.name: dimension.value for dimension in dimensions} if dimensions else {}
-        if request_id is None:
-            given.setdefault("Level", "Error")
-        else:
-            given.setdefault("ModelName", self.model_name)
-            given.setdefault("Level", "Model")
+        named = {dimension.name: dimension.value for dimension in dimensions} if dimensions else {}
+        usual = {"Level": "Error"} if request_id is None else {"ModelName": self.model_name, "Level": "Model"}
+        given = {**named, **{key: usual[key] for key in usual if key not in named}} if named else usual
         try:
             metric = self.cache[metric_type][name]
         except (KeyError, TypeError):

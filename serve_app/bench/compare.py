@@ -98,7 +98,7 @@ class Comparison:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-        self.progress.console.print(f"[yellow]{text}[/yellow]", highlight=False)
+        self.progress.console.print(text, style="yellow", markup=False, highlight=False)
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
@@ -263,19 +263,17 @@ class Comparison:
 
     def costs(self, configs: Path) -> None:
         """Tokens, custom metrics and the access log together, against a server with none of them."""
-        task = self.progress.add_task("costs", total=2 * self.rounds)
         without = {"auth": {"mode": "off"}, "telemetry": {"access_log": "", "system_metrics": False}}
         full = {"auth": {"mode": "on"}, "telemetry": {"model_metrics_auto_detect": True}}
-        for _ in range(self.rounds):
-            for name, model, settings in ((report.BARE, "echo", without), (report.FULL, "measured_echo", full)):
-                self.progress.update(task, description=f"costs: {name}")
-                with self.going_on(), peers.torchrelay(self.folder, configs, settings=settings) as relay:
-                    keys = peers.keys(self.folder) if name == report.FULL else {}
-                    url = relay.with_(keys.get("management", "")).register(
-                        self.archives[model], "echo", batch_size=16
-                    )
-                    self.add(Case("costs", 32), over_http(name, url, model, peers.bearer(keys.get("inference", ""))))
-                self.progress.advance(task)
+        servers = ((report.BARE, "echo", without, "without"), (report.FULL, "measured_echo", full, "full"))
+        with contextlib.ExitStack() as stack, self.going_on():
+            contenders = []
+            for name, model, settings, folder in servers:
+                relay = stack.enter_context(peers.torchrelay(self.folder, configs, settings=settings, name=folder))
+                keys = peers.keys(self.folder / folder) if settings is full else {"management": "", "inference": ""}
+                url = relay.with_(keys["management"]).register(self.archives[model], "echo", batch_size=16)
+                contenders.append(over_http(name, url, model, peers.bearer(keys["inference"])))
+            self.interleave("costs", contenders, (32,))
 
 
 def machine() -> Mapping[str, str]:

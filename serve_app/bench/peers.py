@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -30,6 +31,14 @@ import yaml
 
 TORCHSERVE = "0.12.0"
 ROOT = Path(__file__).parents[2]  # the checkout, where this is not installed
+# Ports that Ray Serve takes beside ours: of its own for each server, so that several can run at once.
+_RAY_PORTS = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+_PORTS = range(20_000, 29_000)  # that neither the kernel nor Ray gives to anybody
 _MARK = "TORCHRELAY_BENCH"  # in the environment of everything that a peer starts, however it was daemonised
 CACHE = Path("~/.cache/torchrelay-bench").expanduser()
 
@@ -141,22 +150,22 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
-def keys(folder: Path) -> dict[str, str]:
-    """The tokens that the Torchrelay in ``folder`` has written into its key file, by kind."""
-    said = json.loads((folder / "torchrelay" / "key_file.json").read_text())
+def keys(run: Path) -> dict[str, str]:
+    """The tokens that the Torchrelay which lives in ``run`` has written into its key file, by kind."""
+    said = json.loads((run / "key_file.json").read_text())
     return {kind: entry["key"] for kind, entry in said.items()}
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Loopback ports that nobody listens on now, and that no connection gets meanwhile."""
+    free: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):  # servers that start together take others
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                free.append(port)
+        if len(free) == count:
+            return free
+    raise PeerFailed(f"there are no {count} free ports between {_PORTS.start} and {_PORTS.stop}")
 
 
 @contextmanager
@@ -218,14 +227,19 @@ def bare(folder: Path) -> Iterator[Peer]:
 
 @contextmanager
 def torchrelay(
-    folder: Path, configs: Path, *, without: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+    folder: Path,
+    configs: Path,
+    *,
+    without: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    name: str = "torchrelay",
 ) -> Iterator[Peer]:
     """Torchrelay, from ``configs/app.yaml`` and ``serve.env``, on ports and with a state of its own.
 
     ``without`` names variables of serve.env that are left out, ``settings`` are by room and go over those
-    of app.yaml: to measure what they give or cost.
+    of app.yaml: to measure what they give or cost. It lives in the folder ``name``.
     """
-    run = folder / "torchrelay"
+    run = folder / name
     shutil.rmtree(run, ignore_errors=True)
     inference, management = _configure(run, configs, without, settings or {})
     command = [sys.executable, "-m", "serve_app.cli", "start"]
@@ -252,8 +266,10 @@ def _configure(
     for room in {**own, **settings}:
         args[room] = {**(args.get(room) or {}), **own.get(room, {}), **settings.get(room, {})}
     (run / "app.yaml").write_text(yaml.safe_dump(document))
-    lines = (configs / "serve.env").read_text().splitlines(keepends=True)
-    (run / "serve.env").write_text("".join(line for line in lines if line.partition("=")[0] not in without))
+    lines = (configs / "serve.env").read_text().splitlines()
+    lines = [line for line in lines if line.partition("=")[0] not in without]
+    lines += [f"{name}={port}" for name, port in zip(_RAY_PORTS, free_ports(len(_RAY_PORTS)))]
+    (run / "serve.env").write_text("\n".join(lines) + "\n")
     return inference, management
 
 

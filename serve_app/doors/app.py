@@ -107,7 +107,7 @@ class App:
             exchange.request_id,
             exchange.model,
             exchange.version,
-            **({"came_with": _came_with(exchange.headers)} if access.json else {}),
+            _came_with(exchange.headers) if access.json else None,
         )
 
 

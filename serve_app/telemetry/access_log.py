@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import orjson
 
 from serve_app.settings import Settings
 from serve_app.telemetry.sink import Drain, File, Stream
+
+_ABOUT = 200  # bytes of a line beside its path
 
 
 class AccessLog:
@@ -25,10 +27,11 @@ class AccessLog:
         form: Literal["text", "json"] = "text",
         limit: int = 0,
     ) -> None:
-        file = isinstance(target, (str, Path))
-        self._drain = Drain(File(Path(target), limit) if file else Stream(target or sys.stdout), "access log")
         self.json = form == "json"
         self._stamp = Stamp()
+        file = isinstance(target, (str, Path))
+        sink = File(Path(target), limit) if file else Stream(target or sys.stdout)
+        self._drain = Drain(sink, "access log", form=self._text)
 
     def write(
         self,
@@ -47,7 +50,13 @@ class AccessLog:
 
         ``came_with`` are ids that the request brought itself; they stand in the JSON form alone.
         """
-        stamp = self._stamp(time.time())
+        record = time.time(), client, method, path, http_version, status, milliseconds, request_id, model, version
+        self._drain.put((record, came_with), _ABOUT + len(path))
+
+    def _text(self, record: Any) -> str:
+        """A record's line: in the drain's thread, so that a request does not wait for it."""
+        (now, client, method, path, http_version, status, milliseconds, request_id, model, version), came_with = record
+        stamp = self._stamp(now)
         if self.json:
             line = {"time": stamp, "client": client, "method": method, "path": path, "http_version": http_version}
             line |= {"status": status, "milliseconds": round(milliseconds, 3), "request_id": request_id}
@@ -55,16 +64,13 @@ class AccessLog:
                 line |= {"model": model, "version": version}
             if came_with:
                 line |= {"came_with": came_with}
-            text = orjson.dumps(line).decode()
-        else:
-            if not path.isprintable():  # a line break in a path would forge a line
-                path = path.encode("unicode_escape").decode()
-            text = f'{stamp} - /{client} "{method} {path} HTTP/{http_version}" {status} {int(milliseconds)}'
-            if request_id:
-                text += f" id={request_id}"
-            if model:
-                text += f" model={model} version={version}"
-        self._drain.put(text)
+            return orjson.dumps(line).decode()
+        if not path.isprintable():  # a line break in a path would forge a line
+            path = path.encode("unicode_escape").decode()
+        about = f" id={request_id}" if request_id else ""
+        if model:
+            about = f"{about} model={model} version={version}"
+        return f'{stamp} - /{client} "{method} {path} HTTP/{http_version}" {status} {int(milliseconds)}{about}'
 
     def close(self) -> None:
         """Write what is left and end the thread."""
@@ -81,7 +87,10 @@ class Stamp:
         second = int(now)
         if second != self._second:
             self._second, self._text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(second))
-        return f"{self._text},{int((now - second) * 1000):03d}"
+        return self._text + _MILLISECONDS[int((now - second) * 1000)]
+
+
+_MILLISECONDS = tuple(f",{number:03d}" for number in range(1000))
 
 
 def access(settings: Settings) -> AccessLog | None:

@@ -347,7 +347,7 @@ def test_every_answer_is_counted_and_logged(inference) -> None:
         if name == "torchrelay_http_responses_total"
     }
     assert counts == {"200": 1.0, "404": 1.0}
-    client, method, path, http_version, status, milliseconds, request_id, model, version = app.access[0]
+    client, method, path, http_version, status, milliseconds, request_id, model, version, _ = app.access[0]
     assert (client, method, path, http_version, status) == ("127.0.0.1:40000", "POST", "/predictions/m?a=b", "1.1", 200)
     assert 0 < milliseconds < 1000
     assert (request_id, model, version) == (answer["x-request-id"], "m", "1.0")
