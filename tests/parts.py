@@ -214,6 +214,16 @@ class Load:
                 self.answers[type(error).__name__, str(error)] += 1
 
 
+class Trickle(Load):
+    """A request twenty times a second: enough to notice, too little to be in the way."""
+
+    async def _one(self, client: httpx.AsyncClient) -> None:
+        while not self._stop.is_set():
+            answer = await client.post(self.url, content=b"x")
+            self.answers[answer.status_code, answer.text[:80]] += 1
+            await asyncio.sleep(0.05)
+
+
 def rows_outlive_their_replica(server: Server, folder: Path) -> None:
     """Kill one of two busy replicas: the gateway answers every row all the same."""
     handler = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import zipfile
@@ -13,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from parts import ECHO, Load, Server, free_port, make_archive, says
+from parts import ECHO, Load, Server, Trickle, free_port, make_archive, says
 
 pytestmark = pytest.mark.cluster
 
@@ -26,16 +25,6 @@ BROKEN_SAMPLE = """
 def handle(data, context):
     return None if data is None else [row["body"]["number"] + 1 for row in data]
 """
-
-
-class Trickle(Load):
-    """A request twenty times a second: enough to notice, too little to be in the way."""
-
-    async def _one(self, client: httpx.AsyncClient) -> None:
-        while not self._stop.is_set():
-            answer = await client.post(self.url, content=b"x")
-            self.answers[answer.status_code, answer.text[:80]] += 1
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from parts import ECHO, Load, Server, make_archive
+from parts import ECHO, Load, Server, Trickle, make_archive
 
 from serve_app.deployments.error_page import worker_died
 
@@ -37,16 +36,6 @@ def handle(data, context):
         raise MemoryError("no room for the batch")
     return ["fine"]
 """
-
-
-class Trickle(Load):
-    """A request twenty times a second: enough to notice, too little to be in the way."""
-
-    async def _one(self, client: httpx.AsyncClient) -> None:
-        while not self._stop.is_set():
-            answer = await client.post(self.url, content=b"x")
-            self.answers[answer.status_code, answer.text[:80]] += 1
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
