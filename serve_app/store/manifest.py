@@ -188,7 +188,6 @@ class ModelConfig:
             "sequenceTimeoutMSec": self.sequence_timeout,
             "maxNumSequence": self.max_num_sequence,
             "maxSequenceJobQueueSize": self.max_sequence_job_queue_size,
-            "asyncCommunication": self.async_communication,
         }
         return [key for key, set_ in asked.items() if set_]
 

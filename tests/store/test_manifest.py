@@ -312,3 +312,9 @@ def test_what_the_real_archiver_makes(tmp_path, form, file):
     assert (manifest.serialized_file, manifest.model_file) == ("w.pt", "net.py")
     assert check(directory, manifest).batch_size == 2
     assert sorted(p.name for p in directory.iterdir()) == sorted([*inputs, "MAR-INF"])
+
+
+def test_an_archive_with_an_async_handler_is_not_told_that_it_is_not_served():
+    config = ModelConfig.parse("asyncCommunication: true\ncontinuousBatching: true")
+    assert config.async_communication is True
+    assert config.unserved == ["continuousBatching"]

@@ -3,14 +3,13 @@
 import contextlib
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
 import boto3
 import pytest
 import requests
 from moto.server import ThreadedMotoServer
+from parts import serving
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.settings import StoreSettings
@@ -205,30 +204,9 @@ def test_s3_sse_kms_of_another_url(get):
     failed(get, "https://example.com/m.mar", "s3_sse_kms is for", signed=True)
 
 
-@contextlib.contextmanager
-def serving(answer):
-    """An HTTP server that answers GET and HEAD with ``answer(handler, path)``; gives its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            answer(self, unquote(self.path))
-
-        do_HEAD = do_GET
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def answering(answer):
+    """A server that answers GET and HEAD with ``answer(handler, path)``; gives its address."""
+    return serving(lambda handler: answer(handler, unquote(handler.path)), "HTTP/1.1")
 
 
 def say(handler, status, body=b"", **headers):
@@ -263,7 +241,7 @@ def test_a_server_that_dies_in_mid_download(get):
         handler.close_connection = True
 
     seen = []
-    with serving(answer) as address:
+    with answering(answer) as address:
         detail = failed(get, "s3://models/m.mar", storage_options=options(address))
     assert detail
     assert seen == []
@@ -301,7 +279,7 @@ def hub(files, commit="0" * 40):
             return say(handler, 403)
         return say(handler, 404, b"", X_Error_Code="RepoNotFound")
 
-    return serving(answer)
+    return answering(answer)
 
 
 def test_a_model_on_a_hub(get, monkeypatch):
@@ -348,7 +326,7 @@ def gs():
             return say(handler, 403, b'{"error": {"code": 403, "message": "no"}}', Content_Type="application/json")
         return say(handler, 404, b'{"error": {"code": 404, "message": "Not Found"}}', Content_Type="application/json")
 
-    with serving(answer) as address:
+    with answering(answer) as address:
         yield {"gs": {"endpoint_url": address, "token": "anon"}}
 
 

@@ -2,9 +2,9 @@
 
 import contextlib
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from parts import serving
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.settings import StoreSettings
@@ -45,28 +45,6 @@ def get(store, tmp_path):
             raise
 
     return get
-
-
-@contextlib.contextmanager
-def serving(answer):
-    """An HTTP server that answers GET with ``answer(handler)``; gives its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            answer(self)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def plain(handler, missing=0):
