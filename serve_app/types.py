@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 Kind = Literal["predict", "explain", "describe"]
+Priority = Literal["high", "normal", "low", "shadow"]  # a caller may ask for the first three
 Phase = Literal["stopped", "loading", "ready", "failed"]
 
 
@@ -123,6 +124,7 @@ class Call(_Quick):
     kind: Kind = "predict"
     request_id: str = ""
     deadline: float | None = None  # absolute, in seconds of time.time(), so that it crosses machines
+    priority: Priority = "normal"
 
     @property
     def expired(self) -> bool:
