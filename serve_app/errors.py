@@ -13,6 +13,7 @@ class RelayError(Exception):
 
     reason = "error"
     version = ""  # of the model that was to answer, where that had been chosen already
+    retry_after: int | None = None  # seconds after which it is worth to ask again, from 1; None: waiting does not help
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__
@@ -193,6 +194,33 @@ class VersionExists(RelayError):
         return f"Model version {self.args[1]} is already registered for model {self.args[0]}"
 
 
+class InUse(RelayError):
+    """``InUse(message)``: something else that is in force stands against it; the message names it, and the cure."""
+
+    reason = "in_use"
+
+
+class ExperimentNotFound(NotFound):
+    """``ExperimentNotFound(id)``"""
+
+    reason = "experiment_not_found"
+
+    def __str__(self) -> str:
+        return f"Experiment not found: {self.args[0]}"
+
+
+class UnknownUnit(NotFound):
+    """``UnknownUnit(unit, experiment)``: nobody of this request id or key was assigned an arm."""
+
+    reason = "unknown_unit"
+
+    def __str__(self) -> str:
+        return (
+            f"Experiment {self.args[1]} has assigned nobody of the request id or key {self.args[0]!r}; "
+            "post the X-Request-Id of an answer that it gave, or the key that its caller showed."
+        )
+
+
 class TooLarge(RelayError):
     """``TooLarge(limit_in_bytes)``: the request's body is over the limit."""
 
@@ -203,10 +231,22 @@ class TooLarge(RelayError):
 
 
 class Unavailable(RelayError):
-    """Nobody can answer now; ``retry_after`` is in seconds, a hint."""
+    """Nobody can answer now. Whoever knows how fast the model works sets ``retry_after``; else it is this."""
 
     reason = "unavailable"
     retry_after = 1
+
+
+class QuotaExceeded(Unavailable):
+    """``QuotaExceeded(model, version, limit)``: as many calls are under way as the version's maxConcurrentRequests."""
+
+    reason = "quota"
+
+    def __str__(self) -> str:
+        return (
+            f'Model "{self.args[0]}" Version {self.args[1]} answers {self.args[2]} requests at once '
+            "(maxConcurrentRequests) and has no room for this one."
+        )
 
 
 class _NobodyServes(Unavailable):
@@ -229,7 +269,8 @@ class _NobodyServes(Unavailable):
 class NoWorker(_NobodyServes):
     """``NoWorker(model, version or None, detail)``: no replica was asked for, or none could start."""
 
-    reason = "no_worker"
+    reason = "no_replica"
+    retry_after = 10  # somebody has to scale it, or to mend what keeps it from starting
 
 
 class QueueFull(_NobodyServes):
@@ -248,9 +289,24 @@ class DeadlineExceeded(RelayError):
     """``DeadlineExceeded(model, seconds)``: the caller's time was over before there was an answer."""
 
     reason = "deadline"
+    retry_after = 1
 
     def __str__(self) -> str:
         return f"The deadline of this request passed before model {self.args[0]} answered."
+
+
+class CannotMeetDeadline(DeadlineExceeded):
+    """``CannotMeetDeadline(model, 0.0, predicted, remaining)``: the answer would come too late, so it is not begun.
+
+    ``predicted`` are the seconds until the answer, as the batches before it went; ``remaining`` those of the deadline.
+    """
+
+    def __str__(self) -> str:
+        return f"Model {self.args[0]} cannot answer within the deadline of this request: {self.detail}."
+
+    @property
+    def detail(self) -> str:
+        return f"about {self.args[2]:.3g} s are needed and {self.args[3]:.3g} s are left"
 
 
 class ClientTimeout(DeadlineExceeded):

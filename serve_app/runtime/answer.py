@@ -102,4 +102,6 @@ def _headed(first: Reply) -> Reply:
 
 
 def _own(error: RelayError) -> RelayError:
-    return type(error)(*error.args)
+    own = type(error)(*error.args)
+    own.__dict__.update(error.__dict__)
+    return own

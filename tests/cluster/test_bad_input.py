@@ -218,7 +218,7 @@ def test_a_model_without_workers(server: Server, tmp_path: Path) -> None:
     ):
         answer = server.http.post(path, content=b"x")
         assert refusal(answer) == (503, "ServiceUnavailableException", f"Model {named}{NO_WORKER}")
-        assert answer.headers["x-torchrelay-reason"] == "no_worker"
+        assert answer.headers["x-torchrelay-reason"] == "no_replica"
     described = server.management.get("/models/idle", params={"customized": "true"})
     assert refusal(described) == (
         503,

@@ -87,7 +87,7 @@ def test_no_workers_is_said_and_scaling_from_none(server: Server, tmp_path: Path
     assert answer.json()["status"].startswith('Model "idle" Version: 1.0 registered with 0 initial workers.')
     refused = server.http.post("/predictions/idle", content=b"x")
     assert refused.status_code == 503
-    assert refused.headers["x-torchrelay-reason"] == "no_worker"
+    assert refused.headers["x-torchrelay-reason"] == "no_replica"
     assert refused.json()["message"].startswith('Model "idle" has no worker to serve inference request.')
     assert server.management.put("/models/idle", params={"min_worker": 1, "synchronous": "true"}).status_code == 200
     assert server.http.post("/predictions/idle", content=b"x").content == b"x"

@@ -44,8 +44,10 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
     errors.ArchiveNotFound: (404, "ModelNotFoundException"),
     errors.MethodNotAllowed: (405, "MethodNotAllowedException"),
     errors.VersionExists: (409, "ConflictStatusException"),
+    errors.InUse: (409, "ConflictStatusException"),
     errors.TooLarge: (413, ""),  # no type: its body is empty
     errors.Unavailable: (503, "ServiceUnavailableException"),
+    errors.QuotaExceeded: (429, "TooManyRequestsException"),
     errors.DeadlineExceeded: (504, "RequestTimeoutException"),
     errors.WorkerDied: (500, "InternalServerException"),
     errors.StartFailed: (500, "InternalServerException"),
@@ -98,8 +100,8 @@ async def refuse(exchange: Exchange, error: Exception, shown: Shown = "hidden") 
     if said is not None:
         headers.append(JSON)
     headers.append((b"x-torchrelay-reason", getattr(error, "reason", "internal").encode()))
-    if isinstance(error, errors.Unavailable):
-        headers.append((b"retry-after", str(error.retry_after).encode()))
+    if isinstance(error, errors.RelayError) and error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after))
     if isinstance(error, errors.TooLarge):  # its body is empty, so this is where the cure stands
         headers.append((b"x-torchrelay-limit", f"inference.max_request_size={error.args[0]}".encode()))
     await exchange.reply(look_up(error)[0], headers, b"" if said is None else pretty(said))

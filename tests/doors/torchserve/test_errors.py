@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 
@@ -79,10 +80,22 @@ SAID = [
     (errors.Loading("m", None), 503, "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
     (errors.Unavailable("no"), 503, "ServiceUnavailableException", "no"),
     (
+        errors.QuotaExceeded("m", "1.0", 4),
+        429,
+        "TooManyRequestsException",
+        'Model "m" Version 1.0 answers 4 requests at once (maxConcurrentRequests) and has no room for this one.',
+    ),
+    (
         errors.DeadlineExceeded("m", 1.0),
         504,
         "RequestTimeoutException",
         "The deadline of this request passed before model m answered.",
+    ),
+    (
+        errors.CannotMeetDeadline("m", 0.0, 2.5, 1.25),
+        504,
+        "RequestTimeoutException",
+        "Model m cannot answer within the deadline of this request: about 2.5 s are needed and 1.25 s are left.",
     ),
     (
         errors.ClientTimeout("m", 1.0),
@@ -136,6 +149,14 @@ def test_error_answers_as_torchserve_does(error: Exception, status: int, name: s
         "type": name,
         "message": message,
     }
+
+
+@pytest.mark.parametrize("error", [error for error, *_ in SAID], ids=lambda error: type(error).__name__)
+def test_an_error_crosses_processes_with_what_was_put_on_it(error: errors.RelayError) -> None:
+    sent = type(error)(*error.args)
+    sent.version, sent.retry_after = "2.0", 17
+    got = pickle.loads(pickle.dumps(sent))
+    assert (type(got), str(got), got.version, got.retry_after) == (type(error), str(error), "2.0", 17)
 
 
 def test_every_class_of_the_tree_is_in_the_examples() -> None:

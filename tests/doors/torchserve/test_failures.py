@@ -106,9 +106,11 @@ async def late(call: Call) -> Reply:
         (errors.WorkerDied("it was lost"), 500, "worker_died"),
         (errors.ResponseTimeout("no answer within 2 s"), 500, "response_timeout"),
         (errors.QueueFull("m", None, ""), 503, "queue_full"),
-        (errors.NoWorker("m", None, ""), 503, "no_worker"),
+        (errors.NoWorker("m", None, ""), 503, "no_replica"),
         (errors.Loading("m", None, ""), 503, "loading"),
+        (errors.QuotaExceeded("m", "1.0", 4), 429, "quota"),
         (errors.DeadlineExceeded("m", 1.0), 504, "deadline"),
+        (errors.CannotMeetDeadline("m", 0.0, 2.0, 1.0), 504, "deadline"),
         (errors.HandlerFailed(TRACEBACK), 503, "handler_failed"),
         (errors.OutOfResources(TRACEBACK), 507, "out_of_memory"),
         (errors.OutputTooLarge(2, 1), 503, "response_too_large"),
@@ -117,7 +119,14 @@ async def late(call: Call) -> Reply:
 def test_each_way_to_fail_has_its_own_reason(error: Exception, status: int, reason: str) -> None:
     answer = ask(app_of(raising(error)), "POST", "/predictions/m")
     assert (answer.status, answer["x-torchrelay-reason"]) == (status, reason)
-    assert (answer["retry-after"] is not None) == isinstance(error, errors.Unavailable)
+    refused = isinstance(error, (errors.Unavailable, errors.DeadlineExceeded))
+    assert answer["retry-after"] == (str(error.retry_after) if refused else None)
+
+
+def test_retry_after_is_what_the_one_who_refuses_has_measured() -> None:
+    full = errors.QueueFull("m", None, "")
+    full.retry_after = 17
+    assert ask(app_of(raising(full)), "POST", "/predictions/m")["retry-after"] == "17"
 
 
 @pytest.mark.parametrize(

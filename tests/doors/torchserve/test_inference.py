@@ -125,7 +125,7 @@ def test_refusals_to_the_byte(inference, method: str, path: str, status: int, bo
 @pytest.mark.parametrize(
     ("error", "status", "reason", "retry"),
     [
-        (NoWorker("m", None), 503, "no_worker", "1"),
+        (NoWorker("m", None), 503, "no_replica", "10"),
         (QueueFull("m", None), 503, "queue_full", "1"),
         (HandlerFailed("Traceback: secret"), 503, "handler_failed", None),
         (HandlerSaid("my words", 418), 418, "handler_said", None),
