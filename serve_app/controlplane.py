@@ -10,9 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from serve_app import experiment as experiments
+from serve_app import policy as policies
+from serve_app import rollout as rollouts
 from serve_app.errors import BadRequest, MethodNotAllowed, MissingParameter
+from serve_app.experiment import Experiment, Reward
+from serve_app.policy import Policy
+from serve_app.rollout import Plan
 from serve_app.settings import Settings
 from serve_app.types import Access, Description, Event, ModelRef, Progress, Registration, matches
+
+Said = dict[str, Any]  # what a door writes as JSON, as it stands
+Verb = Literal["pause", "resume", "abort"]
 
 
 class Keeper(Protocol):
@@ -39,6 +48,30 @@ class Keeper(Protocol):
     async def events(
         self, model: str, registration: str | None, since: int | None, patience: float
     ) -> list[Event]: ...
+
+    async def traffic(self, model: str) -> Said: ...
+
+    async def set_traffic(self, model: str, policy: Policy) -> Said: ...
+
+    async def shadow(self, model: str) -> Said: ...
+
+    async def forget_shadow(self, model: str) -> None: ...
+
+    async def begin_experiment(self, experiment: Experiment) -> Said: ...
+
+    async def experiments(self, model: str) -> list[Said]: ...
+
+    async def experiment(self, id: str) -> Said: ...
+
+    async def stop_experiment(self, id: str) -> Said: ...
+
+    async def reward(self, id: str, rewards: list[Reward]) -> Said: ...
+
+    async def begin_rollout(self, model: str, plan: Plan) -> Said: ...
+
+    async def rollout(self, model: str) -> Said: ...
+
+    async def steer_rollout(self, model: str, verb: Verb) -> Said: ...
 
 
 class ControlPlane:
@@ -122,3 +155,61 @@ class ControlPlane:
         everything = [row for row in await self._keeper.models() if matches(row[0], within)]
         end = start + limit
         return everything[start:end], end if end <= len(everything) else None
+
+    # Traffic. Documents come in as JSON says them, and are checked here; BadRequest names the key and the cure.
+
+    async def traffic(self, model: str) -> Said:
+        """A model's policy, and what is in force in its place. Raises ModelNotFound."""
+        return await self._keeper.traffic(model)
+
+    async def set_traffic(self, model: str, document: Any) -> Said:
+        """From the answer on, the model's calls are dealt out as ``document`` says. Raises ModelNotFound,
+        VersionNotFound, and InUse while an experiment or a rollout deals them out."""
+        return await self._keeper.set_traffic(model, policies.read(document))
+
+    async def reset_traffic(self, model: str) -> Said:
+        """Every call gets the default version again. Raises as ``set_traffic`` does."""
+        return await self._keeper.set_traffic(model, Policy())
+
+    async def shadow(self, model: str) -> Said:
+        """How the answers of a model's shadow agree with the live ones. Raises ModelNotFound and NotFound."""
+        return await self._keeper.shadow(model)
+
+    async def forget_shadow(self, model: str) -> None:
+        """Drop what was compared of a model's shadow, and the inputs that are kept. Raises ModelNotFound."""
+        await self._keeper.forget_shadow(model)
+
+    async def begin_experiment(self, model: str, document: Any) -> Said:
+        """Deal a model's calls out to the arms of an experiment; the answer has its id.
+
+        Raises ModelNotFound, VersionNotFound, and InUse while another one or a rollout is on.
+        """
+        return await self._keeper.begin_experiment(replace(experiments.read(document), model=model))
+
+    async def experiments(self, model: str) -> list[Said]:
+        """A model's experiments, the newest first. Raises ModelNotFound."""
+        return await self._keeper.experiments(model)
+
+    async def experiment(self, id: str) -> Said:
+        """An experiment, and what is known by now. Raises ExperimentNotFound."""
+        return await self._keeper.experiment(id)
+
+    async def stop_experiment(self, id: str) -> Said:
+        """The model's policy deals its calls out again; what was measured stays. Raises ExperimentNotFound."""
+        return await self._keeper.stop_experiment(id)
+
+    async def reward(self, id: str, document: Any) -> Said:
+        """Count rewards, each once however often it is posted. Raises ExperimentNotFound and UnknownUnit."""
+        return await self._keeper.reward(id, experiments.read_rewards(document))
+
+    async def begin_rollout(self, model: str, document: Any) -> Said:
+        """Let a version take over a model's calls step by step. Raises ModelNotFound, VersionNotFound and InUse."""
+        return await self._keeper.begin_rollout(model, rollouts.read(document))
+
+    async def rollout(self, model: str) -> Said:
+        """A model's last rollout, with its decisions. Raises ModelNotFound and NotFound."""
+        return await self._keeper.rollout(model)
+
+    async def steer_rollout(self, model: str, verb: Verb) -> Said:
+        """Pause, resume or abort a model's rollout. Raises as ``rollout`` does, and InUse where it is not under way."""
+        return await self._keeper.steer_rollout(model, verb)

@@ -10,10 +10,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from random import randrange
 from typing import Protocol
 
 from serve_app import traffic
 from serve_app.errors import ClientTimeout, DeadlineExceeded, Loading, NoWorker, QueueFull, RelayError
+from serve_app.policy import WHOLE
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Access, Call, ModelRef, Reply, ReplyStream, Table, VersionRow
 
@@ -60,6 +62,7 @@ class DataPlane:
         self._local_ref, self._local = local or (None, None)
         self._patience = patience  # seconds a call waits for a version that is loading
         self._waiting: dict[ModelRef, int] = {}
+        self._lot = randrange(WHOLE)  # of the last call
 
     @property
     def table(self) -> Table:
@@ -78,7 +81,8 @@ class DataPlane:
         try:
             if call.expired:
                 raise DeadlineExceeded(call.model, 0.0)
-            row = traffic.choose(self._reader.table, call)
+            self._lot = lot = traffic.after(self._lot)
+            row = traffic.choose(self._reader.table, call, lot).row
             version = row.version
             if row.client_timeout:
                 asked, call = call, _bounded(call, row.client_timeout / 1000)
@@ -124,7 +128,7 @@ class DataPlane:
         try:
             while True:
                 changed = self._reader.changed
-                row = traffic.choose(self._reader.table, Call(ref.name, ref.version))
+                row = self.find(ref.name, ref.version)
                 if row.phase != "loading" or row.replicas:
                     break
                 try:
@@ -141,7 +145,7 @@ class DataPlane:
 
     def find(self, model: str, version: str | None = None) -> VersionRow:
         """The version that such a call would get. Raises ModelNotFound and VersionNotFound."""
-        return traffic.choose(self._reader.table, Call(model, version))
+        return traffic.choose(self._reader.table, Call(model, version)).row
 
     @property
     def startup_model(self) -> str | None:

@@ -6,21 +6,20 @@ does not know, naming the nearest key that it does.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import hashlib
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 import pydantic
 
+from serve_app import documents
 from serve_app.errors import ConfigurationError
 
-_STRICT = pydantic.ConfigDict(extra="forbid")
+_STRICT = documents.STRICT
 MIB = 1 << 20
 
 INFERENCE_HOST = "TORCHRELAY_INFERENCE_HOST"  # the variable in which `torchrelay start` says where clients come in
@@ -271,10 +270,9 @@ def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings
     """Settings from a plain mapping. Raises ConfigurationError, which names key, place and cure."""
     said = dict(mapping) if isinstance(mapping, Mapping) else mapping or {}
     try:
-        return pydantic.TypeAdapter(Settings).validate_python(said)
-    except pydantic.ValidationError as error:
-        problems = "; ".join(_explain(problem) for problem in error.errors())
-        raise ConfigurationError(where, problems) from None
+        return documents.read(Settings, said, secret=(("auth", "keys"),))
+    except documents.Misread as error:
+        raise ConfigurationError(where, str(error)) from None
 
 
 def is_loopback(host: str) -> bool:
@@ -283,35 +281,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def near_miss(key: str, known: Iterator[str] | list[str], cutoff: float = 0.6) -> str | None:
-    """The known key that ``key`` was probably meant to be."""
-    folded = {_fold(k): k for k in known}
-    match = difflib.get_close_matches(_fold(key), list(folded), n=1, cutoff=cutoff)
-    return folded[match[0]] if match else None
-
-
-def _fold(key: str) -> str:
-    return key.replace("_", "").replace("-", "").lower()
-
-
-def _explain(problem: Any) -> str:
-    path = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _fields_at(problem["loc"][:-1])
-        near = near_miss(str(problem["loc"][-1]), known)
-        cure = f"did you mean {near!r}?" if near else f"known here: {', '.join(known)}"
-        return f"unknown key {path!r}; {cure}"
-    got = "" if problem["loc"][:2] == ("auth", "keys") else f" (got {problem['input']!r})"  # it may be a secret
-    return f"{path or 'the settings'}: {problem['msg']}{got}"
-
-
-def _fields_at(path: tuple[Any, ...]) -> list[str]:
-    here: Any = Settings
-    for part in path:
-        if dataclasses.is_dataclass(here):
-            here = get_type_hints(here)[str(part)]
-        else:  # an item of a list or a mapping
-            here = [kind for kind in get_args(here) if kind is not Ellipsis][-1]
-    return [f.name for f in dataclasses.fields(here)]

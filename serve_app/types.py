@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, Literal
 
+from serve_app.policy import Policy, Trial
+
 Kind = Literal["predict", "explain", "describe"]
 Priority = Literal["high", "normal", "low", "shadow"]  # a caller may ask for the first three
 Phase = Literal["stopped", "loading", "ready", "failed"]
@@ -231,7 +233,8 @@ class ModelRow:
 
     default: str
     versions: Mapping[str, VersionRow]
-    policy: Mapping[str, Any] = field(default_factory=lambda: {"policy": "default"})
+    policy: Policy = Policy()
+    trial: Trial | None = None  # an experiment or a rollout that is on
 
 
 Right = Literal["infer", "observe", "manage", "token"]

@@ -15,9 +15,17 @@ BELOW: dict[str, set[str]] = {
     "serve_app": set(),  # the package itself: its version
     "serve_app.errors": set(),
     "serve_app.ports": set(),
-    "serve_app.types": {"serve_app.errors"},
-    "serve_app.settings": {"serve_app.errors", "serve_app.types"},
-    "serve_app.traffic": {"serve_app.errors", "serve_app.types"},
+    "serve_app.documents": set(),
+    "serve_app.json_path": set(),
+}
+# What operators ask of traffic: frozen words, read from JSON.
+BELOW["serve_app.policy"] = {"serve_app.errors", "serve_app.documents", "serve_app.json_path"}
+BELOW["serve_app.experiment"] = BELOW["serve_app.rollout"] = {*BELOW["serve_app.policy"], "serve_app.policy"}
+_WORDS = {*BELOW["serve_app.experiment"], "serve_app.experiment", "serve_app.rollout"}
+BELOW |= {
+    "serve_app.types": _WORDS,
+    "serve_app.settings": {*_WORDS, "serve_app.types"},
+    "serve_app.traffic": {*_WORDS, "serve_app.types"},
     "serve_app.tls": {"serve_app.errors", "serve_app.settings"},
 }
 BELOW["serve_app.telemetry"] = set(BELOW)
@@ -25,7 +33,7 @@ BELOW["serve_app.store"] = set(BELOW)
 BELOW["serve_app.runtime"] = set(BELOW)
 BELOW["serve_app.control"] = set(BELOW) - {"serve_app.runtime"}
 BELOW["serve_app.dataplane"] = BELOW["serve_app.controlplane"] = {
-    "serve_app.errors",
+    *_WORDS,
     "serve_app.types",
     "serve_app.settings",
     "serve_app.traffic",
@@ -33,7 +41,7 @@ BELOW["serve_app.dataplane"] = BELOW["serve_app.controlplane"] = {
 }
 BELOW["serve_app.doors"] = {
     "serve_app",
-    "serve_app.errors",
+    *_WORDS,
     "serve_app.types",
     "serve_app.settings",
     "serve_app.telemetry",
@@ -43,14 +51,14 @@ BELOW["serve_app.doors"] = {
 BELOW["serve_app.deployments"] = set(BELOW)
 BELOW["serve_app.main"] = set(BELOW)
 # A tower of its own: what stands outside the server and speaks to it.
-BELOW["serve_app.properties"] = {"serve_app.errors", "serve_app.types", "serve_app.settings"}
+BELOW["serve_app.properties"] = {*_WORDS, "serve_app.types", "serve_app.settings"}
 BELOW["serve_app.client"] = set()
 BELOW["serve_app.bench"] = {"serve_app", "serve_app.client", "handlers"}
 BELOW["serve_app.cli"] = {
     "serve_app",
     "serve_app.client",
     "serve_app.bench",
-    "serve_app.errors",
+    *_WORDS,
     "serve_app.settings",
     "serve_app.ports",
     "serve_app.tls",

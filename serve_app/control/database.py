@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy.engine import URL, Connection, make_url
 
+from serve_app import documents
 from serve_app.control.registry import Record, Registry
 from serve_app.errors import ConfigurationError, Unavailable
+from serve_app.experiment import Experiment
+from serve_app.policy import Policy
+from serve_app.rollout import Rollout
 from serve_app.types import ModelRef, ModelSpec
 
 SCHEMA = sa.MetaData()
@@ -31,6 +36,7 @@ MODELS = sa.Table(
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("default_version", sa.Text, nullable=False),
     sa.Column("policy", sa.JSON, nullable=False),
+    sa.Column("declared", sa.JSON(none_as_null=True), nullable=True),
 )
 
 VERSIONS = sa.Table(
@@ -50,6 +56,21 @@ ARCHIVES = sa.Table(
     sa.Column("model", sa.Text, primary_key=True),
     sa.Column("version", sa.Text, primary_key=True),
     sa.Column("digest", sa.Text, nullable=False),
+)
+
+# Frozen words as they are, in one column: nobody asks a database about parts of them.
+EXPERIMENTS = sa.Table(
+    "torchrelay_experiments",
+    SCHEMA,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("document", sa.JSON, nullable=False),
+)
+
+ROLLOUTS = sa.Table(
+    "torchrelay_rollouts",
+    SCHEMA,
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("document", sa.JSON, nullable=False),
 )
 
 CHANGES = sa.Table(
@@ -95,12 +116,20 @@ class Database:
             for row in connection.execute(sa.select(VERSIONS).order_by(VERSIONS.c.model, VERSIONS.c.version)):
                 versions.setdefault(row.model, {})[row.version] = _spec(row)
             models = {
-                row.name: Record(row.default_version, versions[row.name], row.policy)
+                row.name: Record(
+                    row.default_version, versions[row.name], documents.read(Policy, row.policy), row.declared
+                )
                 for row in connection.execute(sa.select(MODELS).order_by(MODELS.c.name))
             }
             archives = {ModelRef(row.model, row.version): row.digest for row in connection.execute(sa.select(ARCHIVES))}
+            experiments = {
+                row.id: documents.read(Experiment, row.document) for row in connection.execute(sa.select(EXPERIMENTS))
+            }
+            rollouts = {
+                row.model: documents.read(Rollout, row.document) for row in connection.execute(sa.select(ROLLOUTS))
+            }
         self._generation = generation
-        return Registry(models, archives)
+        return Registry(models, archives, experiments, rollouts)
 
     def save(self, before: Registry, after: Registry) -> None:
         """Store what ``after`` changes in ``before``, which is what was last loaded or saved here.
@@ -120,6 +149,8 @@ class Database:
                 if record != before.models.get(name):
                     _save(connection, name, before.models.get(name), record)
             _save_archives(connection, before.archives, after.archives)
+            _save_documents(connection, EXPERIMENTS.c.id, before.experiments, after.experiments)
+            _save_documents(connection, ROLLOUTS.c.model, before.rollouts, after.rollouts)
         self._generation += 1
 
     @contextlib.contextmanager
@@ -221,10 +252,11 @@ def _upgrade(connection: Connection) -> None:
 
 
 def _save(connection: Connection, name: str, before: Record | None, after: Record) -> None:
-    model = {"default_version": after.default, "policy": dict(after.policy)}
+    declared = None if after.declared is None else dict(after.declared)
+    model = {"default_version": after.default, "policy": documents.write(after.policy), "declared": declared}
     if before is None:
         connection.execute(sa.insert(MODELS).values(name=name, **model))
-    elif (before.default, before.policy) != (after.default, after.policy):
+    elif before != replace(after, versions=before.versions):
         connection.execute(sa.update(MODELS).where(MODELS.c.name == name).values(**model))
     old: Mapping[str, ModelSpec] = before.versions if before else {}
     for version in old.keys() - after.versions.keys():
@@ -242,6 +274,19 @@ def _save_archives(connection: Connection, before: Mapping[ModelRef, str], after
         connection.execute(sa.delete(ARCHIVES).where(*_is(ARCHIVES, ref.name, ref.version)))
     for ref in changed & after.keys():
         connection.execute(sa.insert(ARCHIVES).values(model=ref.name, version=ref.version, digest=after[ref]))
+
+
+def _save_documents(
+    connection: Connection, key: sa.Column[str], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> None:
+    for gone in before.keys() - after.keys():
+        connection.execute(sa.delete(key.table).where(key == gone))
+    for name, value in after.items():
+        if name not in before:
+            document = documents.write(value)
+            connection.execute(sa.insert(key.table).values({key.name: name, "document": document}))
+        elif value is not before[name] and value != before[name]:
+            connection.execute(sa.update(key.table).where(key == name).values(document=documents.write(value)))
 
 
 def _is(table: sa.Table, name: str, version: str) -> tuple[sa.ColumnElement[bool], ...]:

@@ -21,6 +21,9 @@ from serve_app.errors import (
     VersionExists,
     VersionNotFound,
 )
+from serve_app.experiment import Experiment
+from serve_app.policy import Policy, Trial
+from serve_app.rollout import Rollout
 from serve_app.settings import Settings, VersionSettings
 from serve_app.store.manifest import Manifest, ModelConfig
 from serve_app.types import ModelRef, ModelRow, ModelSpec, ModelStatus, Registration, Table, VersionRow
@@ -34,22 +37,29 @@ _LONGEST = 100
 
 @dataclass(frozen=True)
 class Record:
-    """One model: its versions, which of them is the default, and its traffic policy as plain data."""
+    """One model: its versions, which of them is the default, and its traffic policy.
+
+    ``declared`` is what the settings said of its traffic when that was last put in force.
+    """
 
     default: str
     versions: Mapping[str, ModelSpec]
-    policy: Mapping[str, Any] = field(default_factory=lambda: {"policy": "default"})
+    policy: Policy = Policy()
+    declared: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Registry:
     """Every model by name, and the digest of the archive that each version had last, removed ones too.
 
-    Two registries that say the same are equal.
+    Experiments are kept by id, also those that have ended; of rollouts each model's last. Two registries that say
+    the same are equal.
     """
 
     models: Mapping[str, Record] = field(default_factory=dict)
     archives: Mapping[ModelRef, str] = field(default_factory=dict)
+    experiments: Mapping[str, Experiment] = field(default_factory=dict)
+    rollouts: Mapping[str, Rollout] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[ModelSpec]:
         """Every version of every model."""
@@ -174,16 +184,31 @@ def desired(registry: Registry) -> dict[str, Desired]:
     otherwise that route is the gateway's, and the version keeps to its explicit one.
     """
     return {
-        spec.ref.app: Desired(spec, _route(record, spec))
-        for record in registry.models.values()
+        spec.ref.app: Desired(spec, _route(registry, name, spec))
+        for name, record in registry.models.items()
         for spec in record.versions.values()
         if spec.min_workers > 0
     }
 
 
-def _route(record: Record, spec: ModelSpec) -> str:
-    whole = traffic.owns_fast_path(ModelRow(record.default, {}, record.policy))
-    return spec.default_route if whole and spec.version == record.default else spec.route
+def _route(registry: Registry, name: str, spec: ModelSpec) -> str:
+    record = registry.models[name]
+    whole = traffic.whole(ModelRow(record.default, {}, record.policy, trial(registry, name)))
+    return spec.default_route if spec.version == whole else spec.route
+
+
+def experiment_of(registry: Registry, name: str) -> Experiment | None:
+    """The experiment that a model is in."""
+    return next((e for e in registry.experiments.values() if e.model == name and e.running), None)
+
+
+def trial(registry: Registry, name: str) -> Trial | None:
+    """What deals out a model's traffic in place of its policy: its experiment, or a rollout once it has begun."""
+    experiment = experiment_of(registry, name)
+    if experiment is not None:
+        return experiment.trial
+    rollout = registry.rollouts.get(name)
+    return rollout.trial if rollout is not None and rollout.state in ("running", "paused") else None
 
 
 def table(
@@ -199,6 +224,7 @@ def table(
             default=record.default,
             versions={v: _row(s, statuses.get(s.ref), healthy.get(s.ref, True)) for v, s in record.versions.items()},
             policy=record.policy,
+            trial=trial(registry, name),
         )
         for name, record in registry.models.items()
     }

@@ -1,4 +1,4 @@
-"""Management as a gateway's control plane sees it: the keeper behind a handle."""
+"""The keeper of the control plane: put together in Management, and behind a handle for a gateway."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ from serve_app.controlplane import Keeper
 from serve_app.errors import RelayError, Unavailable
 
 QUESTIONS = frozenset(name for name in vars(Keeper) if not name.startswith("_")) | {"render"}
+
+
+class LocalKeeper:
+    """``controlplane.Keeper`` in the process that keeps everything: each question goes to the owner that answers it."""
+
+    def __init__(self, *owners: Any) -> None:
+        self._answers = {
+            name: getattr(owner, name) for owner in owners for name in QUESTIONS if hasattr(type(owner), name)
+        }
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        try:
+            return self._answers[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 class RemoteKeeper:

@@ -24,7 +24,7 @@ from serve_app.control.vitals import Vitals
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import TableReader
 from serve_app.deployments import serve_env
-from serve_app.deployments.keeper import QUESTIONS
+from serve_app.deployments.keeper import QUESTIONS, LocalKeeper
 from serve_app.deployments.ledger import Ledger
 from serve_app.deployments.listener import Listener
 from serve_app.deployments.registrar import Registrar
@@ -100,6 +100,7 @@ class Management:
             keys,
             settings,
         )
+        self._keeper = LocalKeeper(self._registrar, self)
         self._board.expect(await rounds.running_now() - {serve.get_replica_context().replica_id.unique_id})
         self._ledger.publish()  # before anybody can ask: who may ask for what stands in the table
         for listener in self._make_listeners(port, context):
@@ -124,7 +125,7 @@ class Management:
         """One for each port that is not shared: with the inference port, or by the two of them."""
         m, shared = self._settings.management, self._settings.inference
         no_port = (0, inference_port)
-        control = ControlPlane(self._registrar, self._settings, lambda: self._board.table.access)
+        control = ControlPlane(self._keeper, self._settings, lambda: self._board.table.access)
         together = (m.host, m.port) == (m.metrics_host, m.metrics_port)
         render = self.render if m.enable_metrics_api and (together or m.also_metrics) else None
         listeners = []
@@ -180,9 +181,8 @@ class Management:
         """What a gateway's control plane asks (see keeper.py): an error is a value, or Ray would log it as a fault."""
         if question not in QUESTIONS:
             raise AttributeError(question)
-        asked = self.render if question == "render" else getattr(self._registrar, question)
         try:
-            return await asked(*args)
+            return await getattr(self._keeper, question)(*args)
         except RelayError as error:
             return error
 

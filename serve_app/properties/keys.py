@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from serve_app.settings import near_miss
+from serve_app.documents import near_miss
 
 Fate = Literal["setting", "unneeded", "unserved"]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from serve_app.documents import near_miss
 from serve_app.errors import ConfigurationError
 from serve_app.properties.keys import (
     BY_NAME,
@@ -24,7 +25,7 @@ from serve_app.properties.keys import (
     whole,
 )
 from serve_app.properties.syntax import Entry, parse, substituted
-from serve_app.settings import Settings, VersionSettings, load, near_miss
+from serve_app.settings import Settings, VersionSettings, load
 
 
 @dataclass(frozen=True)

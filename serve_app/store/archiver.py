@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from handlers import HANDLERS
+from serve_app.documents import near_miss
 from serve_app.errors import ConfigurationError
-from serve_app.settings import near_miss
 from serve_app.store.manifest import MANIFEST, ModelConfig
 
 Format = Literal["default", "zip-store", "tgz", "no-archive"]

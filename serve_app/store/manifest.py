@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from serve_app.documents import near_miss
 from serve_app.errors import ConfigurationError, InvalidArchive
-from serve_app.settings import near_miss
 from serve_app.telemetry.logs import LEVELS
 
 MANIFEST = "MAR-INF/MANIFEST.json"

@@ -21,6 +21,9 @@ import serve_app
 from serve_app.control.database import SCHEMA, Database
 from serve_app.control.registry import Record, Registry, put, register, scale, set_default, unregister
 from serve_app.errors import ConfigurationError, Unavailable
+from serve_app.experiment import Arm, Experiment, Metric
+from serve_app.policy import Key, Policy, Shadow, allocate
+from serve_app.rollout import Decision, Guardrails, Plan, Rollout
 from serve_app.types import ModelSpec
 
 ROOT = Path(serve_app.__file__).parents[1]
@@ -108,8 +111,25 @@ class TestRoundTrip:
         assert [type(key) for key in loaded.config["handler"]["labels"]] == [int, int]
 
     def test_policies_come_back(self, database: Database, url: str):
-        policy = {"policy": "weighted", "weights": {"1.0": 90, "2.0": 10}}
-        whole = Registry({"m": Record("1.0", {v: spec(version=v) for v in ("1.0", "2.0")}, policy)})
+        weights = {"1.0": 9000, "2.0": 1000}
+        policy = Policy(
+            "sticky",
+            weights,
+            key=Key(json="$.user.id"),
+            salt="salt",
+            header="x-version",
+            labels={"canary": "2.0"},
+            shadow=Shadow("2.0", 10, {"kind": "text"}, redact=("$.name",)),
+            allocation=allocate(weights),
+        )
+        record = Record("1.0", {v: spec(version=v) for v in ("1.0", "2.0")}, policy, declared={"policy": "default"})
+        arms = {"a": Arm("1.0", 5000), "b": Arm("2.0", 5000)}
+        metrics = (Metric("clicks", "reward", per="event"), Metric("score", "output", "decrease", "scores[0]"))
+        experiment = Experiment("try", arms, metrics, "a", Key(cookie="id"), id="e1", model="m", began=1.5)
+        decision = Decision(2.5, "step", 5.0, "held for 60 s", {"baseline": {"calls": 10}})
+        plan = Plan("2.0", (1, 100), 5.0, Guardrails(p99=None), key=Key(header="x-user"))
+        rollout = Rollout(plan, "r1", "m", "1.0", "running", 1.0, 1, 2.0, decisions=(decision,))
+        whole = Registry({"m": record}, {}, {"e1": experiment}, {"m": rollout})
         database.save(Registry(), whole)
         assert stored(url)[0] == whole
 

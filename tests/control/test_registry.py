@@ -26,6 +26,7 @@ from serve_app.errors import (
     VersionExists,
     VersionNotFound,
 )
+from serve_app.policy import Policy, allocate
 from serve_app.settings import load
 from serve_app.store.manifest import Manifest, ModelConfig
 from serve_app.types import Call, ModelRef, ModelSpec, ModelStatus, Registration
@@ -215,7 +216,9 @@ class TestDesired:
 
     def test_a_policy_that_divides_the_traffic_sends_every_version_to_its_own_route(self):
         record = registry(spec(min_workers=1)).models["m"]
-        whole = Registry({"m": Record(record.default, record.versions, {"policy": "weighted"})})
+        weights = {"1.0": 9000, "2.0": 1000}
+        policy = Policy("weighted", weights, allocation=allocate(weights))
+        whole = Registry({"m": Record(record.default, record.versions, policy)})
         assert [one.route for one in desired(whole).values()] == ["/predictions/m/1.0"]
 
     def test_no_two_applications_have_one_route(self):
@@ -231,24 +234,24 @@ class TestTable:
         ready = ModelStatus("ready", replicas=2, last_error="it was killed, once")
         made = table(registry(one), {one.ref: ready}, {one.ref: False}, generation=4, settled=True)
         assert (made.generation, made.settled) == (4, True)
-        row = traffic.choose(made, Call("m"))
+        row = traffic.choose(made, Call("m")).row
         assert (row.version, row.phase, row.replicas, row.last_error, row.healthy) == ("1.0", "ready", 2, "", False)
         assert (row.max_batch_size, row.job_queue_size, row.client_timeout, row.retries) == (8, 7, 50, False)
         failed = ModelStatus("failed", last_error="no such file")
-        row = traffic.choose(table(registry(one), {one.ref: failed}, {}, 5, True), Call("m"))
+        row = traffic.choose(table(registry(one), {one.ref: failed}, {}, 5, True), Call("m")).row
         assert row.last_error == "no such file"
 
     @pytest.mark.parametrize("loaded", [True, False])
     def test_tells_what_start_up_loaded(self, loaded):
         made = table(registry(spec(loaded_at_startup=loaded)), {}, {}, 1, True)
-        assert traffic.choose(made, Call("m")).loaded_at_startup is loaded
+        assert traffic.choose(made, Call("m")).row.loaded_at_startup is loaded
 
     def test_follows_default_and_policy(self):
         whole, _ = set_default(registry(spec(), spec(version="2.0")), "m", "2.0")
         made = table(whole, {}, {}, 1, False)
-        assert traffic.choose(made, Call("m")).version == "2.0"
-        assert traffic.choose(made, Call("m", "1.0")).version == "1.0"
-        assert made.models["m"].policy == {"policy": "default"}
+        assert traffic.choose(made, Call("m")).row.version == "2.0"
+        assert traffic.choose(made, Call("m", "1.0")).row.version == "1.0"
+        assert made.models["m"].policy == Policy()
 
     @pytest.mark.parametrize(
         ("workers", "status", "phase"),
@@ -263,7 +266,7 @@ class TestTable:
     def test_a_version_that_was_asked_for_and_has_not_begun_is_loading(self, workers, status, phase):
         one = spec(min_workers=workers)
         made = table(registry(one), {one.ref: status} if status else {}, {}, 1, False)
-        row = traffic.choose(made, Call("m"))
+        row = traffic.choose(made, Call("m")).row
         assert (row.phase, row.replicas, row.healthy) == (phase, 0, True)
 
     def test_crosses_processes(self):

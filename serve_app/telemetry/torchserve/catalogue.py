@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 
 import yaml
 
+from serve_app.documents import near_miss
 from serve_app.errors import ConfigurationError
-from serve_app.settings import near_miss
 
 Kind = Literal["counter", "gauge", "histogram"]
 KINDS = ("counter", "gauge", "histogram")

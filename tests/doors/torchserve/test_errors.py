@@ -69,6 +69,15 @@ SAID = [
         "MethodNotAllowedException",
         "Requested method is not allowed, please refer to API document.",
     ),
+    (errors.InUse("no"), 409, "ConflictStatusException", "no"),
+    (errors.ExperimentNotFound("e"), 404, "ResourceNotFoundException", "Experiment not found: e"),
+    (
+        errors.UnknownUnit("u", "e"),
+        404,
+        "ResourceNotFoundException",
+        "Experiment e has assigned nobody of the request id or key 'u'; "
+        "post the X-Request-Id of an answer that it gave, or the key that its caller showed.",
+    ),
     (
         errors.VersionExists("m", "1.0"),
         409,

@@ -1,0 +1,74 @@
+"""JSON documents and settings into frozen dataclasses: what is wrong is said with its place, and the nearest key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import pydantic
+
+STRICT = pydantic.ConfigDict(extra="forbid")  # as ``__pydantic_config__`` of each dataclass that is read
+
+T = TypeVar("T")
+
+
+class Misread(ValueError):
+    """A document that is not what it should be; the message names key, problem and cure."""
+
+
+@cache
+def _adapter(kind: type[T]) -> pydantic.TypeAdapter[T]:
+    return pydantic.TypeAdapter(kind)
+
+
+def read(kind: type[T], document: Any, secret: tuple[tuple[str, ...], ...] = ()) -> T:
+    """``document`` as the dataclass ``kind``. Values under the paths ``secret`` are never shown. Raises Misread."""
+    try:
+        return _adapter(kind).validate_python(document)
+    except pydantic.ValidationError as error:
+        raise Misread("; ".join(_explain(kind, problem, secret) for problem in error.errors())) from None
+
+
+def write(value: Any) -> Any:
+    """A dataclass as plain data that JSON can hold, and ``read`` takes again."""
+    return _adapter(type(value)).dump_python(value, mode="json")
+
+
+def near_miss(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known key that ``key`` was probably meant to be."""
+    folded = {_fold(k): k for k in known}
+    match = difflib.get_close_matches(_fold(key), list(folded), n=1, cutoff=cutoff)
+    return folded[match[0]] if match else None
+
+
+def _fold(key: str) -> str:
+    return key.replace("_", "").replace("-", "").lower()
+
+
+def _explain(kind: type, problem: Mapping[str, Any], secret: tuple[tuple[str, ...], ...]) -> str:
+    where = tuple(problem["loc"])
+    path = ".".join(str(part) for part in where)
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _fields_at(kind, where[:-1])
+        near = near_miss(str(where[-1]), known)
+        cure = f"did you mean {near!r}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown key {path!r}; {cure}"
+    hidden = any(where[: len(start)] == start for start in secret)
+    got = "" if hidden else f" (got {problem['input']!r})"
+    return f"{path or 'it'}: {problem['msg']}{got}"
+
+
+def _fields_at(kind: type, path: tuple[Any, ...]) -> list[str]:
+    here: Any = kind
+    for part in path:
+        if dataclasses.is_dataclass(here):
+            here = get_type_hints(here)[str(part)]
+        else:  # an item of a list or a mapping
+            here = [inner for inner in get_args(here) if inner is not Ellipsis][-1]
+        if get_origin(here) in (Union, UnionType):  # what may be left out
+            here = next(inner for inner in get_args(here) if inner is not type(None))
+    return [f.name for f in dataclasses.fields(here)]

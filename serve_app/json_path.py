@@ -1,0 +1,35 @@
+"""A place in a JSON document: ``$.user.id``, ``user.id``, ``items[0].score``."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?\d+)\]")
+
+
+@lru_cache(maxsize=1024)
+def steps(path: str) -> tuple[str | int, ...]:
+    """The path's keys and indices; none for ``$``, the whole document. Raises ValueError."""
+    rest = path.strip()
+    rest = rest[1:] if rest.startswith("$") else rest
+    found: list[str | int] = []
+    while rest:
+        match = _STEP.match(rest)
+        if match is None:
+            raise ValueError(f"{path!r} is no place in a JSON document; write it like $.user.id or scores[0]")
+        key, index = match.groups()
+        found.append(key if index is None else int(index))
+        rest = rest[match.end() :]
+    return tuple(found)
+
+
+def find(document: Any, path: str) -> Any:
+    """What stands at ``path``; None where nothing does."""
+    for step in steps(path):
+        try:
+            document = document[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return document

@@ -1,0 +1,210 @@
+"""Which version of a model gets a call that names none, as frozen values and as the JSON that operators write.
+
+Shares are in basis points of a model's calls: 10,000 are all of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any, Literal
+
+from serve_app import documents, json_path
+from serve_app.errors import BadRequest
+
+WHOLE = 10_000  # basis points, and the buckets into which keys are hashed
+
+
+@dataclass(frozen=True)
+class Key:
+    """Where a call says whose it is; exactly one of the three is set."""
+
+    __pydantic_config__ = documents.STRICT
+    header: str = ""
+    cookie: str = ""
+    json: str = ""  # a path into the first input that is JSON
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.header, self.cookie, self.json))) != 1:
+            raise ValueError('a key is one of {"header": NAME}, {"cookie": NAME} and {"json": PATH}')
+        object.__setattr__(self, "header", self.header.lower())
+        json_path.steps(self.json)
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A version that gets a copy of some calls, and whose answers nobody waits for."""
+
+    __pydantic_config__ = documents.STRICT
+    version: str
+    percent: float = 100.0  # of the calls that the model's policy answers
+    compare: Mapping[str, Any] = field(default_factory=dict)  # how, see control/comparison.py
+    keep: int = 20  # of the worst disagreements, with their inputs
+    redact: tuple[str, ...] = ()  # JSON paths of inputs and outputs that are not kept
+    timeout_s: float = 30.0  # after which a copy is given up
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percent <= 100:
+            raise ValueError(f"percent is more than 0 and at most 100, and is {self.percent:g}")
+        if not 0 <= self.keep <= 1000:
+            raise ValueError(f"keep is from 0 to 1000 disagreements, and is {self.keep}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s is a number of seconds above 0, and is {self.timeout_s:g}")
+        for path in self.redact:
+            json_path.steps(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Who has which buckets: ``names[i]`` those from ``ends[i - 1]`` up to, and without, ``ends[i]``."""
+
+    ends: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def of(self, bucket: int) -> str:
+        return self.names[bisect_right(self.ends, bucket)]
+
+
+def allocate(weights: Mapping[str, int], before: Allocation | None = None) -> Allocation:
+    """Buckets by weight. Of those that ``before`` gave away as few as possible change hands.
+
+    ``weights`` are in basis points and sum to 10,000.
+    """
+    if before is None:
+        named = [(name, weight) for name, weight in weights.items() if weight]
+        return Allocation(tuple(accumulate(weight for _, weight in named)), tuple(name for name, _ in named))
+    missing = dict(weights)
+    ranges: list[tuple[int, str | None]] = []  # length, and whose it stays
+    start = 0
+    for end, name in zip(before.ends, before.names):
+        kept = min(end - start, missing.get(name, 0))
+        if kept:
+            missing[name] -= kept
+            ranges.append((kept, name))
+        if end - start > kept:
+            ranges.append((end - start - kept, None))
+        start = end
+    waiting = [(name, weight) for name, weight in missing.items() if weight]
+    ends: list[int] = []
+    names: list[str] = []
+
+    def give(length: int, name: str) -> None:
+        end = (ends[-1] if ends else 0) + length
+        if names and names[-1] == name:
+            ends[-1] = end
+        else:
+            ends.append(end)
+            names.append(name)
+
+    for length, owner in ranges:
+        if owner is not None:
+            give(length, owner)
+            continue
+        while length:
+            name, wanted = waiting.pop(0)
+            taken = min(length, wanted)
+            give(taken, name)
+            length -= taken
+            if wanted > taken:
+                waiting.insert(0, (name, wanted - taken))
+    return Allocation(tuple(ends), tuple(names))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model's policy.
+
+    ``default``: every call gets the default version. ``weighted``: call by call, by the versions' shares.
+    ``sticky``: the same, and whoever shows the same key gets the same version. Beside any of them: testers name a
+    version or a label in a header, labels stand for versions in a path, and a shadow gets copies.
+    """
+
+    __pydantic_config__ = documents.STRICT
+    policy: Literal["default", "weighted", "sticky"] = "default"
+    versions: Mapping[str, int] = field(default_factory=dict)
+    key: Key | None = None
+    salt: str = ""  # of sticky's hash; empty: the model's name
+    header: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    shadow: Shadow | None = None
+    allocation: Allocation | None = None  # of sticky and weighted; not the operator's to say
+
+    @property
+    def named(self) -> set[str]:
+        """Every version that it speaks of."""
+        shadow = {self.shadow.version} if self.shadow is not None else set()
+        return {*self.versions, *self.labels.values(), *shadow}
+
+
+_OWN = tuple(f.name for f in fields(Policy) if f.name != "allocation")
+
+
+def read(document: Any) -> Policy:
+    """The policy that an operator's document says. Raises BadRequest, which names the key and the cure."""
+    if not isinstance(document, Mapping):
+        raise BadRequest('A traffic policy is a JSON object, such as {"policy": "default"}.')
+    if "allocation" in document:
+        raise BadRequest(f"Traffic policy: unknown key 'allocation'; known here: {', '.join(_OWN)}")
+    kind = "weighted" if document.get("versions") else "default"
+    try:
+        policy = documents.read(Policy, {"policy": kind, **document})
+    except documents.Misread as error:
+        raise BadRequest(f"Traffic policy: {error}") from None
+    if wrong := _wrong(policy):
+        raise BadRequest(f"Traffic policy: {wrong}")
+    return policy
+
+
+def write(policy: Policy) -> dict[str, Any]:
+    """The document that ``read`` takes for this policy: what it says and nothing else."""
+    whole = documents.write(policy)
+    said = {name: whole[name] for name in _OWN if whole[name] or name == "policy"}
+    if policy.key is not None:
+        said["key"] = {source: name for source, name in whole["key"].items() if name}
+    return said
+
+
+def _wrong(policy: Policy) -> str:
+    """What is wrong with a policy by itself, whatever versions there are."""
+    if policy.policy == "default":
+        if policy.versions:
+            return 'the policy "default" has no versions; weighted and sticky have'
+    elif wrong := wrong_weights(policy.versions, "versions"):
+        return wrong
+    if policy.policy == "sticky" and policy.key is None:
+        return 'the policy "sticky" wants a key: {"header": NAME}, {"cookie": NAME} or {"json": PATH}'
+    if policy.policy != "sticky" and policy.key is not None:
+        return f'a key is for the policy "sticky"; this one is {policy.policy!r}'
+    return ""
+
+
+def wrong_weights(weights: Mapping[str, int], where: str) -> str:
+    """What is wrong with shares that should sum to 10,000 basis points; empty where nothing is."""
+    negative = [name for name, weight in weights.items() if weight < 0]
+    if negative:
+        return f"{where}.{negative[0]} is a share of {weights[negative[0]]} basis points; it cannot be negative"
+    total = sum(weights.values())
+    if total != WHOLE:
+        said = ", ".join(f"{name}: {weight}" for name, weight in weights.items()) or "none"
+        return f"{where} ({said}) sum to {total} basis points; they must sum to {WHOLE}, which are all calls"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What an experiment or a rollout asks of the data plane: who gets what, and what is looked at.
+
+    While one is on, its arms take the place of the policy's versions.
+    """
+
+    id: str
+    arms: Mapping[str, str]  # name -> version
+    allocation: Allocation  # of the arms' names
+    baseline: str  # the arm that calls without a key get, uncounted
+    key: Key | None = None  # None: call by call
+    salt: str = ""
+    outputs: tuple[tuple[str, str], ...] = ()  # (metric, JSON path into the answer): numbers that are summed
+    exposures: bool = False  # who was given what is remembered, for rewards that come later
+    checks: bool = False  # answers are looked at for emptiness, NaN and infinity
