@@ -38,7 +38,7 @@ def run(server: Server) -> Run:
     return run
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_stays(server: Server) -> Iterator[None]:
     """Unregisters what a test has registered, and takes its archives out of the store."""
     models = {model["modelName"] for model in server.client.models()}

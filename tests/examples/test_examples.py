@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 import warnings
@@ -18,7 +20,7 @@ import torch
 from parts import Server
 from PIL import Image
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Run = Callable[..., str]
