@@ -54,6 +54,7 @@ BELOW["serve_app.main"] = set(BELOW)
 BELOW["serve_app.properties"] = {*_WORDS, "serve_app.types", "serve_app.settings"}
 BELOW["serve_app.client"] = set()
 BELOW["serve_app.bench"] = {"serve_app", "serve_app.client", "handlers"}
+BELOW["serve_app.bench.assignment"] = {*_WORDS, "serve_app.types", "serve_app.traffic"}  # it measures them alone
 BELOW["serve_app.cli"] = {
     "serve_app",
     "serve_app.client",

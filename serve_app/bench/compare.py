@@ -9,81 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import math
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Optional
 
-import httpx
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from serve_app.bench import Load, Request, Result, peers, report, send, wrk
+from serve_app.bench import Load, Request, Result, peers, report, send, traffic, wrk
 from serve_app.bench.archives import MODELS, ArchiveFailed, build
+from serve_app.bench.contenders import Contender, ask, bare_loop, over_http
 from serve_app.bench.peers import Peer, PeerFailed
 from serve_app.bench.report import Case, Footprint, Report
 
-GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "middleware", "costs", "memory")
+GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "traffic", "shadow", "middleware", "costs", "memory")
 DELAYS = (0, 1, 5, 10, 50, 100)  # milliseconds of max_batch_delay that TorchServe is tried with
 _MIDDLEWARE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 # HAProxy compares paths as they are written, so an escaped letter goes to the gateway.
 _GATEWAY = "/%70redictions/{model}"
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One row of a table: its name, and how it is measured."""
-
-    name: str
-    measure: Callable[[Load], Result]
-
-
-def over_http(name: str, url: str, model: str, headers: Mapping[str, str] | None = None) -> Contender:
-    """A contender that answers a model's requests at ``url``, and has just answered one rightly."""
-    ask(url, model, headers)
-    asked = MODELS[model]
-    request = Request(url, body=asked.body, content_type=asked.content_type, headers=headers or {})
-    return Contender(name, partial(send, request))
-
-
-def ask(url: str, model: str, headers: Mapping[str, str] | None = None) -> dict:
-    """One checked answer of a model. Raises PeerFailed when it is wrong or none."""
-    sent = {"content-type": MODELS[model].content_type, **(headers or {})}
-    try:
-        answer = httpx.post(url, content=MODELS[model].body, headers=sent, timeout=30)
-        decoded = answer.json()
-        if answer.status_code == 200 and MODELS[model].check(decoded):
-            return decoded
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise PeerFailed(f"{url} gave no answer of {model}: {error!r}") from error
-    raise PeerFailed(f"{url} gave a wrong answer of {model}: {answer.status_code} {answer.text[:200]}")
-
-
-def bare_loop(model: str, threads: int) -> Contender:
-    """The same model in a process of its own, without a server."""
-
-    def measure(load: Load) -> Result:
-        command = [sys.executable, "-m", "serve_app.bench.bare_loop", model, str(threads), str(load.seconds)]
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(command, env=env, cwd=peers.ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise PeerFailed(f"the bare loop of {model} ended with {done.returncode}: {done.stderr.strip()}")
-        found = json.loads(done.stdout)
-        nan = math.nan  # a batch has a time, a request has none here
-        return Result("loop", 0, found["seconds"], found["rows"], found["rows"], nan, nan, nan, nan)
-
-    return Contender(report.LOOP, measure)
 
 
 class Comparison:
@@ -249,6 +200,44 @@ class Comparison:
             pair = [over_http(report.RELAY1, fast, "echo"), over_http(report.GATEWAY, slow, "echo")]
             self.interleave("gateway", pair, (1, 32, 64))
 
+    def traffic(self, relay: Peer, serve: Peer | None) -> None:
+        """One version alone, and two versions under policies and an experiment."""
+        contenders = []
+        with self.going_on():
+            if serve:
+                for name, size in ((report.SERVE1, 1), (report.SERVE_BATCHED, 16)):
+                    delay = {"max_batch_delay": 1} if size > 1 else {}
+                    url = self.serve(serve, f"traffic_{size}", "echo", batch_size=size, **delay)
+                    contenders.append(over_http(name, url, "echo"))
+        with self.going_on():
+            url = self.serve(relay, "traffic", "echo", batch_size=16)
+            contenders.append(over_http(report.RELAY_BATCHED, url, "echo"))
+        for setup in traffic.SETUPS:
+            with self.going_on():
+                model = f"bench_{setup.word}"
+                url = traffic.two_versions(relay, self.archives["echo"], self.folder, model, batch_size=16)
+                setup.put(relay, model)
+                contenders.append(over_http(setup.name, url, "echo", traffic.CALLER))
+        self.interleave("traffic", contenders, (1, 32, 64))
+        with self.going_on():
+            self.note(f"Assignment of one call: {traffic.assignment()}.")
+
+    def shadow(self, relay: Peer) -> None:
+        """The mlp at half of what it can do, without a shadow and with one; the requests come by a Poisson process."""
+        contenders = []
+        with self.going_on():
+            models = {report.ALONE: "bench_alone", report.SHADOWED: "bench_shadowed"}
+            urls = {
+                name: traffic.two_versions(relay, self.archives["mlp"], self.folder, model, batch_size=16)
+                for name, model in models.items()
+            }
+            traffic.put_policy(relay, models[report.SHADOWED], {"shadow": {"version": "2.0", "percent": 10}})
+            request = Request(urls[report.ALONE], body=MODELS["mlp"].body)
+            rate = send(request, Load(connections=32, seconds=self.seconds, warmup=2)).throughput / 2
+            self.note(f"Shadows were measured at {rate:,.0f} requests/s, half of what the mlp can do.")
+            contenders = [traffic.at_rate(over_http(name, url, "mlp"), rate) for name, url in urls.items()]
+        self.interleave("shadow", contenders, (64,))
+
     def middleware(self, configs: Path) -> None:
         """One server at a time: the middleware is in the environment of the whole of it."""
         task = self.progress.add_task("middleware", total=2 * self.rounds)
@@ -378,6 +367,10 @@ def _together(
             run.gateway(relay, gateway)
         elif "gateway" in groups:
             run.note("The gateway was not measured: it needs Torchrelay, and --gateway with a path.")
+        if "traffic" in groups and relay:
+            run.traffic(relay, serve)
+        if "shadow" in groups and relay:
+            run.shadow(relay)
 
 
 def _complain(console: Console, error: Exception) -> int:

@@ -86,9 +86,18 @@ class Peer:
         self._manage("POST", "/models", f"registering {archive.name} as {name}", **params, synchronous="true")
         return self.url(name)
 
+    def add_version(self, archive: Path, name: str, *, batch_size: int = 1) -> None:
+        """Register the version in an archive beside the model's others, and wait for its worker. Raises PeerFailed."""
+        params = {"url": archive.resolve().as_uri(), "model_name": name, "batch_size": batch_size}
+        self._manage("POST", "/models", f"registering {archive.name} as {name}", **params, initial_workers=1)
+
     def unregister(self, name: str) -> None:
         """Unregister a model, if it is there."""
         self._manage("DELETE", f"/models/{name}", f"unregistering {name}", also=404)
+
+    def tell(self, method: str, path: str, document: Any) -> None:
+        """Send a JSON document to the management API. Raises PeerFailed."""
+        self._manage(method, path, f"{method} {path}", document)
 
     def scale(self, name: str, workers: int) -> None:
         """Set a model's workers and wait until they are there. Raises PeerFailed."""
@@ -99,13 +108,17 @@ class Peer:
         """The same server, managed with a token."""
         return replace(self, token=token)
 
-    def _manage(self, method: str, path: str, doing: str, also: int = 200, **params: str | int) -> None:
+    def _manage(
+        self, method: str, path: str, doing: str, document: Any = None, also: int = 200, **params: str | int
+    ) -> None:
+        asked: dict[str, Any] = {"params": params, "headers": bearer(self.token), "timeout": 180}
+        if document is not None:
+            asked["json"] = document
         try:
-            headers = bearer(self.token)
-            answer = httpx.request(method, self.management + path, params=params, headers=headers, timeout=180)
+            answer = httpx.request(method, self.management + path, **asked)
         except httpx.HTTPError as error:
             raise PeerFailed(f"{self.name}: {doing} failed: {error!r}") from error
-        if answer.status_code not in (200, also):
+        if not answer.is_success and answer.status_code != also:
             raise PeerFailed(f"{self.name}: {doing} gave {answer.status_code}: {answer.text.strip()}")
 
     def processes(self) -> list[psutil.Process]:

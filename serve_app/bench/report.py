@@ -18,6 +18,12 @@ RELAY_BATCHED = "Torchrelay, 1 replica, batches of 16"
 GATEWAY = "Torchrelay, by the gateway"
 PLAIN = "Torchrelay, no middleware"
 LOOP = "Bare loop of full batches"
+WHOLE = "Torchrelay, a policy of 100 %"
+SPLIT = "Torchrelay, split 90/10"
+STICKY = "Torchrelay, sticky 90/10"
+MEASURED = "Torchrelay, experiment 50/50"
+ALONE = "Torchrelay, no shadow"
+SHADOWED = "Torchrelay, 10 % shadowed"
 BARE = "Torchrelay, without tokens, custom metrics and access log"
 FULL = "Torchrelay, with them"
 
@@ -91,6 +97,12 @@ TARGETS = (
     Target(Case("images", 32), RELAY1, SERVE1, "throughput", 1.0),
     Target(Case("gateway", 32), GATEWAY, RELAY1, "throughput", 0.7),
     Target(Case("gateway", 64), GATEWAY, RELAY1, "throughput", 0.7),
+    Target(Case("traffic", 32), WHOLE, RELAY_BATCHED, "throughput", 0.97),
+    Target(Case("traffic", 32), SPLIT, RELAY_BATCHED, "throughput", 0.7),
+    Target(Case("traffic", 64), SPLIT, RELAY_BATCHED, "throughput", 0.7),
+    Target(Case("traffic", 32), SPLIT, SERVE1, "throughput", 2.0),
+    Target(Case("traffic", 64), SPLIT, SERVE1, "throughput", 2.0),
+    Target(Case("shadow", 64), SHADOWED, ALONE, "p99", 1.1),
     Target(Case("middleware", 32), RELAY1, PLAIN, "throughput", 0.92),
     Target(Case("costs", 32), FULL, BARE, "throughput", 0.9),
 )

@@ -1,0 +1,82 @@
+"""Two versions of one model, and how its calls are dealt out to them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from serve_app.bench import peers, report
+from serve_app.bench.contenders import Contender
+from serve_app.bench.peers import Peer, PeerFailed
+
+CALLER = {"x-user": "somebody"}
+_KEY = {"header": "x-user"}
+_90_10 = {"1.0": 9000, "2.0": 1000}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is asked of the management API before a model with two versions is measured."""
+
+    name: str
+    word: str
+    put: Callable[[Peer, str], None]
+
+
+def put_policy(relay: Peer, model: str, policy: dict[str, Any]) -> None:
+    relay.tell("PUT", f"/models/{model}/traffic", policy)
+
+
+def _policy(**policy: Any) -> Callable[[Peer, str], None]:
+    return lambda relay, model: put_policy(relay, model, policy)
+
+
+def _experiment(relay: Peer, model: str) -> None:
+    arms = {name: {"version": version, "weight": 5000} for name, version in (("a", "1.0"), ("b", "2.0"))}
+    metrics = [{"name": "latency", "kind": "latency"}, {"name": "errors", "kind": "error_rate"}]
+    document = {"name": "benchmark", "arms": arms, "metrics": metrics, "baseline": "a"}
+    relay.tell("POST", f"/models/{model}/experiments", document)
+
+
+SETUPS = (
+    Setup(report.WHOLE, "whole", _policy(policy="weighted", versions={"2.0": 10_000})),
+    Setup(report.SPLIT, "split", _policy(policy="weighted", versions=_90_10)),
+    Setup(report.STICKY, "sticky", _policy(policy="sticky", key=_KEY, versions=_90_10)),
+    Setup(report.MEASURED, "measured", _experiment),
+)
+
+
+def two_versions(relay: Peer, archive: Path, folder: Path, model: str, *, batch_size: int) -> str:
+    """Register an archive as versions 1.0 and 2.0 of ``model``, one worker each; its URL. Raises PeerFailed."""
+    second = folder / f"{archive.stem}-2.0.mar"
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(second, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "MAR-INF/MANIFEST.json":
+                manifest = json.loads(content)
+                manifest["model"]["modelVersion"] = "2.0"
+                content = json.dumps(manifest).encode()
+            new.writestr(name, content)
+    url = relay.register(archive, model, batch_size=batch_size)
+    relay.add_version(second, model, batch_size=batch_size)
+    return url
+
+
+def at_rate(contender: Contender, rate: float) -> Contender:
+    """The same contender under an open loop of ``rate`` requests a second."""
+    return Contender(contender.name, lambda load: contender.measure(replace(load, rate=rate)))
+
+
+def assignment() -> str:
+    """What choosing a version costs, by kind of policy, in words. Raises PeerFailed."""
+    command = [sys.executable, "-m", "serve_app.bench.assignment"]
+    done = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise PeerFailed(f"the assignment was not measured: {done.stderr.strip()[-500:]}")
+    return ", ".join(f"{kind} {microseconds:.2f} µs" for kind, microseconds in json.loads(done.stdout).items())
