@@ -12,6 +12,9 @@ from serve_app.errors import BadRequest
 from serve_app.policy import Key, Trial, allocate, wrong_weights
 
 GROUPS = 1_000  # into which an arm's buckets are put together for its variance
+AT_ONCE = 10_000  # events in one request
+GREATEST = 1e12  # of a reward: more could not be squared and summed
+_LONGEST = 200  # characters of a name, and of an event's id
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,10 @@ def read(document: Any) -> Experiment:
 def _wrong(experiment: Experiment) -> str:
     if not experiment.name:
         return "name is empty; give it one by which people know it"
+    if len(experiment.name) > _LONGEST:
+        return f"name has {len(experiment.name)} characters; it has at most {_LONGEST}"
+    if "" in experiment.arms:
+        return "an arm's name is empty"
     if len(experiment.arms) < 2:
         return f"arms must be two or more, and are {len(experiment.arms)}"
     if wrong := wrong_weights({name: arm.weight for name, arm in experiment.arms.items()}, "arms"):
@@ -114,11 +121,15 @@ def _wrong(experiment: Experiment) -> str:
     if not experiment.metrics:
         return "metrics is empty; name at least one to compare"
     names = [metric.name for metric in experiment.metrics]
+    if "" in names:
+        return "a metric's name is empty"
     if doubled := [name for name in names if names.count(name) > 1]:
         return f"two metrics are called {doubled[0]!r}"
     for metric in experiment.metrics:
         if (metric.kind == "output") != bool(metric.path):
             return f"metric {metric.name!r}: a path is wanted for the kind output, and only there"
+        if metric.per == "event" and metric.kind != "reward":
+            return f"metric {metric.name!r}: only a reward is measured per event; of the kind {metric.kind} is each call"
         try:
             json_path.steps(metric.path)
         except ValueError as error:
@@ -131,7 +142,7 @@ class Reward:
     """A value that became known after a call: that with ``request_id``, or those of whoever showed ``key``."""
 
     __pydantic_config__ = documents.STRICT
-    value: float
+    value: float  # true is 1
     request_id: str = ""
     key: str = ""
     metric: str = ""  # may be left out where the experiment has one reward alone
@@ -142,6 +153,10 @@ class Reward:
             raise ValueError("an event names either a request_id or a key")
         if not isfinite(self.value):
             raise ValueError(f"value is a finite number, and is {self.value}")
+        if abs(self.value) > GREATEST:
+            raise ValueError(f"value is between -{GREATEST:g} and {GREATEST:g}, and is {self.value:g}")
+        if len(self.id) > _LONGEST:
+            raise ValueError(f"id has {len(self.id)} characters; it has at most {_LONGEST}")
 
     @property
     def unit(self) -> str:
@@ -151,11 +166,18 @@ class Reward:
 def read_rewards(document: Any) -> list[Reward]:
     """One event, a list of them, or ``{"events": [...]}``. Raises BadRequest, which names the key and the cure."""
     if isinstance(document, Mapping) and "events" in document:
+        if more := [key for key in document if key != "events"]:
+            raise BadRequest(f"Events: unknown key {more[0]!r} beside 'events'; the list stands alone there.")
         document = document["events"]
+    elif isinstance(document, Mapping):
+        document = [document]
+    if not isinstance(document, list):
+        raise BadRequest(f"Events: they are an object, or a list of such, and this is {type(document).__name__}.")
+    if len(document) > AT_ONCE:
+        raise BadRequest(f"Events: there are {len(document)}; post at most {AT_ONCE} at once.")
+    if not document:
+        raise BadRequest('Events: there is none; post {"request_id": ID, "value": NUMBER}, or a list of such.')
     try:
-        rewards = documents.read(list[Reward], document if isinstance(document, list) else [document])
+        return documents.read(list[Reward], document)
     except documents.Misread as error:
         raise BadRequest(f"Events: {error}") from None
-    if not rewards:
-        raise BadRequest('Events: there is none; post {"request_id": ID, "value": NUMBER}, or a list of such.')
-    return rewards

@@ -16,6 +16,8 @@ from serve_app import traffic
 from serve_app.errors import (
     BadRequest,
     CannotRemoveDefault,
+    ExperimentNotFound,
+    InUse,
     ModelNotFound,
     UnknownDefault,
     VersionExists,
@@ -155,6 +157,41 @@ def set_default(registry: Registry, name: str, version: str) -> tuple[Registry, 
     return _with(registry, name, replace(record, default=version)), ModelRef(name, version)
 
 
+def begin_experiment(registry: Registry, experiment: Experiment) -> Registry:
+    """The registry in which an experiment deals out its model's calls.
+
+    Raises ModelNotFound, VersionNotFound, BadRequest where an arm has nobody to answer, and InUse where another
+    experiment or a rollout deals the calls out already.
+    """
+    for version in sorted(experiment.versions):
+        if find(registry, experiment.model, version).max_workers == 0:
+            raise BadRequest(
+                f"Version {version} of model {experiment.model} has no workers, so its arm's calls would all fail; "
+                f"give it some first: PUT /models/{experiment.model}/{version}?min_worker=1&synchronous=true"
+            )
+    if (other := experiment_of(registry, experiment.model)) is not None:
+        raise InUse(
+            f"Model {experiment.model} is in the experiment {other.name!r} already; "
+            f"stop that first: DELETE /experiments/{other.id}"
+        )
+    rollout = registry.rollouts.get(experiment.model)
+    if rollout is not None and rollout.under_way:
+        raise InUse(
+            f"A rollout of version {rollout.plan.to} of model {experiment.model} is under way; wait for its end, "
+            f"or end it: POST /models/{experiment.model}/rollout/abort"
+        )
+    return replace(registry, experiments={**registry.experiments, experiment.id: experiment})
+
+
+def stop_experiment(registry: Registry, id: str, ended: float) -> Registry:
+    """The registry in which an experiment is over: the same one where it was over before. Raises ExperimentNotFound."""
+    experiment = find_experiment(registry, id)
+    if not experiment.running:
+        return registry
+    over = replace(experiment, state="stopped", ended=ended)
+    return replace(registry, experiments={**registry.experiments, id: over})
+
+
 def _with(registry: Registry, name: str, record: Record) -> Registry:
     return replace(registry, models={**registry.models, name: record})
 
@@ -200,6 +237,14 @@ def _route(registry: Registry, name: str, spec: ModelSpec) -> str:
 def experiment_of(registry: Registry, name: str) -> Experiment | None:
     """The experiment that a model is in."""
     return next((e for e in registry.experiments.values() if e.model == name and e.running), None)
+
+
+def find_experiment(registry: Registry, id: str) -> Experiment:
+    """Raises ExperimentNotFound."""
+    experiment = registry.experiments.get(id)
+    if experiment is None:
+        raise ExperimentNotFound(id)
+    return experiment
 
 
 def trial(registry: Registry, name: str) -> Trial | None:
