@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from serve_app.cli.app import _key_file
 from serve_app.cli.app import app as command
+from serve_app.cli.talk import key_file
 from serve_app.client import Client, ServerError
 
 
@@ -136,7 +136,7 @@ def test_the_command_line_shows_a_key(server: Doorkeeper, monkeypatch: pytest.Mo
 
 
 def test_the_key_file_here_is_not_for_servers_elsewhere() -> None:
-    assert _key_file("http://127.0.0.1:8081") == Path("key_file.json")
-    assert _key_file("https://[::1]:8081") == Path("key_file.json")
-    assert _key_file("http://example.com:8081") is None
-    assert _key_file("http://192.0.2.1:8081") is None
+    assert key_file("http://127.0.0.1:8081") == Path("key_file.json")
+    assert key_file("https://[::1]:8081") == Path("key_file.json")
+    assert key_file("http://example.com:8081") is None
+    assert key_file("http://192.0.2.1:8081") is None

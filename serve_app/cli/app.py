@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, Optional
 
 import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
@@ -19,30 +18,28 @@ from serve_app.cli import progress, torchserve
 from serve_app.cli.archive import archive
 from serve_app.cli.migrate import migrate
 from serve_app.cli.process import ServerProcess, StartError
+from serve_app.cli.talk import (
+    INFERENCE,
+    MANAGEMENT,
+    Inference,
+    ManagementUrl,
+    Talk,
+    Token,
+    console,
+    errors,
+    key_file,
+    refused,
+)
 from serve_app.cli.translation import Flags, serve_env, state_dir
 from serve_app.client import Client, ServerError
-from serve_app.settings import is_loopback
 
 app = typer.Typer(help="Serve PyTorch models from TorchServe archives on Ray Serve.", no_args_is_help=True)
 models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
 
-console = Console()
-errors = Console(stderr=True)
-
 EnvFile = Annotated[Path, typer.Option("--env", help="The environment that Ray Serve starts with.")]
-Inference = Annotated[str, typer.Option(envvar="TORCHRELAY_INFERENCE", help="The inference address.")]
-Token = Annotated[
-    str,
-    typer.Option(envvar="TORCHRELAY_TOKEN", help="The key that requests show; else that of a key_file.json here."),
-]
-ManagementUrl = Annotated[str, typer.Option(envvar="TORCHRELAY_MANAGEMENT", help="The management address.")]
-
 _CONFIG = Path("configs/app.yaml")
 _ENV = Path("configs/serve.env")
-_INFERENCE = "http://127.0.0.1:8080"
-_MANAGEMENT = "http://127.0.0.1:8081"
-_KEY_FILE = Path("key_file.json")
 
 
 class _WithModels(TyperCommand):
@@ -155,14 +152,14 @@ def stop(
 
 
 @app.command()
-def status(inference: Inference = _INFERENCE, management: ManagementUrl = _MANAGEMENT, token: Token = "") -> None:
+def status(inference: Inference = INFERENCE, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
     """Show whether the server is ready, and every version with its replicas."""
-    with Client(inference, management, timeout=10, token=token, key_file=_key_file(management)) as client:
+    with Client(inference, management, timeout=10, token=token, key_file=key_file(management)) as client:
         try:
             ready = client.ready()
             table = progress.versions(client)
         except ServerError as error:
-            _refused(error)
+            refused(error)
         except httpx.HTTPError as error:
             errors.print(f"No server answers at {management}: {escape(str(error))}", highlight=False)
             raise typer.Exit(1) from None
@@ -184,11 +181,11 @@ def version() -> None:
 
 
 @models_app.callback()
-def models(context: typer.Context, management: ManagementUrl = _MANAGEMENT, token: Token = "") -> None:
+def models(context: typer.Context, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
     """List the models; the subcommands change them."""
     context.obj = management, token
     if context.invoked_subcommand is None:
-        with _talk(context) as client:
+        with Talk(*context.obj) as client:
             table = Table("model", "archive of the default version")
             for model in client.models():
                 table.add_row(model["modelName"], model["modelUrl"])
@@ -206,7 +203,7 @@ def register(
     handler: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
 ) -> None:
     """Register an archive and wait for its replicas."""
-    with _talk(context) as client:
+    with Talk(*context.obj) as client:
         answer = progress.registered(
             client,
             console,
@@ -229,7 +226,7 @@ def scale(
     version: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
 ) -> None:
     """Give a version that many replicas, and wait for them."""
-    with _talk(context) as client, console.status(f"Scaling {model} …"):
+    with Talk(*context.obj) as client, console.status(f"Scaling {model} …"):
         answer = client.scale(model, version, min_worker=workers, max_worker=workers, synchronous=True)
     console.print(answer, highlight=False)
 
@@ -237,7 +234,7 @@ def scale(
 @models_app.command("default")
 def set_default(context: typer.Context, model: str, version: str) -> None:
     """Make a version the one that calls get which name none."""
-    with _talk(context) as client:
+    with Talk(*context.obj) as client:
         console.print(client.set_default(model, version), highlight=False)
 
 
@@ -248,42 +245,12 @@ def remove(
     version: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
 ) -> None:
     """Unregister a version, or the model's last one."""
-    with _talk(context) as client:
+    with Talk(*context.obj) as client:
         console.print(client.unregister(model, version), highlight=False)
 
 
 @models_app.command()
 def describe(context: typer.Context, model: str) -> None:
     """Show every version of a model, as the management API has it."""
-    with _talk(context) as client:
+    with Talk(*context.obj) as client:
         console.print_json(data=client.describe(model))
-
-
-def _key_file(management: str) -> Path | None:
-    """The key file in this folder, for a server of this machine: another one has no business with its keys."""
-    return _KEY_FILE if is_loopback(httpx.URL(management).host) else None
-
-
-def _refused(error: ServerError) -> NoReturn:
-    """End the command in the server's words."""
-    errors.print(escape(str(error)), style="red", highlight=False)
-    if error.message.startswith("Token Authorization failed"):
-        errors.print("Give a key by TORCHRELAY_TOKEN or --token, or run this beside the server's key_file.json.")
-    raise typer.Exit(1) from None
-
-
-class _talk(Client):
-    """A client whose errors end the command in the server's words."""
-
-    def __init__(self, context: typer.Context) -> None:
-        self._address, token = context.obj
-        inference = os.environ.get("TORCHRELAY_INFERENCE", _INFERENCE)
-        super().__init__(inference, self._address, token=token, key_file=_key_file(self._address))
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        super().__exit__(kind, error, trace)
-        if isinstance(error, ServerError):
-            _refused(error)
-        if isinstance(error, httpx.TransportError):
-            errors.print(f"No server answers at {self._address}: {escape(str(error))}", highlight=False)
-            raise typer.Exit(1) from None
