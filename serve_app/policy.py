@@ -5,6 +5,7 @@ Shares are in basis points of a model's calls: 10,000 are all of them.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -34,26 +35,59 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Compare:
+    """What it means that two answers agree; see shadow/comparison.py.
+
+    ``auto``: what stands in them says which of the others. ``allclose``: numbers by ``rtol`` and ``atol``, all else
+    alike. ``top_k``: the same first label, and enough common ones among the first ``k``. ``label`` and ``text``:
+    equal, texts as far as ``least`` asks.
+    """
+
+    __pydantic_config__ = documents.STRICT
+    kind: Literal["auto", "allclose", "top_k", "label", "text"] = "auto"
+    at: str = "$"  # where in an answer that is JSON, as a path
+    rtol: float = 1e-3  # of the live answer's number
+    atol: float = 1e-6
+    k: int = 5
+    least: float = 1.0  # share of common labels, or similarity of texts, from which on answers agree
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is a number from 0, and is {getattr(self, name):g}")
+        if not 1 <= self.k <= 1000:
+            raise ValueError(f"k is from 1 to 1000 labels, and is {self.k}")
+        if not 0 < self.least <= 1:
+            raise ValueError(f"least is a share above 0 and at most 1, and is {self.least:g}")
+        json_path.steps(self.at)
+
+
+@dataclass(frozen=True)
 class Shadow:
     """A version that gets a copy of some calls, and whose answers nobody waits for."""
 
     __pydantic_config__ = documents.STRICT
     version: str
-    percent: float = 100.0  # of the calls that the model's policy answers
-    compare: Mapping[str, Any] = field(default_factory=dict)  # how, see control/comparison.py
+    percent: float = 100.0  # of the calls that name no version, to a hundredth
+    compare: Compare = Compare()
     keep: int = 20  # of the worst disagreements, with their inputs
     redact: tuple[str, ...] = ()  # JSON paths of inputs and outputs that are not kept
     timeout_s: float = 30.0  # after which a copy is given up
 
     def __post_init__(self) -> None:
-        if not 0 < self.percent <= 100:
-            raise ValueError(f"percent is more than 0 and at most 100, and is {self.percent:g}")
+        if not 0.01 <= self.percent <= 100:
+            raise ValueError(f"percent is from 0.01 to 100, and is {self.percent:g}")
         if not 0 <= self.keep <= 1000:
             raise ValueError(f"keep is from 0 to 1000 disagreements, and is {self.keep}")
-        if not self.timeout_s > 0:
+        if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s is a number of seconds above 0, and is {self.timeout_s:g}")
         for path in self.redact:
             json_path.steps(path)
+
+    @property
+    def terms(self) -> tuple[str, Compare, int, tuple[str, ...]]:
+        """What figures are about: those of other terms do not add up."""
+        return self.version, self.compare, self.keep, self.redact
 
 
 @dataclass(frozen=True, slots=True)
