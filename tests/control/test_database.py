@@ -22,7 +22,7 @@ from serve_app.control.database import SCHEMA, Database
 from serve_app.control.registry import Record, Registry, put, register, scale, set_default, unregister
 from serve_app.errors import ConfigurationError, Unavailable
 from serve_app.experiment import Arm, Experiment, Metric
-from serve_app.policy import Key, Policy, Shadow, allocate
+from serve_app.policy import Compare, Key, Policy, Shadow, allocate
 from serve_app.rollout import Decision, Guardrails, Plan, Rollout
 from serve_app.types import ModelSpec
 
@@ -119,7 +119,7 @@ class TestRoundTrip:
             salt="salt",
             header="x-version",
             labels={"canary": "2.0"},
-            shadow=Shadow("2.0", 10, {"kind": "text"}, redact=("$.name",)),
+            shadow=Shadow("2.0", 10, Compare("text"), redact=("$.name",)),
             allocation=allocate(weights),
         )
         record = Record("1.0", {v: spec(version=v) for v in ("1.0", "2.0")}, policy, declared={"policy": "default"})
