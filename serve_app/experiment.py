@@ -129,7 +129,7 @@ def _wrong(experiment: Experiment) -> str:
         if (metric.kind == "output") != bool(metric.path):
             return f"metric {metric.name!r}: a path is wanted for the kind output, and only there"
         if metric.per == "event" and metric.kind != "reward":
-            return f"metric {metric.name!r}: only a reward is measured per event; of the kind {metric.kind} is each call"
+            return f"metric {metric.name!r}: only a reward is measured per event"
         try:
             json_path.steps(metric.path)
         except ValueError as error:

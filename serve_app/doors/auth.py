@@ -17,8 +17,8 @@ from serve_app.types import Access, Grant, Right
 _BEARER = re.compile(r"Bearer\s+(\S+)\s*", re.ASCII)
 
 
-def grant(access: Access, authorization: str | None, right: Right) -> Grant:
-    """What the key in an Authorization header may do, which is ``right`` among others. Raises AccessDenied.
+def grant(access: Access, authorization: str | None, *rights: Right) -> Grant:
+    """What the key in an Authorization header may do, one of ``rights`` among others. Raises AccessDenied.
 
     Keys are compared as entries of a table of digests, so how long that takes says nothing about them.
     """
@@ -33,21 +33,26 @@ def grant(access: Access, authorization: str | None, right: Right) -> Grant:
             raise InvalidToken()
     if found.expires is not None and time.time() >= found.expires:
         raise ExpiredToken()
-    if right not in found.rights:
-        raise WrongRole(right)
+    if found.rights.isdisjoint(rights):
+        raise WrongRole(rights[0])
     return found
 
 
-def admit(access: Access | None, exchange: Exchange, right: Right) -> None:
-    """Let a request pass that shows a key with ``right``. Raises AccessDenied.
+def admit(access: Access | None, exchange: Exchange, *rights: Right) -> None:
+    """Let a request pass that shows a key with one of ``rights``. Raises AccessDenied.
 
     The header is taken off the request: no handler and no log gets to see the key.
     """
     if access is not None:
-        exchange.grant = grant(access, exchange.headers.pop("authorization", None), right)
+        exchange.grant = grant(access, exchange.headers.pop("authorization", None), *rights)
 
 
 def cover(exchange: Exchange, model: str) -> None:
     """Raises WrongModel where the key of an admitted request is not for ``model``."""
     if exchange.grant is not None and not exchange.grant.covers(model):
         raise WrongModel(model)
+
+
+def within(exchange: Exchange) -> tuple[str, ...]:
+    """The models, as patterns, that the key of an admitted request is for."""
+    return exchange.grant.models if exchange.grant is not None else ("*",)

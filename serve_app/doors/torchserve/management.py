@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from serve_app.controlplane import ControlPlane
-from serve_app.doors import auth
+from serve_app.doors import auth, experiments, traffic
 from serve_app.doors.exchange import Exchange
 from serve_app.doors.torchserve import errors, events, forms, openapi
 from serve_app.doors.torchserve.errors import JsonSyntaxError, TokenRefused
@@ -58,7 +58,8 @@ class ManagementDoor:
     refuse = staticmethod(errors.refuse)
 
     def knows(self, exchange: Exchange) -> bool:
-        return exchange.segments[:1] in ([], ["models"], ["token"]) or exchange.segments[:2] == ["v1", "models"]
+        first = exchange.segments[:1]
+        return first in ([], ["models"], ["experiments"], ["token"]) or exchange.segments[:2] == ["v1", "models"]
 
     async def answer(self, exchange: Exchange) -> None:
         method = exchange.method
@@ -78,6 +79,12 @@ class ManagementDoor:
                 await self._model(exchange, model, None)
             case ["models", model, "events"] if method == "GET":
                 await events.stream(exchange, self._control, model)
+            case ["models", model, "experiments"]:
+                await experiments.of_model(exchange, self._control, model, self._limit)
+            case ["experiments", *rest]:
+                await experiments.by_id(exchange, self._control, rest, self._limit)
+            case ["models", model, "traffic"]:
+                await traffic.answer(exchange, self._control, model, self._limit)
             case ["models", model, version]:
                 await self._model(exchange, model, version)
             case ["models", model, version, "set-default"]:
@@ -104,7 +111,12 @@ class ManagementDoor:
             return
         if exchange.method == "OPTIONS" or exchange.segments in ([], ["api-description"]):
             return
-        auth.admit(self._control.access, exchange, "observe" if exchange.method in ("GET", "HEAD") else "manage")
+        if exchange.method in ("GET", "HEAD"):
+            auth.admit(self._control.access, exchange, "observe")
+        elif exchange.segments[:1] == ["experiments"] and exchange.segments[2:] == ["events"]:
+            auth.admit(self._control.access, exchange, "manage", "infer")  # applications say what became of calls
+        else:
+            auth.admit(self._control.access, exchange, "manage")
         match exchange.segments:
             case ["models", model, *_] | ["v1", "models", model, *_]:
                 auth.cover(exchange, model.partition(":")[0] if exchange.segments[0] == "v1" else model)
@@ -145,7 +157,7 @@ class ManagementDoor:
         limit = integer(query.get("limit"), _PAGE)
         start = integer(query.get("next_page_token"), 0)
         limit = limit if 0 <= limit <= _PAGE else _PAGE
-        page, following = await self._control.models(max(start, 0), limit, _within(exchange))
+        page, following = await self._control.models(max(start, 0), limit, auth.within(exchange))
         said: dict[str, Any] = {} if following is None else {"nextPageToken": str(following)}
         said["models"] = [{"modelName": name, "modelUrl": url} for name, url in page]
         await errors.reply_json(exchange, said)
@@ -153,7 +165,7 @@ class ManagementDoor:
     async def _register(self, exchange: Exchange) -> None:
         parameters = await self._parameters(exchange)
         try:
-            progress = await self._control.register(replace(registration(parameters), within=_within(exchange)))
+            progress = await self._control.register(replace(registration(parameters), within=auth.within(exchange)))
         except MissingParameter:
             if "url" in parameters:
                 raise ArchiveNotFound("empty url") from None
@@ -338,11 +350,6 @@ def _json_text(key: str, value: Any) -> str:
         wanted = "an integer" if key in _NUMBERS else "text"
         raise JsonSyntaxError(f"{key} must be {wanted}, and is {orjson.dumps(value).decode()}.")
     return text
-
-
-def _within(exchange: Exchange) -> tuple[str, ...]:
-    """The models that the request's key is for."""
-    return exchange.grant.models if exchange.grant is not None else ("*",)
 
 
 def _query(exchange: Exchange) -> dict[str, str]:
