@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 from serve_app import documents
@@ -11,6 +12,7 @@ from serve_app.errors import BadRequest
 from serve_app.policy import WHOLE, Key, Trial, allocate
 
 BASELINE, CANDIDATE = "baseline", "candidate"  # the arms of its trial
+MOST_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Guardrails:
     p99: float | None = 1.5  # 99th percentile of the latency, as a multiple of the baseline's
     non_finite: float | None = 0.0  # share of answers with NaN or infinity in them, above the baseline's
     empty: float | None = 0.01  # share of answers with nothing in them, above the baseline's
-    out_of_memory: int | None = 0  # calls of the candidate that failed so
+    out_of_memory: int | None = 0  # calls of the candidate that may fail so
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,14 @@ class Plan:
     steps: tuple[float, ...] = (1, 5, 25, 50, 100)
     bake_s: float = 60.0  # for which each step must hold
     guardrails: Guardrails = field(default_factory=Guardrails)
-    min_calls: int = 50  # of the candidate in a step, before the next
+    min_calls: int = 50  # of the candidate in each step, before the next
     keep_warm_s: float | None = 600.0  # the version that was replaced keeps its workers so long; None: for good
-    key: Key | None = None  # whoever shows the same key stays with the same version
-    salt: str = ""
+    key: Key | None = None  # whoever shows the same key gets the same version, and once the candidate stays with it
+    salt: str = ""  # of the key's hash; empty: the rollout's id
 
 
 State = Literal["starting", "running", "paused", "promoted", "rolled_back", "aborted"]
+Verdict = Literal["began", "step", "held", "paused", "resumed", "rolled_back", "aborted", "promoted", "cooled"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Decision:
     """Something that was decided, and the figures that it was decided by."""
 
     time: float  # seconds since the epoch
-    verdict: str  # began, step, held, paused, resumed, rolled_back, aborted, promoted, cooled
-    percent: float  # of the calls that the candidate gets from then on
+    verdict: Verdict
+    percent: float  # of the model's calls that the candidate gets from then on
     why: str
     figures: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,7 +70,8 @@ class Rollout:
     step: int = 0
     since: float = 0.0  # when this step began
     ended: float = 0.0
-    cooled: bool = False  # the version that was replaced has had its workers taken away
+    given: bool = False  # the candidate had no workers, and got as many as the baseline has
+    warm: tuple[int, int] | None = None  # least and most workers of the replaced version, until it has cooled
     decisions: tuple[Decision, ...] = ()
 
     @property
@@ -84,16 +88,25 @@ class Rollout:
     @property
     def trial(self) -> Trial:
         """What the data plane does for it. Its figures are counted apart for each step."""
-        share = round(self.percent * WHOLE / 100)
+        share = _share(self.percent)
         return Trial(
-            id=f"{self.id}:{self.step}",
+            id=self.trial_id(self.step),
             arms={CANDIDATE: self.plan.to, BASELINE: self.baseline},
             allocation=allocate({CANDIDATE: share, BASELINE: WHOLE - share}),
             baseline=BASELINE,
             key=self.plan.key,
-            salt=self.plan.salt or self.model,
+            salt=self.plan.salt or self.id,
             checks=True,
         )
+
+    def trial_id(self, step: int) -> str:
+        """Under which a step's calls are counted."""
+        return f"{self.id}:{step}"
+
+
+def _share(percent: float) -> int:
+    """In basis points."""
+    return round(percent * WHOLE / 100)
 
 
 def read(document: Any) -> Plan:
@@ -110,13 +123,31 @@ def read(document: Any) -> Plan:
 
 
 def _wrong(plan: Plan) -> str:
+    if not plan.to:
+        return "to is empty; name the version that should take over"
+    steps = ", ".join(f"{step:g}" for step in plan.steps)
     if not plan.steps:
         return "steps is empty; name at least one, in percent"
-    if any(not 0 < step <= 100 for step in plan.steps) or any(a >= b for a, b in zip(plan.steps, plan.steps[1:])):
-        return f"steps must grow, from above 0 to 100 percent, and are {', '.join(f'{s:g}' for s in plan.steps)}"
+    if len(plan.steps) > MOST_STEPS:
+        return f"steps are {len(plan.steps)}; at most {MOST_STEPS} can be told apart"
+    if any(not 0.01 <= step <= 100 for step in plan.steps):
+        return f"steps are shares from 0.01 to 100 percent, and are {steps}"
+    shares = [_share(step) for step in plan.steps]
+    if any(before >= after for before, after in zip(shares, shares[1:])):
+        return f"steps must grow from one to the next, by 0.01 percent at least, and are {steps}"
     if plan.steps[-1] != 100:
         return f"the last step is {plan.steps[-1]:g}; a rollout ends at 100 percent"
     for name in ("bake_s", "keep_warm_s", "min_calls"):
-        if (number := getattr(plan, name)) is not None and number < 0:
-            return f"{name} cannot be negative, and is {number:g}"
+        number = getattr(plan, name)
+        if number is not None and not (isfinite(number) and number >= 0):
+            return f"{name} is a number from 0, and is {number:g}"
+    for name, most in (("error_rate", 1.0), ("p99", None), ("non_finite", 1.0), ("empty", 1.0), ("out_of_memory", None)):
+        limit = getattr(plan.guardrails, name)
+        if limit is None:
+            continue
+        if not (isfinite(limit) and limit >= 0 and (most is None or limit <= most)):
+            within = "a share from 0 to 1" if most else "a number from 0"
+            return f"guardrails.{name} is {within}, or null to pass it over, and is {limit:g}"
+    if plan.guardrails.p99 == 0:
+        return "guardrails.p99 is a multiple of the baseline's p99, such as 1.5, or null to pass it over, and is 0"
     return ""
