@@ -6,7 +6,7 @@ stores the registry and makes the cluster agree with it, comes in through the co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -29,7 +29,15 @@ class Keeper(Protocol):
 
     async def register(self, registration: Registration) -> Progress: ...
 
-    async def scale(self, model: str, version: str | None, low: int, high: int, wait: bool) -> Progress: ...
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        low: int | None,
+        high: int | None,
+        wait: bool,
+        scaling: Mapping[str, Any] | None = None,
+    ) -> Progress: ...
 
     async def set_default(self, model: str, version: str) -> ModelRef: ...
 
@@ -59,13 +67,13 @@ class Keeper(Protocol):
 
     async def begin_experiment(self, experiment: Experiment) -> Said: ...
 
-    async def experiments(self, model: str) -> list[Said]: ...
+    async def experiments(self, model: str | None) -> list[Said]: ...
 
-    async def experiment(self, id: str) -> Said: ...
+    async def experiment(self, id: str, within: tuple[str, ...]) -> Said: ...
 
-    async def stop_experiment(self, id: str) -> Said: ...
+    async def stop_experiment(self, id: str, within: tuple[str, ...]) -> Said: ...
 
-    async def reward(self, id: str, rewards: list[Reward]) -> Said: ...
+    async def reward(self, id: str, rewards: list[Reward], within: tuple[str, ...]) -> Said: ...
 
     async def begin_rollout(self, model: str, plan: Plan) -> Said: ...
 
@@ -111,14 +119,27 @@ class ControlPlane:
         """
         return await self._keeper.events(model, registration, since, patience)
 
-    async def scale(self, model: str, version: str | None, low: int, high: int | None, wait: bool) -> Progress:
-        """Ask for ``low`` to ``high`` replicas of a version (None: the default one)."""
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        low: int | None,
+        high: int | None,
+        wait: bool,
+        scaling: Mapping[str, Any] | None = None,
+    ) -> Progress:
+        """Ask for ``low`` to ``high`` replicas of a version (None: the default one).
+
+        Between two different numbers their number follows the load, as ``scaling`` says (see autoscaling.py).
+        ``low`` None: the bounds stay as they are.
+        """
         high = low if high is None else high
-        if low < 0 or high < 0:
-            raise BadRequest("min_worker and max_worker cannot be negative.")
-        if high < low:
-            raise BadRequest("max_worker cannot be less than min_worker.")
-        return await self._keeper.scale(model, version, low, high, wait)
+        if low is not None and high is not None:
+            if low < 0 or high < 0:
+                raise BadRequest("min_worker and max_worker cannot be negative.")
+            if high < low:
+                raise BadRequest("max_worker cannot be less than min_worker.")
+        return await self._keeper.scale(model, version, low, high, wait, *([scaling] if scaling else []))
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         """From the answer on, calls that name no version get ``version``."""
@@ -186,21 +207,26 @@ class ControlPlane:
         """
         return await self._keeper.begin_experiment(replace(experiments.read(document), model=model))
 
-    async def experiments(self, model: str) -> list[Said]:
-        """A model's experiments, the newest first. Raises ModelNotFound."""
-        return await self._keeper.experiments(model)
+    async def experiments(self, model: str | None = None, within: tuple[str, ...] = ("*",)) -> list[Said]:
+        """The experiments of a model (None: of all that match ``within``), the newest first. Raises ModelNotFound."""
+        return [said for said in await self._keeper.experiments(model) if matches(said["model"], within)]
 
-    async def experiment(self, id: str) -> Said:
-        """An experiment, and what is known by now. Raises ExperimentNotFound."""
-        return await self._keeper.experiment(id)
+    # An experiment is asked for by its id; ``within`` are the models that whoever asks may ask about.
 
-    async def stop_experiment(self, id: str) -> Said:
-        """The model's policy deals its calls out again; what was measured stays. Raises ExperimentNotFound."""
-        return await self._keeper.stop_experiment(id)
+    async def experiment(self, id: str, within: tuple[str, ...] = ("*",)) -> Said:
+        """An experiment, and what is known by now. Raises ExperimentNotFound and WrongModel."""
+        return await self._keeper.experiment(id, within)
 
-    async def reward(self, id: str, document: Any) -> Said:
-        """Count rewards, each once however often it is posted. Raises ExperimentNotFound and UnknownUnit."""
-        return await self._keeper.reward(id, experiments.read_rewards(document))
+    async def stop_experiment(self, id: str, within: tuple[str, ...] = ("*",)) -> Said:
+        """The model's policy deals its calls out again; what was measured stays. Raises as ``experiment`` does."""
+        return await self._keeper.stop_experiment(id, within)
+
+    async def reward(self, id: str, document: Any, within: tuple[str, ...] = ("*",)) -> Said:
+        """Count rewards, each once however often it is posted; all of them, or none where one is wrong.
+
+        Raises as ``experiment`` does, and UnknownUnit.
+        """
+        return await self._keeper.reward(id, experiments.read_rewards(document), within)
 
     async def begin_rollout(self, model: str, document: Any) -> Said:
         """Let a version take over a model's calls step by step. Raises ModelNotFound, VersionNotFound and InUse."""
