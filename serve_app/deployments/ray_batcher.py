@@ -2,17 +2,20 @@
 
 ``@serve.batch`` decides which rows run together; each batch it forms then goes through our batcher
 whole, which runs it at once and keeps everything else: one error a row, halves, streams, time-outs.
+Ray's queue is first in, first out: priorities change nothing in it, except that shadows never stand there. They go to
+our batcher, which runs them when nothing else is to be run. A deadline that cannot be met refuses a row here too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
 
-from serve_app.errors import QueueFull, RelayError, WorkerDied
+from serve_app.errors import DeadlineExceeded, QueueFull, RelayError, WorkerDied
 from serve_app.runtime.batcher import Batcher
 from serve_app.types import Call, ModelRef, Reply, ReplyStream
 
@@ -42,6 +45,7 @@ class RayBatcher:
     ) -> None:
         delay = _TORCHSERVE_DELAY if max_batch_delay is None else max_batch_delay
         self._queue_size = queue_size
+        self._max_batch_size = max_batch_size
         self._together.set_max_batch_size(max_batch_size)
         self._together.set_batch_wait_timeout_s(delay / 1000)
         self._batcher.configure(max_batch_size=max_batch_size, max_batch_delay=None, **rest)
@@ -51,17 +55,40 @@ class RayBatcher:
         """Rows that wait, and those that run: Ray does not tell them apart."""
         return self._waiting
 
+    @property
+    def retry_after(self) -> int:
+        """The seconds, from 1, in which the rows that are here now will have been answered."""
+        return self._batcher.in_turn(self._waiting)
+
     async def submit(self, call: Call) -> Reply | ReplyStream:
+        if call.priority == "shadow":
+            return await self._batcher.submit(call)
         if self._waiting >= self._queue_size:
-            raise QueueFull(self._ref.name, call.version, f"{self._waiting} rows wait, job_queue_size allows no more")
+            error = QueueFull(self._ref.name, call.version, f"{self._waiting} rows wait, job_queue_size allows no more")
+            error.retry_after = self.retry_after
+            raise error
+        if self._waiting:  # an idle model tries; of those before it, one batch runs
+            self._batcher.must_make_it(call, max(0, self._waiting - self._max_batch_size))
         self._waiting += 1
         try:
-            answer = await self._together(call)
+            answer = await self._answer(call)
         finally:
             self._waiting -= 1
         if isinstance(answer, RelayError):
             raise answer
         return answer
+
+    async def _answer(self, call: Call) -> Any:
+        """What Ray's batch says; a row that waits for it in vain leaves when its time is over."""
+        if call.deadline is None:
+            return await self._together(call)
+        arrived = time.time()
+        try:
+            return await asyncio.wait_for(self._together(call), call.deadline - arrived)
+        except asyncio.TimeoutError:
+            error = DeadlineExceeded(self._ref.name, time.time() - arrived)
+            error.retry_after = self.retry_after
+            return error
 
     def enqueue(self, call: Call) -> asyncio.Future[Reply | ReplyStream]:
         return asyncio.ensure_future(self.submit(call))

@@ -14,18 +14,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import islice
+from math import ceil
 from types import EllipsisType
 from typing import Any, Protocol
 
-from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, QueueFull, RelayError, ResponseTimeout
+from serve_app.errors import (
+    CannotMeetDeadline,
+    DeadlineExceeded,
+    HandlerFailed,
+    Loading,
+    QueueFull,
+    RelayError,
+    ResponseTimeout,
+)
 from serve_app.runtime.answer import Answer, timed
 from serve_app.runtime.author import Author
+from serve_app.runtime.pace import Pace
+from serve_app.runtime.queue import Queue
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
 
 log = logging.getLogger("torchrelay.batcher")
 
-_BEHIND = 64  # rows that may lie ready behind the running batch, where one full batch is fewer
+# What may lie ready behind the running batch, where that is more than one batch: no row overtakes what lies there.
+_BEHIND = 64  # rows
+_BEHIND_SECONDS = 0.005
+_SHADOWS = 16  # rows of shadows that may wait, where two batches are fewer
 
 Emit = Callable[[int, "bytes | Reply"], None]
 Run = Callable[..., "list[Reply | RelayError]"]  # (calls, emit), and (calls, emit, ahead) where rows are prepared
@@ -69,6 +83,12 @@ class Batcher:
     is how long an idle model waits for a batch to fill, counted from its first row; None or 0: not at
     all. ``prepare`` is Runner.prepare: it begins rows of the next two batches while one runs. With ``tickets`` a
     row is taken only if the model is idle. ``response_timeout`` (seconds) bounds one run of the handler; 0: unbounded.
+
+    More urgent rows go first (see queue.py), but for what lies ready behind the running batch already. In a full queue
+    a more urgent row takes the place of the newest of the least urgent ones. A row whose deadline is nearer than its
+    answer, as the batches before it went, is refused at once; an idle model tries every row. Shadows run when nobody
+    else waits and nothing runs, in batches of their own; a few may wait, and they count nowhere.
+
     ``on_hung`` is called once with what happened and where the handler stands, after everybody who waited was
     told, when a run exceeds it: the process is then of no more use. ``clock`` counts seconds; ``timer`` is
     ``call_later`` of the loop that submits.
@@ -102,9 +122,11 @@ class Batcher:
         self._clock = clock
         self._timer = timer
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: deque[_Row] = deque()
+        self._queue: Queue[_Row] = Queue()
+        self._pace = Pace()
         self._flight: deque[_Batch] = deque()  # what the author's thread runs, and full batches behind it
         self._behind = 0  # rows of those, as far as somebody waits for them
+        self._most_behind = 0  # rows, where one full batch is fewer; known when a batch has run
         self._starting = False  # _start is due at the end of this turn of the loop
         self._delayed: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -139,13 +161,38 @@ class Batcher:
             if self._watch is not None:
                 self._watch.cancel()
                 self._look()
-        if self._queue:
+        if self._queue.live:
             self._start()
 
     @property
     def pending(self) -> int:
-        """Rows that wait; those that run are not among them."""
-        return len(self._queue) + self._behind
+        """Rows that wait; those that run are not among them, nor are shadows."""
+        return self._queue.live + self._behind
+
+    @property
+    def retry_after(self) -> int:
+        """The seconds, from 1, in which the rows that wait now will have been answered."""
+        return self.in_turn(self.pending)
+
+    def in_turn(self, rows: int) -> int:
+        """The seconds, from 1, that so many rows take."""
+        return max(1, ceil(rows / self._max_batch_size * self._pace.seconds(self._max_batch_size)))
+
+    def must_make_it(self, call: Call, before: int) -> None:
+        """Raise CannotMeetDeadline for a call that has so many rows before it and whose time will not do."""
+        if call.deadline is None or not self._pace.known:
+            return
+        full, over = divmod(before, self._max_batch_size)
+        needed = full * self._pace.seconds(self._max_batch_size) + self._pace.seconds(over + 1)
+        if self._flight:
+            running = self._flight[0]
+            ran = self._clock() - running.began if running.began is not None else 0.0
+            needed += max(0.0, self._pace.seconds(len(running.rows)) - ran)
+        left = call.deadline - time.time()
+        if needed > left:
+            error = CannotMeetDeadline(self._ref.name, 0.0, needed, max(0.0, left))
+            error.retry_after = max(1, ceil(needed - max(0.0, left)))
+            raise error
 
     async def submit(self, call: Call) -> Reply | ReplyStream:
         """The call's answer, when its batch has run. Raises RelayError; QueueFull does so at once."""
@@ -158,16 +205,22 @@ class Batcher:
 
     async def submit_all(self, calls: Sequence[Call]) -> list[Any]:
         """For each call that came with the others its Reply, its ReplyStream or its RelayError."""
-        answers: list[Any] = []
+        answers: list[_Row | RelayError] = []
         for call in calls:
             try:
-                answers.append(self._take_in(call).future)
+                answers.append(self._take_in(call))
             except RelayError as error:
                 answers.append(error)
-        waiting = [answer for answer in answers if isinstance(answer, asyncio.Future)]
-        if waiting:
-            await asyncio.wait(waiting)
-        return [_outcome(answer) if isinstance(answer, asyncio.Future) else answer for answer in answers]
+        rows = [answer for answer in answers if isinstance(answer, _Row)]
+        try:
+            if rows:
+                await asyncio.wait([row.future for row in rows])
+        except asyncio.CancelledError:
+            for row in rows:
+                row.future.cancel()
+                self._left(row)
+            raise
+        return [_outcome(answer.future) if isinstance(answer, _Row) else answer for answer in answers]
 
     def enqueue(self, call: Call) -> asyncio.Future[Reply | ReplyStream]:
         """The future of the call's answer; cancelling it says that the caller left. Raises RelayError at once."""
@@ -178,20 +231,33 @@ class Batcher:
     def _take_in(self, call: Call) -> _Row:
         if self._refusal:
             raise Loading(self._ref.name, call.version, self._refusal)
-        if self.pending >= self._queue_size:
-            raise QueueFull(self._ref.name, call.version, f"{self.pending} rows wait, job_queue_size allows no more")
-        if self._tickets and (self._flight or self.pending >= self._max_batch_size):
-            raise QueueFull(self._ref.name, call.version, "useJobTicket: the model is busy, and no row may wait")
+        queue = self._queue
+        waiting = queue.live + self._behind
+        yields: _Row | None = None
+        if call.priority == "shadow":
+            if len(queue.shadows) >= max(_SHADOWS, 2 * self._max_batch_size):
+                raise self._full(call, f"{len(queue.shadows)} shadows wait")
+        elif waiting >= self._queue_size:
+            yields = queue.newest_below(call.priority)
+            if yields is None:
+                raise self._full(call, f"{waiting} rows wait, job_queue_size allows no more")
+        if self._tickets and (self._flight or waiting >= self._max_batch_size):
+            raise self._full(call, "useJobTicket: the model is busy, and no row may wait")
+        if call.deadline is not None and self._flight and call.priority != "shadow":
+            self.must_make_it(call, queue.before(call.priority) + self._behind)
+        if yields is not None:
+            self._forget(yields)
+            yields.settle(self._full(yields.call, f"{waiting} rows wait, and a more urgent one came"))
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
             self._timer = self._timer or loop.call_later
         assert self._timer is not None
         row = _Row(call, loop.create_future(), self._clock())
-        self._queue.append(row)
-        if self._prepare is not None and len(self._queue) <= 2 * self._max_batch_size:
+        queue.put(row)
+        if self._prepare is not None and queue.live <= 2 * self._max_batch_size and call.priority != "shadow":
             row.ahead = self._prepare(call)
-        if not self._flight or len(self._queue) >= self._max_batch_size:
+        if not self._flight or queue.live >= self._max_batch_size:
             self._start_soon()
         if call.deadline is not None:
             expiry = self._timer(call.deadline - time.time(), self._expire, row)
@@ -201,11 +267,23 @@ class Batcher:
     async def close(self) -> None:
         """Take no more rows, answer those that were taken, then end the author's thread."""
         self._refusal = self._refusal or "its replica is stopping"
-        if self._flight or self._queue:
+        for row in self._queue.take_shadows(len(self._queue.shadows)):
+            row.settle(Loading(self._ref.name, row.call.version, self._refusal))
+        if self._flight or self._queue.live:
             self._drained = self._drained or asyncio.Event()
             self._start()
             await self._drained.wait()
         self.author.shutdown(wait=False)
+
+    def _full(self, call: Call, why: str) -> QueueFull:
+        error = QueueFull(self._ref.name, call.version, why)
+        error.retry_after = self.retry_after
+        return error
+
+    def _late(self, row: _Row) -> DeadlineExceeded:
+        error = DeadlineExceeded(self._ref.name, self._clock() - row.arrived)
+        error.retry_after = self.retry_after
+        return error
 
     def _left(self, row: _Row) -> None:
         if row.pieces is not None:
@@ -217,21 +295,19 @@ class Batcher:
     def _expire(self, row: _Row) -> None:
         if not row.future.done():
             self._forget(row)
-            row.future.set_exception(DeadlineExceeded(self._ref.name, self._clock() - row.arrived))
+            row.future.set_exception(self._late(row))
 
     def _forget(self, row: _Row) -> None:
         """Make room at once: rows that nobody waits for do not fill the queue."""
         if row.ahead is not None:
             row.ahead.cancel()
-        try:
-            self._queue.remove(row)
-        except ValueError:
+        if not self._queue.remove(row):
             batch = row.batch
             if batch is not None and not batch.ended:
                 batch.waiting -= 1
                 if batch is not self._flight[0]:
                     self._behind -= 1
-        if self._drained is not None and not self._queue and not self._flight:
+        if self._drained is not None and not self._queue.live and not self._flight:
             self._drained.set()
 
     def _start_soon(self) -> None:
@@ -248,31 +324,39 @@ class Batcher:
         small batches several do, for to change threads costs more than a small batch.
         """
         self._starting = False
+        queue = self._queue
         started: list[_Batch] = []
-        while self._queue and (len(self._flight) < 2 or self._behind < _BEHIND):
-            full = len(self._queue) >= self._max_batch_size or self._queue[0].call.kind != self._queue[-1].call.kind
+        while queue.live and (len(self._flight) < 2 or self._behind < self._most_behind):
+            full = queue.live >= self._max_batch_size or queue.mixed()
             if not full and (self._flight or (self._delay and not self._refusal and self._waits())):
                 break
-            rows = self._take()
-            if rows:
-                batch = _Batch(rows)
-                for row in rows:
-                    row.batch = batch
-                if self._flight:
-                    self._behind += len(rows)
-                self._flight.append(batch)
-                started.append(batch)
+            self._add(queue.take(self._max_batch_size), started)
+        if queue.shadows and not queue.live and not self._flight:
+            self._add(queue.take_shadows(self._max_batch_size), started)
         if started:
             self.author.post(self._execute, started)
             if self._prepare is not None:
-                for row in islice(self._queue, 2 * self._max_batch_size):  # no further: what is prepared takes memory
+                for row in islice(queue, 2 * self._max_batch_size):  # no further: what is prepared takes memory
                     row.ahead = row.ahead or self._prepare(row.call)
             if self._watch is None and self._timeout > 0:
                 self._look_in(self._timeout)
 
+    def _add(self, rows: list[_Row], started: list[_Batch]) -> None:
+        """The rows become the next batch, as far as somebody still waits for them."""
+        rows = [row for row in rows if not row.future.done()]
+        if not rows:
+            return
+        batch = _Batch(rows)
+        for row in rows:
+            row.batch = batch
+        if self._flight:
+            self._behind += len(rows)
+        self._flight.append(batch)
+        started.append(batch)
+
     def _waits(self) -> bool:
         """Whether the first row has time left to wait for others."""
-        left = self._queue[0].arrived + self._delay - self._clock()
+        left = self._queue.since() + self._delay - self._clock()
         if left <= 0:
             return False
         if self._delayed is not None:
@@ -280,17 +364,6 @@ class Batcher:
         assert self._timer is not None
         self._delayed = self._timer(left, self._start)
         return True
-
-    def _take(self) -> list[_Row]:
-        """The next batch: rows of one kind, in the order they came."""
-        queue = self._queue
-        kind = queue[0].call.kind
-        rows: list[_Row] = []
-        while queue and len(rows) < self._max_batch_size and queue[0].call.kind == kind:
-            row = queue.popleft()
-            if not row.future.done():
-                rows.append(row)
-        return rows
 
     # In the author's thread
 
@@ -346,7 +419,7 @@ class Batcher:
         if row.future.done():
             return False
         if row.call.expired:
-            answers.append((row, DeadlineExceeded(self._ref.name, self._clock() - row.arrived)))
+            answers.append((row, self._late(row)))
             return False
         return True
 
@@ -366,19 +439,22 @@ class Batcher:
         batch.ended = True
         if self._flight:
             self._behind -= self._flight[0].waiting
-        if self._queue:
+        if self._queue.live or self._queue.shadows:
             self._start_soon()
         for row, answer in answers:
             row.settle(answer)
         assert self._loop is not None
         self._loop.call_soon(self._measure, batch)  # after the answers have left
-        if self._drained is not None and not self._queue and not self._flight:
+        if self._drained is not None and not self._queue.live and not self._flight:
             self._drained.set()
 
     def _measure(self, batch: _Batch) -> None:
         name, version = self._ref.name, self._ref.version
+        pace, size = self._pace, self._max_batch_size
         for seconds, waits in batch.runs:
             self._meters.batch(name, version, len(waits), seconds, waits)
+            pace.note(len(waits), seconds)
+        self._most_behind = min(_BEHIND, int(_BEHIND_SECONDS / (pace.seconds(size) or 1.0)) * size)
         if batch.runs and batch.began is not None:
             self._meters.overhead(self._clock() - batch.began - batch.runs[-1][0])
         self._meters.depth(name, version, self.pending)
@@ -407,12 +483,11 @@ class Batcher:
         ids = ", ".join(row.call.request_id for row in running)
         log.error("%s: %s (requests %s); it stands at\n%s", self._ref.app, why, ids, where)
         self._refusal = "its replica hangs and is being replaced"
-        waiting = [row for batch in list(self._flight)[1:] for row in batch.rows] + list(self._queue)
+        waiting = [row for batch in list(self._flight)[1:] for row in batch.rows] + self._queue.clear()
         for batch in self._flight:
             batch.ended = True
         self._flight.clear()
         self._behind = 0
-        self._queue.clear()
         for row in running:
             row.settle(ResponseTimeout(why))
         for row in waiting:

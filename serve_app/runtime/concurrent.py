@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from math import ceil
 from typing import Any
 
 from serve_app.errors import (
@@ -26,12 +27,14 @@ from serve_app.errors import (
 from serve_app.runtime.answer import Answer, timed
 from serve_app.runtime.author import Author
 from serve_app.runtime.batcher import Emit
+from serve_app.runtime.pace import Pace
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
 
 log = logging.getLogger("torchrelay.concurrent")
 
 _GRACE = 2.0  # seconds in which the author's loop must give a sign of life after a response_timeout
+_SHADOWS = 16  # that may be under way at once
 
 RunAsync = Callable[[Sequence[Call], Emit], Awaitable["list[Reply | RelayError]"]]
 
@@ -55,6 +58,10 @@ class ConcurrentBatcher:
     At most ``queue_size`` calls are under way; each is a batch of one row. ``response_timeout``
     (seconds) bounds each: its handler is cancelled. Where the loop does not take even that, because
     somebody blocks it, ``on_hung`` is called once, after everybody who waited was told.
+
+    No call waits here, so there is no order for priorities to change, and a deadline refuses nobody beforehand: it
+    cancels the handler when it passes. Shadows are begun only while no caller's request is under way, a few at once,
+    and do not count against ``queue_size``.
     """
 
     def __init__(
@@ -78,6 +85,8 @@ class ConcurrentBatcher:
         self._timeout = response_timeout
         self._on_hung = on_hung
         self._rows: set[_Row] = set()
+        self._shadows = 0  # of them
+        self._pace = Pace()
         self._refusal = ""
         self._drained = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,8 +101,13 @@ class ConcurrentBatcher:
 
     @property
     def pending(self) -> int:
-        """Calls under way."""
-        return len(self._rows)
+        """Calls under way; shadows are not among them."""
+        return len(self._rows) - self._shadows
+
+    @property
+    def retry_after(self) -> int:
+        """The seconds, from 1, in which one of the calls under way will have ended."""
+        return max(1, ceil(self._pace.seconds(1) / max(1, self.pending)))
 
     async def submit(self, call: Call) -> Reply | ReplyStream:
         """The call's answer. Raises RelayError; a caller that is cancelled cancels the handler."""
@@ -126,13 +140,19 @@ class ConcurrentBatcher:
     def _begin(self, call: Call) -> _Row:
         if self._refusal:
             raise Loading(self._ref.name, call.version, self._refusal)
-        if len(self._rows) >= self._queue_size:
-            raise QueueFull(self._ref.name, call.version, f"{len(self._rows)} calls are under way (job_queue_size)")
+        shadow = call.priority == "shadow"
+        if shadow and self.pending:
+            raise self._full(call, "shadows are begun only while no other call is under way")
+        if shadow and self._shadows >= _SHADOWS:
+            raise self._full(call, f"{self._shadows} shadows are under way")
+        if not shadow and self.pending >= self._queue_size:
+            raise self._full(call, f"{self.pending} calls are under way (job_queue_size)")
         if call.expired:
             raise DeadlineExceeded(self._ref.name, 0.0)
         loop = self._loop = self._loop or asyncio.get_running_loop()
         row = _Row(call, loop.create_future())
         self._rows.add(row)
+        self._shadows += shadow
         limits = [self._timeout] if self._timeout > 0 else []
         if call.deadline is not None:
             limits.append(call.deadline - time.time())
@@ -140,6 +160,11 @@ class ConcurrentBatcher:
             row.watch = loop.call_later(min(limits), self._too_late, row)
         self._in_authors_loop(self._spawn, row)
         return row
+
+    def _full(self, call: Call, why: str) -> QueueFull:
+        error = QueueFull(self._ref.name, call.version, why)
+        error.retry_after = self.retry_after
+        return error
 
     def _in_authors_loop(self, callback: Callable[..., object], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # closed: whoever waited there was told
@@ -182,13 +207,15 @@ class ConcurrentBatcher:
         if answer is not None:
             self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited])
             self._meters.overhead(time.perf_counter() - row.arrived - waited - seconds)
+            self._pace.note(1, seconds)
         row.settle(answer or HandlerFailed("the handler was cancelled"))
 
     def _forget(self, row: _Row) -> None:
         self._rows.discard(row)
+        self._shadows -= row.call.priority == "shadow"
         if row.watch is not None:
             row.watch.cancel()
-        self._meters.depth(self._ref.name, self._ref.version, len(self._rows))
+        self._meters.depth(self._ref.name, self._ref.version, self.pending)
         if not self._rows:
             self._drained.set()
             self._drained = self._drained if self._refusal else asyncio.Event()

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from serve_app.errors import (
+    CannotMeetDeadline,
     CountMismatch,
     DeadlineExceeded,
     HandlerFailed,
@@ -335,6 +336,272 @@ async def test_a_row_that_is_late_already_does_not_run():
     assert fine.body == b"fine"
     assert model.batches == [["fine"]]
     await made.close()
+
+
+# Priorities
+
+
+def prioritized(text, priority, **fields):
+    return call(text, priority=priority, **fields)
+
+
+@asynchronous
+async def test_urgent_rows_go_first_and_those_of_one_priority_as_they_came():
+    model = Model(held=True)
+    made = batcher(model.run, max_batch_size=2)
+    first = submitted(made, "a")
+    await model.began.get()
+    kinds = {"l": "low", "n": "normal", "h": "high"}
+    rows = submitted(made, *(prioritized(text, kinds[text[0]]) for text in ("l1", "l2", "h0")))
+    await until(lambda: made.pending == 3)  # two of them lie ready behind the running batch: what is ready stays
+    rows += submitted(made, *(prioritized(text, kinds[text[0]]) for text in ("l3", "n1", "h1", "n2", "h2", "l4")))
+    await until(lambda: made.pending == 9)
+    model.let(6)
+    await asyncio.gather(*first, *rows)
+    assert model.batches == [["a"], ["h0", "l1"], ["h1", "h2"], ["n1", "n2"], ["l2", "l3"], ["l4"]]
+    await made.close()
+
+
+@asynchronous
+async def test_nobody_starves():
+    clock, model = Clock(), Model(held=True)
+    made = batcher(model.run, response_timeout=0, clock=clock, timer=clock.timer)
+    rows = submitted(made, "a", "b")
+    await model.began.get()  # b lies ready
+    rows += submitted(made, prioritized("low", "low"))
+    for i in range(10):
+        clock.move(0.5)
+        rows += submitted(made, prioritized(f"h{i}", "high"))
+        await until(lambda i=i: made.pending >= 3)
+        model.let()
+        await model.began.get()
+    order = [text for batch in model.batches for text in batch]
+    assert "low" in order, "3 s of patience were over"
+    model.let(10)
+    await asyncio.gather(*rows)
+    await made.close()
+
+
+@asynchronous
+async def test_a_slow_model_has_one_batch_ready_so_that_urgent_rows_can_overtake():
+    clock, model = Clock(), Model(held=True)
+    made = batcher(model.run, response_timeout=0, clock=clock, timer=clock.timer)
+    rows = submitted(made, "warm")
+    await model.began.get()
+    clock.move(0.05)
+    model.let()
+    await rows[0]
+    rows = submitted(made, *"abcde")
+    await until(lambda: made.pending == 4)
+    rows += submitted(made, prioritized("urgent", "high"))
+    model.let(6)
+    await asyncio.gather(*rows)
+    assert model.batches == [["warm"], ["a"], ["b"], ["urgent"], ["c"], ["d"], ["e"]]
+    await made.close()
+
+
+@asynchronous
+async def test_in_a_full_queue_a_more_urgent_row_takes_the_place_of_the_newest_of_the_least_urgent():
+    model = Model(held=True)
+    made = batcher(model.run, max_batch_size=4, queue_size=3)
+    first = submitted(made, "a")
+    await model.began.get()
+    low1, low2, normal = submitted(made, prioritized("l1", "low"), prioritized("l2", "low"), "n")
+    await until(lambda: made.pending == 3)
+    with pytest.raises(QueueFull):
+        await made.submit(prioritized("l3", "low"))
+    more = submitted(made, "n2")
+    with pytest.raises(QueueFull) as caught:
+        await low2
+    assert "a more urgent one came" in caught.value.detail
+    assert made.pending == 3
+    more += submitted(made, prioritized("h1", "high"), prioritized("h2", "high"), prioritized("h3", "high"))
+    for refused in (low1, more[0], normal):
+        with pytest.raises(QueueFull):
+            await refused
+    with pytest.raises(QueueFull):
+        await made.submit(prioritized("h4", "high"))
+    model.let(2)
+    assert bodies(await asyncio.gather(*first, *more[1:])) == ["a", "h1", "h2", "h3"]
+    assert model.batches == [["a"], ["h1", "h2", "h3"]]
+    await made.close()
+
+
+@asynchronous
+async def test_shadows_run_when_nobody_else_waits_and_in_batches_of_their_own():
+    model = Model(held=True)
+    made = batcher(model.run, max_batch_size=4)
+    rows = submitted(made, "a")
+    await model.began.get()
+    rows += submitted(made, prioritized("s1", "shadow"), "b", prioritized("s2", "shadow"))
+    await until(lambda: made.pending == 1)
+    await asyncio.sleep(0)
+    assert made.pending == 1, "shadows count nowhere"
+    model.let()
+    assert await model.began.get() == ["b"]
+    rows += submitted(made, "c")
+    await until(lambda: made.pending == 1)
+    model.let()
+    assert await model.began.get() == ["c"]
+    model.let(2)
+    assert bodies(await asyncio.gather(*rows)) == ["a", "s1", "b", "s2", "c"]
+    assert model.batches == [["a"], ["b"], ["c"], ["s1", "s2"]]
+    await made.close()
+
+
+@asynchronous
+async def test_shadows_have_a_bound_of_their_own_and_leave_by_their_deadline_or_at_the_end():
+    model = Model(held=True)
+    made = batcher(model.run, queue_size=1)
+    first = submitted(made, "a")
+    await model.began.get()
+    late = submitted(made, prioritized("late", "shadow", deadline=time.time() + 0.02))
+    shadows = submitted(made, *(prioritized(str(i), "shadow") for i in range(15)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match='Model "m"') as caught:
+        await made.submit(prioritized("one too many", "shadow"))
+    assert caught.value.detail == "16 shadows wait"
+    first += submitted(made, "b")  # a caller finds its place all the same
+    with pytest.raises(DeadlineExceeded):
+        await late[0]
+    shadows[0].cancel()
+    closing = asyncio.ensure_future(made.close())
+    for shadow in shadows[1:]:
+        with pytest.raises(Loading):
+            await shadow
+    model.let(2)
+    assert bodies(await asyncio.gather(*first)) == ["a", "b"]
+    await closing
+    assert model.batches == [["a"], ["b"]]
+
+
+@asynchronous
+async def test_an_idle_model_runs_a_shadow_at_once():
+    model = Model()
+    made = batcher(model.run, max_batch_delay=60_000)
+    assert (await made.submit(prioritized("s", "shadow"))).body == b"s"
+    await made.close()
+
+
+# Deadlines that cannot be met, and when to come again
+
+
+async def paced(seconds, batches=5, **settings):
+    """A batcher, its held model and its clock, after some batches of one row that took so long."""
+    clock, model = Clock(), Model(held=True)
+    made = batcher(model.run, response_timeout=0, clock=clock, timer=clock.timer, **settings)
+    for _ in range(batches):
+        row = submitted(made, "warm")
+        await model.began.get()
+        clock.move(seconds)
+        model.let()
+        await row[0]
+        await asyncio.sleep(0)
+    model.batches.clear()
+    return made, model, clock
+
+
+@asynchronous
+async def test_a_row_that_cannot_make_it_is_refused_at_once_with_the_figures():
+    made, model, clock = await paced(1.0)
+    rows = submitted(made, *"abc")
+    await model.began.get()
+    clock.move(0.4)
+    with pytest.raises(CannotMeetDeadline) as caught:  # 0.6 s of a, b and c, and its own second
+        await made.submit(call("d", deadline=time.time() + 3.0))
+    error = caught.value
+    assert error.reason == "deadline"
+    assert error.detail == "about 3.6 s are needed and 3 s are left"
+    assert error.retry_after == 1
+    with pytest.raises(CannotMeetDeadline) as caught:
+        await made.submit(call("d", deadline=time.time() + 0.2))
+    assert caught.value.retry_after == 4
+    assert made.pending == 2
+    rows += submitted(made, call("e", deadline=time.time() + 4.0), prioritized("f", "high", deadline=time.time() + 3.0))
+    model.let(5)
+    assert bodies(await asyncio.gather(*rows)) == list("abcef")
+    await made.close()
+
+
+@asynchronous
+async def test_a_batch_is_one_batch_however_many_rows_it_holds():
+    made, model, _ = await paced(1.0, max_batch_size=4)
+    rows = submitted(made, "a")
+    await model.began.get()
+    rows += submitted(made, *"bcde")
+    await until(lambda: made.pending == 4)
+    with pytest.raises(CannotMeetDeadline, match="about 3 s are needed"):
+        await made.submit(call("f", deadline=time.time() + 2.9))
+    model.let(2)
+    await asyncio.gather(*rows)
+    await made.close()
+
+
+@asynchronous
+async def test_at_start_nothing_is_refused_for_nothing_is_known():
+    made, model, _ = await paced(1.0, batches=4)
+    rows = submitted(made, "a")
+    await model.began.get()
+    rows += submitted(made, call("b", deadline=time.time() + 0.9))
+    model.let(2)
+    assert bodies(await asyncio.gather(*rows)) == ["a", "b"]
+    await made.close()
+
+
+@asynchronous
+async def test_an_idle_model_tries_whatever_it_was_like_before():
+    made, model, _ = await paced(60.0)
+    model.let()
+    assert (await made.submit(call("a", deadline=time.time() + 5.0))).body == b"a"
+    await made.close()
+
+
+@asynchronous
+async def test_a_full_queue_says_when_its_rows_will_have_been_answered():
+    made, model, _ = await paced(3.0, queue_size=2)
+    rows = submitted(made, "a")
+    await model.began.get()
+    rows += submitted(made, *"bc")
+    await until(lambda: made.pending == 2)
+    with pytest.raises(QueueFull) as caught:
+        await made.submit(call("d"))
+    assert caught.value.retry_after == 6
+    model.let(3)
+    await asyncio.gather(*rows)
+    await made.close()
+
+
+@asynchronous
+async def test_a_row_whose_time_is_over_is_told_when_to_come_again():
+    made, model, clock = await paced(3.0, batches=1)
+    rows = submitted(made, *"abc")
+    await until(lambda: made.pending == 2)
+    late = submitted(made, call("late", deadline=time.time() + 1.0))
+    await until(lambda: made.pending == 3)
+    clock.move(1.1)
+    with pytest.raises(DeadlineExceeded) as caught:
+        await late[0]
+    assert caught.value.retry_after == 6
+    model.let(3)
+    await asyncio.gather(*rows)
+    await made.close()
+
+
+@asynchronous
+async def test_rows_that_came_together_leave_together():
+    model = Model(held=True)
+    made = batcher(model.run, queue_size=3)
+    first = submitted(made, "a")
+    await model.began.get()
+    hop = asyncio.ensure_future(made.submit_all([call("b"), call("c"), call("d"), call("e")]))
+    await until(lambda: made.pending == 3)
+    hop.cancel()
+    await asyncio.wait([hop])
+    assert made.pending == 0
+    model.let()
+    await first[0]
+    await made.close()
+    assert model.batches == [["a"]]
 
 
 # Whose error it is

@@ -58,9 +58,9 @@ class Engine:
 """
 
 
-def call(request_id="", deadline=None, **order):
+def call(request_id="", deadline=None, priority="normal", **order):
     body = Input("body", json.dumps(order).encode(), "application/json")
-    return Call("m", inputs=(body,), request_id=request_id, deadline=deadline)
+    return Call("m", inputs=(body,), request_id=request_id, deadline=deadline, priority=priority)
 
 
 @pytest.fixture
@@ -248,5 +248,41 @@ def test_a_stopping_replica_answers_what_it_took(engine):
         assert (await waiting).body == b"last"
         await asyncio.wait_for(closing, 20)
         await asyncio.to_thread(made.author.shutdown)
+
+    asyncio.run(scenario())
+
+
+def test_shadows_are_begun_only_beside_nobody_and_count_nowhere(engine):
+    async def scenario():
+        async with engine(queue_size=1) as made:
+            shadows = [asyncio.ensure_future(made.submit(call(f"s{i}", meet=17, priority="shadow"))) for i in range(16)]
+            await until(lambda: made.handler.waiting == 16)
+            assert made.pending == 0
+            with pytest.raises(QueueFull) as caught:
+                await made.submit(call("s16", priority="shadow"))
+            assert caught.value.detail == "16 shadows are under way"
+            live = asyncio.ensure_future(made.submit(call("live", hang=True)))
+            await until(lambda: made.handler.hanging)
+            with pytest.raises(QueueFull) as caught:
+                await made.submit(call("s16", priority="shadow"))
+            assert caught.value.detail == "shadows are begun only while no other call is under way"
+            live.cancel()
+            await until(lambda: made.pending == 0)
+            await made.submit(call("last", meet=17))
+            assert len(await asyncio.gather(*shadows)) == 16
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_says_when_a_place_will_be_free(engine):
+    async def scenario():
+        async with engine(queue_size=1) as made:
+            await made.submit(call("slow", block=1.1))
+            live = asyncio.ensure_future(made.submit(call("live", hang=True)))
+            await until(lambda: made.handler.hanging)
+            with pytest.raises(QueueFull) as caught:
+                await made.submit(call("more"))
+            assert caught.value.retry_after == 2
+            live.cancel()
 
     asyncio.run(scenario())
