@@ -119,6 +119,26 @@ class Client:
         path = f"/models/{model}" + (f"/{version}" if version else "")
         return _checked(self._management.delete(path)).json()["status"]
 
+    def begin_experiment(self, model: str, document: Any) -> dict[str, Any]:
+        """Deal a model's calls out to the arms of an experiment; the answer has its ``id``."""
+        return _checked(self._management.post(f"/models/{quote(model, safe='')}/experiments", json=document)).json()
+
+    def experiments(self, model: str | None = None) -> list[dict[str, Any]]:
+        """Those of a model (None: of all), the newest first, without their figures."""
+        path = f"/models/{quote(model, safe='')}/experiments" if model else "/experiments"
+        return _checked(self._management.get(path)).json()["experiments"]
+
+    def experiment(self, id: str) -> dict[str, Any]:
+        """What is known by now."""
+        return _checked(self._management.get(f"/experiments/{quote(id, safe='')}")).json()
+
+    def stop_experiment(self, id: str) -> dict[str, Any]:
+        return _checked(self._management.delete(f"/experiments/{quote(id, safe='')}")).json()
+
+    def reward(self, id: str, *events: dict[str, Any]) -> dict[str, int]:
+        """How many of them were ``counted``, and how many ``repeated`` what had been counted before."""
+        return _checked(self._management.post(f"/experiments/{quote(id, safe='')}/events", json=list(events))).json()
+
 
 _Flow = Generator[httpx.Request, httpx.Response, None]
 
