@@ -51,15 +51,17 @@ def _fold(key: str) -> str:
 
 def _explain(kind: type, problem: Mapping[str, Any], secret: tuple[tuple[str, ...], ...]) -> str:
     where = tuple(problem["loc"])
-    path = ".".join(str(part) for part in where)
+    path = ".".join(str(part) for part in where if part != "[key]")
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _fields_at(kind, where[:-1])
         near = near_miss(str(where[-1]), known)
         cure = f"did you mean {near!r}?" if near else f"known here: {', '.join(known)}"
         return f"unknown key {path!r}; {cure}"
-    hidden = any(where[: len(start)] == start for start in secret)
+    hidden = any(where[: len(start)] == start for start in secret) or problem["type"] == "missing"
     got = "" if hidden else f" (got {problem['input']!r})"
-    return f"{path or 'it'}: {problem['msg']}{got}"
+    unquoted = problem["type"] == "string_type" and isinstance(problem["input"], int | float)
+    cure = "; put it in quotes" if unquoted else ""
+    return f"{path or 'it'}: {problem['msg'].removeprefix('Value error, ')}{cure}{got}"
 
 
 def _fields_at(kind: type, path: tuple[Any, ...]) -> list[str]:

@@ -6,14 +6,17 @@ import re
 from functools import lru_cache
 from typing import Any
 
-_STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?\d+)\]")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(-?[0-9]{1,9})\]")
+_ROOT = re.compile(r"\$(?=[.\[]|$)")
 
 
 @lru_cache(maxsize=1024)
 def steps(path: str) -> tuple[str | int, ...]:
     """The path's keys and indices; none for ``$``, the whole document. Raises ValueError."""
     rest = path.strip()
-    rest = rest[1:] if rest.startswith("$") else rest
+    rest = rest[1:] if _ROOT.match(rest) else rest
+    if rest and rest[0] not in ".[":
+        rest = f".{rest}"
     found: list[str | int] = []
     while rest:
         match = _STEP.match(rest)
@@ -28,8 +31,10 @@ def steps(path: str) -> tuple[str | int, ...]:
 def find(document: Any, path: str) -> Any:
     """What stands at ``path``; None where nothing does."""
     for step in steps(path):
+        if not isinstance(document, dict if isinstance(step, str) else list):
+            return None
         try:
             document = document[step]
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError):
             return None
     return document

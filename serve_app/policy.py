@@ -6,6 +6,7 @@ Shares are in basis points of a model's calls: 10,000 are all of them.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +17,13 @@ from serve_app import documents, json_path
 from serve_app.errors import BadRequest
 
 WHOLE = 10_000  # basis points, and the buckets into which keys are hashed
+
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]*")
+
+
+def _token(name: str) -> None:
+    if not _TOKEN.fullmatch(name):
+        raise ValueError(f"{name!r} is no name that a header or a cookie can have")
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Key:
     def __post_init__(self) -> None:
         if sum(map(bool, (self.header, self.cookie, self.json))) != 1:
             raise ValueError('a key is one of {"header": NAME}, {"cookie": NAME} and {"json": PATH}')
+        _token(self.header or self.cookie)
         object.__setattr__(self, "header", self.header.lower())
         json_path.steps(self.json)
 
@@ -165,6 +174,10 @@ class Policy:
     shadow: Shadow | None = None
     allocation: Allocation | None = None  # of sticky and weighted; not the operator's to say
 
+    def __post_init__(self) -> None:
+        _token(self.header)
+        object.__setattr__(self, "header", self.header.lower())
+
     @property
     def named(self) -> set[str]:
         """Every version that it speaks of."""
@@ -172,6 +185,8 @@ class Policy:
         return {*self.versions, *self.labels.values(), *shadow}
 
 
+# What the management API says beside a policy's document; passed over, so that what was read can be written again.
+IN_FORCE = "in_force"
 _OWN = tuple(f.name for f in fields(Policy) if f.name != "allocation")
 
 
@@ -181,9 +196,10 @@ def read(document: Any) -> Policy:
         raise BadRequest('A traffic policy is a JSON object, such as {"policy": "default"}.')
     if "allocation" in document:
         raise BadRequest(f"Traffic policy: unknown key 'allocation'; known here: {', '.join(_OWN)}")
-    kind = "weighted" if document.get("versions") else "default"
+    kind = "default" if not document.get("versions") else "sticky" if document.get("key") else "weighted"
+    said = {key: value for key, value in document.items() if key != IN_FORCE}
     try:
-        policy = documents.read(Policy, {"policy": kind, **document})
+        policy = documents.read(Policy, {"policy": kind, **said})
     except documents.Misread as error:
         raise BadRequest(f"Traffic policy: {error}") from None
     if wrong := _wrong(policy):
@@ -211,6 +227,8 @@ def _wrong(policy: Policy) -> str:
         return 'the policy "sticky" wants a key: {"header": NAME}, {"cookie": NAME} or {"json": PATH}'
     if policy.policy != "sticky" and policy.key is not None:
         return f'a key is for the policy "sticky"; this one is {policy.policy!r}'
+    if policy.policy != "sticky" and policy.salt:
+        return f'a salt is for the policy "sticky"; this one is {policy.policy!r}'
     return ""
 
 

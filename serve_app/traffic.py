@@ -75,7 +75,7 @@ def choose(table: Table, call: Call, lot: int = 0) -> Choice:
     named = call.version
     policy = model.policy
     if not named and policy.header:
-        named = call.headers.get(policy.header.lower())
+        named = call.headers.get(policy.header)
     if named:
         row = model.versions.get(named) or model.versions.get(policy.labels.get(named, ""))
         if row is None:
