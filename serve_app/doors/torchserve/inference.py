@@ -13,11 +13,12 @@ from serve_app.doors.exchange import Exchange, Headers, author_headers
 from serve_app.doors.torchserve import errors, forms, openapi
 from serve_app.errors import BadRequest, ClientTimeout, MethodNotAllowed, MissingParameter, RelayError, ResourceNotFound
 from serve_app.settings import Settings
-from serve_app.types import Call, Input, Kind, Reply, ReplyStream
+from serve_app.types import Call, Input, Kind, Priority, Reply, ReplyStream
 
 Route = Callable[[Exchange], Awaitable[None]]
 
 TIMEOUT = "x-request-timeout-seconds"
+PRIORITY = "x-request-priority"
 # Seconds for which a request that came too late is not answered where TorchServe would never answer it.
 _SILENCE = 120.0
 _OPEN = ("ping", "health", "api-description")  # these want no key, and neither does OPTIONS
@@ -142,7 +143,9 @@ class InferenceDoor:
         if inputs is None:
             inputs = query + forms.inputs(headers.get("content-type"), await exchange.body(self._limit))
         headers["explain"] = "True" if kind == "explain" else "False"
-        call = Call(model, version, inputs, headers, kind, exchange.request_id, _deadline(headers.get(TIMEOUT)))
+        deadline = _deadline(headers.get(TIMEOUT))
+        priority = _priority(headers.get(PRIORITY, "normal"))
+        call = Call(model, version, inputs, headers, kind, exchange.request_id, deadline, priority)
         watch = exchange.watch()
         try:
             await self._send(exchange, await self._plane.infer(call))
@@ -232,3 +235,9 @@ def _deadline(seconds: str | None) -> float | None:
     if not 0 <= limit < math.inf:
         raise BadRequest(f"Header {TIMEOUT} must be a number of seconds, 0 for no limit; got {seconds!r}.")
     return time.time() + limit if limit else None
+
+
+def _priority(word: str) -> Priority:
+    if word == "high" or word == "normal" or word == "low":
+        return word
+    raise BadRequest(f"Header {PRIORITY} must be high, normal or low; got {word!r}.")

@@ -241,6 +241,23 @@ def test_the_callers_deadline_reaches_the_call(inference) -> None:
     assert before + 2.5 <= app.target.calls[0].deadline <= time.time() + 2.5
 
 
+def test_the_callers_priority_reaches_the_call(inference) -> None:
+    seen: list[Call] = []
+
+    async def note(call: Call) -> Reply:
+        seen.append(call)
+        return Reply(b"")
+
+    app = inference(note)
+    for headers in ({}, *({"x-request-priority": word} for word in ("high", "normal", "low"))):
+        assert app("POST", "/predictions/m", b"", headers).status == 200
+    assert [call.priority for call in seen] == ["normal", "high", "normal", "low"]
+    for word in ("urgent", "shadow", "", "HIGH"):
+        refused = app("POST", "/predictions/m", b"", {"x-request-priority": word})
+        assert (refused.status, refused["x-torchrelay-reason"]) == (400, "bad_request")
+        assert f"x-request-priority must be high, normal or low; got {word!r}." in json.loads(refused.body)["message"]
+
+
 def test_the_models_client_timeout_is_a_deadline_too(inference) -> None:
     app = inference(table=table(VersionRow("1.0", "ready", 1, client_timeout=500), VersionRow("2.0", "ready", 1)))
     before = time.time()
