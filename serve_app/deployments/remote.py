@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections import deque
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import ray.exceptions
 from ray import serve
@@ -20,6 +21,7 @@ from ray.serve.exceptions import BackPressureError
 from serve_app.dataplane import TableReader
 from serve_app.deployments.hop import HopLost, ShortHops
 from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, NoWorker, QueueFull, RelayError, WorkerDied
+from serve_app.runtime.queue import Queue
 from serve_app.settings import Settings
 from serve_app.types import Call, Chunk, ModelRef, Reply, ReplyStream, VersionRow
 
@@ -31,17 +33,32 @@ MAX_BYTES = 8 << 20  # bytes of one hop, unless one row alone is larger
 
 
 class _Row:
-    __slots__ = ("call", "size", "future", "attempts")
+    __slots__ = ("arrived", "attempts", "call", "future", "hop", "size")
 
-    def __init__(self, call: Call, future: asyncio.Future[Reply]) -> None:
+    def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream]) -> None:
         self.call = call
+        self.arrived = time.monotonic()
+        self.hop: _Hop | None = None
         self.size = sum(len(part.value) for part in call.inputs)
         self.future = future
         self.attempts = 0
 
 
+class _Hop:
+    """Rows that travel together."""
+
+    __slots__ = ("rows", "task")
+
+    def __init__(self, rows: list[_Row]) -> None:
+        self.rows = rows
+        self.task: asyncio.Task[None] | None = None
+
+
 class RemoteTarget:
-    """One version's replicas, as this process reaches them."""
+    """One version's replicas, as this process reaches them.
+
+    Rows wait here by priority (see runtime/queue.py) while the way is taken; a shadow travels when no other row waits.
+    """
 
     def __init__(self, ref: ModelRef, row: VersionRow, short_hops: bool) -> None:
         handle = serve.get_deployment_handle(ref.app, ref.app)
@@ -50,8 +67,10 @@ class RemoteTarget:
         self._ref = ref
         self._near = ShortHops(short_hops)
         self._row = row
+        self._awake = handle.awake
+        self._waking: asyncio.Task[None] | None = None
         self._streams: bool | None = None  # whether its handler streams: unknown until the first reply
-        self._rows: deque[_Row] = deque()
+        self._rows: Queue[_Row] = Queue()
         self._hops = 0
         self._sending = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,16 +99,51 @@ class RemoteTarget:
                 break  # it is stopping, or being replaced: the handle knows who else there is
         return await self._far(call)
 
+    def wake(self) -> None:
+        """Let one call wait for a replica: Ray Serve starts one for it. Whoever waits hears of it from the table."""
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.get_running_loop().create_task(self._wake())
+
+    async def _wake(self) -> None:
+        try:
+            await self._awake.remote()
+        except Exception as error:  # why it does not start, Management says
+            log.info("%s did not wake up: %s", self._ref.app, type(error).__name__)
+
     async def _far(self, call: Call) -> Reply | ReplyStream:
         if self._streams is not False:
             return await self._alone(call)
         limit = max(self.row.job_queue_size, self.row.max_batch_size) * max(1, self.row.replicas)
-        if len(self._rows) >= limit:
-            raise QueueFull(self._ref.name, call.version, f"{len(self._rows)} rows wait for its replicas")
-        row = _Row(call, asyncio.get_running_loop().create_future())
-        self._rows.append(row)
+        waiting = len(self._rows.shadows) if call.priority == "shadow" else self._rows.live
+        if waiting >= limit:
+            raise QueueFull(self._ref.name, call.version, f"{waiting} rows wait for its replicas")
+        loop = asyncio.get_running_loop()
+        row = _Row(call, loop.create_future())
+        self._rows.put(row)
         self._send_soon()
-        return await row.future
+        expiry = None
+        if call.deadline is not None:
+            expiry = loop.call_later(call.deadline - time.time(), self._expire, row)
+        try:
+            return await row.future
+        except asyncio.CancelledError:
+            self._leave(row)
+            raise
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+
+    def _expire(self, row: _Row) -> None:
+        """The row's time is over. One that travels is answered by its replica, which knows as well."""
+        if self._rows.remove(row) and not row.future.done():
+            row.future.set_exception(DeadlineExceeded(self._ref.name, time.monotonic() - row.arrived))
+
+    def _leave(self, row: _Row) -> None:
+        """The caller left: its place is free, and a hop that nobody waits for ends."""
+        hop = row.hop
+        if not self._rows.remove(row) and hop is not None and all(other.future.done() for other in hop.rows):
+            assert hop.task is not None
+            hop.task.cancel()
 
     def _send_soon(self) -> None:
         """Send at the end of the loop's turn: rows that were read in the same turn travel together."""
@@ -104,37 +158,50 @@ class RemoteTarget:
     def _send(self) -> None:
         """Start hops while the way is free and rows wait."""
         self._sending = False
-        while self._rows and self._hops < self._allowed:
-            hop: list[_Row] = []
-            size = 0
-            while self._rows and len(hop) < MAX_ROWS and (not hop or size + self._rows[0].size <= MAX_BYTES):
-                row = self._rows.popleft()
-                if row.future.cancelled():
-                    continue
-                if row.call.expired:
-                    row.future.set_exception(DeadlineExceeded(self._ref.name, 0.0))
-                    continue
-                size += row.size
-                hop.append(row)
-            if hop:
+        rows = self._rows
+        while (rows.live or rows.shadows) and self._hops < self._allowed:
+            hop = _Hop(self._next_rows() if rows.live else [rows.shadows.popleft()])
+            for row in hop.rows:
+                row.hop = hop
+            if hop.rows:
                 self._hops += 1
-                task = asyncio.get_running_loop().create_task(self._hop(hop))
-                self._tasks.add(task)  # the loop itself holds its tasks weakly
-                task.add_done_callback(self._tasks.discard)
+                hop.task = asyncio.get_running_loop().create_task(self._travel(hop))
+                self._tasks.add(hop.task)  # the loop itself holds its tasks weakly
+                hop.task.add_done_callback(self._tasks.discard)
 
-    async def _hop(self, hop: list[_Row]) -> None:
+    def _next_rows(self) -> list[_Row]:
+        """As many rows as one hop takes, the most urgent first."""
+        waiting = self._rows
+        rows: list[_Row] = []
+        size = 0
+        while waiting.live and len(rows) < MAX_ROWS and (not rows or size + waiting.first().size <= MAX_BYTES):
+            row = waiting.pop()
+            if row.future.done():
+                continue
+            if row.call.expired:
+                row.future.set_exception(DeadlineExceeded(self._ref.name, time.monotonic() - row.arrived))
+                continue
+            size += row.size
+            rows.append(row)
+        return rows
+
+    async def _travel(self, hop: _Hop) -> None:
+        response: Any = None
         try:
             # Pickled here and unpickled there, as bytes to Ray: its own pickler asks Python about every object.
-            sent = pickle.dumps([row.call for row in hop], pickle.HIGHEST_PROTOCOL)
-            results = pickle.loads(await self._unary.remote(sent))
+            sent = pickle.dumps([row.call for row in hop.rows], pickle.HIGHEST_PROTOCOL)
+            response = self._unary.remote(sent)
+            results = pickle.loads(await response)
         except asyncio.CancelledError:
-            for row in hop:
+            if response is not None:
+                response.cancel()
+            for row in hop.rows:
                 row.future.cancel()
             raise
         except Exception as error:
-            self._failed(hop, error)
+            self._failed(hop.rows, error)
         else:
-            for row, result in zip(hop, results):
+            for row, result in zip(hop.rows, results):
                 if row.future.done():
                     continue
                 if isinstance(result, RelayError):
@@ -148,20 +215,24 @@ class RemoteTarget:
             self._hops -= 1
             self._send_soon()
 
-    def _failed(self, hop: list[_Row], error: Exception) -> None:
+    def _failed(self, rows: list[_Row], error: Exception) -> None:
         again = self.row.retries and _replica_lost(error)
-        for row in reversed(hop):
+        for row in reversed(rows):
             row.attempts += 1
             if again and row.attempts < 2 and not row.future.done():
-                self._rows.appendleft(row)
+                row.hop = None
+                self._rows.put_back(row)
             elif not row.future.done():
                 row.future.set_exception(_in_our_words(error, self._ref, row.call))
 
     async def _alone(self, call: Call) -> Reply | ReplyStream:
         for attempt in (1, 2):
-            answers = self._streaming.remote(call).__aiter__()
+            answers = self._streaming.remote(call)
             try:
                 first: Chunk | RelayError = await answers.__anext__()
+            except asyncio.CancelledError:
+                answers.cancel()
+                raise
             except StopAsyncIteration:
                 raise WorkerDied("the replica ended the stream before it began") from None
             except Exception as error:
@@ -178,16 +249,17 @@ class RemoteTarget:
             return ReplyStream(first.head, self._rest(call, first, answers))
         raise AssertionError("unreachable")
 
-    async def _rest(
-        self, call: Call, first: Chunk, answers: AsyncIterator[Chunk | RelayError]
-    ) -> AsyncIterator[bytes]:
-        yield first.body
+    async def _rest(self, call: Call, first: Chunk, answers: Any) -> AsyncIterator[bytes]:
         try:
+            yield first.body
             async for chunk in answers:
                 if isinstance(chunk, RelayError):
                     raise chunk
                 yield chunk.body
         except RelayError:
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            answers.cancel()  # the caller left
             raise
         except Exception as error:
             raise _in_our_words(error, self._ref, call) from None
@@ -243,6 +315,10 @@ class Remotes:
                 raise Loading(ref.name, ref.version, f"{type(error).__name__}: {error}") from None
         target.row = row
         return target
+
+    def wake(self, ref: ModelRef, row: VersionRow) -> None:
+        """See to it that a version which sleeps gets a replica. Raises Loading while its application is not there."""
+        self(ref, row).wake()
 
     def _forget_removed(self) -> None:
         models = self._reader.table.models
