@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from random import randrange
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from serve_app import traffic
 from serve_app.errors import ClientTimeout, DeadlineExceeded, Loading, NoWorker, QueueFull, RelayError
 from serve_app.policy import WHOLE
 from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.observations import Observations
+from serve_app.traffic import Choice
 from serve_app.types import Access, Call, ModelRef, Reply, ReplyStream, Table, VersionRow
 
 
@@ -55,6 +58,7 @@ class DataPlane:
         remote: Callable[[ModelRef, VersionRow], Target],
         local: tuple[ModelRef, Target] | None = None,
         patience: float = 30.0,
+        observations: Observations | None = None,
     ) -> None:
         self._reader = reader
         self._meters = meters
@@ -77,12 +81,14 @@ class DataPlane:
         """The answer of the version that the table gives this call. Raises RelayError."""
         started = time.perf_counter()
         version = ""
+        choice: Choice | None = None
         bounded = False  # by the model, more tightly than by the caller
         try:
             if call.expired:
                 raise DeadlineExceeded(call.model, 0.0)
             self._lot = lot = traffic.after(self._lot)
-            row = traffic.choose(self._reader.table, call, lot).row
+            choice = traffic.choose(self._reader.table, call, lot)
+            row = choice.row
             version = row.version
             if row.client_timeout:
                 asked, call = call, _bounded(call, row.client_timeout / 1000)
@@ -95,6 +101,8 @@ class DataPlane:
             # An unknown name is a caller's word, not a label: it would grow without bound.
             model = call.model if version else ""
             self._meters.request(model, version, error.reason, time.perf_counter() - started, call.version)
+            if choice is not None and choice.trial is not None:
+                self.observations.failed(choice, call.request_id, error.reason)
             if late:
                 raise error from None
             raise
@@ -102,10 +110,23 @@ class DataPlane:
             self._meters.request(call.model, version, "caller_left", time.perf_counter() - started, call.version)
             raise
         if isinstance(reply, ReplyStream):
-            return ReplyStream(reply.head, _Counted(reply, self._meters, call, version, started))
+            return ReplyStream(reply.head, _Counted(reply, partial(self._ended, call, choice, reply.head, started)))
         seconds = time.perf_counter() - started
         self._meters.request(call.model, version, "ok", seconds, call.version, reply.timings.queue)
+        if choice.trial is not None:
+            self.observations.answered(choice, call.request_id, reply, seconds)
         return reply
+
+    def _ended(self, call: Call, choice: Choice, head: Reply, started: float, status: str) -> None:
+        """A streamed reply has come to its end, for better or worse."""
+        seconds = time.perf_counter() - started
+        self._meters.request(call.model, choice.row.version, status, seconds, call.version, head.timings.queue)
+        if choice.trial is None or status == "caller_left":
+            return
+        if status == "ok":
+            self.observations.answered(choice, call.request_id, head, seconds, streamed=True)
+        else:
+            self.observations.failed(choice, call.request_id, status)
 
     async def _target(self, call: Call, row: VersionRow) -> Target:
         local = self._local_ref
@@ -173,15 +194,12 @@ def _bounded(call: Call, seconds: float) -> Call:
 
 
 class _Counted(AsyncIterator[bytes]):
-    """A streamed reply's pieces; when they end, or the caller leaves, the call is counted."""
+    """A streamed reply's pieces; when they end, or the caller leaves, ``count`` is told once how."""
 
-    def __init__(self, stream: ReplyStream, meters: Meters, call: Call, version: str, started: float) -> None:
+    def __init__(self, stream: ReplyStream, count: Callable[[str], None]) -> None:
         self._stream = stream
         self._pieces = stream.__aiter__()
-        model, asked, queue = call.model, call.version, stream.head.timings.queue
-        self._count: Callable[[str], None] | None = lambda status: meters.request(
-            model, version, status, time.perf_counter() - started, asked, queue
-        )
+        self._count: Callable[[str], None] | None = count
 
     async def __anext__(self) -> bytes:
         try:

@@ -73,6 +73,46 @@ ROLLOUTS = sa.Table(
     sa.Column("document", sa.JSON, nullable=False),
 )
 
+# What was measured (see measurements.py): an arm's figures by name, who was given which arm, which rewards were counted,
+# and the number of the last payload of each process.
+FIGURES = sa.Table(
+    "torchrelay_figures",
+    SCHEMA,
+    sa.Column("trial", sa.Text, primary_key=True),
+    sa.Column("arm", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("value", sa.LargeBinary, nullable=False),
+)
+
+EXPOSURES = sa.Table(
+    "torchrelay_exposures",
+    SCHEMA,
+    sa.Column("trial", sa.Text, primary_key=True),
+    sa.Column("unit", sa.Text, primary_key=True),
+    sa.Column("arm", sa.Text, nullable=False),
+    sa.Column("bucket", sa.Integer, nullable=False),
+    sa.Column("time", sa.Float, nullable=False),  # seconds since the epoch
+    sa.Index("torchrelay_exposures_by_time", "trial", "time"),
+)
+
+REWARDS = sa.Table(
+    "torchrelay_rewards",
+    SCHEMA,
+    sa.Column("trial", sa.Text, primary_key=True),
+    sa.Column("metric", sa.Text, primary_key=True),
+    sa.Column("event", sa.Text, primary_key=True),
+    sa.Column("time", sa.Float, nullable=False),
+    sa.Index("torchrelay_rewards_by_time", "trial", "time"),
+)
+
+SOURCES = sa.Table(
+    "torchrelay_sources",
+    SCHEMA,
+    sa.Column("source", sa.Text, primary_key=True),
+    sa.Column("number", sa.BigInteger, nullable=False),
+    sa.Column("time", sa.Float, nullable=False),
+)
+
 CHANGES = sa.Table(
     "torchrelay_changes",
     SCHEMA,
@@ -109,7 +149,7 @@ class Database:
 
     def load(self) -> Registry:
         """The registry as it was last saved, by whomever. Raises Unavailable."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             # Taking the row keeps a writer out until every table is read.
             generation = connection.execute(sa.select(CHANGES.c.generation).with_for_update()).scalar_one()
             versions: dict[str, dict[str, ModelSpec]] = {}
@@ -138,7 +178,7 @@ class Database:
         the same registry again only raises the generation. Raises Unavailable where another writer
         came between or the database is gone: ``load`` says then what is stored.
         """
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             known = CHANGES.c.generation == self._generation
             raised = connection.execute(sa.update(CHANGES).where(known).values(generation=self._generation + 1))
             if raised.rowcount != 1:
@@ -154,7 +194,8 @@ class Database:
         self._generation += 1
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[Connection]:
+    def transaction(self) -> Iterator[Connection]:
+        """All of what is done with it or nothing, and nobody else writes meanwhile. Raises Unavailable."""
         try:
             with self._engine.begin() as connection:
                 yield connection

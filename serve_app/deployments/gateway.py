@@ -35,6 +35,7 @@ class Gateway:
         self._reader = TableReader()
         self._link = Link(self._reader, self._meters)
         self._plane = DataPlane(self._reader, self._meters, remote=Remotes(self._reader, settings))
+        self._link.observed["trials"] = self._plane.observations.take
         self._access = access_log.access(settings)
         self._machine = system.collect(self._meters.torchserve, settings)
         self._link.start()

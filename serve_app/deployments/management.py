@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import ssl
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,6 +21,7 @@ from serve_app.control.board import Board, Nudge
 from serve_app.control.database import Database
 from serve_app.control.events import Events
 from serve_app.control.keys import Keys
+from serve_app.control.measurements import Measurements
 from serve_app.control.vitals import Vitals
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import TableReader
@@ -30,8 +32,9 @@ from serve_app.deployments.listener import Listener
 from serve_app.deployments.registrar import Registrar
 from serve_app.deployments.remote import Remotes
 from serve_app.deployments.rounds import Rounds
+from serve_app.deployments.traffic import Traffic
 from serve_app.doors.app import management_app, metrics_app
-from serve_app.errors import NotFound, RelayError, StartFailed
+from serve_app.errors import NotFound, RelayError, StartFailed, Unavailable
 from serve_app.runtime.environments import Environments
 from serve_app.settings import INFERENCE_HOST, Settings
 from serve_app.telemetry import access_log, last_words, logs, system, torchserve
@@ -73,6 +76,7 @@ class Management:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
         database = await asyncio.to_thread(Database, settings.database_url)
         registry = await asyncio.to_thread(database.load)
+        self._measurements = await asyncio.to_thread(Measurements, database)
         self._admission = await asyncio.to_thread(Admission, settings)
         environments = await asyncio.to_thread(Environments, settings.state_dir / "environments", settings.runtime)
         await asyncio.to_thread(last_words.dead, settings.last_words)  # of a life before this one: nobody asks for them
@@ -100,14 +104,15 @@ class Management:
             keys,
             settings,
         )
-        self._keeper = LocalKeeper(self._registrar, self)
+        policies = Traffic(self._ledger)
+        self._keeper = LocalKeeper(self._registrar, policies, self)
         self._board.expect(await rounds.running_now() - {serve.get_replica_context().replica_id.unique_id})
         self._ledger.publish()  # before anybody can ask: who may ask for what stands in the table
         for listener in self._make_listeners(port, context):
             await listener.open()
             self._listeners.append(listener)
         self._machine = system.collect(self._meters.torchserve, settings)
-        self._tasks += [asyncio.create_task(self._registrar.boot()), asyncio.create_task(rounds.run())]
+        self._tasks += [asyncio.create_task(self._registrar.boot(partial(policies.declare, settings.control.traffic))), asyncio.create_task(rounds.run())]
 
     async def _make_keys(self, inference_hosts: list[str]) -> Keys | None:
         """The keys that requests must show; None where they need none. What an operator must know of it is said."""
@@ -147,6 +152,16 @@ class Management:
 
     async def leave(self, source: str, samples: Report) -> None:
         self._board.leave(source, samples)
+
+    async def observe(self, source: str, number: int, payloads: dict[str, Any]) -> bool:
+        """What a process has seen, see link.py: whether it is counted, else it is to be sent again."""
+        try:
+            if (seen := payloads.get("trials")) is not None:
+                await self._measurements.put(source, number, seen)
+        except Unavailable as error:
+            log.warning("what calls came to could not be stored, and will be sent again: %s", error)
+            return False
+        return True
 
     async def start_failed(self, ref: ModelRef, digest: str, error: StartFailed) -> None:
         """A replica could not load its model, whose archive has ``digest``; here is the author's traceback."""

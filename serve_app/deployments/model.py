@@ -93,6 +93,7 @@ class ModelReplica:
         load_time.record(round((time.monotonic() - began) * 1000))
         local = (spec.ref, LocalTarget(self._batcher))
         self._plane = DataPlane(reader, self._meters, remote=Remotes(reader, settings), local=local)
+        self._link.observed["trials"] = self._plane.observations.take
         self._access = access_log.access(settings)
         self._hops = HopServer(self._batcher.enqueue)
         await self._hops.open(socket_path(replica))

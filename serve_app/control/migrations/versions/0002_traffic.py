@@ -16,10 +16,40 @@ def upgrade() -> None:
             sa.Column(key, sa.Text, primary_key=True),
             sa.Column("document", sa.JSON, nullable=False),
         )
+    op.create_table(
+        "torchrelay_figures",
+        sa.Column("trial", sa.Text, primary_key=True),
+        sa.Column("arm", sa.Text, primary_key=True),
+        sa.Column("name", sa.Text, primary_key=True),
+        sa.Column("value", sa.LargeBinary, nullable=False),
+    )
+    op.create_table(
+        "torchrelay_exposures",
+        sa.Column("trial", sa.Text, primary_key=True),
+        sa.Column("unit", sa.Text, primary_key=True),
+        sa.Column("arm", sa.Text, nullable=False),
+        sa.Column("bucket", sa.Integer, nullable=False),
+        sa.Column("time", sa.Float, nullable=False),
+        sa.Index("torchrelay_exposures_by_time", "trial", "time"),
+    )
+    op.create_table(
+        "torchrelay_rewards",
+        sa.Column("trial", sa.Text, primary_key=True),
+        sa.Column("metric", sa.Text, primary_key=True),
+        sa.Column("event", sa.Text, primary_key=True),
+        sa.Column("time", sa.Float, nullable=False),
+        sa.Index("torchrelay_rewards_by_time", "trial", "time"),
+    )
+    op.create_table(
+        "torchrelay_sources",
+        sa.Column("source", sa.Text, primary_key=True),
+        sa.Column("number", sa.BigInteger, nullable=False),
+        sa.Column("time", sa.Float, nullable=False),
+    )
 
 
 def downgrade() -> None:
-    op.drop_table("torchrelay_rollouts")
-    op.drop_table("torchrelay_experiments")
+    for name in ("sources", "rewards", "exposures", "figures", "rollouts", "experiments"):
+        op.drop_table(f"torchrelay_{name}")
     with op.batch_alter_table("torchrelay_models") as models:
         models.drop_column("declared")
