@@ -65,6 +65,7 @@ class DataPlane:
         self._remote = remote
         self._local_ref, self._local = local or (None, None)
         self._patience = patience  # seconds a call waits for a version that is loading
+        self.observations = observations or Observations()
         self._waiting: dict[ModelRef, int] = {}
         self._lot = randrange(WHOLE)  # of the last call
 
