@@ -66,9 +66,11 @@ def ask(
     headers: dict[str, str] | None = None,
     scope: dict[str, Any] | None = None,
     raises: bool = False,
+    loop: asyncio.AbstractEventLoop | None = None,
 ) -> Answer:
     """One request over the bare ASGI interface; a body that is a list comes in as many pieces."""
-    return asyncio.run(_ask(app, method, target, body, headers or {}, scope or {}, raises))
+    run = asyncio.run if loop is None else loop.run_until_complete
+    return run(_ask(app, method, target, body, headers or {}, scope or {}, raises))
 
 
 async def _ask(app, method, target, body, headers, scope, raises) -> Answer:
@@ -277,11 +279,14 @@ class Shelf:
 
 @dataclass
 class Management:
+    """``loop``: where something behind the door outlives a request."""
+
     app: App
     shelf: Shelf
+    loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, method: str, target: str, *args: Any, **named: Any) -> Answer:
-        return ask(self.app, method, target, *args, **named)
+        return ask(self.app, method, target, *args, loop=self.loop, **named)
 
 
 @pytest.fixture
