@@ -13,6 +13,7 @@ class RelayError(Exception):
 
     reason = "error"
     version = ""  # of the model that was to answer, where that had been chosen already
+    arm = ""  # of a trial, as Reply.arm
     retry_after: int | None = None  # seconds after which it is worth to ask again, from 1; None: waiting does not help
 
     def __str__(self) -> str:

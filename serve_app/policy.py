@@ -109,6 +109,14 @@ class Allocation:
     def of(self, bucket: int) -> str:
         return self.names[bisect_right(self.ends, bucket)]
 
+    @property
+    def shares(self) -> dict[str, int]:
+        """How many buckets each name has."""
+        found: dict[str, int] = {}
+        for start, end, name in zip((0, *self.ends), self.ends, self.names):
+            found[name] = found.get(name, 0) + end - start
+        return found
+
 
 def allocate(weights: Mapping[str, int], before: Allocation | None = None) -> Allocation:
     """Buckets by weight. Of those that ``before`` gave away as few as possible change hands.

@@ -32,6 +32,11 @@ class Choice(NamedTuple):
     unit: str = ""  # who was assigned, where the trial has a key
     by_policy: bool = False  # the caller named no version
 
+    @property
+    def told(self) -> str:
+        """The arm, as answers name it; empty where no trial counts this call."""
+        return f"{self.trial.id}/{self.arm}" if self.trial is not None else ""
+
 
 def after(lot: int) -> int:
     """The lot of the next call."""

@@ -153,6 +153,7 @@ class Reply(_Quick):
     headers: tuple[tuple[str, str], ...] = ()
     version: str = ""
     timings: Timings = Timings()
+    arm: str = ""  # "trial/arm" where an experiment or a rollout chose the version
 
 
 @dataclass(frozen=True, slots=True)

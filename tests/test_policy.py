@@ -15,18 +15,6 @@ from serve_app.policy import WHOLE, Allocation, Key, Policy, Shadow, allocate, r
 HALVES = {"1.0": 5000, "2.0": 5000}
 
 
-def shares(allocation: Allocation) -> dict[str, int]:
-    """How many buckets each name has."""
-    found: dict[str, int] = {}
-    start = 0
-    for end, name in zip(allocation.ends, allocation.names, strict=True):
-        assert end > start
-        found[name] = found.get(name, 0) + end - start
-        start = end
-    assert start == WHOLE
-    return found
-
-
 def owners(allocation: Allocation) -> list[str]:
     return [allocation.of(bucket) for bucket in range(WHOLE)]
 
@@ -35,6 +23,7 @@ class TestAllocate:
     def test_buckets_are_dealt_out_in_the_order_of_the_weights(self):
         allocation = allocate({"a": 9000, "none": 0, "b": 1000})
         assert allocation == Allocation((9000, 10_000), ("a", "b"))
+        assert allocation.shares == {"a": 9000, "b": 1000}
         assert [allocation.of(bucket) for bucket in (0, 8999, 9000, 9999)] == ["a", "a", "b", "b"]
 
     def test_one_takes_all(self):
@@ -55,8 +44,8 @@ class TestAllocate:
             cuts = sorted(random.choices(range(WHOLE + 1), k=len(names) - 1))
             weights = {n: end - start for n, start, end in zip(names, [0, *cuts], [*cuts, WHOLE], strict=True)}
             after = allocate(weights, before)
-            assert shares(after) == {name: weight for name, weight in weights.items() if weight}
-            had = shares(before)
+            assert after.shares == {name: weight for name, weight in weights.items() if weight}
+            had = before.shares
             moved = sum(a != b for a, b in zip(owners(before), owners(after), strict=True))
             assert moved == sum(max(0, weight - had.get(name, 0)) for name, weight in weights.items())
             before = after

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import lru_cache
 from random import getrandbits
 from typing import Any
 
@@ -32,6 +33,8 @@ _OURS = {name for name, _ in EVERY_ANSWER} | {
     b"content-length",
     b"transfer-encoding",
     b"connection",
+    b"x-model-version",
+    b"x-torchrelay-arm",
 }
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _BODILESS = (204, 304)
@@ -204,6 +207,17 @@ def author_headers(content_type: str | None, headers: Iterable[tuple[str, str]])
 def field_value(text: str) -> bytes:
     """``text`` as a header's value: Latin-1, on one line."""
     return text.encode("latin-1", "replace").translate(_ON_ONE_LINE).strip()
+
+
+@lru_cache(maxsize=1024)
+def by_version(version: str) -> tuple[bytes, bytes]:
+    """The header that says which version answered."""
+    return b"x-model-version", field_value(version)
+
+
+def by_arm(arm: str) -> tuple[bytes, bytes]:
+    """The header that says which trial counted the call, and in which of its arms."""
+    return b"x-torchrelay-arm", field_value(arm)
 
 
 _ON_ONE_LINE = bytes(0x20 if byte < 0x20 or byte == 0x7F else byte for byte in range(256))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import orjson
 
 from serve_app import errors
-from serve_app.doors.exchange import Exchange, Headers
+from serve_app.doors.exchange import Exchange, Headers, by_arm, by_version
 
 JSON = (b"content-type", b"application/json")
 
@@ -100,8 +100,13 @@ async def refuse(exchange: Exchange, error: Exception, shown: Shown = "hidden") 
     if said is not None:
         headers.append(JSON)
     headers.append((b"x-torchrelay-reason", getattr(error, "reason", "internal").encode()))
-    if isinstance(error, errors.RelayError) and error.retry_after is not None:
-        headers.append((b"retry-after", b"%d" % error.retry_after))
+    if isinstance(error, errors.RelayError):
+        if error.retry_after is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after))
+        if error.version:
+            headers.append(by_version(error.version))
+        if error.arm:
+            headers.append(by_arm(error.arm))
     if isinstance(error, errors.TooLarge):  # its body is empty, so this is where the cure stands
         headers.append((b"x-torchrelay-limit", f"inference.max_request_size={error.args[0]}".encode()))
     await exchange.reply(look_up(error)[0], headers, b"" if said is None else pretty(said))

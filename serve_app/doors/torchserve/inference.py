@@ -9,7 +9,7 @@ from typing import Any
 
 from serve_app.dataplane import DataPlane
 from serve_app.doors import auth
-from serve_app.doors.exchange import Exchange, Headers, author_headers
+from serve_app.doors.exchange import Exchange, Headers, author_headers, by_arm, by_version
 from serve_app.doors.torchserve import errors, forms, openapi
 from serve_app.errors import BadRequest, ClientTimeout, MethodNotAllowed, MissingParameter, RelayError, ResourceNotFound
 from serve_app.settings import Settings
@@ -150,7 +150,7 @@ class InferenceDoor:
         try:
             await self._send(exchange, await self._plane.infer(call))
         except RelayError as error:
-            exchange.version = exchange.version or error.version
+            exchange.version = error.version or exchange.version
             raise
         finally:
             watch.cancel()
@@ -161,13 +161,18 @@ class InferenceDoor:
             exchange.version = head.version
             sent = author_headers(head.content_type, head.headers)
             exchange.yield_to(sent)
-            sent.append((b"ts_stream_next", b"true"))
+            sent += (b"ts_stream_next", b"true"), by_version(head.version)
+            if head.arm:
+                sent.append(by_arm(head.arm))
             await exchange.stream(errors.http_status(head.status), sent, reply)
         else:
             exchange.version = reply.version
             sent = _headers(reply)
             if reply.headers:
                 exchange.yield_to(sent)
+            sent.append(by_version(reply.version))
+            if reply.arm:
+                sent.append(by_arm(reply.arm))
             await exchange.reply(errors.http_status(reply.status), sent, reply.body)
 
     async def _ping(self, exchange: Exchange) -> None:

@@ -37,6 +37,7 @@ def test_a_prediction_to_the_byte(inference) -> None:
         b"pragma": b"no-cache",
         b"cache-control": b"no-cache; no-store, must-revalidate, private",
         b"expires": b"Thu, 01 Jan 1970 00:00:00 UTC",
+        b"x-model-version": b"1.0",
     }
     assert [len(part) for part in request_id.split("-")] == [8, 4, 4, 4, 12]
     assert request_id[14] == "4"
