@@ -103,6 +103,7 @@ class DataPlane:
             model = call.model if version else ""
             self._meters.request(model, version, error.reason, time.perf_counter() - started, call.version)
             if choice is not None and choice.trial is not None:
+                error.arm = choice.told
                 self.observations.failed(choice, call.request_id, error.reason)
             if late:
                 raise error from None
@@ -111,11 +112,13 @@ class DataPlane:
             self._meters.request(call.model, version, "caller_left", time.perf_counter() - started, call.version)
             raise
         if isinstance(reply, ReplyStream):
-            return ReplyStream(reply.head, _Counted(reply, partial(self._ended, call, choice, reply.head, started)))
+            head = reply.head if choice.trial is None else replace(reply.head, arm=choice.told)
+            return ReplyStream(head, _Counted(reply, partial(self._ended, call, choice, reply.head, started)))
         seconds = time.perf_counter() - started
         self._meters.request(call.model, version, "ok", seconds, call.version, reply.timings.queue)
         if choice.trial is not None:
             self.observations.answered(choice, call.request_id, reply, seconds)
+            reply = replace(reply, arm=choice.told)
         return reply
 
     def _ended(self, call: Call, choice: Choice, head: Reply, started: float, status: str) -> None:

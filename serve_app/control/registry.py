@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_app import policy as policies
 from serve_app import traffic
+from serve_app.control import claims
 from serve_app.errors import (
     BadRequest,
     CannotRemoveDefault,
@@ -24,7 +26,7 @@ from serve_app.errors import (
     VersionNotFound,
 )
 from serve_app.experiment import Experiment
-from serve_app.policy import Policy, Trial
+from serve_app.policy import WHOLE, Policy, Trial, allocate
 from serve_app.rollout import Rollout
 from serve_app.settings import Settings, VersionSettings
 from serve_app.store.manifest import Manifest, ModelConfig
@@ -95,6 +97,11 @@ def register(registry: Registry, spec: ModelSpec) -> Registry:
     record = registry.models.get(spec.name)
     if record is not None and spec.version in record.versions:
         raise VersionExists(spec.name, spec.version)
+    if record is not None and spec.version in record.policy.labels:
+        raise BadRequest(
+            f"Version {spec.version} cannot stand beside the label of that name, by which the traffic policy of model "
+            f"{spec.name} calls version {record.policy.labels[spec.version]}. Give one of them another name."
+        )
     for other in registry:
         if other.ref.app == spec.ref.app:
             raise BadRequest(
@@ -123,12 +130,20 @@ def put(registry: Registry, spec: ModelSpec, default: bool = False) -> Registry:
 def unregister(registry: Registry, name: str, version: str | None) -> tuple[Registry, ModelRef]:
     """The registry without a version (None: the default one); a model goes with its last version.
 
-    Raises ModelNotFound, VersionNotFound, and CannotRemoveDefault while other versions stand.
+    Its policy, its experiments and its rollout go along. Raises ModelNotFound, VersionNotFound, InUse where one of
+    these needs the version, and CannotRemoveDefault while other versions stand.
     """
     spec = find(registry, name, version)
     record = registry.models[name]
-    if len(record.versions) == 1:
-        return replace(registry, models={key: r for key, r in registry.models.items() if key != name}), spec.ref
+    last = len(record.versions) == 1
+    experiment, rollout = experiment_of(registry, name), registry.rollouts.get(name)
+    if claim := claims.on_version(name, spec.version, Policy() if last else record.policy, experiment, rollout):
+        raise InUse(f"Version {spec.version} of model {name} cannot be removed: {claim}")
+    if last:
+        models = {key: other for key, other in registry.models.items() if key != name}
+        experiments = {id: other for id, other in registry.experiments.items() if other.model != name}
+        rollouts = {key: other for key, other in registry.rollouts.items() if key != name}
+        return replace(registry, models=models, experiments=experiments, rollouts=rollouts), spec.ref
     if spec.version == record.default:
         raise CannotRemoveDefault(name)
     rest = {key: value for key, value in record.versions.items() if key != spec.version}
@@ -147,14 +162,55 @@ def scale(registry: Registry, name: str, version: str | None, low: int, high: in
 
 
 def set_default(registry: Registry, name: str, version: str) -> tuple[Registry, ModelRef]:
-    """The registry in which calls that name no version get ``version``.
+    """The registry in which calls that name no version get ``version``, unless a policy deals them out by shares.
 
-    Raises ModelNotFound and UnknownDefault.
+    Raises ModelNotFound, UnknownDefault, and InUse while a rollout says who the default is, or where all calls would
+    go to the shadow.
     """
     record = _record(registry, name)
     if version not in record.versions:
         raise UnknownDefault(name, version)
+    if claim := claims.on_model(name, None, registry.rollouts.get(name)):
+        raise InUse(f"The default of model {name} cannot be changed: {claim}")
+    shadow = record.policy.shadow
+    if shadow is not None and shadow.version == version and not record.policy.versions:
+        raise InUse(
+            f"Version {version} is the shadow of model {name}, which another one answers for; "
+            f"take the shadow out first: PUT /models/{name}/traffic"
+        )
     return _with(registry, name, replace(record, default=version)), ModelRef(name, version)
+
+
+def set_policy(registry: Registry, name: str, policy: Policy) -> Registry:
+    """The registry in which a model's calls are dealt out as ``policy`` says; as few callers as can be change sides.
+
+    Raises ModelNotFound, VersionNotFound, BadRequest, and InUse while an experiment or a rollout deals them out.
+    """
+    record = _record(registry, name)
+    if unknown := policy.named - record.versions.keys():
+        raise VersionNotFound(name, min(unknown))
+    for label in policy.labels:
+        _check(label, "labels have")
+    if wrong := claims.wrong(policy, record.default, record.versions):
+        raise BadRequest(f"Traffic policy of model {name}: {wrong}")
+    if claim := claims.on_model(name, experiment_of(registry, name), registry.rollouts.get(name)):
+        raise InUse(f"The traffic policy of model {name} cannot be changed: {claim}")
+    allocation = None
+    if policy.versions:
+        allocation = allocate(policy.versions, record.policy.allocation or allocate({record.default: WHOLE}))
+    return _with(registry, name, replace(record, policy=replace(policy, allocation=allocation)))
+
+
+def declare(registry: Registry, name: str, policy: Policy) -> Registry:
+    """The registry in which the settings' word on a model's traffic holds: the same one where it was known already.
+
+    What was changed since stays changed. Raises as ``set_policy`` does.
+    """
+    said = policies.write(policy)
+    if _record(registry, name).declared == said:
+        return registry
+    after = set_policy(registry, name, policy)
+    return _with(after, name, replace(after.models[name], declared=said))
 
 
 def begin_experiment(registry: Registry, experiment: Experiment) -> Registry:
@@ -424,12 +480,16 @@ def _runtime(runtime: str) -> str:
 
 def _ref(name: str, version: str) -> ModelRef:
     for word in (name, version):
-        if not _WORD.fullmatch(word):
-            raise BadRequest(
-                f"{word!r} cannot be part of a route: a model's name and version have letters, digits and any of "
-                "_ . - and begin with none of . and -"
-            )
+        _check(word, "a model's name and version have")
     ref = ModelRef(name, version)
     if len(ref.app) > _LONGEST:
         raise BadRequest(f"{ref.app!r} is too long: name and version together have at most {_LONGEST - 2} characters.")
     return ref
+
+
+def _check(word: str, such: str) -> None:
+    if not _WORD.fullmatch(word):
+        raise BadRequest(
+            f"{word!r} cannot be part of a route: {such} letters, digits and any of _ . - "
+            "and begin with none of . and -"
+        )
