@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ray import serve
@@ -23,19 +23,62 @@ _PATIENCE = 30  # seconds for Management to store them, before they are sent aga
 _FAREWELL = 2  # the same, for a process that ends
 
 
+class Outbox:
+    """What is new in this process, until it was acknowledged.
+
+    It is sent again under the same number until then, so it counts once however often it came; nothing is taken
+    meanwhile. ``send`` says whether it was acknowledged, or raises.
+    """
+
+    def __init__(self, send: Callable[[int, dict[str, Any]], Awaitable[bool]]) -> None:
+        self.observed: dict[str, Callable[[], Any | None]] = {}  # what is new, by the name of whom it is for
+        self._send = send
+        self._number = 0  # of what was taken last
+        self._taken: dict[str, Any] = {}  # until it is acknowledged
+
+    async def push(self) -> None:
+        while True:
+            await asyncio.sleep(_RETRY if self._taken else _PUSH)
+            try:
+                await self.deliver(_PATIENCE)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # as in Link._poll
+                log.info("Management has not counted observations (%s); sending them again", type(error).__name__)
+
+    async def deliver(self, timeout: float) -> bool:
+        """Send what was not acknowledged yet, else what is new; whether nothing is left of it.
+
+        ``timeout`` is in seconds. Raises asyncio.TimeoutError, and as ``send`` does.
+        """
+        if not self._taken:
+            self._taken = {name: news for name, take in self.observed.items() if (news := take()) is not None}
+            self._number += bool(self._taken)
+        if self._taken:
+            if not await asyncio.wait_for(self._send(self._number, self._taken), timeout):
+                return False
+            self._taken = {}
+        return True
+
+    async def empty(self, timeout: float) -> None:
+        """The last words of a process: what waits, and what is new. Raises as ``deliver`` does."""
+        waited = bool(self._taken)
+        if await self.deliver(timeout) and waited:
+            await self.deliver(timeout)
+
+
 class Link:
     """Made on the event loop that it will run on."""
 
     def __init__(self, reader: TableReader, meters: Meters) -> None:
         self.refresh: Callable[[], None] = lambda: None  # called before samples are taken
-        self.observed: dict[str, Callable[[], Any | None]] = {}  # what is new, by the name of whom it is for
+        self._outbox = Outbox(self._observe)
+        self.observed = self._outbox.observed  # what Management is told every half second: by name, what is new
         self._handle = serve.get_deployment_handle(MANAGEMENT, SERVER)
         self._source = serve.get_replica_context().replica_id.unique_id
         self._reader = reader
         self._meters = meters
         self._tasks: list[asyncio.Task[None]] = []
-        self._number = 0  # of the last payloads that were taken
-        self._unheard: dict[str, Any] = {}  # they, until Management has acknowledged them
 
     @property
     def management(self) -> Any:
@@ -44,7 +87,7 @@ class Link:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._poll()), loop.create_task(self._push())]
+        self._tasks = [loop.create_task(self._poll()), loop.create_task(self._outbox.push())]
 
     async def first_table(self, timeout: float) -> None:
         """Wait until a table is here, so that the first call finds its model."""
@@ -57,9 +100,7 @@ class Link:
         for task in self._tasks:
             task.cancel()
         with contextlib.suppress(Exception):  # Management is down: the goodbye below says it
-            if not self._unheard or await self._deliver(_FAREWELL):
-                self._take()
-                await self._deliver(_FAREWELL)
+            await self._outbox.empty(_FAREWELL)
         await self._handle.leave.remote(self._source, self._samples())
 
     def _samples(self) -> Report:
@@ -81,29 +122,5 @@ class Link:
             if isinstance(answer, Table):
                 self._reader.put(answer)
 
-    async def _push(self) -> None:
-        while True:
-            await asyncio.sleep(_RETRY if self._unheard else _PUSH)
-            if not self._unheard:
-                self._take()
-            try:
-                await self._deliver(_PATIENCE)
-            except asyncio.CancelledError:
-                raise
-            except Exception as error:  # as in _poll; what was counted waits
-                log.info("Management has not stored observations (%s); sending them again", type(error).__name__)
-
-    def _take(self) -> None:
-        news = {name: new for name, take in self.observed.items() if (new := take()) is not None}
-        if news:
-            self._number += 1
-            self._unheard = news
-
-    async def _deliver(self, timeout: float) -> bool:
-        """Send what was taken, under the same number until it is acknowledged: it counts once however often it came."""
-        if self._unheard:
-            answer = self._handle.observe.remote(self._source, self._number, self._unheard)
-            if not await asyncio.wait_for(answer, timeout):
-                return False
-            self._unheard = {}
-        return True
+    async def _observe(self, number: int, payloads: dict[str, Any]) -> bool:
+        return bool(await self._handle.observe.remote(self._source, number, payloads))

@@ -23,6 +23,7 @@ log = logging.getLogger("torchrelay.observations")
 
 LATENCY, ERROR_RATE, UNITS = "latency", "error_rate", "units"  # the sums of every experiment
 OUTPUT, REWARD = "output:", "reward:"  # and before a metric's name, those of its own
+CALLS = "/calls"  # behind a trial's id: its exposures by request id, where its units are keys
 
 _WIDTH = 1.05  # of a histogram's bin: its end over its beginning
 _BINS_PER_E = 1 / math.log(_WIDTH)
@@ -242,13 +243,20 @@ class Observations:
         return arm
 
     def _expose(self, trial: Trial, choice: Choice, request_id: str) -> None:
-        unit = (trial.id, choice.unit if trial.key is not None else request_id)
-        if trial.key is not None:
-            if unit in self._told or unit in self._told_before:
-                return
-            if len(self._told) >= self._limit:
-                self._told_before, self._told = self._told, set()
-            self._told.add(unit)
+        if trial.key is None:
+            self._remember((trial.id, request_id), choice)
+            return
+        if trial.rewards:
+            self._remember((trial.id + CALLS, request_id), choice)
+        unit = (trial.id, choice.unit)
+        if unit in self._told or unit in self._told_before:
+            return
+        if len(self._told) >= self._limit:
+            self._told_before, self._told = self._told, set()
+        self._told.add(unit)
+        self._remember(unit, choice)
+
+    def _remember(self, unit: tuple[str, str], choice: Choice) -> None:
         if len(self._exposures) >= self._limit:
             oldest = next(iter(self._exposures))
             del self._exposures[oldest]
@@ -264,25 +272,16 @@ def _is_empty(body: bytes) -> bool:
     return len(body) < 16 and b"".join(body.split()) in _EMPTY
 
 
-class _NonFinite(Exception):
-    """NaN or an infinity stands in a document."""
-
-
-def _refuse(_: str) -> None:
-    raise _NonFinite
-
-
 def _is_non_finite(body: bytes) -> bool:
     """Whether a JSON answer has NaN or an infinity among its values; as words in its texts they mean nothing."""
     if b"NaN" not in body and b"Infinity" not in body:
         return False
+    found: list[str] = []
     try:
-        json.loads(body, parse_constant=_refuse)
-    except _NonFinite:
-        return True
+        json.loads(body, parse_constant=found.append)
     except (ValueError, RecursionError):
-        pass
-    return False
+        return False
+    return bool(found)
 
 
 def _document(body: bytes) -> Any:

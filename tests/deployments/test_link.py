@@ -1,0 +1,97 @@
+"""What a process has to tell: sent until it is acknowledged, under one number, and nothing is taken meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from serve_app.deployments.link import Outbox
+
+
+class Management:
+    """The other end of the line. It counts each number once; ``answers`` are what its caller hears of it."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.heard: list[int] = []
+        self.counted: dict[int, Any] = {}
+
+    async def observe(self, number: int, payloads: dict[str, Any]) -> bool:
+        self.heard.append(number)
+        answer = self.answers.pop(0) if self.answers else True
+        if answer != "down":
+            self.counted.setdefault(number, payloads)
+        if isinstance(answer, float):
+            await asyncio.sleep(answer)
+        if isinstance(answer, str):
+            raise ConnectionError(answer)
+        return bool(answer)
+
+
+def test_what_is_new_is_sent_by_name_and_nothing_where_nothing_is() -> None:
+    async def main() -> None:
+        management = Management()
+        outbox = Outbox(management.observe)
+        news = iter([None, 1, None, 2])
+        outbox.observed["trials"] = lambda: next(news)
+        outbox.observed["shadow"] = lambda: None
+        for _ in range(4):
+            assert await outbox.deliver(1)
+        assert management.counted == {1: {"trials": 1}, 2: {"trials": 2}}
+
+    asyncio.run(main())
+
+
+def test_the_same_is_sent_under_the_same_number_until_it_is_acknowledged() -> None:
+    async def main() -> None:
+        management = Management("down", False, "answer lost", 60.0, True)
+        outbox = Outbox(management.observe)
+        news = iter("ab")
+        outbox.observed["trials"] = lambda: next(news, None)
+        for error in (ConnectionError, None, ConnectionError, asyncio.TimeoutError):
+            if error is None:
+                assert not await outbox.deliver(1)
+            else:
+                with pytest.raises(error):
+                    await outbox.deliver(0.05)
+        assert await outbox.deliver(1)
+        assert management.heard == [1] * 5
+        assert management.counted == {1: {"trials": "a"}}
+        assert await outbox.deliver(1)
+        assert management.counted == {1: {"trials": "a"}, 2: {"trials": "b"}}
+
+    asyncio.run(main())
+
+
+def test_a_process_that_ends_says_what_waits_and_what_is_new() -> None:
+    async def main() -> None:
+        management = Management("down")
+        outbox = Outbox(management.observe)
+        news = iter("ab")
+        outbox.observed["trials"] = lambda: next(news, None)
+        with pytest.raises(ConnectionError):
+            await outbox.deliver(1)
+        await outbox.empty(1)
+        assert management.counted == {1: {"trials": "a"}, 2: {"trials": "b"}}
+
+    asyncio.run(main())
+
+
+def test_it_is_pushed_again_and_again_by_itself() -> None:
+    async def main() -> None:
+        management = Management("down", "down")
+        outbox = Outbox(management.observe)
+        news = iter("a")
+        outbox.observed["trials"] = lambda: next(news, None)
+        pushing = asyncio.create_task(outbox.push())
+        async def counted() -> None:
+            while not management.counted:
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(counted(), 10)
+        pushing.cancel()
+        assert management.heard == [1, 1, 1]
+
+    asyncio.run(main())
