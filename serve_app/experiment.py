@@ -71,6 +71,7 @@ class Experiment:
     @property
     def trial(self) -> Trial:
         """What the data plane does for it."""
+        rewards = any(metric.kind == "reward" for metric in self.metrics)
         return Trial(
             id=self.id,
             arms={name: arm.version for name, arm in self.arms.items()},
@@ -79,7 +80,8 @@ class Experiment:
             key=self.key,
             salt=self.salt or self.id,
             outputs=tuple((metric.name, metric.path) for metric in self.metrics if metric.kind == "output"),
-            exposures=self.key is not None or any(metric.kind == "reward" for metric in self.metrics),
+            exposures=self.key is not None or rewards,
+            rewards=rewards,
         )
 
 

@@ -266,5 +266,6 @@ class Trial:
     key: Key | None = None  # None: call by call
     salt: str = ""
     outputs: tuple[tuple[str, str], ...] = ()  # (metric, JSON path into the answer): numbers that are summed
-    exposures: bool = False  # who was given what is remembered, for rewards that come later
+    exposures: bool = False  # who was given what is remembered
+    rewards: bool = False  # they come later: where there is a key, single calls are remembered beside keys
     checks: bool = False  # answers are looked at for emptiness, NaN and infinity

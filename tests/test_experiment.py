@@ -40,7 +40,7 @@ def test_what_the_data_plane_does_for_it() -> None:
     assert trial.arms == {"a": "1.0", "b": "2.0"}
     assert sum(trial.allocation.of(bucket) == "a" for bucket in range(WHOLE)) == 5000
     assert trial.outputs == (("score", "$.items[0].score"),)
-    assert trial.exposures
+    assert trial.exposures and trial.rewards
     assert replace(read(DOCUMENT), id="e1", salt="mine").trial.salt == "mine"
 
 

@@ -24,7 +24,7 @@ from sqlalchemy.engine import Connection
 from serve_app.control.database import EXPOSURES, FIGURES, REWARDS, SOURCES, Database
 from serve_app.errors import Unavailable
 from serve_app.experiment import GROUPS, Reward
-from serve_app.telemetry.observations import REWARD, UNITS, ArmFigures, Seen
+from serve_app.telemetry.observations import CALLS, REWARD, UNITS, ArmFigures, Seen
 
 log = logging.getLogger("torchrelay.measurements")
 
@@ -134,23 +134,20 @@ class Measurements:
     async def rewards(self, trial: str, rewards: Sequence[Reward]) -> list[bool | None]:
         """Count rewards, each of which names its metric: whether it is new; None where its unit was given no arm.
 
-        Two of a metric are the same where their ids are, or, without ids, their units. Those whose unit is known are
-        counted whatever the others are; units that are not are waited for, a process tells of them half a second late.
-        When this returns all is stored. Raises Unavailable.
+        All of them are counted, or none where one is None: units that are not known yet are waited for first, as a
+        process tells of them half a second late. Two of a metric are the same where their ids are, or, without ids,
+        their units. When this returns all is stored. Raises Unavailable.
         """
         until = time.monotonic() + self._patience
-        answers: dict[int, bool | None] = dict.fromkeys(range(len(rewards)))
         while True:
             exposed_more = self._exposed_more
-            unknown = [i for i, answer in answers.items() if answer is None]
-            answers.update(zip(unknown, await self._commit(_Rewards(trial, [rewards[i] for i in unknown]))))
-            if None not in answers.values():
-                break
+            answers: list[bool | None] = await self._commit(_Rewards(trial, rewards))
+            if None not in answers:
+                return answers
             try:
                 await asyncio.wait_for(exposed_more.wait(), until - time.monotonic())
             except asyncio.TimeoutError:
-                break
-        return list(answers.values())
+                return answers
 
     async def forget(self, trial: str) -> None:
         """Remove everything of a trial, or, by a rollout's id, of all its steps. Raises Unavailable."""
@@ -266,7 +263,7 @@ class Measurements:
         if not new:
             return
         connection.execute(sa.insert(EXPOSURES), new)
-        for unit in units.keys() - known.keys():
+        for unit in units.keys() - known.keys() if not trial.endswith(CALLS) else ():
             arm, bucket = units[unit]
             figures = self._figures_of(draft, trial, arm, UNITS)
             figures.units += 1
@@ -292,6 +289,10 @@ class Measurements:
         self, connection: Connection, trial: str, rewards: Sequence[Reward], draft: _Draft
     ) -> list[bool | None]:
         given = _exposures(connection, trial, {_key(reward.unit) for reward in rewards})
+        calls = {_key(reward.request_id) for reward in rewards if reward.request_id}
+        given |= _exposures(connection, trial + CALLS, calls - given.keys())
+        if any(_key(reward.unit) not in given for reward in rewards):
+            return [False if _key(reward.unit) in given else None for reward in rewards]
         events = {(reward.metric, _event(reward)) for reward in rewards}
         counted = {
             (metric, row.event)
@@ -307,14 +308,13 @@ class Measurements:
         new: list[dict[str, Any]] = []
         now = time.time()
         for reward in rewards:
-            exposure, event = given.get(_key(reward.unit)), (reward.metric, _event(reward))
-            if exposure is None or event in counted:
-                answers.append(None if exposure is None else False)
+            event = (reward.metric, _event(reward))
+            answers.append(event not in counted)
+            if event in counted:
                 continue
             counted.add(event)
-            answers.append(True)
             new.append({"trial": trial, "metric": _text(reward.metric), "event": event[1], "time": now})
-            arm, bucket = exposure
+            arm, bucket = given[_key(reward.unit)]
             name = REWARD + reward.metric
             _sum(self._figures_of(draft, trial, arm, name), name, bucket, reward.value)
         if new:
