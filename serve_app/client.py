@@ -140,6 +140,17 @@ class Client:
         return _checked(self._management.post(f"/experiments/{quote(id, safe='')}/events", json=list(events))).json()
 
 
+    def begin_rollout(self, model: str, document: Any) -> dict[str, Any]:
+        """Let the version ``to`` of ``document`` take over a model's calls step by step."""
+        return _checked(self._management.post(_rollout(model), json=document)).json()
+
+    def rollout(self, model: str) -> dict[str, Any]:
+        """How far a model's last rollout is, its figures, its guardrails and its decisions."""
+        return _checked(self._management.get(_rollout(model))).json()
+
+    def steer_rollout(self, model: str, verb: Literal["pause", "resume", "abort"]) -> dict[str, Any]:
+        return _checked(self._management.post(f"{_rollout(model)}/{verb}")).json()
+
 _Flow = Generator[httpx.Request, httpx.Response, None]
 
 
@@ -184,6 +195,10 @@ class _KeyFile(httpx.Auth):
 
 
 def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
+def _rollout(model: str) -> str:
+    return f"/models/{quote(model, safe='')}/rollout"
+
+
     def word(value: Any) -> Any:
         return str(value).lower() if isinstance(value, bool) else value
 

@@ -210,6 +210,15 @@ class ExperimentNotFound(NotFound):
         return f"Experiment not found: {self.args[0]}"
 
 
+class RolloutNotFound(NotFound):
+    """``RolloutNotFound(model)``: it never had one."""
+
+    reason = "rollout_not_found"
+
+    def __str__(self) -> str:
+        return f"Model {self.args[0]} has had no rollout; begin one: POST /models/{self.args[0]}/rollout"
+
+
 class UnknownUnit(NotFound):
     """``UnknownUnit(unit, experiment)``: nobody of this request id or key was assigned an arm."""
 

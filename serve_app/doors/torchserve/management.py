@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from serve_app.controlplane import ControlPlane
-from serve_app.doors import auth, experiments, traffic
+from serve_app.doors import auth, experiments, rollout, traffic
 from serve_app.doors.exchange import Exchange
 from serve_app.doors.torchserve import errors, events, forms, openapi
 from serve_app.doors.torchserve.errors import JsonSyntaxError, TokenRefused
@@ -86,6 +86,8 @@ class ManagementDoor:
             case ["models", model, "traffic"]:
                 await traffic.answer(exchange, self._control, model, self._limit)
             case ["models", model, version]:
+            case ["models", model, "rollout", *verb]:
+                await rollout.answer(exchange, self._control, model, verb, self._limit)
                 await self._model(exchange, model, version)
             case ["models", model, version, "set-default"]:
                 if method == "PUT":

@@ -70,6 +70,12 @@ SAID = [
         "Requested method is not allowed, please refer to API document.",
     ),
     (errors.InUse("no"), 409, "ConflictStatusException", "no"),
+    (
+        errors.RolloutNotFound("m"),
+        404,
+        "ResourceNotFoundException",
+        "Model m has had no rollout; begin one: POST /models/m/rollout",
+    ),
     (errors.ExperimentNotFound("e"), 404, "ResourceNotFoundException", "Experiment not found: e"),
     (
         errors.UnknownUnit("u", "e"),
