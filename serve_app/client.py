@@ -109,6 +109,7 @@ class Client:
                     yield stage, json.loads(value)
 
     def scale(self, model: str, version: str | None = None, **parameters: Any) -> str:
+        """Change how many workers a version has; ``parameters`` are those of ``PUT /models/{model}``."""
         path = f"/models/{model}" + (f"/{version}" if version else "")
         return _checked(self._management.put(path, params=_asked(parameters), timeout=None)).json()["status"]
 

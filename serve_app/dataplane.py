@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from random import randrange
@@ -21,6 +22,8 @@ from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.observations import Observations
 from serve_app.traffic import Choice
 from serve_app.types import Access, Call, ModelRef, Reply, ReplyStream, Table, VersionRow
+
+_ON_THE_WAY = ("idle", "loading")
 
 
 class Target(Protocol):
@@ -49,7 +52,10 @@ class TableReader:
 
 
 class DataPlane:
-    """``local`` is the version that this process runs itself, if any; ``remote`` reaches the others."""
+    """``local`` is the version that this process runs itself, if any; ``remote`` reaches the others.
+
+    ``wake`` sees to it that a version without replicas gets one, for the calls that wait here for it.
+    """
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class DataPlane:
         remote: Callable[[ModelRef, VersionRow], Target],
         local: tuple[ModelRef, Target] | None = None,
         patience: float = 30.0,
+        wake: Callable[[ModelRef, VersionRow], None] = lambda ref, row: None,
         observations: Observations | None = None,
     ) -> None:
         self._reader = reader
@@ -65,6 +72,7 @@ class DataPlane:
         self._remote = remote
         self._local_ref, self._local = local or (None, None)
         self._patience = patience  # seconds a call waits for a version that is loading
+        self._wake = wake
         self.observations = observations or Observations()
         self._waiting: dict[ModelRef, int] = {}
         self._lot = randrange(WHOLE)  # of the last call
@@ -143,10 +151,10 @@ class DataPlane:
         return self._remote(ref, row)
 
     async def _until_ready(self, call: Call, ref: ModelRef, row: VersionRow) -> VersionRow:
-        """Hold a call while its version loads: bounded in number by the version's queue, and in time."""
-        if row.phase == "loading" and self._waiting.get(ref, 0) >= row.job_queue_size:
+        """Hold a call while its version loads or wakes up: bounded in number by the version's queue, and in time."""
+        if row.phase in _ON_THE_WAY and self._waiting.get(ref, 0) >= row.job_queue_size:
             raise QueueFull(ref.name, call.version, "the version is loading and its queue is full")
-        until = time.time() + self._patience
+        until = time.time() + (row.wake_timeout or self._patience)
         if call.deadline is not None:
             until = min(until, call.deadline)
         self._waiting[ref] = self._waiting.get(ref, 0) + 1
@@ -154,8 +162,11 @@ class DataPlane:
             while True:
                 changed = self._reader.changed
                 row = self.find(ref.name, ref.version)
-                if row.phase != "loading" or row.replicas:
+                if row.phase not in _ON_THE_WAY or row.replicas:
                     break
+                if row.phase == "idle":
+                    with suppress(Loading):
+                        self._wake(ref, row)
                 try:
                     await asyncio.wait_for(changed.wait(), until - time.time())
                 except asyncio.TimeoutError:

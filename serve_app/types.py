@@ -9,11 +9,13 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, Literal
 
+from serve_app import autoscaling
+from serve_app.autoscaling import Autoscaling
 from serve_app.policy import Policy, Trial
 
 Kind = Literal["predict", "explain", "describe"]
 Priority = Literal["high", "normal", "low", "shadow"]  # a caller may ask for the first three
-Phase = Literal["stopped", "loading", "ready", "failed"]
+Phase = Literal["stopped", "idle", "loading", "ready", "failed"]  # idle: without replicas, until a call wakes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,15 @@ class ModelSpec:
     max_ongoing_requests: int = 0  # 0: as many as the queue and two batches hold
     fast_path: Literal["torchserve", "oip"] = "torchserve"
     loaded_at_startup: bool = False
+    autoscaling: Autoscaling | None = None  # what was said of it; None: nothing
     config: Mapping[str, Any] = field(default_factory=dict)  # model-config.yaml, whole, for the handler
+
+    @property
+    def scaling(self) -> Autoscaling | None:
+        """How its replicas follow the load; None where there is one number of them."""
+        if self.min_workers >= self.max_workers:
+            return None
+        return autoscaling.whole(self.autoscaling, self.batch_size)
 
     @property
     def ref(self) -> ModelRef:
@@ -226,6 +236,7 @@ class VersionRow:
     healthy: bool = True  # as many replicas as it should have, or within its time to recover
     last_error: str = ""
     loaded_at_startup: bool = False
+    wake_timeout: float = 0.0  # seconds that a call waits for a replica of a version that may sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +347,8 @@ class Progress:
     ref: ModelRef
     replicas: int
     state: Literal["done", "processing", "partial"]
+    between: tuple[int, int] | None = None  # autoscaling holds from now on, between so many
+    was_between: tuple[int, int] | None = None  # autoscaling held until now, and is off
 
 
 @dataclass(frozen=True, slots=True)

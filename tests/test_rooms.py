@@ -21,7 +21,8 @@ BELOW: dict[str, set[str]] = {
 # What operators ask of traffic: frozen words, read from JSON.
 BELOW["serve_app.policy"] = {"serve_app.errors", "serve_app.documents", "serve_app.json_path"}
 BELOW["serve_app.experiment"] = BELOW["serve_app.rollout"] = {*BELOW["serve_app.policy"], "serve_app.policy"}
-_WORDS = {*BELOW["serve_app.experiment"], "serve_app.experiment", "serve_app.rollout"}
+BELOW["serve_app.autoscaling"] = {"serve_app.errors", "serve_app.documents"}
+_WORDS = {*BELOW["serve_app.experiment"], "serve_app.experiment", "serve_app.rollout", "serve_app.autoscaling"}
 BELOW |= {
     "serve_app.types": _WORDS,
     "serve_app.settings": {*_WORDS, "serve_app.types"},

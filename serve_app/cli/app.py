@@ -224,10 +224,29 @@ def scale(
     model: str,
     workers: int,
     version: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
+    most: Annotated[Optional[int], typer.Option("--max", help="From WORKERS to so many, as the load is.")] = None,  # noqa: UP045
+    autoscaling_policy: Annotated[Optional[str], typer.Option("--policy", help="requests or latency.")] = None,  # noqa: UP045
+    target_ongoing_requests: Annotated[Optional[float], typer.Option(help="Rows to do, a replica.")] = None,  # noqa: UP045
+    target_p95_ms: Annotated[Optional[float], typer.Option(help="Of the policy latency.")] = None,  # noqa: UP045
+    upscale_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
+    downscale_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
+    downscale_to_zero_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
 ) -> None:
-    """Give a version that many replicas, and wait for them."""
+    """Give a version that many replicas, or with --max that many and more as its load is, and wait for them."""
     with Talk(*context.obj) as client, console.status(f"Scaling {model} …"):
-        answer = client.scale(model, version, min_worker=workers, max_worker=workers, synchronous=True)
+        answer = client.scale(
+            model,
+            version,
+            min_worker=workers,
+            max_worker=workers if most is None else most,
+            autoscaling_policy=autoscaling_policy,
+            target_ongoing_requests=target_ongoing_requests,
+            target_p95_ms=target_p95_ms,
+            upscale_delay_s=upscale_delay_s,
+            downscale_delay_s=downscale_delay_s,
+            downscale_to_zero_delay_s=downscale_to_zero_delay_s,
+            synchronous=True,
+        )
     console.print(answer, highlight=False)
 
 

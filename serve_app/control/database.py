@@ -20,7 +20,8 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy.engine import URL, Connection, make_url
 
-from serve_app import documents
+from serve_app import autoscaling, documents
+from serve_app.autoscaling import Autoscaling
 from serve_app.control.registry import Record, Registry
 from serve_app.errors import ConfigurationError, Unavailable
 from serve_app.experiment import Experiment
@@ -337,6 +338,7 @@ def _is(table: sa.Table, name: str, version: str) -> tuple[sa.ColumnElement[bool
 def _columns(spec: ModelSpec) -> dict[str, Any]:
     apart = ("name", "version", "config")
     fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name not in apart}
+    fields["autoscaling"] = dataclasses.asdict(spec.autoscaling) if spec.autoscaling is not None else None
     return {"spec": fields, "config": yaml.safe_dump(dict(spec.config), sort_keys=False)}
 
 
@@ -346,4 +348,6 @@ def _spec(row: Any) -> ModelSpec:
     fields = {
         key: tuple(value) if isinstance(value, list) else value for key, value in row.spec.items() if key in known
     }
+    if (said := fields.get("autoscaling")) is not None:
+        fields["autoscaling"] = Autoscaling(**{key: said[key] for key in autoscaling.KEYS if key in said})
     return ModelSpec(name=row.model, version=row.version, config=yaml.safe_load(row.config), **fields)

@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from serve_app.control.registry import Desired
-from serve_app.types import Worker
+from serve_app.types import ModelSpec, Worker
 
 log = logging.getLogger("torchrelay.reconciler")
 
@@ -42,6 +42,7 @@ class Seen:
     status: str  # of the application: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, DELETING
     message: str
     workers: tuple[Worker, ...]  # alive, ready or not
+    scaling: Mapping[str, Any] | None = None  # what the autoscaler goes by; None: it has nothing to do with it
 
     @property
     def running(self) -> int:
@@ -58,6 +59,7 @@ class Deploy:
     desired: Desired
     route: str | None
     attempt: int = 0  # a rolling update that Serve gave up goes on only when something differs: this number
+    scaling: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,14 @@ def plan(
     desired: Mapping[str, Desired],
     seen: Mapping[str, Seen],
     config_of: Callable[[Desired], Mapping[str, Any]],
+    scaling_of: Callable[[ModelSpec, bool], Mapping[str, Any] | None],
 ) -> list[list[Deploy | Delete]]:
     """The steps from what is seen to what is desired, in waves: a wave begins when the one before was accepted.
 
-    An application gets its route once a replica of it runs; until then the gateway answers, and can
-    say that it is loading. A route changes hands in two waves, for Serve refuses to give one away
-    that is still held.
+    An application gets its route once a replica of it runs, and gives it back when it goes to sleep: without a
+    replica the gateway answers, and can wait, or say that it is loading. A route changes hands in two waves, for
+    Serve refuses to give one away that is still held. ``scaling_of`` says what the autoscaler should be told, of
+    a version that it has, or has not, had to do with before; how many replicas there are is then its own affair.
     """
     unwanted = [app for app, s in seen.items() if app not in desired and s.status != "DELETING"]
     first: list[Deploy | Delete] = [Delete(app) for app in unwanted]
@@ -84,29 +88,41 @@ def plan(
         have = seen.get(app)
         if have is not None and have.status == "DELETING":
             continue  # its name is free again when its replicas have drained
-        route = want.route if have is not None and (have.running or have.route) else None
+        route = want.route if have is not None and (have.running or (have.route and have.replicas)) else None
+        scaling = scaling_of(want.spec, have is not None and have.scaling is not None)
         attempt = have.attempt + (have.status == "DEPLOY_FAILED") if have is not None else 0
         same = (
             have is not None
             and have.route == route
-            and have.replicas == want.low
+            and _scales(have, want, scaling)
             and have.config == config_of(want)
             and have.attempt == attempt
         )
         if not same:
             wave = then if route and held.get(route, app) != app else first
-            wave.append(Deploy(want, route, attempt))
+            wave.append(Deploy(want, route, attempt, scaling))
     return [wave for wave in (first, then) if wave]
+
+
+def _scales(have: Seen, want: Desired, scaling: Mapping[str, Any] | None) -> bool:
+    """Whether as many replicas are asked for as should be, or the autoscaler knows how many."""
+    if scaling is None or have.scaling is None:
+        return scaling is have.scaling and have.replicas == want.low
+    return all(have.scaling.get(key) == value for key, value in scaling.items())
 
 
 class Reconciler:
     """Looks at Serve and acts on it. Blocking, and not thread-safe: one thread calls it."""
 
     def __init__(
-        self, application: Callable[[Deploy], Any], config_of: Callable[[Desired], Mapping[str, Any]]
+        self,
+        application: Callable[[Deploy], Any],
+        config_of: Callable[[Desired], Mapping[str, Any]],
+        scaling_of: Callable[[ModelSpec, bool], Mapping[str, Any] | None],
     ) -> None:
         self._application = application
         self._config_of = config_of
+        self._scaling_of = scaling_of
 
     def look(self) -> dict[str, Seen]:
         """Every application of ours, by name."""
@@ -126,6 +142,7 @@ class Reconciler:
                         status=str(getattr(app["status"], "value", app["status"])),
                         message=plain(deployment["message"] or app["message"] or ""),
                         workers=tuple(_worker(r) for r in deployment["replicas"]),
+                        scaling=config.get("autoscaling_config"),
                     )
         return seen
 
@@ -147,7 +164,7 @@ class Reconciler:
     def act(self, desired: Mapping[str, Desired], seen: Mapping[str, Seen]) -> int:
         """Take the steps that ``plan`` names; how many there were."""
         steps = 0
-        for wave in plan(desired, seen, self._config_of):
+        for wave in plan(desired, seen, self._config_of, self._scaling_of):
             targets = []
             for step in wave:
                 steps += 1
@@ -156,7 +173,9 @@ class Reconciler:
                     serve.delete(step.app, _blocking=False)
                 else:
                     app = step.desired.spec.ref.app
-                    log.info("deploying %s: %s replicas, route %s", app, step.desired.low, step.route)
+                    low, high = step.desired.low, step.desired.high
+                    count = f"{low} to {high}" if low < high else low
+                    log.info("deploying %s: %s replicas, route %s", app, count, step.route)
                     targets.append(serve.RunTarget(self._application(step), app, step.route))
             if targets:
                 serve.run_many(

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_app import autoscaling, traffic
 from serve_app import policy as policies
-from serve_app import traffic
 from serve_app.control import claims
 from serve_app.errors import (
     BadRequest,
@@ -150,14 +150,33 @@ def unregister(registry: Registry, name: str, version: str | None) -> tuple[Regi
     return _with(registry, name, replace(record, versions=rest)), spec.ref
 
 
-def scale(registry: Registry, name: str, version: str | None, low: int, high: int) -> tuple[Registry, ModelRef]:
-    """The registry in which a version (None: the default one) has ``low`` to ``high`` workers.
+def scale(
+    registry: Registry,
+    name: str,
+    version: str | None,
+    low: int | None,
+    high: int | None,
+    scaling: Mapping[str, Any] | None = None,
+) -> tuple[Registry, ModelRef]:
+    """The registry in which a version (None: the default one) has ``low`` to ``high`` workers; None: as many as now.
 
-    Raises ModelNotFound, VersionNotFound and BadRequest.
+    Between two different numbers autoscaling holds, as ``scaling`` says, and where that says nothing as it did
+    before, or as the version's model-config.yaml says. Raises ModelNotFound, VersionNotFound and BadRequest.
     """
+    spec = find(registry, name, version)
+    low = spec.min_workers if low is None else low
+    high = spec.max_workers if high is None else high
     if low < 0 or high < low:
         raise BadRequest(f"A model cannot have {low} to {high} workers.")
-    spec = find(registry, name, version).with_(min_workers=low, max_workers=high)
+    known = spec.autoscaling or autoscaling.read(spec.config.get("autoscaling") or {})
+    if scaling:
+        if low == high:
+            raise BadRequest(
+                f"{', '.join(scaling)}: autoscaling holds between two different numbers of workers, and {low} to "
+                f"{high} were asked for. Give min_worker and max_worker, the one below the other."
+            )
+        known = autoscaling.read(scaling, known)
+    spec = spec.with_(min_workers=low, max_workers=high, autoscaling=known if low < high else None)
     return _with_version(registry, spec), spec.ref
 
 
@@ -280,7 +299,7 @@ def desired(registry: Registry) -> dict[str, Desired]:
         spec.ref.app: Desired(spec, _route(registry, name, spec))
         for name, record in registry.models.items()
         for spec in record.versions.values()
-        if spec.min_workers > 0
+        if spec.min_workers > 0 or spec.max_workers > 0
     }
 
 
@@ -335,7 +354,7 @@ def table(
 def _row(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionRow:
     status = status or ModelStatus()
     # Asked for and not begun is loading: its callers wait for it rather than hear that nobody serves.
-    begun = status.phase != "stopped" or spec.min_workers == 0
+    begun = status.phase != "stopped" or not (spec.min_workers or spec.max_workers)
     return VersionRow(
         version=spec.version,
         phase=status.phase if begun else "loading",
@@ -348,6 +367,7 @@ def _row(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionR
         healthy=healthy,
         last_error=status.last_error if status.phase == "failed" else "",
         loaded_at_startup=spec.loaded_at_startup,
+        wake_timeout=float(spec.startup_timeout) if spec.min_workers == 0 < spec.max_workers else 0.0,
     )
 
 
@@ -432,6 +452,7 @@ def spec_from(
         or defaults.default_startup_timeout,
         loaded_at_startup=at_startup,
         requirements=_requirements(manifest, config, settings) or "",
+        autoscaling=config.autoscaling if low < high else None,
         config=dict(config.raw),
         **said,
     )
@@ -447,6 +468,8 @@ def _workers(
 ) -> tuple[int, int]:
     if config.min_workers is not None:
         low, high = config.min_workers, config.max_workers or config.min_workers
+        if config.autoscaling is not None and config.max_workers and config.raw.get("minWorkers") == 0:
+            low = 0  # TorchServe reads one; who knows of autoscaling means none
         if high >= low:
             return low, high
     if registration.initial_workers is not None:

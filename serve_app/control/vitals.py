@@ -71,7 +71,9 @@ class Vitals:
                 self.failed(want.spec, self.failure(ref) or StartFailed(ref.name, ref.version, have.message))
             elif have is None:
                 self._given_up.pop(ref, None)
-            if running >= want.low:
+            # One that may sleep does so where the autoscaler wants nobody; while it wants somebody, it wakes up.
+            idle = want.low == 0 and running == 0 and have is not None and have.replicas == 0 and not have.failed
+            if idle or running >= max(want.low, 1):
                 self._failures.pop(ref, None)
                 self._short_since.pop(ref, None)
             else:
@@ -80,7 +82,7 @@ class Vitals:
                 gone = {w.id for w in last.workers if w.ready} - {w.id for w in have.workers}
                 self._crashes.setdefault(ref, []).extend(now for _ in gone)
             failure = self._failures.get(ref)
-            phase = "ready" if running else "failed" if failure is not None else "loading"
+            phase = "ready" if running else "idle" if idle else "failed" if failure is not None else "loading"
             error, at = self._last_errors.get(ref, ("", 0.0))
             self.statuses[ref] = ModelStatus(phase, running, error, at, have.workers if have is not None else ())
         kept = {want.spec.ref for want in desired.values()}

@@ -34,7 +34,8 @@ class Gateway:
         self._meters = Meters(torchserve.meters_of(settings))
         self._reader = TableReader()
         self._link = Link(self._reader, self._meters)
-        self._plane = DataPlane(self._reader, self._meters, remote=Remotes(self._reader, settings))
+        remotes = Remotes(self._reader, settings)
+        self._plane = DataPlane(self._reader, self._meters, remote=remotes, wake=remotes.wake)
         self._link.observed["trials"] = self._plane.observations.take
         self._access = access_log.access(settings)
         self._machine = system.collect(self._meters.torchserve, settings)

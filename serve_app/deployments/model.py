@@ -34,6 +34,7 @@ from serve_app.store.cache import Cache
 from serve_app.store.manifest import Manifest
 from serve_app.telemetry import access_log, last_words, logs, system, torchserve
 from serve_app.telemetry.last_words import LastWords
+from serve_app.telemetry.load import Load
 from serve_app.telemetry.logs import Speaker
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, Chunk, ModelSpec, Reply, ReplyStream, Stage
@@ -64,6 +65,8 @@ class ModelReplica:
         self._settings = settings
         self._hung = False
         self._meters = Meters(torchserve.meters_of(settings))
+        self._autoscaled = Load()
+        self._meters.on_batch = self._autoscaled.batch
         self._words = LastWords(settings.last_words, spec.ref.app, spec.digest, replica)
         try:
             await self._start(replica)
@@ -92,7 +95,8 @@ class ModelReplica:
         load_time = self._meters.torchserve.child("WorkerLoadTime", worker, "Host")
         load_time.record(round((time.monotonic() - began) * 1000))
         local = (spec.ref, LocalTarget(self._batcher))
-        self._plane = DataPlane(reader, self._meters, remote=Remotes(reader, settings), local=local)
+        remotes = Remotes(reader, settings)
+        self._plane = DataPlane(reader, self._meters, remote=remotes, local=local, wake=remotes.wake)
         self._link.observed["trials"] = self._plane.observations.take
         self._access = access_log.access(settings)
         self._hops = HopServer(self._batcher.enqueue)
@@ -212,6 +216,7 @@ class ModelReplica:
 
     def reconfigure(self, config: dict[str, Any]) -> None:
         """Take over what needs no restart."""
+        self._autoscaled.period = config.get("look_back_period_s", self._autoscaled.period)
         tunables = config["torchrelay"]
         self._batcher.configure(
             max_batch_size=tunables["batch_size"],
@@ -220,6 +225,13 @@ class ModelReplica:
             response_timeout=tunables["response_timeout"],
             retries=tunables["retries"],
         )
+
+    async def awake(self) -> None:
+        """Somebody waits for a replica: this is one."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Ray Serve's autoscaler is told of this replica; see scaling.py."""
+        return self._autoscaled.stats(self._batcher.ongoing)
 
     async def infer(self, sent: bytes) -> bytes:
         """The hop: pickled calls from another process; for each a Reply, a RelayError, or the chunks of its stream."""

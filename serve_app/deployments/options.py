@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from serve_app import __version__
+from serve_app.autoscaling import whole
 from serve_app.settings import Settings
 from serve_app.types import ModelSpec
 
@@ -18,9 +21,14 @@ MANAGEMENT = "Management"
 # What a running replica takes over without a restart; it travels in user_config.
 TUNABLE = ("batch_size", "max_batch_delay", "response_timeout", "client_timeout", "job_queue_size", "retries")
 # What no replica ever sees.
-_OUTSIDE = ("min_workers", "max_workers", "url", "archive", "loaded_at_startup", "max_retry_timeout")
+_OUTSIDE = ("min_workers", "max_workers", "autoscaling", "url", "archive", "loaded_at_startup", "max_retry_timeout")
 # Settings that only Management and the gateway read: another key must not restart every model.
 _MANAGEMENTS = ("auth", "management")
+
+# Seconds between what a replica, or a handle with calls that wait, tells the autoscaler. Ray's 10 are as long as we
+# look back. (Ray means to read it from the environment one day and warns; as of 2.60 it reads it here alone.)
+_SAYS_EVERY = 1.0
+_POLICIES = {"requests": "Requests", "latency": "Latency"}
 
 HEAD = "node:__internal_head__"  # the resource that Ray gives the head node
 
@@ -50,7 +58,38 @@ def code_version(spec: ModelSpec, settings: Settings) -> str:
 
 def user_config(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
     """What marks an application as ours, and says exactly what it runs."""
-    return {SERVER: tunables(spec), "code": code_version(spec, settings)}
+    scaling = spec.scaling
+    period = {"look_back_period_s": scaling.look_back_period_s} if scaling is not None else {}
+    return {SERVER: tunables(spec), "code": code_version(spec, settings), **period}
+
+
+def autoscaling(spec: ModelSpec, before: bool) -> dict[str, Any] | None:
+    """What Ray Serve's autoscaler is told of a version; None where it has nothing to do with it.
+
+    A version that autoscaling held ``before`` stays with it, between two equal bounds: a replica that is told that
+    it is off would report an error every second (Ray 2.60). It names no number to begin with, so that a redeploy
+    keeps the replicas that there are.
+    """
+    scaling = spec.scaling
+    if scaling is None:
+        if not before:
+            return None
+        scaling = whole(spec.autoscaling, spec.batch_size)
+    targets = {"target_p95_ms": scaling.target_p95_ms} if scaling.policy == "latency" else {}
+    return {
+        "min_replicas": spec.min_workers,
+        "max_replicas": spec.max_workers,
+        "target_ongoing_requests": scaling.target_ongoing_requests,
+        "upscale_delay_s": scaling.upscale_delay_s,
+        "downscale_delay_s": scaling.downscale_delay_s,
+        "downscale_to_zero_delay_s": scaling.downscale_to_zero_delay_s,
+        "look_back_period_s": scaling.look_back_period_s,
+        "metrics_interval_s": _SAYS_EVERY,
+        "policy": {
+            "policy_function": f"serve_app.deployments.scaling:{_POLICIES[scaling.policy]}",
+            "policy_kwargs": targets,
+        },
+    }
 
 
 def ongoing(spec: ModelSpec) -> int:
@@ -69,21 +108,29 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def model_app(spec: ModelSpec, settings: Settings, replicas: int, extra: dict[str, Any]) -> Any:
-    """The Serve application that runs one version of one model; ``extra`` goes into its user_config."""
+def model_app(
+    spec: ModelSpec, settings: Settings, scaling: Mapping[str, Any] | None, extra: dict[str, Any]
+) -> Any:
+    """The Serve application that runs one version of one model; ``extra`` goes into its user_config.
+
+    ``scaling`` is what ``autoscaling`` made of the spec.
+    """
     from serve_app.deployments.model import ModelReplica
 
-    deployment = ModelReplica.options(
-        **_COMMON,
-        name=spec.ref.app,
-        num_replicas=replicas,
-        max_ongoing_requests=ongoing(spec),
-        max_queued_requests=-1,  # the batcher's own bound answers first, in the caller's dialect
-        max_surge_percent=100,  # new before old: a roll leaves no hole
-        max_constructor_retry_count=3,
-        user_config={**user_config(spec, settings), **extra},
-        ray_actor_options={"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
-    )
+    number = {"num_replicas": spec.min_workers} if scaling is None else {"autoscaling_config": dict(scaling)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s, which nothing replaces yet
+        deployment = ModelReplica.options(
+            **_COMMON,
+            **number,
+            name=spec.ref.app,
+            max_ongoing_requests=ongoing(spec),
+            max_queued_requests=-1,  # the batcher's own bound answers first, in the caller's dialect
+            max_surge_percent=100,  # new before old: a roll leaves no hole
+            max_constructor_retry_count=3,
+            user_config={**user_config(spec, settings), **extra},
+            ray_actor_options={"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
+        )
     deployment._version = code_version(spec, settings)
     return deployment.bind(spec, settings)
 

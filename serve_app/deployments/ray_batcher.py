@@ -55,6 +55,8 @@ class RayBatcher:
         """Rows that wait, and those that run: Ray does not tell them apart."""
         return self._waiting
 
+    ongoing = pending
+
     @property
     def retry_after(self) -> int:
         """The seconds, from 1, in which the rows that are here now will have been answered."""

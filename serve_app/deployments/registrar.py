@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -96,10 +97,10 @@ class Registrar:
                     await ledger.commit(change.register(ledger.registry, spec))
         if spec.min_workers == 0:
             self._events.put(story, "ready", workers=0)
-            return Progress(spec.ref, 0, "done")
+            return Progress(spec.ref, 0, "done", _between(spec))
         if not registration.wait:
             self._watch(story, spec)
-            return Progress(spec.ref, 0, "processing")
+            return Progress(spec.ref, 0, "processing", _between(spec))
         try:
             return await self._started(story, spec)
         except StartFailed:
@@ -109,18 +110,28 @@ class Registrar:
                 self._rounds.removed(spec)
             raise
 
-    async def scale(self, model: str, version: str | None, low: int, high: int, wait: bool) -> Progress:
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        low: int | None,
+        high: int | None,
+        wait: bool,
+        scaling: Mapping[str, Any] | None = None,
+    ) -> Progress:
         async with self._ledger.writing:
-            after, ref = change.scale(self._ledger.registry, model, version, low, high)
+            before = change.find(self._ledger.registry, model, version)
+            after, ref = change.scale(self._ledger.registry, model, version, low, high, scaling)
             self._rounds.forgive(ref)
             await self._ledger.commit(after)
         spec = change.find(after, ref.name, ref.version)
-        story = self._events.begin(ref.name, version=ref.version, workers=low)
+        story = self._events.begin(ref.name, version=ref.version, workers=spec.min_workers)
+        ended = (before.min_workers, before.max_workers) if before.scaling and not spec.scaling else None
         if not wait:
             self._watch(story, spec)
-            return Progress(ref, self._rounds.running(ref), "processing")
+            return Progress(ref, self._rounds.running(ref), "processing", _between(spec), ended)
         with self._events.told(story):
-            return await self._started(story, spec)
+            return replace(await self._started(story, spec), was_between=ended)
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         async with self._ledger.writing:
@@ -276,11 +287,12 @@ class Registrar:
         progress = await self._rounds.until_running(
             spec.ref,
             spec.min_workers,
+            spec.max_workers,
             spec.startup_timeout + (self._settings.runtime.install_timeout if spec.requirements else 0),
             partial(self._tell_of_placement, story, spec),
         )
         self._events.put(story, "ready", workers=progress.replicas)
-        return progress
+        return replace(progress, between=_between(spec))
 
     async def _tell_of_placement(self, story: Story, spec: ModelSpec) -> None:
         """What a version waits for that has no place yet."""
@@ -288,3 +300,8 @@ class Registrar:
             return
         if lacking := await self._rounds.lacking(spec):
             self._events.put(story, "starting", workers=spec.min_workers, waiting_for=lacking)
+
+
+def _between(spec: ModelSpec) -> tuple[int, int] | None:
+    """The workers between which autoscaling holds."""
+    return (spec.min_workers, spec.max_workers) if spec.scaling is not None else None

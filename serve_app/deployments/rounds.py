@@ -44,7 +44,7 @@ class Rounds:
         self._meters = meters
         self._settings = settings
         self._serve = ThreadPoolExecutor(1, thread_name_prefix="serve")  # Serve's client is not thread-safe
-        self._reconciler = Reconciler(self._application, self._config_of)
+        self._reconciler = Reconciler(self._application, self._config_of, options.autoscaling)
         self._seen: dict[str, Seen] = {}
         self._leaving: dict[str, str] = {}  # applications of removed versions, and the digests that they may still need
         self._tidying = asyncio.Lock()
@@ -127,15 +127,15 @@ class Rounds:
         return replace(status, phase=phase, replicas=running, workers=workers)
 
     async def until_running(
-        self, ref: ModelRef, count: int, startup_timeout: float, meanwhile: Callable[[], Awaitable[None]]
+        self, ref: ModelRef, low: int, high: int, startup_timeout: float, meanwhile: Callable[[], Awaitable[None]]
     ) -> Progress:
-        """Wait until ``count`` replicas run, no more and no fewer. Raises StartFailed."""
+        """Wait until ``low`` to ``high`` replicas run, no more and no fewer. Raises StartFailed."""
         deadline = time.monotonic() + startup_timeout + _PLACEMENT
         while True:
             if (error := self._vitals.failure(ref)) is not None:
                 raise error
             running = self.running(ref)
-            if running == count:
+            if low <= running <= high:
                 return Progress(ref, running, "done")
             if time.monotonic() > deadline:
                 if running:
@@ -182,16 +182,17 @@ class Rounds:
         self.ledger.publish()
         passed, self._passed = self._passed, asyncio.Event()
         passed.set()
-        moving = any(app not in seen or seen[app].running != want.low for app, want in tried.items())
+        moving = any(app not in seen or seen[app].running != seen[app].replicas for app in tried)
         return bool(steps) or moving or any(app not in desired for app in seen)
 
     def _note(self, desired: Mapping[str, Desired], seen: dict[str, Seen]) -> None:
         known = set(self._vitals.statuses)
         self._vitals.note(desired, seen, self._seen)
         self._seen = seen
-        for want in desired.values():
+        for app, want in desired.items():
             ref = want.spec.ref
-            self._meters.replicas(ref.name, ref.version, self._vitals.statuses[ref].replicas, want.low)
+            wanted = want.low if want.low == want.high else seen[app].replicas if app in seen else 0
+            self._meters.replicas(ref.name, ref.version, self._vitals.statuses[ref].replicas, wanted)
         for ref in known - set(self._vitals.statuses):
             self._meters.forget(ref.name, ref.version)
         self.ledger.settled = self.ledger.settled or (self.booted and self._vitals.settled(desired))
@@ -207,7 +208,7 @@ class Rounds:
 
     def _application(self, step: Deploy) -> Any:
         want = step.desired
-        return options.model_app(want.spec, self._settings, want.low, {ATTEMPT: step.attempt})
+        return options.model_app(want.spec, self._settings, step.scaling, {ATTEMPT: step.attempt})
 
     def _config_of(self, want: Desired) -> Mapping[str, Any]:
         return options.user_config(want.spec, self._settings)

@@ -170,6 +170,13 @@ class Batcher:
         return self._queue.live + self._behind
 
     @property
+    def ongoing(self) -> int:
+        """Rows that wait and rows that run, shadows apart."""
+        running = self._flight[0] if self._flight else None
+        shadows = running is None or running.rows[0].call.priority == "shadow"
+        return self.pending + (0 if shadows else running.waiting)
+
+    @property
     def retry_after(self) -> int:
         """The seconds, from 1, in which the rows that wait now will have been answered."""
         return self.in_turn(self.pending)
@@ -451,8 +458,9 @@ class Batcher:
     def _measure(self, batch: _Batch) -> None:
         name, version = self._ref.name, self._ref.version
         pace, size = self._pace, self._max_batch_size
+        live = batch.rows[0].call.priority != "shadow"
         for seconds, waits in batch.runs:
-            self._meters.batch(name, version, len(waits), seconds, waits)
+            self._meters.batch(name, version, len(waits), seconds, waits, live)
             pace.note(len(waits), seconds)
         self._most_behind = min(_BEHIND, int(_BEHIND_SECONDS / (pace.seconds(size) or 1.0)) * size)
         if batch.runs and batch.began is not None:

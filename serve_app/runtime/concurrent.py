@@ -104,6 +104,8 @@ class ConcurrentBatcher:
         """Calls under way; shadows are not among them."""
         return len(self._rows) - self._shadows
 
+    ongoing = pending
+
     @property
     def retry_after(self) -> int:
         """The seconds, from 1, in which one of the calls under way will have ended."""
@@ -205,7 +207,8 @@ class ConcurrentBatcher:
         if isinstance(answer, Reply):
             answer = timed(answer, Timings(waited, seconds, 1))
         if answer is not None:
-            self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited])
+            live = row.call.priority != "shadow"
+            self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited], live)
             self._meters.overhead(time.perf_counter() - row.arrived - waited - seconds)
             self._pace.note(1, seconds)
         row.settle(answer or HandlerFailed("the handler was cancelled"))

@@ -16,8 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from serve_app import autoscaling
+from serve_app.autoscaling import Autoscaling
 from serve_app.documents import near_miss
-from serve_app.errors import ConfigurationError, InvalidArchive
+from serve_app.errors import BadRequest, ConfigurationError, InvalidArchive
 from serve_app.telemetry.logs import LEVELS
 
 MANIFEST = "MAR-INF/MANIFEST.json"
@@ -114,6 +116,13 @@ def _list(wants: str, of: type) -> _Type:
     return _type(wants, lambda value: type(value) is list and all(type(item) is of for item in value), tuple)
 
 
+def _autoscaling(value: Any) -> Autoscaling:
+    try:
+        return autoscaling.read(value)
+    except BadRequest as error:
+        raise ValueError(str(error)) from None
+
+
 _AT_LEAST_ONE = _type("a whole number", lambda value: type(value) is int, lambda value: max(1, value))
 _FLAG = _type("true or false", lambda value: type(value) is bool)
 _MAPPING = _type("a mapping", lambda value: isinstance(value, dict))
@@ -172,6 +181,7 @@ class ModelConfig:
     trusted: bool | None = _ours(_FLAG)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = _ours(_words(*LEVELS))
     envelope: Literal["body", "json", "kserve", "kservev2"] | None = _ours(_words("body", "json", "kserve", "kservev2"))
+    autoscaling: Autoscaling | None = _ours(_Type("a mapping", _autoscaling))
 
     raw: Mapping[str, Any] = field(default_factory=dict)
 
@@ -214,9 +224,9 @@ class ModelConfig:
             wants, read = entry.metadata["type"]
             try:
                 values[entry.name] = read(value)
-            except ValueError:
+            except ValueError as error:
                 if "key" not in entry.metadata:
-                    raise ConfigurationError(where, f"{key}: {value!r} must be {wants}") from None
+                    raise ConfigurationError(where, str(error) or f"{key}: {value!r} must be {wants}") from None
                 log.warning("%s: %s: %r is ignored, it must be %s", where, key, value, wants)
         return cls(**values, raw=raw)
 

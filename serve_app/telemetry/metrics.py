@@ -72,6 +72,7 @@ class Meters:
         self._codes: dict[int, Counter] = {}
         self._rest: dict[int, Child] = {}
         self._thread_time = self.torchserve.child("WorkerThreadTime", "Host")
+        self.on_batch: Callable[[float, Collection[float], bool], None] = lambda *batch: None  # see load.py
 
     def _child(self, *key: str):
         child = self._children.get(key)
@@ -133,12 +134,15 @@ class Meters:
             child = self._rest[code] = self.torchserve.child(name, "Host")
         child.record(1.0)
 
-    def batch(self, model: str, version: str, rows: int, seconds: float, waits: Iterable[float]) -> None:
-        """A batch of ``rows`` ran for ``seconds``; ``waits`` are its rows' times in the queue."""
+    def batch(
+        self, model: str, version: str, rows: int, seconds: float, waits: Collection[float], live: bool = True
+    ) -> None:
+        """A batch of ``rows``, ``live`` or shadows, ran for ``seconds``; ``waits`` are their times in the queue."""
         bound = self._batches.get((model, version))
         if bound is None:
             names = ("torchrelay_batch_size", "torchrelay_inference_seconds", "torchrelay_queue_seconds")
             bound = self._batches[model, version] = tuple(self._child(name, model, version).observe for name in names)
+        self.on_batch(seconds, waits, live)
         size, inference, queue = bound
         size(rows)
         inference(seconds)

@@ -7,20 +7,33 @@ from serve_app.control.registry import Desired
 from serve_app.types import ModelSpec, Worker
 
 
-def want(version: str, route: str, workers: int = 1) -> Desired:
-    spec = ModelSpec("m", version, "m.mar", "d" * 64, "file:///m.mar", min_workers=workers, max_workers=workers)
+def want(version: str, route: str, workers: int = 1, most: int | None = None) -> Desired:
+    most = workers if most is None else most
+    spec = ModelSpec("m", version, "m.mar", "d" * 64, "file:///m.mar", min_workers=workers, max_workers=most)
     return Desired(spec, route)
 
 
-def have(version: str, route: str | None, running: int = 1, replicas: int = 1, status: str = "RUNNING") -> Seen:
+def have(
+    version: str,
+    route: str | None,
+    running: int = 1,
+    replicas: int = 1,
+    status: str = "RUNNING",
+    between: tuple[int, int] | None = None,
+) -> Seen:
     workers = tuple(Worker(f"r{i}", 100 + i, 0.0, True) for i in range(running))
-    return Seen(f"m--{version}", route, replicas, {"v": version}, 0, status, "", workers)
+    told = between and {"min_replicas": between[0], "max_replicas": between[1], "policy": {}}
+    return Seen(f"m--{version}", route, replicas, {"v": version}, 0, status, "", workers, told)
 
 
 def steps(desired: list[Desired], seen: list[Seen]) -> list[list[Deploy | Delete]]:
-    return plan(
-        {d.spec.ref.app: d for d in desired}, {s.app: s for s in seen}, lambda d: {"v": d.spec.version}
-    )
+    wanted, found = {d.spec.ref.app: d for d in desired}, {s.app: s for s in seen}
+    return plan(wanted, found, lambda d: {"v": d.spec.version}, scaling)
+
+
+def scaling(spec: ModelSpec, before: bool) -> dict[str, int] | None:
+    bounds = {"min_replicas": spec.min_workers, "max_replicas": spec.max_workers}
+    return bounds if before or spec.scaling is not None else None
 
 
 def test_nothing_differs_nothing_is_done() -> None:
@@ -57,10 +70,42 @@ def test_a_route_whose_holder_is_deleted_is_free_at_once() -> None:
 def test_replica_counts_and_settings_are_compared() -> None:
     three = want("1", "/predictions/m", workers=3)
     assert steps([three], [have("1", "/predictions/m")]) == [[Deploy(three, "/predictions/m")]]
-    changed = plan(
-        {"m--1": want("1", "/predictions/m")}, {"m--1": have("1", "/predictions/m")}, lambda d: {"v": "other"}
-    )
+    wanted, found = {"m--1": want("1", "/predictions/m")}, {"m--1": have("1", "/predictions/m")}
+    changed = plan(wanted, found, lambda d: {"v": "other"}, scaling)
     assert changed == [[Deploy(want("1", "/predictions/m"), "/predictions/m")]]
+
+
+def test_the_autoscaler_has_as_many_as_it_likes() -> None:
+    some = want("1", "/predictions/m", 1, 4)
+    for replicas in (1, 3, 4):
+        found = have("1", "/predictions/m", running=1, replicas=replicas, between=(1, 4))
+        assert steps([some], [found]) == []
+
+
+def test_autoscaling_begins_changes_and_ends() -> None:
+    some = want("1", "/predictions/m", 1, 4)
+    between = {"min_replicas": 1, "max_replicas": 4}
+    begun = [[Deploy(some, "/predictions/m", scaling=between)]]
+    assert steps([some], [have("1", "/predictions/m")]) == begun
+    assert steps([some], [have("1", "/predictions/m", between=(1, 2))]) == begun
+    # One that the autoscaler has had stays with it, between two equal bounds.
+    two = want("1", "/predictions/m", 2)
+    ended = [[Deploy(two, "/predictions/m", scaling={"min_replicas": 2, "max_replicas": 2})]]
+    assert steps([two], [have("1", "/predictions/m", between=(1, 4))]) == ended
+    assert steps([two], [have("1", "/predictions/m", 2, 2, between=(2, 2))]) == []
+
+
+def test_a_version_that_sleeps_has_no_route() -> None:
+    sleeper = want("1", "/predictions/m", 0, 2)
+    between = {"min_replicas": 0, "max_replicas": 2}
+    assert steps([sleeper], [have("1", "/predictions/m", 0, 0, between=(0, 2))]) == [
+        [Deploy(sleeper, None, scaling=between)]
+    ]
+    assert steps([sleeper], [have("1", None, 0, 0, between=(0, 2))]) == []
+    assert steps([sleeper], [have("1", None, 0, 1, between=(0, 2))]) == [], "it is waking up"
+    assert steps([sleeper], [have("1", None, 1, 1, between=(0, 2))]) == [
+        [Deploy(sleeper, "/predictions/m", scaling=between)]
+    ]
 
 
 def test_an_application_that_drains_is_left_alone() -> None:

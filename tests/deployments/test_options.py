@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from serve_app.deployments.options import TUNABLE, code_version, model_app, ongoing, server_app
+import pytest
+from ray.serve._private.config import DeploymentConfig
+
+from serve_app.autoscaling import Autoscaling
+from serve_app.deployments.options import (
+    TUNABLE,
+    autoscaling,
+    code_version,
+    model_app,
+    ongoing,
+    server_app,
+    user_config,
+)
 from serve_app.settings import Settings, load
 from serve_app.types import ModelSpec
 
-SPEC = ModelSpec("m", "1.0", "m.mar", "d" * 64, "file:///m.mar", batch_size=8, num_cpus=0.5, num_gpus=0.25)
+SPEC = ModelSpec(
+    "m", "1.0", "m.mar", "d" * 64, "file:///m.mar", "", "python", 2, 2, batch_size=8, num_cpus=0.5, num_gpus=0.25
+)
+LATENCY = Autoscaling(policy="latency", target_p95_ms=40.0, downscale_to_zero_delay_s=7.0)
 
 
-def deployment(spec: ModelSpec = SPEC, replicas: int = 2):
-    return model_app(spec, Settings(), replicas, {"attempt": 0})._bound_deployment
+def deployment(spec: ModelSpec = SPEC, before: bool = False):
+    return model_app(spec, Settings(), autoscaling(spec, before), {"attempt": 0})._bound_deployment
 
 
 def test_a_version_claims_its_fractions_and_rolls_without_a_hole() -> None:
@@ -34,7 +49,15 @@ def test_what_only_a_new_replica_can_take_over_changes_the_version(change) -> No
     assert deployment(SPEC.with_(**change))._version != deployment()._version
 
 
-@pytest.mark.parametrize("change", [dict.fromkeys(TUNABLE, 5), {"min_workers": 3, "max_workers": 3}, {"url": "x"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict.fromkeys(TUNABLE, 5),
+        {"min_workers": 3, "max_workers": 3},
+        {"max_workers": 3, "autoscaling": LATENCY},
+        {"url": "x"},
+    ],
+)
 def test_what_a_running_replica_takes_over_does_not(change) -> None:
     assert deployment(SPEC.with_(**change))._version == deployment()._version
 
@@ -54,3 +77,33 @@ def test_one_management_on_the_head_and_a_gateway_a_node() -> None:
     assert (gateway.num_replicas, gateway._replica_config.max_replicas_per_node) == (3, 1)
     [management] = [a for a in gateway.init_args if hasattr(a, "_bound_deployment")]
     assert management._bound_deployment.ray_actor_options["resources"] == {"node:__internal_head__": 0.001}
+
+
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+def test_the_autoscaler_is_told_of_versions_that_follow_their_load() -> None:
+    told = deployment(SPEC.with_(min_workers=0, max_workers=3, autoscaling=LATENCY))._deployment_config
+    # As Ray Serve's controller has it, and tells it when it is looked at.
+    seen = DeploymentConfig.from_proto_bytes(told.to_proto_bytes()).autoscaling_config
+    assert (seen.min_replicas, seen.max_replicas, seen.initial_replicas) == (0, 3, None)
+    assert (seen.target_ongoing_requests, seen.metrics_interval_s, seen.look_back_period_s) == (16.0, 1.0, 10.0)
+    assert (seen.upscale_delay_s, seen.downscale_delay_s, seen.downscale_to_zero_delay_s) == (3.0, 60.0, 7.0)
+    assert isinstance(seen.policy.get_policy()(**seen.policy.policy_kwargs), Callable)
+    shown = seen.model_dump()
+    wanted = autoscaling(SPEC.with_(min_workers=0, max_workers=3, autoscaling=LATENCY), True)
+    assert {key: shown[key] for key in wanted} == wanted, "or the reconciler would deploy it again and again"
+    wanted = autoscaling(SPEC.with_(max_workers=3), False)
+    told = deployment(SPEC.with_(max_workers=3))._deployment_config
+    shown = DeploymentConfig.from_proto_bytes(told.to_proto_bytes()).autoscaling_config.model_dump()
+    assert {key: shown[key] for key in wanted} == wanted
+
+
+def test_one_that_it_has_had_stays_with_it_between_equal_bounds() -> None:
+    assert autoscaling(SPEC, before=False) is None
+    fixed = autoscaling(SPEC, before=True)
+    assert (fixed["min_replicas"], fixed["max_replicas"]) == (2, 2)
+
+
+def test_a_replica_hears_how_far_to_look_back_and_of_nothing_else() -> None:
+    assert "look_back_period_s" not in user_config(SPEC, Settings())
+    follows = user_config(SPEC.with_(max_workers=3, autoscaling=LATENCY), Settings())
+    assert follows == {**user_config(SPEC, Settings()), "look_back_period_s": 10.0}

@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl
 
 import orjson
 
+from serve_app import autoscaling
 from serve_app.controlplane import ControlPlane
 from serve_app.doors import auth, experiments, rollout, traffic
 from serve_app.doors.exchange import Exchange
@@ -34,7 +35,9 @@ _LONGEST_ID = 100  # characters of a registration's own name
 _WORDS = ("model_name", "handler", "runtime")
 _COUNTS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
 _NUMBERS = {*_COUNTS, "min_worker", "max_worker"}
-_KNOWN = {"url", "synchronous", "model_version", "s3_sse_kms", "registration", *_WORDS, *_NUMBERS}
+# Parameters of a change of workers; what else autoscaling knows is called as it is there.
+_OF_AUTOSCALING = {key: key for key in autoscaling.KEYS if key != "policy"} | {"autoscaling_policy": "policy"}
+_KNOWN = {"url", "synchronous", "model_version", "s3_sse_kms", "registration", *_WORDS, *_NUMBERS, *_OF_AUTOSCALING}
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -190,15 +193,20 @@ class ManagementDoor:
     async def _scale(self, exchange: Exchange, model: str, version: str | None) -> None:
         asked = await self._parameters(exchange)
         version = version or asked.get("model_version") or None
-        low = integer(asked.get("min_worker"), 1)
-        high = integer(asked.get("max_worker"), low)
+        scaling = {_OF_AUTOSCALING[key]: asked[key] for key in asked if key in _OF_AUTOSCALING}
+        low: int | None = integer(asked.get("min_worker"), 1)
+        high: int | None = integer(asked.get("max_worker"), low)
+        if scaling and "min_worker" not in asked and "max_worker" not in asked:
+            low = high = None  # the bounds stay as they are
+        wait = truth(asked.get("synchronous"))
         try:
-            progress = await self._control.scale(model, version, low, high, truth(asked.get("synchronous")))
+            progress = await self._control.scale(model, version, low, high, wait, scaling or None)
         except StartFailed as error:
             if version is None:  # TorchServe names the version only where the caller did
                 raise type(error)(model, "null", error.detail) from None
             raise
-        await _say(exchange, *scaled(progress, low, version is not None))
+        asked_for = progress.between[0] if low is None and progress.between is not None else low
+        await _say(exchange, *scaled(progress, asked_for, version is not None))
 
     async def _set_default(self, exchange: Exchange, model: str, version: str) -> None:
         await self._control.set_default(model, version)
@@ -218,7 +226,7 @@ class ManagementDoor:
 
     async def _ready(self, exchange: Exchange, model: str) -> None:
         [description] = await self._control.describe(model)
-        await errors.reply_json(exchange, {"name": model, "ready": description.status.phase == "ready"})
+        await errors.reply_json(exchange, {"name": model, "ready": description.status.phase in ("ready", "idle")})
 
 
 def registered(progress: Progress) -> tuple[int, str]:
@@ -226,18 +234,31 @@ def registered(progress: Progress) -> tuple[int, str]:
     if progress.state == "done":
         ref = progress.ref
         sentence = f'Model "{ref.name}" Version: {ref.version} registered with {progress.replicas} initial workers'
-        if progress.replicas == 0:
+        if progress.replicas == 0 and progress.between is None:
             sentence += ". Use scale workers API to add workers for the model."
-        return 200, sentence
-    return _UNDER_WAY[progress.state]
+        return 200, sentence + _autoscaling(progress)
+    status, sentence = _UNDER_WAY[progress.state]
+    return status, sentence + _autoscaling(progress)
 
 
-def scaled(progress: Progress, asked: int, named: bool) -> tuple[int, str]:
+def scaled(progress: Progress, asked: int | None, named: bool) -> tuple[int, str]:
     """The status and the sentence after a change of workers; the version is in it where the caller ``named`` it."""
+    status, sentence = _UNDER_WAY.get(progress.state, (200, ""))
     if progress.state == "done":
         version = f", version: {progress.ref.version}" if named else ""
-        return 200, f"Workers scaled to {asked} for model: {progress.ref.name}{version}"
-    return _UNDER_WAY[progress.state]
+        sentence = f"Workers scaled to {asked} for model: {progress.ref.name}{version}"
+    return status, sentence + _autoscaling(progress)
+
+
+def _autoscaling(progress: Progress) -> str:
+    """What TorchServe's sentences go on with where autoscaling begins or ends."""
+    if progress.between is not None:
+        low, high = progress.between
+        return f"; autoscaling holds between {low} and {high} workers from now on"
+    if progress.was_between is not None:
+        low, high = progress.was_between
+        return f"; autoscaling between {low} and {high} workers is off from now on"
+    return ""
 
 
 _UNDER_WAY = {
@@ -284,6 +305,8 @@ def described(description: Description) -> dict[str, Any]:
             "pendingRequests": description.pending,
         },
     }
+    if spec.scaling is not None:
+        said["autoscaling"] = autoscaling.write(spec.scaling)
     if description.metadata is not None:
         said["customizedMetadata"] = description.metadata if isinstance(description.metadata, dict) else {}
     if status.last_error:

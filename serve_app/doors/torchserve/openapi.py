@@ -243,6 +243,15 @@ _ALSO_ASK: Json = {
 
 _SYNCHRONOUS = "Whether the answer waits for the workers."
 _IGNORED = "Ignored, as TorchServe does."
+_AUTOSCALING = [  # ours: what holds between two different numbers of workers
+    _query("autoscaling_policy", 'What they follow: "requests" (the default) or "latency".'),
+    _query("target_ongoing_requests", "Rows that a worker should have to do; two batches by default.", "number"),
+    _query("target_p95_ms", "Of the policy latency: the milliseconds within which 95 % are answered.", "number"),
+    _query("upscale_delay_s", "Seconds for which more must be wanted before there are more; 3.", "number"),
+    _query("downscale_delay_s", "Seconds for which fewer must be wanted before there are fewer; 60.", "number"),
+    _query("downscale_to_zero_delay_s", "The same of the last worker, where min_worker is 0; 300.", "number"),
+    _query("look_back_period_s", "Seconds over which load and latency are looked at; 10.", "number"),
+]
 
 _LIST = _operation(
     "List the models by name.",
@@ -297,6 +306,7 @@ def _of_version(versioned: bool) -> Json:
                 _query("number_gpu", _IGNORED, "integer", 0),
                 _query("synchronous", _SYNCHRONOUS, "boolean", False),
                 _query("timeout", _IGNORED, "integer", -1),
+                *_AUTOSCALING,
             ],
             {**_CHANGED, **_errors(400, 404, 500)},
         ),
