@@ -27,6 +27,7 @@ Number = Any  # a float, or an array of them
 MINIMUM_COUNT = 100  # values of each arm before anything is said: the central limit theorem needs a start
 MINIMUM_GROUPS = 30  # and as many groups of equal size
 TUNED_FOR = 1_000  # values of each arm at which intervals are as narrow as they can be
+_ROUNDING = 1e-9  # of a sum: what may be left of equal values by adding them up
 _PRIOR = 4  # deviations that are taken as seen before the first value, each in a group of its own
 _CONCENTRATION = 300  # of the mixture over sample ratios: deviations of some percent are found soonest
 _VECTOR_LGAMMA = np.vectorize(math.lgamma, otypes=[float])
@@ -75,13 +76,14 @@ def estimate(counts: np.ndarray, sums: np.ndarray, rate: bool = False) -> Estima
         occur = (counts > 0).sum(axis=-1)
         mean = sums.sum(axis=-1) / count
         deviations = sums - mean[..., None] * counts
+        deviations[np.abs(deviations) <= _ROUNDING * np.abs(sums)] = 0.0
         squares = deviations * deviations
         second = squares.sum(axis=-1)
         third = np.einsum("...g,...g->...", squares, deviations) / count**3
         fourth = np.einsum("...g,...g->...", squares, squares)
         groups = count**2 / np.einsum("...g,...g->...", counts, counts)
         variance = occur / (occur - 1.0) * second / count**2
-        freedom = np.fmin(2 * second**2 / (fourth - second**2 / occur), groups - 1)
+        freedom = np.fmin(2 * second**2 / np.maximum(fourth - second**2 / occur, 0.0), groups - 1)
         if rate:
             variance, freedom = _together((variance, freedom), (_PRIOR / count**2, 2.0 * _PRIOR))
         variance = np.where(occur > 1, variance, np.inf)
@@ -104,9 +106,11 @@ def interval(estimate: Estimate, alpha: float) -> tuple[Number, Number]:
     is z**2 (Wallace 1959), since V is estimated; and ``skewness * (2 * z**2 + 1) / 6`` is added to it, by which the
     ratio of a skewed mean to its estimated error goes beyond z on the side that is worse (Johnson 1978).
     """
+    known = _begun(estimate) & (estimate.variance > 0)
     radius = _radius(estimate.variance, estimate.freedom, estimate.third, estimate.count, alpha)
-    radius = np.where(_begun(estimate) & (estimate.variance > 0), radius, np.inf)[()]
-    return estimate.mean - radius, estimate.mean + radius
+    with np.errstate(all="ignore"):
+        low, high = estimate.mean - radius, estimate.mean + radius
+    return np.where(known, low, -np.inf)[()], np.where(known, high, np.inf)[()]
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ def difference(arm: Estimate, baseline: Estimate, alpha: float) -> Difference:
     """
     with np.errstate(all="ignore"):
         gap = arm.mean - baseline.mean
+        gap = np.where(np.abs(gap) <= _ROUNDING * np.abs(baseline.mean), 0.0, gap)[()]
         total, ratio = arm.count + baseline.count, arm.count / baseline.count
         count = 2.0 * baseline.count * ratio / (1.0 + ratio)
         own, freedom = _together((arm.variance, arm.freedom), (baseline.variance, baseline.freedom))
@@ -150,7 +155,7 @@ def difference(arm: Estimate, baseline: Estimate, alpha: float) -> Difference:
             _radius(own, freedom, arm.third - baseline.third, count, alpha), _radius(*equal, third, count, alpha)
         )
         begun = _begun(arm) & _begun(baseline) & (equal[0] > 0)
-        radius = np.where(begun, radius, np.inf)
+        low, high = np.where(begun, gap - radius, -np.inf), np.where(begun, gap + radius, np.inf)
         # Fieller: (arm - r * baseline)**2 <= boundary * (V_arm + r**2 * V_baseline), a parabola in r
         squared = radius**2 / own
         leading = baseline.mean**2 - squared * baseline.variance
@@ -158,13 +163,11 @@ def difference(arm: Estimate, baseline: Estimate, alpha: float) -> Difference:
         middle = arm.mean * baseline.mean
         root = np.sqrt(np.maximum(middle**2 - leading * last, 0.0))
         bounded = begun & (own > 0) & (leading > 0)
-        share, one, other = (
-            np.where(bounded, value, np.nan)
-            for value in (gap / np.abs(baseline.mean), (middle - root) / leading - 1, (middle + root) / leading - 1)
-        )
-    # A share of a negative mean grows to the other side.
-    low, high = np.where(baseline.mean < 0, -other, one), np.where(baseline.mean < 0, -one, other)
-    return Difference(gap, gap - radius, gap + radius, share[()], low[()], high[()])
+        ends = (middle - root) / leading - 1, (middle + root) / leading - 1
+        # A share of a negative mean grows to the other side.
+        below, above = np.where(baseline.mean < 0, (-ends[1], -ends[0]), ends)
+        shares = (np.where(bounded, value, np.nan)[()] for value in (gap / np.abs(baseline.mean), below, above))
+    return Difference(gap, low[()], high[()], *shares)
 
 
 def calls_to_show(arm: Estimate, baseline: Estimate, effect: float, alpha: float) -> float:
@@ -196,11 +199,8 @@ def _radius(variance: Number, freedom: Number, third: Number, count: Number, alp
 
 
 def _begun(estimate: Estimate) -> Number:
-    return (
-        (estimate.count >= MINIMUM_COUNT)
-        & (estimate.groups >= MINIMUM_GROUPS)
-        & np.isfinite(estimate.mean)
-    )
+    enough = (estimate.count >= MINIMUM_COUNT) & (estimate.groups >= MINIMUM_GROUPS)
+    return enough & np.isfinite(estimate.mean)
 
 
 def _together(one: tuple[Number, Number], other: tuple[Number, Number]) -> tuple[Number, Number]:
@@ -212,7 +212,10 @@ def _together(one: tuple[Number, Number], other: tuple[Number, Number]) -> tuple
 
 @dataclass(frozen=True)
 class Comparison:
-    """A rate against another, or against a share: at all times at once, ``low <= difference <= high`` of the truth."""
+    """A rate against another, or against a share, and where the true difference is, at all times at once.
+
+    ``rate`` and ``against`` are what was seen, nan without calls.
+    """
 
     rate: Number
     against: Number
@@ -272,9 +275,12 @@ def rate_bounds(count: Number, hits: Number, alpha: float) -> tuple[Number, Numb
     Robbins' mixture of likelihood ratios ("Statistical methods related to the law of the iterated logarithm", Annals of
     Mathematical Statistics 41, 1970): a rate p is excluded once ``B(hits + 1/2, misses + 1/2) / B(1/2, 1/2)`` is
     1 / alpha times ``p**hits * (1 - p)**misses``, which happens to the true one with probability alpha at most.
+    Raises ValueError when there are more hits than calls.
     """
     count, hits = np.asarray(count, dtype=float), np.asarray(hits, dtype=float)
     misses = count - hits
+    if np.any((hits < 0) | (misses < 0)):
+        raise ValueError(f"{hits} hits among {count} calls; count every hit as a call, too")
     rate = np.where(count > 0, hits / np.maximum(count, 1.0), 0.5)
     log = _VECTOR_LGAMMA
     mixture = log(hits + 0.5) + log(misses + 0.5) - log(count + 1.0) - math.log(math.pi) + math.log(alpha)
@@ -295,12 +301,16 @@ def rate_bounds(count: Number, hits: Number, alpha: float) -> tuple[Number, Numb
     with np.errstate(invalid="ignore"):
         low = np.where(hits > 0, between(rate, np.zeros_like(rate)), 0.0)
         high = np.where(misses > 0, between(rate, np.ones_like(rate)), 1.0)
-    return low[()], high[()]
+    return _plain(low), _plain(high)
 
 
 def _rate(count: Number, hits: Number) -> Number:
     count = np.asarray(count, dtype=float)
-    return np.where(count > 0, hits / np.maximum(count, 1.0), np.nan)[()]
+    return _plain(np.where(count > 0, hits / np.maximum(count, 1.0), np.nan))
+
+
+def _plain(values: np.ndarray) -> Number:
+    return values if values.ndim else values.item()
 
 
 def sample_ratio(units: Sequence[float], weights: Sequence[float]) -> float:
