@@ -151,8 +151,8 @@ class Measurements:
 
     async def forget(self, trial: str) -> None:
         """Remove everything of a trial, or, by a rollout's id, of all its steps. Raises Unavailable."""
-        trials = [id for id in self._figures if id.startswith(f"{trial}:")]
-        for one in [trial, *trials]:
+        steps = [id for id in self._figures if id.startswith(f"{trial}:")]
+        for one in [trial, trial + CALLS, *steps]:
             while await self._commit(_Forget(one)) >= _PIECE:
                 pass
 
@@ -238,7 +238,7 @@ class Measurements:
                 for arm, figures in arms.items():
                     self._figures_of(draft, trial, arm, *figures.sums).add(figures)
         for trial, unit, arm, bucket in put.seen.exposures:
-            if trial not in self._forgotten:
+            if trial.removesuffix(CALLS) not in self._forgotten:
                 exposures.setdefault(trial, {}).setdefault(_key(unit), (arm, bucket))
 
     def _figures_of(self, draft: _Draft, trial: str, arm: str, *names: str) -> ArmFigures:
@@ -263,7 +263,7 @@ class Measurements:
         if not new:
             return
         connection.execute(sa.insert(EXPOSURES), new)
-        for unit in units.keys() - known.keys() if not trial.endswith(CALLS) else ():
+        for unit in () if trial.endswith(CALLS) else units.keys() - known.keys():
             arm, bucket = units[unit]
             figures = self._figures_of(draft, trial, arm, UNITS)
             figures.units += 1

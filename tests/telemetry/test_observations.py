@@ -195,6 +195,16 @@ class TestExposures:
         assert seen.exposures == [("t2", "ann", "a", 1)]
         assert seen.figures["t"]["a"].calls == 1
 
+    def test_where_rewards_come_calls_are_told_beside_keys(self) -> None:
+        of, observations = trial(exposures=True, key=Key(header="x-user"), rewards=True), Observations()
+        for request in ("r1", "r2"):
+            observations.answered(choice(of, "a", 1, "ann"), request, Reply(b""), 0.01)
+        assert observations.take().exposures == [
+            ("t/calls", "r1", "a", 1),
+            ("t", "ann", "a", 1),
+            ("t/calls", "r2", "a", 1),
+        ]
+
     def test_memory_is_bounded_and_a_key_that_fell_out_is_told_again(self) -> None:
         of, observations = trial(exposures=True, key=Key(header="x-user")), Observations(exposures=10)
 
