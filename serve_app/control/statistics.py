@@ -278,9 +278,10 @@ def rate_bounds(count: Number, hits: Number, alpha: float) -> tuple[Number, Numb
     Raises ValueError when there are more hits than calls.
     """
     count, hits = np.asarray(count, dtype=float), np.asarray(hits, dtype=float)
-    misses = count - hits
-    if np.any((hits < 0) | (misses < 0)):
+    if np.any((hits < 0) | (hits > count * (1 + _ROUNDING))):
         raise ValueError(f"{hits} hits among {count} calls; count every hit as a call, too")
+    hits = np.minimum(hits, count)
+    misses = count - hits
     rate = np.where(count > 0, hits / np.maximum(count, 1.0), 0.5)
     log = _VECTOR_LGAMMA
     mixture = log(hits + 0.5) + log(misses + 0.5) - log(count + 1.0) - math.log(math.pi) + math.log(alpha)

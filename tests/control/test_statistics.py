@@ -316,6 +316,7 @@ def test_the_bounds_of_a_rate() -> None:
     low, high = rate_bounds(200, 20, 0.05)
     of_low = 20 * math.log(low) + 180 * math.log1p(-low)
     assert of_low == pytest.approx(20 * math.log(high) + 180 * math.log1p(-high))  # one likelihood on both sides
+    assert rate_bounds(10, 10 + 1e-12, 0.05) == rate_bounds(10, 10, 0.05)  # sums of fractions
     with pytest.raises(ValueError, match="count every hit"):
         rate_bounds(10, 11, 0.05)
 
