@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 
 import pytest
 
 from serve_app.dataplane import DataPlane, TableReader
-from serve_app.errors import DeadlineExceeded, Loading, ModelNotFound, NoWorker, QueueFull, VersionNotFound
+from serve_app.errors import (
+    DeadlineExceeded,
+    HandlerFailed,
+    Loading,
+    ModelNotFound,
+    NoWorker,
+    OutOfResources,
+    QueueFull,
+    QuotaExceeded,
+    RelayError,
+    VersionNotFound,
+    WorkerDied,
+)
+from serve_app.policy import Key, Trial, allocate
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, ModelRow, Reply, ReplyStream, Table, VersionRow
 
@@ -191,3 +205,131 @@ def test_health_follows_the_default_versions() -> None:
     assert not plane(TableReader(Table(1, {"m": ModelRow("v2", {"v1": rows["v1"], "v2": sick})}))).healthy
     assert not plane(TableReader()).ready
     assert plane(TableReader(table(v1="ready"))).ready
+
+
+class TestTrials:
+    """What the calls of a trial came to is told to the process's observations, and of other calls nothing is."""
+
+    TRIAL = Trial("t", {"a": "v1", "b": "v2"}, allocate({"a": 5000, "b": 5000}), baseline="a", exposures=True)
+
+    def plane(self, answer, trial: Trial = TRIAL) -> DataPlane:
+        """``answer`` gives a call's reply, for each version; an error is raised."""
+
+        class Answering:
+            def __init__(self, version: str) -> None:
+                self.version = version
+
+            async def infer(self, call: Call) -> Reply | ReplyStream:
+                reply = answer(self.version)
+                if isinstance(reply, Exception):
+                    raise reply
+                return reply if isinstance(reply, (Reply, ReplyStream)) else await reply
+
+        model = replace(table(v1="ready", v2="ready").models["m"], trial=trial)
+        reader = TableReader(Table(1, {"m": model}))
+        return DataPlane(reader, Meters(), remote=lambda ref, row: Answering(ref.version))
+
+    def test_calls_count_for_the_arm_whose_version_answers(self) -> None:
+        async def main() -> None:
+            p = self.plane(lambda version: Reply(version.encode()))
+            bodies = [(await p.infer(Call("m", request_id=f"r{n}"))).body for n in range(100)]
+            seen = p.observations.take()
+            for arm, version in self.TRIAL.arms.items():
+                figures = seen.figures["t"][arm]
+                assert figures.calls == bodies.count(version.encode()) >= 45
+                assert sum(figures.latency.values()) == figures.calls
+                assert figures.failures == 0
+            given = {unit: (arm, bucket) for _, unit, arm, bucket in seen.exposures}
+            assert [given[f"r{n}"][0] for n in range(100)] == [{b"v1": "a", b"v2": "b"}[body] for body in bodies]
+            assert all(self.TRIAL.allocation.of(bucket) == arm for arm, bucket in given.values())
+
+        asyncio.run(main())
+
+    def test_a_key_decides_and_who_shows_none_or_names_a_version_does_not_count(self) -> None:
+        async def main() -> None:
+            p = self.plane(lambda version: Reply(version.encode()), replace(self.TRIAL, key=Key(header="x-user")))
+            assert (await p.infer(Call("m"))).body == b"v1", "the baseline's"
+            await p.infer(Call("m", "v2", headers={"x-user": "ann"}))
+            assert p.observations.take() is None
+            for _ in range(3):
+                await p.infer(Call("m", headers={"x-user": "ann"}))
+            seen = p.observations.take()
+            assert [unit for _, unit, _, _ in seen.exposures] == ["ann"]
+            assert [figures.calls for figures in seen.figures["t"].values()] == [3]
+
+        asyncio.run(main())
+
+    @pytest.mark.parametrize(
+        ("answer", "reason"),
+        [
+            (QueueFull("m", None, ""), "queue_full"),
+            (QuotaExceeded("m", "v1", 2), "quota"),
+            (DeadlineExceeded("m", 1.0), "deadline"),
+            (HandlerFailed("traceback"), "handler_failed"),
+            (OutOfResources("traceback"), "out_of_memory"),
+            (Reply(b"", status=507), "status_507"),
+        ],
+    )
+    def test_failures_are_the_arms_with_their_reason(self, answer: RelayError | Reply, reason: str) -> None:
+        async def main() -> None:
+            p = self.plane(lambda version: answer, replace(self.TRIAL, allocation=allocate({"b": 10_000})))
+            if isinstance(answer, Reply):
+                assert (await p.infer(Call("m"))).status == answer.status
+            else:
+                with pytest.raises(type(answer)):
+                    await p.infer(Call("m"))
+            figures = p.observations.take().figures["t"]["b"]
+            assert (figures.calls, figures.failed, figures.latency) == (1, {reason: 1}, {})
+
+        asyncio.run(main())
+
+    def test_a_version_that_was_never_ready_is_a_failure_too(self) -> None:
+        async def main() -> None:
+            p = self.plane(lambda version: Reply(b""))
+            rows = table(v1="ready", v2="stopped").models["m"].versions
+            trial = replace(self.TRIAL, allocation=allocate({"b": 10_000}))
+            p._reader.put(Table(2, {"m": ModelRow("v1", rows, trial=trial)}))
+            with pytest.raises(NoWorker):
+                await p.infer(Call("m"))
+            assert p.observations.take().figures["t"]["b"].failed == {"no_replica": 1}
+
+        asyncio.run(main())
+
+    def test_a_stream_counts_at_its_end_and_an_error_in_it_is_a_failure(self) -> None:
+        async def pieces(error: Exception | None):
+            yield b"a"
+            if error is not None:
+                raise error
+            yield b"b"
+
+        async def main() -> None:
+            for error, failed in ((None, {}), (WorkerDied("killed"), {"worker_died": 1})):
+                p = self.plane(lambda version: ReplyStream(Reply(b""), pieces(error)))  # noqa: B023
+                stream = await p.infer(Call("m"))
+                assert p.observations.take() is None, "it is not at its end"
+                with pytest.raises(WorkerDied) if error else contextlib.nullcontext():
+                    _ = [piece async for piece in stream]
+                await stream.aclose()
+                (figures,) = p.observations.take().figures["t"].values()
+                assert (figures.calls, figures.failed) == (1, failed)
+                assert p.observations.take() is None
+
+        asyncio.run(main())
+
+    def test_a_caller_that_left_counts_for_nobody(self) -> None:
+        async def main() -> None:
+            never = asyncio.get_running_loop().create_future()
+            p = self.plane(lambda version: never)
+            leaving = asyncio.create_task(p.infer(Call("m")))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            streaming = DataPlane(p._reader, Meters(), remote=lambda ref, row: Pieces())
+            stream = await streaming.infer(Call("m"))
+            await stream.__aiter__().__anext__()
+            await stream.aclose()
+            assert p.observations.take() is None
+            assert streaming.observations.take() is None
+
+        asyncio.run(main())
