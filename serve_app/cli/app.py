@@ -16,8 +16,10 @@ from serve_app import __version__
 from serve_app.bench.command import bench
 from serve_app.cli import progress, torchserve
 from serve_app.cli.archive import archive
+from serve_app.cli.experiment import experiment_app
 from serve_app.cli.migrate import migrate
 from serve_app.cli.process import ServerProcess, StartError
+from serve_app.cli.rollout import rollout_app
 from serve_app.cli.talk import (
     INFERENCE,
     MANAGEMENT,
@@ -36,6 +38,8 @@ from serve_app.client import Client, ServerError
 app = typer.Typer(help="Serve PyTorch models from TorchServe archives on Ray Serve.", no_args_is_help=True)
 models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
+app.add_typer(experiment_app, name="experiment")
+app.add_typer(rollout_app, name="rollout")
 
 EnvFile = Annotated[Path, typer.Option("--env", help="The environment that Ray Serve starts with.")]
 _CONFIG = Path("configs/app.yaml")
