@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from serve_app import documents
-from serve_app.errors import ConfigurationError
+from serve_app import policy as policies
+from serve_app.errors import BadRequest, ConfigurationError
 
 _STRICT = documents.STRICT
 MIB = 1 << 20
@@ -93,6 +94,7 @@ class ControlSettings:
     enable_model_api: bool = True
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"
     models: Mapping[str, Mapping[str, VersionSettings]] = field(default_factory=dict)  # by model and version
+    traffic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # policies by model, see policy.py
 
 
 @dataclass(frozen=True)
@@ -270,9 +272,15 @@ def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings
     """Settings from a plain mapping. Raises ConfigurationError, which names key, place and cure."""
     said = dict(mapping) if isinstance(mapping, Mapping) else mapping or {}
     try:
-        return documents.read(Settings, said, secret=(("auth", "keys"),))
+        settings = documents.read(Settings, said, secret=(("auth", "keys"),))
     except documents.Misread as error:
         raise ConfigurationError(where, str(error)) from None
+    for model, policy in settings.control.traffic.items():
+        try:
+            policies.read(policy)
+        except BadRequest as error:
+            raise ConfigurationError(where, f"control.traffic.{model}: {error}") from None
+    return settings
 
 
 def is_loopback(host: str) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import ssl
+from functools import partial
 from typing import Any
 
 import ray
@@ -31,6 +32,7 @@ from serve_app.deployments.listener import Listener
 from serve_app.deployments.registrar import Registrar
 from serve_app.deployments.remote import Remotes
 from serve_app.deployments.rounds import Rounds
+from serve_app.deployments.traffic import Traffic
 from serve_app.doors.app import management_app, metrics_app
 from serve_app.errors import NotFound, RelayError, StartFailed, Unavailable
 from serve_app.runtime.environments import Environments
@@ -102,14 +104,16 @@ class Management:
             keys,
             settings,
         )
-        self._keeper = LocalKeeper(self._registrar, self)
+        policies = Traffic(self._ledger)
+        self._keeper = LocalKeeper(self._registrar, policies, self)
         self._board.expect(await rounds.running_now() - {serve.get_replica_context().replica_id.unique_id})
         self._ledger.publish()  # before anybody can ask: who may ask for what stands in the table
         for listener in self._make_listeners(port, context):
             await listener.open()
             self._listeners.append(listener)
         self._machine = system.collect(self._meters.torchserve, settings)
-        self._tasks += [asyncio.create_task(self._registrar.boot()), asyncio.create_task(rounds.run())]
+        boot = self._registrar.boot(partial(policies.declare, settings.control.traffic))
+        self._tasks += [asyncio.create_task(boot), asyncio.create_task(rounds.run())]
 
     async def _make_keys(self, inference_hosts: list[str]) -> Keys | None:
         """The keys that requests must show; None where they need none. What an operator must know of it is said."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from serve_app.control.keys import Keys
 from serve_app.deployments.ledger import Ledger
 from serve_app.deployments.remote import Remotes
 from serve_app.deployments.rounds import Rounds
-from serve_app.errors import HandlerFailed, NotYet, NoWorker, RelayError, StartFailed, WrongModel
+from serve_app.errors import HandlerFailed, InUse, NotYet, NoWorker, RelayError, StartFailed, WrongModel
 from serve_app.runtime.environments import Environments
 from serve_app.settings import Settings
 from serve_app.store.manifest import stem
@@ -105,9 +105,11 @@ class Registrar:
             return await self._started(story, spec)
         except StartFailed:
             async with ledger.writing:
-                with contextlib.suppress(NotYet):
-                    await ledger.commit(change.unregister(ledger.registry, spec.name, spec.version)[0])
-                self._rounds.removed(spec)
+                with contextlib.suppress(InUse):  # traffic was dealt out to it meanwhile: it stays, and is tried again
+                    after = change.unregister(ledger.registry, spec.name, spec.version)[0]
+                    with contextlib.suppress(NotYet):
+                        await ledger.commit(after)
+                    self._rounds.removed(spec)
             raise
 
     async def scale(
@@ -156,8 +158,8 @@ class Registrar:
             self._ledger.publish()
             await self._ledger.until_in_force()
 
-    async def boot(self) -> None:
-        """Register what the model store holds: what is new there, and what has changed."""
+    async def boot(self, then: Callable[[], Awaitable[None]]) -> None:
+        """Register what the model store holds: what is new there, and what has changed; ``then`` the start is over."""
         try:
             for archive in await asyncio.to_thread(self._admission.at_startup):
                 story = self._story(archive)
@@ -170,6 +172,8 @@ class Registrar:
                     log.error("%s was not loaded: %s\n%s", archive.url, error, getattr(error, "detail", ""))
         except Exception:
             log.exception("the model store could not be read")
+        try:
+            await then()
         finally:
             self._rounds.booted = True
             self._rounds.soon()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from serve_app.control.admission import Admission
-from serve_app.controlplane import ControlPlane
+from serve_app.controlplane import ControlPlane, Keeper
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.doors.app import App, inference_app, management_app
 from serve_app.errors import CannotRemoveDefault, ModelNotFound, UnknownDefault, VersionExists, VersionNotFound
@@ -120,6 +120,11 @@ class Says:
     def __init__(self, infer: Infer) -> None:
         self._infer = infer
         self.calls: list[Call] = []
+        self.ref: ModelRef | None = None  # the version that the last call was given
+
+    def at(self, ref: ModelRef) -> Says:
+        self.ref = ref
+        return self
 
     async def infer(self, call: Call) -> Reply | ReplyStream:
         self.calls.append(call)
@@ -141,6 +146,7 @@ class Inference:
     target: Says
     meters: Meters
     access: list[tuple]
+    reader: TableReader
 
     def __call__(self, method: str, target: str, *args: Any, **named: Any) -> Answer:
         return ask(self.app, method, target, *args, **named)
@@ -164,10 +170,11 @@ def inference() -> Callable[..., Inference]:
         target, meters, access = Says(infer), Meters(), Lines()
         settings = Settings(inference=InferenceSettings(**settings_))
         reader = TableReader(two_versions() if table is None else table)
-        plane = DataPlane(reader, meters, lambda ref, row: target)
+        plane = DataPlane(reader, meters, lambda ref, row: target.at(ref))
         shared = settings.inference.also_management
         control = ControlPlane(Shelf(), settings, lambda: None) if shared else None
-        return Inference(inference_app(plane, settings, meters, access, control), target, meters, access.lines)
+        app = inference_app(plane, settings, meters, access, control)
+        return Inference(app, target, meters, access.lines, reader)
 
     return build
 
@@ -258,6 +265,17 @@ class Shelf:
         if isinstance(self.said, Exception):
             raise self.said
         return self.said
+
+    def __getattr__(self, question: str) -> Callable[..., Awaitable[dict]]:
+        """What is no question about models is somebody else's: heard, and answered with nothing."""
+        if question not in vars(Keeper):
+            raise AttributeError(question)
+
+        async def answer(*args: Any) -> dict:
+            self.asked.append((question, *args))
+            return {}
+
+        return answer
 
     async def renew_key(self, kind: str) -> None:
         self.asked.append(("renew_key", kind))

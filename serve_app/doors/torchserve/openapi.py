@@ -58,7 +58,7 @@ def _list(about: str, of: Json) -> Json:
 
 
 def _object(required: tuple[str, ...], **properties: Json) -> Json:
-    return {"type": "object", "required": list(required), "properties": properties}
+    return {"type": "object", **({"required": list(required)} if required else {}), "properties": properties}
 
 
 _STATUS = _object(("status",), status=_text("What was done."))
@@ -138,7 +138,7 @@ _MEANING = {
     404: "No such model, version or archive.",
     405: "The model API is off.",
     408: "The request took too long.",
-    409: "That version is there already.",
+    409: "That version is there already, or something else that is in force stands against it.",
     500: "A worker or the server failed.",
     503: "No worker can answer now, or the handler failed.",
 }
@@ -339,6 +339,160 @@ _ONE_MODEL: Json = {
         )
     },
 }
+_KEY = _object((), header=_text("A header's name."), cookie=_text("A cookie's name."), json=_text("A path: $.user.id"))
+_SHARES = {"type": "object", "additionalProperties": {"type": "integer"}, "description": "Basis points by version."}
+_POLICY = _object(
+    (),
+    policy=_text("How calls that name no version are dealt out.", enum=["default", "weighted", "sticky"]),
+    versions=_SHARES,
+    key=_KEY,
+    salt=_text("Of the hash of the key; else the model's name."),
+    header=_text("In which testers name a version or a label."),
+    labels={"type": "object", "additionalProperties": {"type": "string"}, "description": "Versions by label."},
+    shadow=_object(
+        ("version",),
+        version=_text("The version that gets copies."),
+        percent=_typed("number", "Of the calls that name no version."),
+        compare={"type": "object", "description": "What it means that two answers agree."},
+        keep=_number("How many of the worst disagreements are kept."),
+        redact=_list("What is not kept, as JSON paths.", {"type": "string"}),
+        timeout_s=_typed("number", "Seconds after which a copy is given up."),
+    ),
+)
+_IN_FORCE = _object(
+    ("by", "default", "versions"),
+    by=_text("What deals the calls out.", enum=["policy", "experiment", "rollout"]),
+    id=_text("Of the experiment or the rollout."),
+    default=_text("The model's default version."),
+    versions=_SHARES,
+)
+_TRAFFIC = _object(("policy", "in_force"), **_POLICY["properties"], in_force=_IN_FORCE)
+_THING: Json = {"type": "object"}
+_EXPERIMENT_ID = _path("experiment_id", "The experiment's id.")
+_STORED = _answer("Stored; some replicas have not heard of it yet.", _STATUS)
+
+
+def _said(
+    about: str,
+    name: str,
+    answer: str,
+    *refusals: int,
+    named: Json | None = _MODEL,
+    body: Json | None = None,
+    schema: Json = _THING,
+    stored: bool = False,
+) -> Json:
+    """An operation on traffic: JSON in where there is a ``body``, and JSON out."""
+    answers = {"200": _answer(answer, schema), **({"202": _STORED} if stored else {}), **_errors(*refusals, 500)}
+    content = {"content": {"application/json": {"schema": body}}, "required": True} if body is not None else None
+    return _operation(about, name, [named] if named is not None else [], answers, content)
+
+
+def _steer(verb: str) -> Json:
+    return {
+        "post": _said(
+            f"{verb.capitalize()} a model's rollout.", f"{verb}Rollout", "The rollout.", 404, 409, stored=True
+        )
+    }
+
+
+_OF_TRAFFIC: Json = {
+    "/models/{model_name}/traffic": {
+        "get": _said("A model's traffic policy, and what is in force.", "traffic", "Both.", 404, schema=_TRAFFIC),
+        "put": _said(
+            "Say which versions get a model's calls.",
+            "setTraffic",
+            "The policy; it is in force.",
+            *(400, 404, 409),
+            body=_POLICY,
+            schema=_TRAFFIC,
+            stored=True,
+        ),
+        "delete": _said(
+            "Give a model's calls to its default version again.",
+            "resetTraffic",
+            "The policy; it is in force.",
+            *(404, 409),
+            schema=_TRAFFIC,
+            stored=True,
+        ),
+    },
+    "/models/{model_name}/shadow": {
+        "get": _said("How a shadow's answers agree with the live ones.", "shadow", "The figures.", 404),
+        "delete": _said("Forget what a shadow was compared on.", "forgetShadow", "Done.", 404, schema=_STATUS),
+    },
+    "/models/{model_name}/rollout": {
+        "get": _said("A model's last rollout, with its decisions.", "rollout", "The rollout.", 404),
+        "post": _said(
+            "Let a version take over a model's calls step by step.",
+            "beginRollout",
+            "The rollout; it has begun.",
+            *(400, 404, 409),
+            body=_object(
+                ("to",),
+                to=_text("The version."),
+                steps=_list("Its share in each step, in percent.", {"type": "number"}),
+                bake_s=_typed("number", "Seconds that each step must hold."),
+                guardrails=_THING,
+                key=_KEY,
+            ),
+            stored=True,
+        ),
+    },
+    **{f"/models/{{model_name}}/rollout/{verb}": _steer(verb) for verb in ("pause", "resume", "abort")},
+    "/models/{model_name}/experiments": {
+        "get": _said("A model's experiments.", "modelExperiments", "The newest first.", 404),
+        "post": _said(
+            "Begin an experiment.",
+            "beginExperiment",
+            "The experiment, with its id.",
+            *(400, 404, 409),
+            body=_object(
+                ("name", "arms", "metrics", "baseline"),
+                name=_text("By which people know it."),
+                arms={
+                    "type": "object",
+                    "additionalProperties": _object(
+                        ("version", "weight"), version=_text("A version."), weight=_number("Basis points.")
+                    ),
+                },
+                metrics=_list("What is compared.", _THING),
+                baseline=_text("The arm that the others are compared with."),
+                key=_KEY,
+                salt=_text("Of the hash of the key; else the experiment's id."),
+            ),
+            stored=True,
+        ),
+    },
+}
+_OF_EXPERIMENTS: Json = {
+    "/experiments": {"get": _said("Every model's experiments.", "experiments", "The newest first.", named=None)},
+    "/experiments/{experiment_id}": {
+        "get": _said(
+            "An experiment, and what is known by now.", "experiment", "Both.", 404, named=_EXPERIMENT_ID
+        ),
+        "delete": _said(
+            "Stop an experiment.", "stopExperiment", "What is known.", 404, named=_EXPERIMENT_ID, stored=True
+        ),
+    },
+    "/experiments/{experiment_id}/events": {
+        "post": _said(
+            "Say what became of calls; each counts once, however often it is posted.",
+            "reward",
+            "How many were counted.",
+            *(400, 404),
+            named=_EXPERIMENT_ID,
+            body=_object(
+                ("value",),
+                value=_typed("number", "The reward."),
+                request_id=_text("The X-Request-Id of an answer."),
+                key=_text("Or the key that a caller showed."),
+                metric=_text("Which reward; needed where there are several."),
+                id=_text("Two events of one id are one."),
+            ),
+        )
+    },
+}
 _READY = _object(("name", "ready"), name=_text("The model's name."), ready=_flag("Whether it can answer."))
 
 _MANAGE: Json = {
@@ -349,6 +503,8 @@ _MANAGE: Json = {
 }
 # What TorchServe does not describe.
 _ALSO_MANAGE: Json = {
+    **_OF_TRAFFIC,
+    **_OF_EXPERIMENTS,
     "/v1/models/{model_name}": {
         "get": _operation(
             "Whether a model's default version is ready.",
@@ -422,4 +578,4 @@ def of_model(model: str) -> Json:
 
 def management_of(model: str) -> Json:
     """What a model says of itself on the management port."""
-    return _document(f"RESTful Management API for: {model}", _ONE_MODEL)
+    return _document(f"RESTful Management API for: {model}", {**_ONE_MODEL, **_OF_TRAFFIC})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -11,6 +12,7 @@ from openapi_spec_validator import OpenAPIV30SpecValidator
 
 import serve_app
 from serve_app.doors.torchserve import openapi
+from serve_app.policy import Policy
 from serve_app.types import ModelSpec
 
 # What a client generated from TorchServe 0.12.0's documents calls: id, method and path, parameters
@@ -128,18 +130,46 @@ def test_every_inference_route_is_served(inference) -> None:
         assert "200" in statuses
 
 
+BODIES = {
+    "setTraffic": {"versions": {"1.0": 10_000}},
+    "beginRollout": {"to": "1.0"},
+    "beginExperiment": {
+        "name": "e",
+        "arms": {"a": {"version": "1.0", "weight": 5000}, "b": {"version": "1.0", "weight": 5000}},
+        "metrics": [{"name": "time"}],
+        "baseline": "a",
+    },
+    "reward": {"value": 1, "request_id": "r"},
+}
+
+
 def test_every_management_route_is_served(management) -> None:
     app = management()
-    for _, route, _, _ in operations(openapi.MANAGEMENT):
+    for name, route, _, _ in operations(openapi.MANAGEMENT):
         method, path = route.split()
         if path in ("/metrics", "/token", "/models/{model_name}/events"):
             continue  # on its own port; only where keys are wanted; see test_events.py
         app.shelf.specs.clear()
         app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
         path = path.replace("{model_name}", "m").replace("{model_version}", "1.0")
-        if method == "post":
+        path = path.replace("{experiment_id}", "e1")
+        if name == "registerModel":
             path += "?url=other.mar"
-        assert app(method.upper(), path).status in (200, 202), route
+        body = json.dumps(BODIES[name]).encode() if name in BODIES else b""
+        assert app(method.upper(), path, body).status in (200, 202), route
+
+
+def test_a_document_of_each_kind_is_what_the_schema_says() -> None:
+    """Whatever a body of ours has is described, and what must be there is in it."""
+    for methods in openapi.MANAGEMENT["paths"].values():
+        for operation in methods.values():
+            if operation["operationId"] in BODIES:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                body = BODIES[operation["operationId"]]
+                assert set(schema.get("required", ())) <= body.keys() <= set(schema["properties"])
+    policy = openapi.MANAGEMENT["paths"]["/models/{model_name}/traffic"]["put"]["requestBody"]["content"]
+    fields = {field.name for field in dataclasses.fields(Policy)} - {"allocation"}
+    assert set(policy["application/json"]["schema"]["properties"]) == fields
 
 
 ASK = [
