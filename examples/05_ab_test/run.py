@@ -1,0 +1,152 @@
+"""An A/B test of two versions by what readers click, looked at as it goes on, and an A/A test for comparison."""
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
+MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
+SHARES = (0.40, 0.25, 0.15, 0.10, 0.10)  # of the readers, by their favourite topic
+FAITHFUL = 0.4  # how often somebody reads the favourite topic, and not what everybody reads
+CLICKS, RARELY = 1 / 3, 1 / 9  # how often a reader clicks on the favourite topic, and on any other
+TOGETHER = 250  # readers between two looks
+PATIENCE = 40  # looks, after which nothing more is expected
+
+
+class Reader:
+    """Somebody with a favourite topic, whom nobody but the simulation knows it of."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._chance = random.Random(name)
+        self._favourite = self._any()
+        self.history = [self._favourite if self._chance.random() < FAITHFUL else self._any() for _ in range(3)]
+
+    def _any(self) -> int:
+        return self._chance.choices(range(len(SHARES)), SHARES)[0]
+
+    def clicks(self, topic: int) -> bool:
+        return self._chance.random() < (CLICKS if topic == self._favourite else RARELY)
+
+
+def register(client: httpx.Client, url: str) -> None:
+    answer = client.post(f"{MANAGEMENT}/models", params={"url": url, "initial_workers": 1})
+    if answer.status_code != 409:  # 409: it is there already
+        answer.raise_for_status()
+    print(f"POST /models?url={url}: {answer.json().get('status', 'already registered')}")
+
+
+def begin(client: httpx.Client, name: str, versions: dict[str, str]) -> str:
+    """The id of a new experiment, which deals readers out evenly; each stays with what it was given."""
+    experiment = {
+        "name": name,
+        "arms": {arm: {"version": version, "weight": 5000} for arm, version in versions.items()},
+        "baseline": next(iter(versions)),
+        "key": {"header": "x-user"},
+        "salt": name,  # else it is the id: with one of its own, every run deals the same readers out alike
+        "metrics": [
+            {"name": "clicks", "kind": "reward"},
+            {"name": "latency", "kind": "latency"},
+            {"name": "confidence", "kind": "output", "path": "$.confidence"},
+        ],
+    }
+    said = client.post(f"{MANAGEMENT}/models/headlines/experiments", json=experiment).raise_for_status().json()
+    print(f"\nPOST /models/headlines/experiments: {said['id']}, {name!r}, has begun")
+    return said["id"]
+
+
+class Visit:
+    """A reader is shown a topic by ``version``, and has ``clicked`` on it or has not."""
+
+    def __init__(self, client: httpx.Client, reader: Reader) -> None:
+        asked = {"json": {"history": reader.history}, "headers": {"x-user": reader.name}}
+        answer = client.post(f"{INFERENCE}/predictions/headlines", **asked).raise_for_status()
+        self.reader = reader
+        self.request_id = answer.headers["x-request-id"]
+        self.version = answer.headers["x-model-version"]
+        self.clicked = reader.clicks(answer.json()["topic"])
+
+
+def reward(client: httpx.Client, id: str, events: list[dict]) -> dict:
+    return client.post(f"{MANAGEMENT}/experiments/{id}/events", json=events).raise_for_status().json()
+
+
+def look(client: httpx.Client, id: str) -> dict:
+    return client.get(f"{MANAGEMENT}/experiments/{id}").raise_for_status().json()
+
+
+def show(said: dict) -> None:
+    """Every arm's means, and in brackets where they are for sure, however often one looks."""
+    print(f"{'arm':<10}{'version':<9}{'readers':>7}", *(f"{metric:>26}" for metric in said["metrics"]))
+    for name, arm in said["arms"].items():
+        figures = []
+        for metric in said["metrics"].values():
+            seen = metric["arms"][name]
+            sure = f" [{seen['low']:.3f}, {seen['high']:.3f}]" if seen["low"] is not None else ""
+            figures.append(f"{seen['mean']:.3f}{sure}")
+        print(f"{name:<10}{arm['version']:<9}{arm['units']:>7,}", *(f"{figure:>26}" for figure in figures))
+    for metric in said["metrics"].values():
+        for difference in metric["differences"].values():
+            print(difference["sentence"])
+    print(said["sample_ratio"]["sentence"])
+
+
+def stop(client: httpx.Client, id: str) -> None:
+    said = client.delete(f"{MANAGEMENT}/experiments/{id}").raise_for_status().json()
+    print(f"DELETE /experiments/{id}: {said['state']}")
+
+
+def compare(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    """Popular against personal headlines, until it is known which readers prefer."""
+    id = begin(client, "personal headlines", {"popular": "1.0", "personal": "2.0"})
+    given: dict[str, str] = {}
+    for number in range(1, PATIENCE + 1):
+        readers = [Reader(f"reader-{number}-{i}") for i in range(TOGETHER)]
+        visits = list(pool.map(lambda reader: Visit(client, reader), readers))
+        given |= {visit.reader.name: visit.version for visit in visits}
+        # Of a visit without a click nothing is posted: it counts as 0.
+        events = [{"request_id": visit.request_id, "value": 1} for visit in visits if visit.clicked]
+        counted = reward(client, id, events)
+        if number == 1:
+            print(f"POST /experiments/{id}/events: {counted}")
+            print(f"the same again: {reward(client, id, events)}")
+        clicks = look(client, id)["metrics"]["clicks"]
+        means = ", ".join(f"{arm} {seen['mean']:.3f}" for arm, seen in clicks["arms"].items())
+        verdict = clicks["differences"]["personal"]["verdict"]
+        print(f"{number * TOGETHER:>6,} readers: clicks {means}: {verdict.replace('_', ' ')}")
+        if verdict in ("better", "worse"):
+            break
+    again = random.Random(0).sample(sorted(given), 50)
+    same = sum(Visit(client, Reader(name)).version == given[name] for name in again)
+    print(f"{same} of {len(again)} readers who came again were given the version that they had")
+    show(look(client, id))
+    stop(client, id)
+
+
+def compare_with_itself(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    """The same version twice: whatever is seen of it is chance, and no look takes it for more."""
+    id = begin(client, "A/A", {"one": "2.0", "other": "2.0"})
+    looks = 8
+    for number in range(looks):
+        readers = [Reader(f"someone-{number}-{i}") for i in range(TOGETHER)]
+        visits = pool.map(lambda reader: Visit(client, reader), readers)
+        # An event may as well name the key: whatever this reader was given is what it is for.
+        reward(client, id, [{"key": visit.reader.name, "value": 1} for visit in visits if visit.clicked])
+        clicks = look(client, id)["metrics"]["clicks"]
+        if clicks["differences"]["other"]["verdict"] in ("better", "worse"):
+            print(f"after {(number + 1) * TOGETHER:,} readers a difference was seen that is not there")
+            break
+    else:
+        print(f"looked at {looks} times: no difference was taken for one")
+    print(look(client, id)["metrics"]["clicks"]["differences"]["other"]["sentence"])
+    stop(client, id)
+
+
+if __name__ == "__main__":
+    with httpx.Client(timeout=120) as client, ThreadPoolExecutor(8) as pool:
+        register(client, "headlines-1.mar")
+        register(client, "headlines-2.mar")
+        compare(client, pool)
+        compare_with_itself(client, pool)
