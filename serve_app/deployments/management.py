@@ -26,11 +26,13 @@ from serve_app.control.vitals import Vitals
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import TableReader
 from serve_app.deployments import serve_env
+from serve_app.deployments.experiments import Experiments
 from serve_app.deployments.keeper import QUESTIONS, LocalKeeper
 from serve_app.deployments.ledger import Ledger
 from serve_app.deployments.listener import Listener
 from serve_app.deployments.registrar import Registrar
 from serve_app.deployments.remote import Remotes
+from serve_app.deployments.rollouts import Rollouts
 from serve_app.deployments.rounds import Rounds
 from serve_app.deployments.traffic import Traffic
 from serve_app.doors.app import management_app, metrics_app
@@ -105,7 +107,9 @@ class Management:
             settings,
         )
         policies = Traffic(self._ledger)
-        self._keeper = LocalKeeper(self._registrar, policies, self)
+        rollouts = Rollouts(self._ledger, self._vitals, self._measurements, settings.runtime)
+        experiments = Experiments(self._ledger, self._measurements)
+        self._keeper = LocalKeeper(self._registrar, policies, experiments, rollouts, self)
         self._board.expect(await rounds.running_now() - {serve.get_replica_context().replica_id.unique_id})
         self._ledger.publish()  # before anybody can ask: who may ask for what stands in the table
         for listener in self._make_listeners(port, context):
@@ -113,7 +117,7 @@ class Management:
             self._listeners.append(listener)
         self._machine = system.collect(self._meters.torchserve, settings)
         boot = self._registrar.boot(partial(policies.declare, settings.control.traffic))
-        self._tasks += [asyncio.create_task(boot), asyncio.create_task(rounds.run())]
+        self._tasks += [asyncio.create_task(owner) for owner in (boot, rounds.run(), rollouts.run())]
 
     async def _make_keys(self, inference_hosts: list[str]) -> Keys | None:
         """The keys that requests must show; None where they need none. What an operator must know of it is said."""
