@@ -60,10 +60,14 @@ class _Forget:
 
 @dataclass
 class _Draft:
-    """What a transaction is about to change: figures that are copies of the ones that hold, and which parts of them."""
+    """What a transaction is about to change.
+
+    ``figures`` have what it changes of an arm and nothing else: the counts, and of the sums those in ``names``.
+    """
 
     figures: dict[tuple[str, str], ArmFigures] = field(default_factory=dict)
-    names: set[tuple[str, str, str]] = field(default_factory=set)
+    names: set[tuple[str, str, str]] = field(default_factory=set)  # trial, arm, and sums, or "" for the counts
+    values: dict[tuple[str, str, str], bytes] = field(default_factory=dict)  # of these names, as they are stored
     numbers: dict[str, int] = field(default_factory=dict)
     exposed: dict[str, int] = field(default_factory=dict)  # rows more, by trial
     rewarded: dict[str, int] = field(default_factory=dict)
@@ -88,7 +92,8 @@ class Measurements:
         self._exposed_more = asyncio.Event()
         with database.transaction() as connection:
             self._life = _begin_life(connection)
-            self._figures = _load(connection)
+            # trial -> (arm, name) -> as it is stored: of many trials nobody asks any more, and packed they are small.
+            self._values = _load(connection)
             self._numbers = {row.source: row.number for row in connection.execute(sa.select(SOURCES))}
             self._exposed = _count(connection, EXPOSURES)
             self._rewarded = _count(connection, REWARDS)
@@ -96,12 +101,15 @@ class Measurements:
     # What is known
 
     def figures(self, trial: str) -> dict[str, ArmFigures]:
-        """What a trial's arms came to, as far as it is stored; not to be changed."""
-        return dict(self._figures.get(trial, {}))
+        """What a trial's arms came to, as far as it is stored."""
+        found: dict[str, ArmFigures] = {}
+        for (arm, name), value in self._values.get(trial, {}).items():
+            _unpack(found.setdefault(arm, ArmFigures()), name, value)
+        return found
 
     def figures_like(self, prefix: str) -> dict[str, dict[str, ArmFigures]]:
         """The same of every trial whose id begins so."""
-        return {trial: dict(arms) for trial, arms in self._figures.items() if trial.startswith(prefix)}
+        return {trial: self.figures(trial) for trial in self._values if trial.startswith(prefix)}
 
     async def exposure(self, trial: str, unit: str) -> tuple[str, int] | None:
         """The arm and the bucket that a unit was given; None for one that is not known. Raises Unavailable."""
@@ -151,7 +159,7 @@ class Measurements:
 
     async def forget(self, trial: str) -> None:
         """Remove everything of a trial, or, by a rollout's id, of all its steps. Raises Unavailable."""
-        steps = [id for id in self._figures if id.startswith(f"{trial}:")]
+        steps = [id for id in self._values if id.startswith(f"{trial}:")]
         for one in [trial, trial + CALLS, *steps]:
             while await self._commit(_Forget(one)) >= _PIECE:
                 pass
@@ -198,15 +206,15 @@ class Measurements:
 
     def _take_over(self, draft: _Draft) -> None:
         """A transaction has come to its end: what it stored holds."""
-        for (trial, arm), figures in draft.figures.items():
-            self._figures.setdefault(trial, {})[arm] = figures
+        for (trial, arm, name), value in draft.values.items():
+            self._values.setdefault(trial, {})[arm, name] = value
         self._numbers.update(draft.numbers)
         for counts, more in ((self._exposed, draft.exposed), (self._rewarded, draft.rewarded)):
             for trial, count in more.items():
                 counts[trial] = counts.get(trial, 0) + count
         self._forgotten |= draft.gone
         for trial in draft.gone:
-            for held in (self._figures, self._exposed, self._rewarded):
+            for held in (self._values, self._exposed, self._rewarded):
                 held.pop(trial, None)
         if draft.exposed:
             changed, self._exposed_more = self._exposed_more, asyncio.Event()
@@ -243,12 +251,13 @@ class Measurements:
 
     def _figures_of(self, draft: _Draft, trial: str, arm: str, *names: str) -> ArmFigures:
         """An arm's figures, to be changed: the counts, and the sums of these names."""
-        draft.names |= {(trial, arm, name) for name in ("", *names)}
-        found = draft.figures.get((trial, arm))
-        if found is None:
-            held = self._figures.get(trial, {}).get(arm)
-            found = draft.figures[trial, arm] = held.copy() if held is not None else ArmFigures()
-        return found
+        figures = draft.figures.setdefault((trial, arm), ArmFigures())
+        for name in ("", *names):
+            if (trial, arm, name) not in draft.names:
+                draft.names.add((trial, arm, name))
+                if (value := self._values.get(trial, {}).get((arm, name))) is not None:
+                    _unpack(figures, name, value)
+        return figures
 
     def _expose(
         self, connection: Connection, trial: str, units: dict[str, tuple[str, int]], draft: _Draft
@@ -325,9 +334,12 @@ class Measurements:
         return answers
 
     def _write(self, connection: Connection, draft: _Draft) -> None:
+        draft.values = {
+            (trial, arm, name): _packed(draft.figures[trial, arm], name) for trial, arm, name in draft.names
+        }
         rows = [
-            {"t": trial, "a": _text(arm), "n": _text(name), "v": _packed(draft.figures[trial, arm], name)}
-            for trial, arm, name in draft.names
+            {"t": trial, "a": _text(arm), "n": _text(name), "v": value}
+            for (trial, arm, name), value in draft.values.items()
         ]
         _replace(connection, FIGURES, rows, {"trial": "t", "arm": "a", "name": "n"}, {"value": "v"})
         now = time.time()
@@ -354,18 +366,10 @@ def _begin_life(connection: Connection) -> int:
     return int(connection.execute(sa.select(SOURCES.c.number).where(lives)).scalar_one())
 
 
-def _load(connection: Connection) -> dict[str, dict[str, ArmFigures]]:
-    found: dict[str, dict[str, ArmFigures]] = {}
+def _load(connection: Connection) -> dict[str, dict[tuple[str, str], bytes]]:
+    found: dict[str, dict[tuple[str, str], bytes]] = {}
     for row in connection.execute(sa.select(FIGURES)):
-        figures = found.setdefault(row.trial, {}).setdefault(_said(row.arm), ArmFigures())
-        if name := _said(row.name):
-            numbers = iter(struct.unpack(f"<{len(row.value) // 8}d", row.value))
-            figures.sums[name] = {int(g): (count, total) for g, count, total in zip(numbers, numbers, numbers)}
-        else:
-            said = json.loads(row.value)
-            said["latency"] = {int(bin): count for bin, count in said["latency"].items()}
-            for key, value in said.items():
-                setattr(figures, key, value)
+        found.setdefault(row.trial, {})[_said(row.arm), _said(row.name)] = bytes(row.value)
     return found
 
 
@@ -375,6 +379,17 @@ def _packed(figures: ArmFigures, name: str) -> bytes:
         numbers = [(group, *sums) for group, sums in figures.sums.get(name, {}).items()]
         return struct.pack(f"<{3 * len(numbers)}d", *chain.from_iterable(numbers))
     return json.dumps({key: value for key, value in vars(figures).items() if key != "sums"}).encode()
+
+
+def _unpack(figures: ArmFigures, name: str, value: bytes) -> None:
+    if name:
+        numbers = iter(struct.unpack(f"<{len(value) // 8}d", value))
+        figures.sums[name] = {int(group): (count, total) for group, count, total in zip(numbers, numbers, numbers)}
+        return
+    said = json.loads(value)
+    said["latency"] = {int(bin): count for bin, count in said["latency"].items()}
+    for key, count in said.items():
+        setattr(figures, key, count)
 
 
 def _replace(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -100,16 +100,6 @@ class ArmFigures:
             for group, (count, total) in groups.items():
                 before = sums.get(group)
                 sums[group] = (count, total) if before is None else (before[0] + count, before[1] + total)
-
-    def copy(self) -> ArmFigures:
-        """Figures to which others can be added while these stay as they are."""
-        return replace(
-            self,
-            failed=dict(self.failed),
-            missing=dict(self.missing),
-            latency=dict(self.latency),
-            sums={name: dict(groups) for name, groups in self.sums.items()},
-        )
 
 
 @dataclass

@@ -88,10 +88,7 @@ class TestFigures:
         whole = answered(of, *bodies)
         parts = ArmFigures()
         for body in bodies:
-            before = parts.copy()
             parts.add(answered(of, body))
-            assert before.calls == parts.calls - 1
-            assert before.sums != parts.sums
         assert parts == whole
 
     def test_trials_are_apart(self) -> None:
