@@ -151,6 +151,14 @@ class Client:
 
     def steer_rollout(self, model: str, verb: Literal["pause", "resume", "abort"]) -> dict[str, Any]:
         return _checked(self._management.post(f"{_rollout(model)}/{verb}")).json()
+    def shadow(self, model: str) -> dict[str, Any]:
+        """How the answers of a model's shadow agree with the live ones, and the worst disagreements."""
+        return _checked(self._management.get(_shadow(model))).json()
+
+    def forget_shadow(self, model: str) -> str:
+        """Drop these figures, and the inputs that are kept."""
+        return _checked(self._management.delete(_shadow(model))).json()["status"]
+
 
 _Flow = Generator[httpx.Request, httpx.Response, None]
 
@@ -193,6 +201,10 @@ class _KeyFile(httpx.Auth):
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return True
+
+
+def _shadow(model: str) -> str:
+    return f"/models/{quote(model, safe='')}/shadow"
 
 
 def _asked(parameters: dict[str, Any]) -> dict[str, Any]:

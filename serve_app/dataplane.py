@@ -18,6 +18,7 @@ from typing import Protocol
 from serve_app import traffic
 from serve_app.errors import ClientTimeout, DeadlineExceeded, Loading, NoWorker, QueueFull, RelayError
 from serve_app.policy import WHOLE
+from serve_app.shadow.mirror import Mirror
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.observations import Observations
 from serve_app.traffic import Choice
@@ -66,6 +67,7 @@ class DataPlane:
         patience: float = 30.0,
         wake: Callable[[ModelRef, VersionRow], None] = lambda ref, row: None,
         observations: Observations | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self._reader = reader
         self._meters = meters
@@ -74,6 +76,7 @@ class DataPlane:
         self._patience = patience  # seconds a call waits for a version that is loading
         self._wake = wake
         self.observations = observations or Observations()
+        self._mirror = mirror  # makes copies for shadows
         self._waiting: dict[ModelRef, int] = {}
         self._lot = randrange(WHOLE)  # of the last call
 
@@ -110,6 +113,8 @@ class DataPlane:
             # An unknown name is a caller's word, not a label: it would grow without bound.
             model = call.model if version else ""
             self._meters.request(model, version, error.reason, time.perf_counter() - started, call.version)
+            if self._mirror is not None and choice is not None and choice.by_policy:
+                self._mirror.offer(call, version, None, 0.0)
             if choice is not None and choice.trial is not None:
                 error.arm = choice.told
                 self.observations.failed(choice, call.request_id, error.reason)
@@ -119,6 +124,8 @@ class DataPlane:
         except asyncio.CancelledError:
             self._meters.request(call.model, version, "caller_left", time.perf_counter() - started, call.version)
             raise
+        if self._mirror is not None and choice.by_policy:
+            self._mirror.offer(call, version, reply, time.perf_counter() - started)
         if isinstance(reply, ReplyStream):
             head = reply.head if choice.trial is None else replace(reply.head, arm=choice.told)
             return ReplyStream(head, _Counted(reply, partial(self._ended, call, choice, reply.head, started)))

@@ -32,6 +32,8 @@ BELOW |= {
 BELOW["serve_app.telemetry"] = set(BELOW)
 BELOW["serve_app.store"] = set(BELOW)
 BELOW["serve_app.runtime"] = set(BELOW)
+# Beside the data plane, on its floor; control stores its figures.
+BELOW["serve_app.shadow"] = {*_WORDS, "serve_app.types", "serve_app.traffic", "serve_app.telemetry"}
 BELOW["serve_app.control"] = set(BELOW) - {"serve_app.runtime"}
 BELOW["serve_app.dataplane"] = BELOW["serve_app.controlplane"] = {
     *_WORDS,
@@ -39,6 +41,7 @@ BELOW["serve_app.dataplane"] = BELOW["serve_app.controlplane"] = {
     "serve_app.settings",
     "serve_app.traffic",
     "serve_app.telemetry",
+    "serve_app.shadow",
 }
 BELOW["serve_app.doors"] = {
     "serve_app",

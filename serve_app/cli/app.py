@@ -20,6 +20,7 @@ from serve_app.cli.experiment import experiment_app
 from serve_app.cli.migrate import migrate
 from serve_app.cli.process import ServerProcess, StartError
 from serve_app.cli.rollout import rollout_app
+from serve_app.cli.shadow import shadow
 from serve_app.cli.talk import (
     INFERENCE,
     MANAGEMENT,
@@ -176,6 +177,7 @@ def status(inference: Inference = INFERENCE, management: ManagementUrl = MANAGEM
 app.command("bench")(bench)
 app.command("migrate")(migrate)
 app.command("archive")(archive)
+app.command("shadow")(shadow)
 
 
 @app.command()

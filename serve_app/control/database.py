@@ -114,6 +114,25 @@ SOURCES = sa.Table(
     sa.Column("time", sa.Float, nullable=False),
 )
 
+# What shadows came to (see comparisons.py), of each live version a row, and the inputs that are kept of it.
+COMPARISONS = sa.Table(
+    "torchrelay_comparisons",
+    SCHEMA,
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("version", sa.Text, primary_key=True),
+    sa.Column("document", sa.LargeBinary, nullable=False),
+)
+
+DISAGREEMENTS = sa.Table(
+    "torchrelay_disagreements",
+    SCHEMA,
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("version", sa.Text, primary_key=True),
+    sa.Column("input", sa.Text, primary_key=True),
+    sa.Column("distance", sa.Float, nullable=False),
+    sa.Column("document", sa.LargeBinary, nullable=False),
+)
+
 CHANGES = sa.Table(
     "torchrelay_changes",
     SCHEMA,

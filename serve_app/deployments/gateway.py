@@ -16,6 +16,7 @@ from serve_app.deployments.remote import Remotes
 from serve_app.doors import middleware
 from serve_app.doors.app import inference_app
 from serve_app.settings import Settings
+from serve_app.shadow.mirror import Mirror
 from serve_app.telemetry import access_log, logs, system, torchserve
 from serve_app.telemetry.metrics import Meters
 
@@ -35,8 +36,10 @@ class Gateway:
         self._reader = TableReader()
         self._link = Link(self._reader, self._meters)
         remotes = Remotes(self._reader, settings)
-        self._plane = DataPlane(self._reader, self._meters, remote=remotes, wake=remotes.wake)
+        self._mirror = Mirror(lambda: self._reader.table, remotes, self._meters)
+        self._plane = DataPlane(self._reader, self._meters, remotes, wake=remotes.wake, mirror=self._mirror)
         self._link.observed["trials"] = self._plane.observations.take
+        self._link.observed["shadow"] = self._mirror.take
         self._access = access_log.access(settings)
         self._machine = system.collect(self._meters.torchserve, settings)
         self._link.start()
@@ -61,4 +64,5 @@ class Gateway:
         await asyncio.sleep(0)
 
     async def __del__(self) -> None:
+        await self._mirror.close()
         await self._link.leave()

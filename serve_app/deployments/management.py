@@ -34,6 +34,7 @@ from serve_app.deployments.registrar import Registrar
 from serve_app.deployments.remote import Remotes
 from serve_app.deployments.rollouts import Rollouts
 from serve_app.deployments.rounds import Rounds
+from serve_app.deployments.shadows import Shadows
 from serve_app.deployments.traffic import Traffic
 from serve_app.doors.app import management_app, metrics_app
 from serve_app.errors import NotFound, RelayError, StartFailed, Unavailable
@@ -109,7 +110,9 @@ class Management:
         policies = Traffic(self._ledger)
         rollouts = Rollouts(self._ledger, self._vitals, self._measurements, settings.runtime)
         experiments = Experiments(self._ledger, self._measurements)
-        self._keeper = LocalKeeper(self._registrar, policies, experiments, rollouts, self)
+        self._shadows = Shadows(self._ledger, database)
+        await self._shadows.load()
+        self._keeper = LocalKeeper(self._registrar, policies, experiments, rollouts, self._shadows, self)
         self._board.expect(await rounds.running_now() - {serve.get_replica_context().replica_id.unique_id})
         self._ledger.publish()  # before anybody can ask: who may ask for what stands in the table
         for listener in self._make_listeners(port, context):
@@ -117,7 +120,8 @@ class Management:
             self._listeners.append(listener)
         self._machine = system.collect(self._meters.torchserve, settings)
         boot = self._registrar.boot(partial(policies.declare, settings.control.traffic))
-        self._tasks += [asyncio.create_task(owner) for owner in (boot, rounds.run(), rollouts.run())]
+        owners = (boot, rounds.run(), rollouts.run(), self._shadows.run())
+        self._tasks += [asyncio.create_task(owner) for owner in owners]
 
     async def _make_keys(self, inference_hosts: list[str]) -> Keys | None:
         """The keys that requests must show; None where they need none. What an operator must know of it is said."""
@@ -163,6 +167,8 @@ class Management:
         try:
             if (seen := payloads.get("trials")) is not None:
                 await self._measurements.put(source, number, seen)
+            if (compared := payloads.get("shadow")) is not None:
+                self._shadows.put(source, number, compared)
         except Unavailable as error:
             log.warning("what calls came to could not be stored, and will be sent again: %s", error)
             return False
@@ -222,5 +228,6 @@ class Management:
             task.cancel()
         if self._tasks:
             self._registrar.close()
+            await self._shadows.close()
         for listener in self._listeners:
             await listener.close()

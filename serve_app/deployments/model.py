@@ -30,6 +30,7 @@ from serve_app.runtime.concurrent import ConcurrentBatcher
 from serve_app.runtime.environments import Environments
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
+from serve_app.shadow.mirror import Mirror
 from serve_app.store.cache import Cache
 from serve_app.store.manifest import Manifest
 from serve_app.telemetry import access_log, last_words, logs, system, torchserve
@@ -96,8 +97,10 @@ class ModelReplica:
         load_time.record(round((time.monotonic() - began) * 1000))
         local = (spec.ref, LocalTarget(self._batcher))
         remotes = Remotes(reader, settings)
-        self._plane = DataPlane(reader, self._meters, remote=remotes, local=local, wake=remotes.wake)
+        self._mirror = Mirror(lambda: reader.table, remotes, self._meters)
+        self._plane = DataPlane(reader, self._meters, remotes, local, wake=remotes.wake, mirror=self._mirror)
         self._link.observed["trials"] = self._plane.observations.take
+        self._link.observed["shadow"] = self._mirror.take
         self._access = access_log.access(settings)
         self._hops = HopServer(self._batcher.enqueue)
         await self._hops.open(socket_path(replica))
@@ -278,6 +281,7 @@ class ModelReplica:
     async def __del__(self) -> None:
         self._words.close()
         self._hops.close()
+        await self._mirror.close()
         await self._link.leave()
 
 

@@ -41,6 +41,9 @@ METRICS = (
     Metric("torchrelay_queue_depth", "gauge", "Rows waiting for a batch now."),
     Metric("torchrelay_replicas", "gauge", "Replicas that run now."),
     Metric("torchrelay_replicas_wanted", "gauge", "Replicas that there should be."),
+    Metric("torchrelay_shadow_calls", "counter", "Copies for a shadow, by outcome.", ("model", "version", "outcome")),
+    Metric("torchrelay_shadow_latency_seconds", "histogram", "A copy's way to a shadow and back.", buckets=_SECONDS),
+    Metric("torchrelay_shadow_label_flips", "counter", "Copies whose first label differed from the live one."),
 )
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
@@ -148,6 +151,17 @@ class Meters:
         inference(seconds)
         for wait in waits:
             queue(wait)
+
+    def shadow(self, model: str, version: str, outcome: str) -> None:
+        """What became of a copy that was meant for the shadow ``version``."""
+        self._child("torchrelay_shadow_calls", model, version, outcome).inc()
+
+    def shadow_latency(self, model: str, version: str, seconds: float) -> None:
+        self._child("torchrelay_shadow_latency_seconds", model, version).observe(seconds)
+
+    def shadow_flip(self, model: str, version: str) -> None:
+        """The shadow ``version`` put another label first than was answered."""
+        self._child("torchrelay_shadow_label_flips", model, version).inc()
 
     def overhead(self, seconds: float) -> None:
         """From a batch's start to its answers so many seconds went by that were not the handler's."""

@@ -13,7 +13,7 @@ import orjson
 
 from serve_app import autoscaling
 from serve_app.controlplane import ControlPlane
-from serve_app.doors import auth, experiments, rollout, traffic
+from serve_app.doors import auth, experiments, rollout, shadow, traffic
 from serve_app.doors.exchange import Exchange
 from serve_app.doors.torchserve import errors, events, forms, openapi
 from serve_app.doors.torchserve.errors import JsonSyntaxError, TokenRefused
@@ -86,6 +86,8 @@ class ManagementDoor:
                 await experiments.of_model(exchange, self._control, model, self._limit)
             case ["experiments", *rest]:
                 await experiments.by_id(exchange, self._control, rest, self._limit)
+            case ["models", model, "shadow"]:
+                await shadow.answer(exchange, self._control, model)
             case ["models", model, "traffic"]:
                 await traffic.answer(exchange, self._control, model, self._limit)
             case ["models", model, version]:

@@ -46,10 +46,24 @@ def upgrade() -> None:
         sa.Column("number", sa.BigInteger, nullable=False),
         sa.Column("time", sa.Float, nullable=False),
     )
+    op.create_table(
+        "torchrelay_comparisons",
+        sa.Column("model", sa.Text, primary_key=True),
+        sa.Column("version", sa.Text, primary_key=True),
+        sa.Column("document", sa.LargeBinary, nullable=False),
+    )
+    op.create_table(
+        "torchrelay_disagreements",
+        sa.Column("model", sa.Text, primary_key=True),
+        sa.Column("version", sa.Text, primary_key=True),
+        sa.Column("input", sa.Text, primary_key=True),
+        sa.Column("distance", sa.Float, nullable=False),
+        sa.Column("document", sa.LargeBinary, nullable=False),
+    )
 
 
 def downgrade() -> None:
-    for name in ("sources", "rewards", "exposures", "figures", "rollouts", "experiments"):
+    for name in ("disagreements", "comparisons", "sources", "rewards", "exposures", "figures", "rollouts", "experiments"):
         op.drop_table(f"torchrelay_{name}")
     with op.batch_alter_table("torchrelay_models") as models:
         models.drop_column("declared")

@@ -1,0 +1,295 @@
+"""Do two answers agree? Pure functions of two replies and of what the operator asked for.
+
+A status or a media type that differs is a disagreement, whatever else is asked for. JSON is compared as JSON: how it is
+written does not matter, 3 is 3.0, true is not 1, NaN is NaN, and an infinity is itself alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from serve_app import json_path
+from serve_app.policy import Compare
+from serve_app.types import Reply
+
+APART = 1e9  # the distance of answers that cannot be measured against each other, and the largest there is
+MAX_BYTES = 1 << 20  # of an answer that is looked into; larger ones are equal or they are not
+_LONGEST = 500  # characters of a text whose likeness is measured: the time for it grows with their square
+
+_NOTHING = object()  # no JSON, or nothing at that place of it
+
+
+class Comparison(NamedTuple):
+    """``distance`` is 0 where answers agree, and larger the worse they differ; it compares within a kind alone.
+
+    ``why`` is a word for a disagreement: status, content_type, shape, numbers, label, labels, text, body or missing.
+    ``measures`` holds what could be measured of max_abs_difference, label_flipped, top_k_agreement, text_similarity.
+    """
+
+    agreed: bool
+    distance: float = 0.0
+    why: str = ""
+    measures: Mapping[str, float] = {}
+
+
+def compare(how: Compare, live: Reply, other: Reply) -> Comparison:
+    """Whether the answer of a shadow version agrees with the live one."""
+    if live.status != other.status:
+        return _apart("status")
+    if _media_type(live) != _media_type(other):
+        return _apart("content_type")
+    first = _document(live.body)
+    second = first if other.body == live.body else _document(other.body)
+    if first is _NOTHING or second is _NOTHING:
+        return _texts(how, _text(live.body), _text(other.body))
+    if json_path.steps(how.at):
+        first, second = json_path.find(first, how.at), json_path.find(second, how.at)
+        if first is None or second is None:
+            return _apart("missing")
+    try:
+        return _KINDS[how.kind](how, first, second)
+    except RecursionError:
+        return Comparison(True) if live.body == other.body else _apart("body")
+
+
+def _apart(why: str, **measures: float) -> Comparison:
+    return Comparison(False, APART, why, measures)
+
+
+def _media_type(reply: Reply) -> str:
+    return (reply.content_type or "").partition(";")[0].strip().lower()
+
+
+def _document(body: bytes) -> Any:
+    """The JSON that ``body`` is, with NaN and infinities as handlers write them; else _NOTHING."""
+    if len(body) > MAX_BYTES:
+        return _NOTHING
+    try:
+        return orjson.loads(body)
+    except ValueError:
+        pass
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return _NOTHING
+
+
+def _text(body: bytes) -> str | bytes:
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return body
+
+
+# Kinds
+
+
+def _auto(how: Compare, live: Any, other: Any) -> Comparison:
+    if _is_ranking(live) and _is_ranking(other):
+        return _top_k(how, live, other)
+    if isinstance(live, str) and isinstance(other, str):
+        return _texts(how, live, other)
+    return _allclose(how, live, other)
+
+
+def _allclose(how: Compare, live: Any, other: Any) -> Comparison:
+    """Numbers within the tolerance of the live ones; shapes, keys and everything that is no number alike."""
+    gap = _gap(how.rtol, how.atol, live, other)
+    if gap is None:
+        return _apart("shape")
+    difference, excess = gap
+    return _judged(excess <= 1, excess, "numbers", max_abs_difference=difference)
+
+
+def _top_k(how: Compare, live: Any, other: Any) -> Comparison:
+    """The same label first, and enough of the first ``k`` in common, in whatever order."""
+    first, second = _ranked(live), _ranked(other)
+    if first is None or second is None:
+        return _apart("shape")
+    first, second = first[: how.k], second[: how.k]
+    longer = max(len(first), len(second))
+    agreement = len(set(first) & set(second)) / longer if longer else 1.0
+    flipped = first[:1] != second[:1]
+    measures = {"label_flipped": float(flipped), "top_k_agreement": agreement}
+    agreed = not flipped and agreement >= how.least - 1e-9
+    return _judged(agreed, flipped + 1 - agreement, "label" if flipped else "labels", **measures)
+
+
+def _label(how: Compare, live: Any, other: Any) -> Comparison:
+    same = _gap(0.0, 0.0, live, other) == (0.0, 0.0)
+    return _judged(same, 1.0, "label", label_flipped=float(not same))
+
+
+def _words(how: Compare, live: Any, other: Any) -> Comparison:
+    if isinstance(live, str) and isinstance(other, str):
+        return _texts(how, live, other)
+    if _gap(0.0, 0.0, live, other) == (0.0, 0.0):
+        return _texts(how, "", "")
+    return _texts(how, *(json.dumps(value, sort_keys=True, ensure_ascii=False) for value in (live, other)))
+
+
+_KINDS: Mapping[str, Callable[[Compare, Any, Any], Comparison]] = {
+    "auto": _auto,
+    "allclose": _allclose,
+    "top_k": _top_k,
+    "label": _label,
+    "text": _words,
+}
+
+
+def _texts(how: Compare, live: str | bytes, other: str | bytes) -> Comparison:
+    """Equal, or as like each other as ``least`` asks; how like they are is measured only where it does."""
+    if isinstance(live, bytes) or isinstance(other, bytes):
+        return Comparison(True) if live == other else Comparison(False, 1.0, "body")
+    if how.kind == "label":
+        return _judged(live == other, 1.0, "label", label_flipped=float(live != other))
+    if how.least >= 1:
+        return _judged(live == other, 1.0, "text")
+    likeness = 1.0
+    if live != other:
+        likeness = difflib.SequenceMatcher(None, live[:_LONGEST], other[:_LONGEST], autojunk=False).ratio()
+    return _judged(likeness >= how.least, 1 - likeness, "text", text_similarity=likeness)
+
+
+def _judged(agreed: bool, distance: float, why: str, **measures: float) -> Comparison:
+    return Comparison(True, 0.0, "", measures) if agreed else Comparison(False, min(distance, APART), why, measures)
+
+
+# Numbers
+
+
+def _gap(rtol: float, atol: float, live: Any, other: Any) -> tuple[float, float] | None:
+    """The largest difference of two numbers, and the largest as a multiple of its tolerance; None for other shapes."""
+    if _is_number(live) and _is_number(other):
+        return _between(rtol, atol, live, other)
+    if type(live) is not type(other):
+        return None
+    if isinstance(live, dict):
+        if live.keys() != other.keys():
+            return None
+        return _largest(rtol, atol, ((value, other[key]) for key, value in live.items()))
+    if isinstance(live, list):
+        if len(live) != len(other):
+            return None
+        if len(live) > 8 and _are_numbers(live) and _are_numbers(other):
+            return _between_all(rtol, atol, live, other)
+        return _largest(rtol, atol, zip(live, other))
+    return (0.0, 0.0) if live == other else None
+
+
+def _largest(rtol: float, atol: float, pairs: Any) -> tuple[float, float] | None:
+    difference = excess = 0.0
+    for live, other in pairs:
+        gap = _gap(rtol, atol, live, other)
+        if gap is None:
+            return None
+        difference, excess = max(difference, gap[0]), max(excess, gap[1])
+    return difference, excess
+
+
+def _between(rtol: float, atol: float, live: float, other: float) -> tuple[float, float] | None:
+    if live == other or (live != live and other != other):
+        return 0.0, 0.0
+    try:
+        difference, tolerance = abs(float(live) - float(other)), atol + rtol * abs(float(live))
+    except OverflowError:
+        return None
+    if not math.isfinite(difference):
+        return None
+    return difference, difference / tolerance if tolerance else APART
+
+
+def _between_all(rtol: float, atol: float, live: list[float], other: list[float]) -> tuple[float, float] | None:
+    try:
+        a, b = np.array(live, np.float64), np.array(other, np.float64)
+    except OverflowError:
+        return _largest(rtol, atol, zip(live, other))
+    differ = (a != b) & ~(np.isnan(a) & np.isnan(b))
+    a, b = a[differ], b[differ]
+    if not a.size:
+        return 0.0, 0.0
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return None
+    with np.errstate(over="ignore", divide="ignore"):
+        differences = np.abs(a - b)
+        excess = (differences / (atol + rtol * np.abs(a))).max()
+    largest = float(differences.max())
+    return (largest, min(float(excess), APART)) if math.isfinite(largest) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return set(map(type, values)) <= {int, float}
+
+
+# Labels
+
+
+def _is_ranking(document: Any) -> bool:
+    """Whether it looks like what classifiers answer: probabilities by label, or labels in the order of them."""
+    document = _unwrapped(document)
+    if isinstance(document, dict):
+        scores = list(document.values())
+        return (
+            len(scores) > 1
+            and _are_numbers(scores)
+            and all(0 <= score <= 1 for score in scores)
+            and sum(scores) <= 1.001
+        )
+    if not isinstance(document, list) or not document or _are_numbers(document):
+        return False
+    labels = _ranked(document)
+    return labels is not None and len(set(labels)) == len(labels)
+
+
+def _unwrapped(document: Any) -> Any:
+    """A list of one answer is that answer, and a label with its score a ranking of one."""
+    if _pair(document) is not None:
+        return [document]
+    if isinstance(document, list) and len(document) == 1 and isinstance(document[0], (list, dict)):
+        return document if _pair(document[0]) is not None else _unwrapped(document[0])
+    return document
+
+
+def _ranked(document: Any) -> list[Any] | None:
+    """Labels, the best first; None where there are none.
+
+    From scores by label, labels in order, ``[label, score]`` and ``{"label": …, "score": …}``; a list of scores has
+    its indices as labels.
+    """
+    document = _unwrapped(document)
+    if isinstance(document, dict):
+        return _by_score(document.items()) if _are_numbers(list(document.values())) else None
+    if not isinstance(document, list):
+        return None
+    if any(isinstance(value, float) for value in document):
+        return _by_score(enumerate(document)) if _are_numbers(document) else None
+    if all(isinstance(value, str) or _is_number(value) for value in document):
+        return document
+    pairs = [_pair(value) for value in document]
+    return _by_score(pair for pair in pairs if pair is not None) if None not in pairs else None
+
+
+def _pair(value: Any) -> tuple[Any, float] | None:
+    match value:
+        case {"label": str() | int() as label, **rest}:
+            score = rest.get("score", 0.0)
+        case [str() as label, score]:
+            pass
+        case _:
+            return None
+    return (label, score) if _is_number(score) else None
+
+
+def _by_score(pairs: Any) -> list[Any]:
+    return [label for label, _ in sorted(pairs, key=lambda pair: math.inf if pair[1] != pair[1] else -pair[1])]

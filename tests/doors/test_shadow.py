@@ -1,0 +1,343 @@
+"""A shadow as operators set and see it: real doors, ledger, database, data plane and mirror; models are functions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import sqlalchemy as sa
+
+from serve_app.control import registry as change
+from serve_app.control.board import Board
+from serve_app.control.database import COMPARISONS, DISAGREEMENTS, Database
+from serve_app.control.vitals import Vitals
+from serve_app.dataplane import DataPlane, TableReader
+from serve_app.deployments.ledger import Ledger
+from serve_app.deployments.shadows import Shadows
+from serve_app.deployments.traffic import Traffic
+from serve_app.errors import HandlerFailed
+from serve_app.policy import Shadow
+from serve_app.shadow.figures import Figures
+from serve_app.shadow.mirror import Mirror, Pair
+from serve_app.telemetry.metrics import Meters, Sum
+from serve_app.types import Access, Call, Grant, Input, ModelRef, ModelSpec, Reply, Table, VersionRow
+
+SHADOW = {"shadow": {"version": "2.0", "compare": {"kind": "label", "at": "digit"}}}
+
+
+def answers(version: str, digit: int) -> dict[str, Any]:
+    """The models: 2.0 takes every third digit for an eight, and stumbles over a nine."""
+    if version == "2.0" and digit == 9:
+        raise HandlerFailed("traceback")
+    return {"digit": 8 if version == "2.0" and digit % 3 == 0 else digit, "version": version}
+
+
+class Cluster:
+    """Management and one gateway, on one loop."""
+
+    def __init__(self, folder: Path, management: Callable[..., Any]) -> None:
+        self._folder = folder
+        self._management = management
+        self.loop = asyncio.new_event_loop()
+        self.reader = TableReader()
+        self.meters = Meters()
+        self.copies: list[Call] = []
+        self._number = 0
+        self.mirror = self.run(self._mirror())
+        self.plane = DataPlane(self.reader, self.meters, self._remote, mirror=self.mirror)
+        self.open()
+        for version in ("1.0", "2.0", "3.0"):
+            self.put(version)
+
+    async def _mirror(self) -> Mirror:
+        return Mirror(lambda: self.reader.table, self._remote, self.meters)
+
+    def _remote(self, ref: ModelRef, row: VersionRow) -> Any:
+        cluster = self
+
+        class Target:
+            async def infer(self, call: Call) -> Reply:
+                if call.priority == "shadow":
+                    cluster.copies.append(call)
+                return Reply(orjson.dumps(answers(ref.version, orjson.loads(call.inputs[0].value)["digit"])))
+
+        return Target()
+
+    def run(self, what: Any) -> Any:
+        return self.loop.run_until_complete(what)
+
+    def open(self, access: Access | None = None) -> None:
+        """As a Management that begins; what another one kept is there."""
+        self.database = Database(f"sqlite:///{self._folder / 'registry.db'}")
+        self.board = Board(Sum())
+
+        async def alive() -> set[str]:
+            return set()
+
+        registry = self.database.load()
+        self.ledger = Ledger(self.database, registry, self.board, Vitals(), None, alive, lambda: None, 0.01)
+        self.ledger.publish()
+        self.shadows = Shadows(self.ledger, self.database)
+        self.run(self.shadows.load())
+        traffic = Traffic(self.ledger)
+        self._app = self._management(access=access)
+        self._app.loop = self.loop
+        for owner, question in (
+            (self.shadows, "shadow"),
+            (self.shadows, "forget_shadow"),
+            (traffic, "traffic"),
+            (traffic, "set_traffic"),
+        ):
+            setattr(self._app.shelf, question, getattr(owner, question))
+
+    def close(self) -> None:
+        self.run(self.shadows.close())
+        self.database.close()
+
+    def put(self, version: str, digest: str = "d") -> None:
+        spec = ModelSpec("m", version, "m.mar", digest * 64, "archive", min_workers=1, max_workers=1)
+        self.run(self.ledger.commit(change.put(self.ledger.registry, spec)))
+
+    def ask(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
+        answer = self._app(method, path, b"" if document is None else json.dumps(document).encode(), **more)
+        return answer.status, json.loads(answer.body) if answer.body else None
+
+    def set(self, document: Any = SHADOW) -> None:
+        status, said = self.ask("PUT", "/models/m/traffic", document)
+        assert status == 200, said
+
+    def calls(self, *digits: int, version: str | None = None, **more: Any) -> list[str]:
+        """The versions that answered; by then every copy has come to its end, and Management has heard of it."""
+        models = {
+            name: replace(row, versions={v: replace(r, phase="ready", replicas=1) for v, r in row.versions.items()})
+            for name, row in self.board.table.models.items()
+        }
+        self.reader.put(Table(self.reader.table.generation + 1, models))
+
+        async def ask(digit: int) -> str:
+            body = orjson.dumps({"digit": digit, **more})
+            inputs = (Input("body", body, "application/json"),)
+            reply = await self.plane.infer(Call("m", version, inputs, request_id=f"r{digit}"))
+            return orjson.loads(reply.body)["version"]
+
+        async def main() -> list[str]:
+            said = [await ask(digit) for digit in digits]
+            while self.mirror._tasks:
+                await asyncio.wait(self.mirror._tasks)
+            if (seen := self.mirror.take()) is not None:
+                self._number += 1
+                self.shadows.put("gateway", self._number, seen)
+            return said
+
+        return self.run(main())
+
+    def known(self) -> Any:
+        status, said = self.ask("GET", "/models/m/shadow")
+        assert status == 200, said
+        return said
+
+    def rows(self) -> tuple[int, int]:
+        with self.database.transaction() as connection:
+            counts = [sa.select(sa.func.count()).select_from(table) for table in (COMPARISONS, DISAGREEMENTS)]
+            pairs, kept = (connection.execute(count).scalar_one() for count in counts)
+        return pairs, kept
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, management)
+    yield cluster
+    cluster.run(cluster.mirror.close())
+    cluster.close()
+    cluster.loop.close()
+
+
+def test_a_shadow_is_set_and_says_how_it_agrees(cluster: Cluster) -> None:
+    cluster.set()
+    assert set(cluster.calls(*range(10))) == {"1.0"}, "the shadow answers nobody, and breaks nothing"
+    said = cluster.known()
+    assert said["model"] == "m"
+    assert said["shadow"]["version"] == "2.0"
+    assert said["shadow"]["compare"]["kind"] == "label"
+    [pair] = said["against"]
+    assert pair["since"] > 0
+    assert pair["calls"] == {"agreed": 6, "disagreed": 3, "error": 1, "skipped": 0, "dropped": 0}
+    assert pair["reasons"] == {"disagreed": {"label": 3}, "error": {"handler_failed": 1}}
+    assert (pair["version"], pair["shadow"]) == ("1.0", "2.0")
+    assert pair["agreement_rate"] == pytest.approx(6 / 9)
+    assert pair["label_flip_rate"] == pytest.approx(3 / 9)
+    assert pair["error_rate"] == pytest.approx(1 / 10)
+    assert pair["measures"] == {"label_flipped": pytest.approx(3 / 9)}
+    assert set(pair["latency"]) == {"live", "shadow"}
+    assert 0 < pair["latency"]["live"]["p50_ms"] <= pair["latency"]["live"]["p99_ms"]
+    first = pair["disagreements"][0]
+    assert (first["request_id"], first["why"], first["distance"]) == ("r0", "label", 1.0)
+    assert first["inputs"] == [{"name": "body", "content_type": "application/json", "json": {"digit": 0}}]
+    assert first["live"] == {"status": 200, "json": {"digit": 0, "version": "1.0"}}
+    assert first["shadow"] == {"status": 200, "json": {"digit": 8, "version": "2.0"}}
+    assert [copy.request_id for copy in cluster.copies] == [f"r{n}-shadow" for n in range(10)]
+
+
+def test_only_calls_that_name_no_version_are_copied(cluster: Cluster) -> None:
+    cluster.set()
+    cluster.calls(1, 2, version="1.0")
+    cluster.calls(1, 2, version="2.0")
+    assert cluster.copies == []
+    assert cluster.known()["against"] == []
+    cluster.set({"policy": "weighted", "versions": {"2.0": 5000, "3.0": 5000}, **SHADOW})
+    answered = cluster.calls(*[1] * 100)
+    [pair] = cluster.known()["against"]
+    assert pair["version"] == "3.0", "nor those that the shadow has answered itself"
+    assert pair["calls"]["agreed"] == len(cluster.copies) == answered.count("3.0")
+
+
+def test_live_calls_alone_are_counted_as_calls(cluster: Cluster) -> None:
+    cluster.set()
+    cluster.calls(*range(10))
+    samples = cluster.meters.samples()
+    requests = {labels: value for name, labels, value in samples if name == "torchrelay_requests_total"}
+    assert requests == {(("model", "m"), ("status", "ok"), ("version", "1.0")): 10}
+    copies = {
+        dict(labels)["outcome"]: value
+        for name, labels, value in cluster.meters.samples()
+        if name == "torchrelay_shadow_calls_total"
+    }
+    assert copies == {"agreed": 6, "disagreed": 3, "error": 1}
+    flips = [value for name, _, value in cluster.meters.samples() if name == "torchrelay_shadow_label_flips_total"]
+    assert flips == [3]
+
+
+def test_figures_add_up_and_outlive_management(cluster: Cluster) -> None:
+    cluster.set()
+    cluster.calls(0, 1)
+    cluster.calls(2, 3)
+    before = cluster.known()
+    assert before["against"][0]["calls"]["agreed"] == 2
+    cluster.close()
+    cluster.open()
+    assert cluster.known() == before
+    cluster.calls(4, 6)
+    after = cluster.known()["against"][0]
+    assert (after["calls"]["agreed"], after["calls"]["disagreed"]) == (3, 3)
+    assert after["since"] == before["against"][0]["since"]
+    assert [kept["inputs"][0]["json"]["digit"] for kept in after["disagreements"]] == [0, 3, 6]
+    cluster.run(cluster.shadows.close())
+    assert cluster.rows() == (1, 3)
+
+
+def test_what_a_process_sends_again_counts_once(cluster: Cluster) -> None:
+    cluster.set()
+    figures = Figures(20)
+    figures.count("agreed", calls=5)
+    shadow = cluster.ledger.registry.models["m"].policy.shadow
+    assert isinstance(shadow, Shadow)
+    for number in (1, 1, 2, 1):
+        cluster.shadows.put("replica", number, [(Pair("m", "1.0", shadow), figures)])
+    assert cluster.known()["against"][0]["calls"]["agreed"] == 10
+
+
+def test_the_worst_are_bounded_and_redacted_where_they_are_stored(cluster: Cluster) -> None:
+    cluster.set({"shadow": {**SHADOW["shadow"], "keep": 2, "redact": ["user", "version"]}})
+    cluster.calls(0, 3, 6, user="Ann")
+    [pair] = cluster.known()["against"]
+    assert pair["calls"]["disagreed"] == 3
+    assert [kept["inputs"][0]["json"] for kept in pair["disagreements"]] == [
+        {"digit": 0, "user": "[redacted]"},
+        {"digit": 3, "user": "[redacted]"},
+    ]
+    assert pair["disagreements"][0]["live"]["json"] == {"digit": 0, "version": "[redacted]"}
+    cluster.run(cluster.shadows.close())
+    with cluster.database.transaction() as connection:
+        stored = b"".join(row.document for row in connection.execute(sa.select(DISAGREEMENTS)))
+    assert b"Ann" not in stored
+    assert stored.count(b"[redacted]") == 6
+    cluster.set({"shadow": {**SHADOW["shadow"], "keep": 0}})
+    cluster.calls(0, 3)
+    [pair] = cluster.known()["against"]
+    assert (pair["calls"]["disagreed"], pair["disagreements"]) == (2, [])
+    cluster.run(cluster.shadows.close())
+    assert cluster.rows() == (1, 0)
+
+
+def test_figures_begin_anew_with_what_they_are_about(cluster: Cluster) -> None:
+    def compared() -> list[tuple[str, str, int]]:
+        return [
+            (pair["version"], pair["shadow"], pair["calls"]["agreed"] + pair["calls"]["disagreed"])
+            for pair in cluster.known()["against"]
+        ]
+
+    cluster.set()
+    cluster.calls(0, 1)
+    cluster.set({"shadow": {**SHADOW["shadow"], "percent": 50}})
+    assert compared() == [("1.0", "2.0", 2)], "another share changes nothing"
+    cluster.set({"shadow": {**SHADOW["shadow"], "compare": {"kind": "auto"}}})
+    assert compared() == []
+    cluster.calls(0, 1)
+    assert compared() == [("1.0", "2.0", 2)]
+    cluster.set({"shadow": {"version": "3.0"}})
+    cluster.calls(4)
+    assert compared() == [("1.0", "3.0", 1)]
+    cluster.put("3.0", digest="e")  # the same number, another archive
+    assert compared() == []
+    cluster.calls(4)
+    cluster.set({"policy": "weighted", "versions": {"1.0": 1, "2.0": 9999}, "shadow": {"version": "3.0"}})
+    cluster.calls(4, 5, 6)
+    assert compared()[-1] == ("2.0", "3.0", 3), "each live version has figures of its own"
+
+
+def test_the_last_figures_stay_without_the_shadow_until_they_are_forgotten(cluster: Cluster) -> None:
+    status, said = cluster.ask("GET", "/models/m/shadow")
+    assert (status, said["type"]) == (404, "ResourceNotFoundException")
+    assert "PUT /models/m/traffic" in said["message"]
+    cluster.set()
+    assert cluster.known()["against"] == [], "and one that was just set has none"
+    cluster.calls(0, 1)
+    cluster.set({})
+    assert cluster.known()["shadow"] is None
+    assert cluster.known()["against"][0]["calls"]["agreed"] == 1
+    cluster.run(cluster.shadows.close())
+    assert cluster.rows() == (1, 1)
+    status, said = cluster.ask("DELETE", "/models/m/shadow")
+    assert status == 200
+    assert "forgotten" in said["status"]
+    assert cluster.rows() == (0, 0), "it is gone when the answer comes"
+    assert cluster.ask("GET", "/models/m/shadow")[0] == 404
+    cluster.set()
+    cluster.calls(0)
+    cluster.ask("DELETE", "/models/m/shadow")
+    cluster.calls(0)
+    assert cluster.known()["against"][0]["calls"]["disagreed"] == 1
+
+
+def test_what_is_no_question_is_refused(cluster: Cluster) -> None:
+    assert cluster.ask("GET", "/models/none/shadow")[0] == 404
+    assert cluster.ask("DELETE", "/models/none/shadow")[0] == 404
+    assert cluster.ask("POST", "/models/m/shadow", {})[0] == 405
+    assert cluster.ask("OPTIONS", "/models/m/shadow")[0] == 200
+
+
+def test_keys_see_the_shadows_of_their_own_models(cluster: Cluster) -> None:
+    def access(*rights: Any, models: tuple[str, ...] = ("*",)) -> tuple[Access, dict[str, Any]]:
+        key = "-".join(rights)
+        grant = Grant(frozenset(rights), models)
+        return Access({sha256(key.encode()).digest(): grant}), {"headers": {"authorization": f"Bearer {key}"}}
+
+    for rights, models, codes in (
+        (("observe",), ("*",), (404, 400)),
+        (("manage",), ("*",), (400, 200)),
+        (("observe", "manage"), ("team-*",), (400, 400)),
+        (("infer",), ("*",), (400, 400)),
+    ):
+        granted, headers = access(*rights, models=models)
+        cluster.close()
+        cluster.open(granted)
+        assert cluster.ask("GET", "/models/m/shadow", **headers)[0] == codes[0], rights
+        assert cluster.ask("DELETE", "/models/m/shadow", **headers)[0] == codes[1], rights
+        assert cluster.ask("GET", "/models/m/shadow")[0] == 400

@@ -1,0 +1,323 @@
+"""Copies of live calls: which, how many, and that nobody who is live is ever held up by them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import orjson
+import pytest
+
+from serve_app.errors import HandlerFailed, RelayError
+from serve_app.policy import Compare, Policy, Shadow
+from serve_app.shadow import mirror as limits
+from serve_app.shadow.figures import Figures
+from serve_app.shadow.mirror import Mirror
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, Input, ModelRow, Reply, ReplyStream, Table, VersionRow
+
+SHADOW = Shadow("2.0")
+ONE = Reply(b"1")
+Answer = Callable[[Call], Awaitable["Reply | ReplyStream"]]
+
+
+def table(shadow: Shadow | None = SHADOW, replicas: int = 1) -> Table:
+    rows = {"1.0": VersionRow("1.0", "ready", 1), "2.0": VersionRow("2.0", "ready", replicas)}
+    return Table(1, {"m": ModelRow("1.0", {**rows, "3.0": VersionRow("3.0", "ready", 1)}, Policy(shadow=shadow))})
+
+
+def call(value: object = 1, **more: object) -> Call:
+    return replace(Call("m", None, (Input("body", orjson.dumps(value)),), request_id="r"), **more)  # type: ignore[arg-type]
+
+
+class Parts:
+    """A mirror before a version that answers as the test says; ``table`` may change."""
+
+    def __init__(self, answer: Answer, table: Table) -> None:
+        self.table = table
+        self.meters = Meters()
+        self.calls: list[Call] = []
+        self.refs: set[tuple[str, str]] = set()
+        self._answer = answer
+        self.mirror = Mirror(lambda: self.table, self._remote, self.meters)
+
+    def _remote(self, ref, row):
+        self.refs.add((ref.name, ref.version))
+        return self
+
+    async def infer(self, call: Call) -> Reply | ReplyStream:
+        self.calls.append(call)
+        return await self._answer(call)
+
+    def offer(self, value: object = 1, live: Reply | ReplyStream | None = ONE, version: str = "1.0") -> None:
+        self.mirror.offer(call(value), version, live, 0.01)
+
+    async def sent(self, count: int) -> None:
+        """Until so many copies are with the shadow, and time for more."""
+        while len(self.calls) < count:
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def rest(self) -> None:
+        """Until every copy has come to its end."""
+        while self.mirror._tasks:
+            await asyncio.wait(self.mirror._tasks)
+
+    async def settle(self) -> Figures:
+        """The figures by then, of the one pair there is."""
+        await self.rest()
+        taken = self.mirror.take()
+        assert taken is not None
+        [(pair, figures)] = taken
+        assert (pair.model, pair.live) == ("m", "1.0")
+        return figures
+
+    def metric(self, outcome: str) -> float:
+        wanted = (("model", "m"), ("outcome", outcome), ("version", "2.0"))
+        return sum(v for name, labels, v in self.meters.samples() if "shadow_calls" in name and labels == wanted)
+
+
+@asynccontextmanager
+async def parts(answer: Answer | None = None, table: Table = table()):
+    async def same(call: Call) -> Reply:
+        return Reply(b"1")
+
+    made = Parts(answer or same, table)
+    try:
+        yield made
+    finally:
+        await made.mirror.close()
+
+
+def test_a_copy_goes_to_the_shadow_and_what_it_says_is_compared() -> None:
+    async def main() -> None:
+        async def answers(call: Call) -> Reply:
+            return Reply(orjson.dumps(orjson.loads(call.inputs[0].value) % 3))
+
+        async with parts(answers) as p:
+            for value in range(9):
+                p.offer(value, Reply(b"0"))
+            figures = await p.settle()
+            assert figures.counts == {"agreed": {"": 3}, "disagreed": {"numbers": 6}}
+            assert figures.measures["max_abs_difference"].value == pytest.approx(1.0)
+            assert [kept.said["inputs"][0]["json"] for kept in figures.worst] == [2, 5, 8, 1, 4, 7]
+            assert [sum(figures.latency[version].values()) for version in ("live", "shadow")] == [9, 9]
+            assert p.refs == {("m", "2.0")}
+            assert (p.metric("agreed"), p.metric("disagreed")) == (3, 6)
+            assert p.mirror.take() is None, "each is told once"
+            samples = {name: value for name, _, value in p.meters.samples()}
+            assert samples["torchrelay_shadow_latency_seconds_count"] == 9
+            assert not any(name.startswith("torchrelay_requests") for name in samples)
+
+    asyncio.run(main())
+
+
+def test_a_copy_is_marked_as_one_and_has_its_own_time() -> None:
+    async def main() -> None:
+        async with parts(table=table(replace(SHADOW, timeout_s=5))) as p:
+            p.mirror.offer(call(deadline=time.time() - 1, headers={"x-user": "7"}), "1.0", Reply(b"1"), 0.1)
+            await p.settle()
+            [copy] = p.calls
+            assert (copy.version, copy.request_id, copy.priority) == ("2.0", "r-shadow", "shadow")
+            assert copy.headers == {"x-user": "7"}
+            assert copy.deadline == pytest.approx(time.time() + 5, abs=1), "the caller has its answer: its time is over"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("percent", [0.01, 3, 10, 33.33, 100])
+def test_the_share_is_met_and_spread_evenly(percent: float) -> None:
+    async def main() -> None:
+        async with parts(table=table(replace(SHADOW, percent=percent))) as p:
+            drawn = []
+            for _ in range(10_000):
+                p.offer(live=None)  # failed: counted, and not sent
+                drawn.append(sum(p.mirror._lanes["m", "1.0"].figures.counts.get("skipped", {}).values()))
+            assert drawn[-1] == round(percent * 100)
+            assert all(abs(done - i * percent / 100) < 4 for i, done in enumerate(drawn, 1))
+
+    asyncio.run(main())
+
+
+def test_each_live_version_has_lots_of_its_own() -> None:
+    """Where versions take turns, the copies come from all of them: the lots that chose them choose no copies."""
+
+    async def main() -> None:
+        async with parts(table=table(replace(SHADOW, percent=10))) as p:
+            for i in range(1000):
+                p.offer(live=None, version=("1.0", "3.0")[i % 2])
+            counted = Counter({pair.live: figures.calls["skipped"] for pair, figures in p.mirror.take() or ()})
+            assert counted == {"1.0": pytest.approx(50, abs=3), "3.0": pytest.approx(50, abs=3)}
+
+    asyncio.run(main())
+
+
+def test_nothing_is_copied_that_has_no_shadow() -> None:
+    async def main() -> None:
+        async with parts() as p:
+            p.offer(version="2.0")  # the shadow itself answered
+            p.table = table(None)
+            p.offer()
+            p.table = Table()
+            p.offer()
+            assert p.mirror.take() is None
+            assert not p.calls
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_compared_is_skipped_and_counted() -> None:
+    async def main() -> None:
+        async def pieces():
+            yield b"a"
+
+        async with parts() as p:
+            p.offer(live=None)
+            p.offer(live=ReplyStream(Reply(b""), pieces()))
+            p.table = table(replicas=0)
+            p.offer()
+            assert (await p.settle()).counts == {"skipped": {"live_failed": 1, "stream": 1, "no_replica": 1}}
+            assert p.metric("skipped") == 3
+            p.table = table()
+            p.offer()
+            p.table = table(replicas=0)  # the replica went while the copy waited
+            assert (await p.settle()).counts == {"skipped": {"no_replica": 1}}
+            assert not p.calls
+
+    asyncio.run(main())
+
+
+def test_errors_of_the_shadow_are_counted_by_reason() -> None:
+    async def main() -> None:
+        async def pieces():
+            yield b"a"
+
+        async def answers(call: Call) -> Reply | ReplyStream:
+            match orjson.loads(call.inputs[0].value):
+                case 0:
+                    raise HandlerFailed("traceback")
+                case 1:
+                    raise RelayError
+                case 2:
+                    await asyncio.sleep(60)
+                case 3:
+                    return ReplyStream(Reply(b""), pieces())
+            raise KeyError("a bug")
+
+        async with parts(answers, table(replace(SHADOW, timeout_s=0.05))) as p:
+            for value in range(5):
+                p.offer(value)
+            figures = await p.settle()
+            assert figures.counts == {
+                "error": {"handler_failed": 1, "error": 1, "deadline": 1, "stream": 1, "internal": 1}
+            }
+            assert p.metric("error") == 5
+            assert len(figures.worst) == 0
+            assert p.mirror._bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_shadow_that_hangs_holds_nobody_up_and_takes_bounded_memory() -> None:
+    async def main() -> None:
+        free = asyncio.Event()
+
+        async def hangs(call: Call) -> Reply:
+            await free.wait()
+            return Reply(b"1")
+
+        async with parts(hangs) as p:
+            times = []
+            for _ in range(1000):
+                started = time.perf_counter()
+                p.offer("x" * 1000)
+                times.append(time.perf_counter() - started)
+            await p.sent(limits.IN_FLIGHT)
+            assert len(p.calls) == limits.IN_FLIGHT, "few are under way"
+            assert sorted(times)[500] < 100e-6
+            assert p.metric("dropped") == 1000 - limits.QUEUE
+            free.set()
+            figures = await p.settle()
+            assert figures.calls == {"agreed": limits.QUEUE, "disagreed": 0, "error": 0, "skipped": 0, "dropped": 872}
+            assert figures.counts["dropped"] == {"queue_full": 872}
+            p.offer("x" * limits.MAX_BYTES)
+            assert (await p.settle()).counts == {"dropped": {"queue_full": 1}}, "bytes are bounded as well"
+            p.offer()
+            assert (await p.settle()).counts == {"agreed": {"": 1}}
+
+    asyncio.run(main())
+
+
+def test_a_copy_that_has_waited_too_long_is_dropped() -> None:
+    async def main() -> None:
+        async def hangs(call: Call) -> Reply:
+            await asyncio.sleep(60)
+            return ONE
+
+        async with parts(hangs, table(replace(SHADOW, timeout_s=0.05))) as p:
+            for _ in range(20 * limits.IN_FLIGHT):
+                p.offer()
+            figures = await p.settle()
+            assert figures.counts.keys() == {"error", "dropped"}
+            assert set(figures.counts["error"]) == set(figures.counts["dropped"]) == {"deadline"}
+            assert sum(figures.calls.values()) == 20 * limits.IN_FLIGHT
+            assert len(p.calls) == figures.calls["error"], "what was dropped was not sent"
+
+    asyncio.run(main())
+
+
+def test_offering_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with parts() as p:
+            p.mirror.offer(call(), "1.0", "no reply", 0.1)  # type: ignore[arg-type]
+            assert "could not be made" in caplog.text
+
+    asyncio.run(main())
+
+
+def test_figures_begin_anew_when_something_else_is_compared() -> None:
+    async def main() -> None:
+        async def other(call: Call) -> Reply:
+            return Reply(b"1.5")
+
+        async with parts(other) as p:
+            p.offer()
+            await p.rest()
+            p.table = table(replace(SHADOW, timeout_s=5))  # the same comparison goes on
+            p.offer()
+            await p.rest()
+            p.table = table(replace(SHADOW, compare=Compare("allclose", atol=1)))
+            p.offer()
+            await p.rest()
+            taken = {pair.shadow.compare.atol: figures.counts for pair, figures in p.mirror.take() or ()}
+            assert taken == {1e-6: {"disagreed": {"numbers": 2}}, 1: {"agreed": {"": 1}}}
+            p.table = table(None)
+            assert p.mirror.take() is None
+            assert not p.mirror._lanes
+            assert p.mirror._bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_mirror_that_ends_drops_what_it_has() -> None:
+    async def main() -> None:
+        async def hangs(call: Call) -> Reply:
+            await asyncio.sleep(60)
+            return Reply(b"1")
+
+        async with parts(hangs) as p:
+            for _ in range(20):
+                p.offer()
+            await p.sent(limits.IN_FLIGHT)
+            await p.mirror.close()
+            assert not p.mirror._tasks
+            p.offer()
+            assert not p.mirror._tasks
+            assert len(p.calls) == limits.IN_FLIGHT
+
+    asyncio.run(main())
