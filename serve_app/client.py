@@ -120,6 +120,18 @@ class Client:
         path = f"/models/{model}" + (f"/{version}" if version else "")
         return _checked(self._management.delete(path)).json()["status"]
 
+    def traffic(self, model: str) -> dict[str, Any]:
+        """A model's traffic policy, and under ``in_force`` who gets how much of its calls now."""
+        return _checked(self._management.get(_traffic(model))).json()
+
+    def set_traffic(self, model: str, policy: Any) -> dict[str, Any]:
+        """Set the whole policy; what ``traffic`` says then, or ``status`` where a part of the server is late."""
+        return _checked(self._management.put(_traffic(model), json=policy)).json()
+
+    def reset_traffic(self, model: str) -> dict[str, Any]:
+        """Every call gets the default version again; the answer is as of ``set_traffic``."""
+        return _checked(self._management.delete(_traffic(model))).json()
+
     def begin_experiment(self, model: str, document: Any) -> dict[str, Any]:
         """Deal a model's calls out to the arms of an experiment; the answer has its ``id``."""
         return _checked(self._management.post(f"/models/{quote(model, safe='')}/experiments", json=document)).json()
@@ -136,10 +148,14 @@ class Client:
     def stop_experiment(self, id: str) -> dict[str, Any]:
         return _checked(self._management.delete(f"/experiments/{quote(id, safe='')}")).json()
 
+    def forget_experiment(self, id: str) -> str:
+        """Drop one that was stopped, with what was measured."""
+        path = f"/experiments/{quote(id, safe='')}"
+        return _checked(self._management.delete(path, params={"forget": "true"})).json()["status"]
+
     def reward(self, id: str, *events: dict[str, Any]) -> dict[str, int]:
         """How many of them were ``counted``, and how many ``repeated`` what had been counted before."""
         return _checked(self._management.post(f"/experiments/{quote(id, safe='')}/events", json=list(events))).json()
-
 
     def begin_rollout(self, model: str, document: Any) -> dict[str, Any]:
         """Let the version ``to`` of ``document`` take over a model's calls step by step."""
@@ -151,6 +167,7 @@ class Client:
 
     def steer_rollout(self, model: str, verb: Literal["pause", "resume", "abort"]) -> dict[str, Any]:
         return _checked(self._management.post(f"{_rollout(model)}/{verb}")).json()
+
     def shadow(self, model: str) -> dict[str, Any]:
         """How the answers of a model's shadow agree with the live ones, and the worst disagreements."""
         return _checked(self._management.get(_shadow(model))).json()
@@ -203,15 +220,19 @@ class _KeyFile(httpx.Auth):
         return True
 
 
+def _traffic(model: str) -> str:
+    return f"/models/{quote(model, safe='')}/traffic"
+
+
+def _rollout(model: str) -> str:
+    return f"/models/{quote(model, safe='')}/rollout"
+
+
 def _shadow(model: str) -> str:
     return f"/models/{quote(model, safe='')}/shadow"
 
 
 def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
-def _rollout(model: str) -> str:
-    return f"/models/{quote(model, safe='')}/rollout"
-
-
     def word(value: Any) -> Any:
         return str(value).lower() if isinstance(value, bool) else value
 

@@ -33,6 +33,7 @@ from serve_app.cli.talk import (
     key_file,
     refused,
 )
+from serve_app.cli.traffic import traffic
 from serve_app.cli.translation import Flags, serve_env, state_dir
 from serve_app.client import Client, ServerError
 
@@ -177,6 +178,7 @@ def status(inference: Inference = INFERENCE, management: ManagementUrl = MANAGEM
 app.command("bench")(bench)
 app.command("migrate")(migrate)
 app.command("archive")(archive)
+app.command("traffic")(traffic)
 app.command("shadow")(shadow)
 
 
