@@ -1,0 +1,150 @@
+"""Rolls out a version that fails one call in ten, and one that is good, under steady load.
+
+The first goes back by itself, the second takes over. Ends with 1 where anything else happened, or where a call
+failed that was not the bad version's own.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import time
+from collections import Counter
+
+import httpx
+
+INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
+MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
+MODEL = "estimate"
+DISTRICTS = ["castle", "harbour", "hill", "market", "meadow", "mill", "old town", "orchard", "station", "university"]
+
+
+class Load:
+    """Connections that ask again and again, and count the answers by version and status."""
+
+    def __init__(self, connections: int, rate: float) -> None:
+        self.answers: Counter[tuple[str, int | str]] = Counter()
+        self._pause = connections / rate
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        self._client = httpx.AsyncClient(base_url=INFERENCE, limits=limits, timeout=30)
+        self._tasks = [asyncio.create_task(self._connection()) for _ in range(connections)]
+
+    async def _connection(self) -> None:
+        await asyncio.sleep(random.uniform(0, self._pause))
+        while True:
+            due = time.monotonic() + self._pause
+            flat = {"district": random.choice(DISTRICTS), "area": random.randint(25, 160)}
+            try:
+                answer = await self._client.post(f"/predictions/{MODEL}", json=flat)
+                self.answers[answer.headers.get("x-model-version", "no version"), answer.status_code] += 1
+            except httpx.HTTPError as error:
+                self.answers["no version", type(error).__name__] += 1
+            await asyncio.sleep(due - time.monotonic())
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    def failed(self, version: str | None = None) -> int:
+        """How many calls failed: of one version, or of all."""
+        return sum(n for (of, status), n in self.answers.items() if status != 200 and version in (None, of))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{version} {status}: {n:,}" for (version, status), n in sorted(self.answers.items(), key=str))
+
+
+async def ask(management: httpx.AsyncClient, method: str, path: str, **more: object) -> dict:
+    answer = await management.request(method, path, **more)
+    if answer.status_code != 409 or path != "/models":  # 409: it is registered already
+        answer.raise_for_status()
+    return answer.json()
+
+
+async def prepare(management: httpx.AsyncClient) -> None:
+    """1.0 has all calls; the others are registered, and have no workers."""
+    for version, workers in (("1.0", 1), ("2.0", 0), ("3.0", 0)):
+        url = f"{MODEL}-{version}.mar"
+        await ask(management, "POST", "/models", params={"url": url, "initial_workers": workers})
+    await ask(management, "PUT", f"/models/{MODEL}/1.0", params={"min_worker": 1, "synchronous": "true"})
+    await ask(management, "PUT", f"/models/{MODEL}/1.0/set-default")
+    for version in ("2.0", "3.0"):
+        await ask(management, "PUT", f"/models/{MODEL}/{version}", params={"min_worker": 0, "synchronous": "true"})
+
+
+async def roll_out(management: httpx.AsyncClient, plan: dict) -> dict:
+    """Begin a rollout, print its decisions as they are made, and return it as it is at its end."""
+    print(f"\nPOST /models/{MODEL}/rollout {plan}")
+    rollout = await ask(management, "POST", f"/models/{MODEL}/rollout", json=plan)
+    shown = 0
+    while True:
+        for decision in rollout["decisions"][shown:]:
+            seconds = decision["time"] - rollout["began"]
+            print(f"  {seconds:5.1f} s  {decision['verdict']:<11} {decision['percent']:g} %: {decision['why']}")
+        shown = len(rollout["decisions"])
+        if rollout["state"] not in ("starting", "running", "paused"):
+            return rollout
+        await asyncio.sleep(0.2)
+        rollout = await ask(management, "GET", f"/models/{MODEL}/rollout")
+
+
+async def main(options: argparse.Namespace) -> bool:
+    plan = {
+        "steps": options.steps,
+        "bake_s": options.bake,
+        "min_calls": options.min_calls,
+        # Everything here shares one machine's processors, so latency wants some leeway.
+        "guardrails": {"error_rate": 0.01, "p99": 5},
+        "keep_warm_s": options.keep_warm,
+    }
+    wrong: list[str] = []
+
+    def check(right: bool, what: str) -> None:
+        print(f"  {'yes' if right else 'NO '}  {what}")
+        if not right:
+            wrong.append(what)
+
+    async with httpx.AsyncClient(base_url=MANAGEMENT, timeout=120) as management:
+        await prepare(management)
+        load = Load(options.connections, options.rate)
+        try:
+            await asyncio.sleep(1)
+            back = await roll_out(management, {"to": "2.0", **plan})
+            await asyncio.sleep(0.5)  # calls that were under way
+            failed, mine = load.failed(), load.failed("2.0")
+            print(f"  answers by version and status: {load}")
+            check(back["state"] == "rolled_back", "2.0 went back by itself")
+            for reading in back["decisions"][-1]["figures"].get("guardrails", []):
+                print(f"       {reading['words']}")
+            check(mine > 0, f"2.0 failed {mine:,} calls")
+            check(failed == mine, "no call failed but these")
+
+            over = await roll_out(management, {"to": "3.0", **plan})
+            await asyncio.sleep(0.5)
+            before = load.answers.copy()
+            await asyncio.sleep(1)
+            print(f"  answers by version and status: {load}")
+            check(over["state"] == "promoted", "3.0 took over")
+            check(load.failed() == failed, "no call has failed since 2.0 went back")
+            check({version for version, _ in load.answers - before} == {"3.0"}, "3.0 answers every call")
+        finally:
+            await load.close()
+    return not wrong
+
+
+def percents(text: str) -> list[float]:
+    return [float(step) for step in text.split(",")]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=400, help="calls a second, of all connections together")
+    parser.add_argument("--steps", type=percents, default=[1, 5, 25, 50, 100])
+    parser.add_argument("--bake", type=float, default=10, help="seconds for which each step holds")
+    parser.add_argument("--min-calls", type=int, default=20)
+    parser.add_argument("--keep-warm", type=float, default=60, help="seconds for which 1.0 keeps its workers")
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.exit(not asyncio.run(main(parser.parse_args())))
