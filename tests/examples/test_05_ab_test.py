@@ -20,7 +20,7 @@ def test_05_ab_test(server: Server, run: Callable[..., str]) -> None:
     looks = re.findall(r"^ *([\d,]+) readers: clicks popular [\d.]+, personal [\d.]+: (.*)$", printed, re.MULTILINE)
     assert [verdict for _, verdict in looks] == ["not yet known"] * (len(looks) - 1) + ["better"]
     page = (EXAMPLE / "README.md").read_text()
-    assert all(line in page for line in re.findall(r"^ *[\d,]+ readers: .*$", printed, re.MULTILINE)), "as the page says"
+    assert all(line in page for line in re.findall(r"^ *[\d,]+ readers: .*$", printed, re.M)), "as the page says"
     assert "50 of 50 readers who came again were given the version that they had" in printed
     assert re.search(r"^personal is better than popular on clicks: 0\.0\d+ more, ± 0\.0\d+ \(95 %\)", printed, re.M)
     assert "The arms' sizes fit their weights" in printed
