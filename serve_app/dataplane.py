@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from random import randrange
 from typing import Protocol
 
@@ -35,14 +36,16 @@ class Target(Protocol):
 
 
 class TableReader:
-    """This process's copy of the routing table, and a way to wait for the next one."""
+    """This process's copy of the routing table, and a way to wait for the next one; ``on_table`` gets each."""
 
-    def __init__(self, table: Table = Table()) -> None:
+    def __init__(self, table: Table = Table(), on_table: Callable[[Table], None] = lambda table: None) -> None:
         self.table = table
         self._changed = asyncio.Event()
+        self._on_table = on_table
 
     def put(self, table: Table) -> None:
         self.table = table
+        self._on_table(table)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -109,6 +112,7 @@ class DataPlane:
         except RelayError as raised:
             late = bounded and isinstance(raised, DeadlineExceeded)
             error = ClientTimeout(*raised.args) if late else raised
+            error.retry_after = raised.retry_after
             error.version = version
             # An unknown name is a caller's word, not a label: it would grow without bound.
             model = call.model if version else ""
@@ -160,7 +164,7 @@ class DataPlane:
     async def _until_ready(self, call: Call, ref: ModelRef, row: VersionRow) -> VersionRow:
         """Hold a call while its version loads or wakes up: bounded in number by the version's queue, and in time."""
         if row.phase in _ON_THE_WAY and self._waiting.get(ref, 0) >= row.job_queue_size:
-            raise QueueFull(ref.name, call.version, "the version is loading and its queue is full")
+            raise self._at_start(QueueFull(ref.name, call.version, "the version is loading and its queue is full"), row)
         until = time.time() + (row.wake_timeout or self._patience)
         if call.deadline is not None:
             until = min(until, call.deadline)
@@ -178,13 +182,19 @@ class DataPlane:
                     await asyncio.wait_for(changed.wait(), until - time.time())
                 except asyncio.TimeoutError:
                     if call.expired:
-                        raise DeadlineExceeded(call.model, 0.0) from None
-                    raise Loading(ref.name, call.version, "its replicas are still loading") from None
+                        raise self._at_start(DeadlineExceeded(call.model, 0.0), row) from None
+                    loading = Loading(ref.name, call.version, "its replicas are still loading")
+                    raise self._at_start(loading, row) from None
         finally:
             self._waiting[ref] -= 1
         if row.phase in ("stopped", "failed") and row.replicas == 0:
             raise NoWorker(ref.name, call.version, row.last_error or "no replica was asked for")
         return row
+
+    def _at_start(self, error: RelayError, row: VersionRow) -> RelayError:
+        """A refusal of a version that starts: it is worth to ask again after as long as its last start took."""
+        error.retry_after = max(1, ceil(row.start_seconds or row.wake_timeout or self._patience))
+        return error
 
     def find(self, model: str, version: str | None = None) -> VersionRow:
         """The version that such a call would get. Raises ModelNotFound and VersionNotFound."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -73,6 +73,7 @@ class ModelSpec:
     num_cpus: float = 0.1
     num_gpus: float = 0.0
     max_ongoing_requests: int = 0  # 0: as many as the queue and two batches hold
+    max_concurrent_requests: int = 0  # of all its replicas together; 0: no limit
     fast_path: Literal["torchserve", "oip"] = "torchserve"
     loaded_at_startup: bool = False
     autoscaling: Autoscaling | None = None  # what was said of it; None: nothing
@@ -196,6 +197,38 @@ class ReplyStream:
         if close is not None:
             await close()
 
+    def at_end(self, ended: Callable[[], None]) -> None:
+        """Call ``ended``, once, when the last piece was read, an error was raised, or the stream is closed."""
+        self._chunks = _Ending(self._chunks, ended)
+
+
+class _Ending(AsyncIterator[bytes]):
+    """Pieces whose end is told."""
+
+    __slots__ = ("_ended", "_pieces")
+
+    def __init__(self, pieces: AsyncIterator[bytes], ended: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._ended: Callable[[], None] | None = ended
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await self._pieces.__anext__()
+        except BaseException:
+            self._end()
+            raise
+
+    async def aclose(self) -> None:
+        self._end()
+        close = getattr(self._pieces, "aclose", None)
+        if close is not None:
+            await close()
+
+    def _end(self) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended()
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
@@ -219,6 +252,7 @@ class ModelStatus:
     last_error: str = ""  # stays when the version runs again
     error_time: float = 0.0  # of it, in seconds since the epoch
     workers: tuple[Worker, ...] = ()
+    start_seconds: float = 0.0  # from none to the first that was ready, when that was last seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +265,8 @@ class VersionRow:
     job_queue_size: int = 100
     max_batch_size: int = 1
     client_timeout: int = 0  # milliseconds, 0: none
+    max_concurrent_requests: int = 0  # 0: no limit
+    start_seconds: float = 0.0  # that its replicas took to start when they last did; 0: nobody has seen it
     retries: bool = True
     ids: tuple[str, ...] = ()  # of the replicas that run
     healthy: bool = True  # as many replicas as it should have, or within its time to recover

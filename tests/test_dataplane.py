@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.errors import (
+    CannotMeetDeadline,
+    ClientTimeout,
     DeadlineExceeded,
     HandlerFailed,
     Loading,
@@ -96,8 +99,9 @@ def test_a_call_waits_for_a_version_that_loads() -> None:
 def test_waiting_is_bounded_in_time_in_number_and_by_failure() -> None:
     async def main() -> None:
         reader = TableReader(table(v1="loading"))
-        with pytest.raises(Loading):
+        with pytest.raises(Loading) as loading:
             await plane(reader, patience=0.02).infer(Call("m"))
+        assert loading.value.retry_after == 1, "nobody has seen it start: the patience, rounded up"
         with pytest.raises(DeadlineExceeded):
             await plane(reader).infer(Call("m", deadline=time.time() + 0.02))
         p = plane(reader)
@@ -113,6 +117,50 @@ def test_waiting_is_bounded_in_time_in_number_and_by_failure() -> None:
             assert caught.value.detail == "no such weights"
         with pytest.raises(NoWorker):
             await plane(TableReader(table(v1="stopped"))).infer(Call("m"))
+
+    asyncio.run(main())
+
+
+def test_a_version_that_starts_says_how_long_that_took_the_last_time() -> None:
+    async def main() -> None:
+        row = replace(table(v1="loading").models["m"].versions["v1"], start_seconds=11.2, job_queue_size=1)
+        reader = TableReader(Table(1, {"m": ModelRow("v1", {"v1": row})}))
+        p = plane(reader, patience=0.05)
+        waiting = asyncio.create_task(p.infer(Call("m")))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull) as full:
+            await p.infer(Call("m"))
+        with pytest.raises(Loading) as loading:
+            await waiting
+        assert full.value.retry_after == loading.value.retry_after == 12
+
+    asyncio.run(main())
+
+
+def test_the_models_own_limit_keeps_what_the_batcher_measured() -> None:
+    class Busy(Echo):
+        async def infer(self, call: Call) -> Reply | ReplyStream:
+            error = CannotMeetDeadline(call.model, 0.0, 7.5, 0.5)
+            error.retry_after = 7
+            raise error
+
+    async def main() -> None:
+        row = replace(table(v1="ready").models["m"].versions["v1"], client_timeout=500)
+        p = DataPlane(TableReader(Table(1, {"m": ModelRow("v1", {"v1": row})})), Meters(), lambda ref, row: Busy("v1"))
+        with pytest.raises(ClientTimeout) as caught:
+            await p.infer(Call("m"))
+        assert (caught.value.reason, caught.value.retry_after) == ("client_timeout", 7)
+
+    asyncio.run(main())
+
+
+def test_everybody_who_wants_to_hears_of_each_table() -> None:
+    async def main() -> None:
+        heard: list[int] = []
+        reader = TableReader(on_table=lambda table: heard.append(table.generation))
+        reader.put(table(1, v1="ready"))
+        reader.put(table(2, v1="ready"))
+        assert heard == [1, 2]
 
     asyncio.run(main())
 
@@ -333,3 +381,48 @@ class TestTrials:
             assert streaming.observations.take() is None
 
         asyncio.run(main())
+
+
+def sleeping(generation: int = 1, phase: str = "idle", replicas: int = 0, **more: Any) -> Table:
+    row = VersionRow("v1", phase, replicas, job_queue_size=2, **{"wake_timeout": 5.0, **more})
+    return Table(generation, {"m": ModelRow("v1", {"v1": row})}, settled=True)
+
+
+def test_a_call_wakes_a_version_that_sleeps_and_waits_for_it() -> None:
+    async def main() -> None:
+        reader = TableReader(sleeping())
+        woken: list[ModelRef] = []
+
+        def wake(ref: ModelRef, row: VersionRow) -> None:
+            woken.append(ref)
+            if len(woken) == 1:
+                raise Loading("m", "v1", "its application is not there yet")
+
+        p = plane(reader, wake=wake, patience=0.01)
+        calls = [asyncio.ensure_future(p.infer(Call("m"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await p.infer(Call("m"))
+        for generation, phase in ((2, "loading"), (3, "idle"), (4, "loading")):
+            reader.put(sleeping(generation, phase))
+            for _ in range(9):  # turns of the loop, in which those that wait look at it
+                await asyncio.sleep(0)
+        reader.put(sleeping(5, "ready", 1))
+        assert [(await call).body for call in calls] == [b"remote v1"] * 2
+        assert woken == [ModelRef("m", "v1")] * 4, "each that waits asks anew when it has gone to sleep again"
+
+    asyncio.run(main())
+
+
+def test_a_version_that_does_not_wake_up_in_time() -> None:
+    async def main() -> None:
+        p = plane(TableReader(sleeping(wake_timeout=0.02)))
+        with pytest.raises(Loading):
+            await p.infer(Call("m"))
+        with pytest.raises(DeadlineExceeded):
+            await p.infer(Call("m", deadline=time.time() + 0.005))
+        p = plane(TableReader(sleeping(phase="failed", last_error="Traceback")))
+        with pytest.raises(NoWorker):
+            await p.infer(Call("m"))
+
+    asyncio.run(main())

@@ -267,6 +267,14 @@ def stop_experiment(registry: Registry, id: str, ended: float) -> Registry:
     return replace(registry, experiments={**registry.experiments, id: over})
 
 
+def forget_experiment(registry: Registry, id: str) -> Registry:
+    """The registry without an experiment. Raises ExperimentNotFound, and InUse while it runs."""
+    experiment = find_experiment(registry, id)
+    if experiment.running:
+        raise InUse(f"The experiment {experiment.name!r} is running; stop it first: DELETE /experiments/{id}")
+    return replace(registry, experiments={key: e for key, e in registry.experiments.items() if key != id})
+
+
 def _with(registry: Registry, name: str, record: Record) -> Registry:
     return replace(registry, models={**registry.models, name: record})
 
@@ -362,6 +370,8 @@ def _row(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionR
         job_queue_size=spec.job_queue_size,
         max_batch_size=spec.batch_size,
         client_timeout=spec.client_timeout,
+        max_concurrent_requests=spec.max_concurrent_requests,
+        start_seconds=status.start_seconds,
         retries=spec.retries,
         ids=tuple(sorted(worker.id for worker in status.workers if worker.ready)),
         healthy=healthy,
@@ -403,6 +413,7 @@ _OF_THE_FILE = (
     "retries",
     "fast_path",
     "max_ongoing_requests",
+    "max_concurrent_requests",
 )
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from serve_app.control.registry import Desired
 from serve_app.errors import StartFailed, StartOutOfMemory
 from serve_app.telemetry.last_words import Death
-from serve_app.types import ModelRef, ModelSpec, ModelStatus, Worker
+from serve_app.types import ModelRef, ModelSpec, ModelStatus, Phase, Worker
 
 # Seconds before the n-th start after failures or crashes.
 PAUSES = (0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55)
@@ -58,6 +58,8 @@ class Vitals:
         self._crashes: dict[ModelRef, list[float]] = {}
         self._short_since: dict[ModelRef, float] = {}
         self._last_errors: dict[ModelRef, tuple[str, float]] = {}
+        self._loading_since: dict[ModelRef, float] = {}
+        self._starts: dict[ModelRef, float] = {}  # seconds of the last one; kept while a version does not run
 
     def note(self, desired: Mapping[str, Desired], seen: Mapping[str, App], before: Mapping[str, App]) -> None:
         """Draw conclusions from what is seen now, and what was seen the time before."""
@@ -82,12 +84,22 @@ class Vitals:
                 gone = {w.id for w in last.workers if w.ready} - {w.id for w in have.workers}
                 self._crashes.setdefault(ref, []).extend(now for _ in gone)
             failure = self._failures.get(ref)
-            phase = "ready" if running else "idle" if idle else "failed" if failure is not None else "loading"
+            phase: Phase = "ready" if running else "idle" if idle else "failed" if failure is not None else "loading"
             error, at = self._last_errors.get(ref, ("", 0.0))
-            self.statuses[ref] = ModelStatus(phase, running, error, at, have.workers if have is not None else ())
+            workers = have.workers if have is not None else ()
+            took = self._start_seconds(ref, phase, now)
+            self.statuses[ref] = ModelStatus(phase, running, error, at, workers, took)
         kept = {want.spec.ref for want in desired.values()}
         for ref in self.statuses.keys() - kept:
             self.forget(ref)
+
+    def _start_seconds(self, ref: ModelRef, phase: Phase, now: float) -> float:
+        """How long a version's last start took, from no replica to the first that is ready; 0.0 where none was seen."""
+        if phase == "loading":
+            self._loading_since.setdefault(ref, now)
+        elif (since := self._loading_since.pop(ref, None)) is not None and phase == "ready":
+            self._starts[ref] = now - since
+        return self._starts.get(ref, 0.0)
 
     def failed(self, spec: ModelSpec, error: StartFailed) -> None:
         """A replica could not start. It is tried again, later each time, until ``max_retry_timeout`` is over."""
@@ -154,6 +166,7 @@ class Vitals:
             self._crashes,
             self._short_since,
             self._last_errors,
+            self._loading_since,
         ):
             known.pop(ref, None)
 

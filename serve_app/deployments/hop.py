@@ -152,7 +152,7 @@ class HopServer:
         answer = row.exception() or row.result()
         if isinstance(answer, ReplyStream):
             rows[number] = stream = asyncio.ensure_future(_pour(wire, number, answer))
-            stream.add_done_callback(lambda _: rows.pop(number, None))
+            stream.add_done_callback(partial(_poured, rows, number, answer))
         else:
             wire.say((number, answer))
 
@@ -168,6 +168,12 @@ async def _pour(wire: _Wire, number: int, stream: ReplyStream) -> None:
         wire.say((number, error))
     finally:
         await stream.aclose()
+
+
+def _poured(rows: dict[int, asyncio.Future[Any]], number: int, stream: ReplyStream, task: asyncio.Future[None]) -> None:
+    rows.pop(number, None)
+    if task.cancelled():  # maybe before its first step
+        asyncio.ensure_future(stream.aclose())
 
 
 class HopClient:

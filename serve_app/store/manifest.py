@@ -134,9 +134,9 @@ def _theirs(key: str, type_: _Type) -> Any:
     return field(default=None, metadata={"key": key, "type": type_})
 
 
-def _ours(type_: _Type) -> Any:
-    """Our key, named as the field: a wrong value is refused."""
-    return field(default=None, metadata={"type": type_})
+def _ours(type_: _Type, key: str = "") -> Any:
+    """Our key, named as the field unless it stands beside its like of TorchServe's: a wrong value is refused."""
+    return field(default=None, metadata={"type": type_, "ours": True, **({"key": key} if key else {})})
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,7 @@ class ModelConfig:
     retries: bool | None = _ours(_FLAG)
     fast_path: Literal["torchserve", "oip"] | None = _ours(_words("torchserve", "oip"))
     max_ongoing_requests: int | None = _ours(_whole(0))
+    max_concurrent_requests: int | None = _ours(_whole(0), "maxConcurrentRequests")
     samples: tuple[str, ...] | None = _ours(_list("a list of file names", str))
     trusted: bool | None = _ours(_FLAG)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = _ours(_words(*LEVELS))
@@ -225,7 +226,7 @@ class ModelConfig:
             try:
                 values[entry.name] = read(value)
             except ValueError as error:
-                if "key" not in entry.metadata:
+                if "ours" in entry.metadata:
                     raise ConfigurationError(where, str(error) or f"{key}: {value!r} must be {wants}") from None
                 log.warning("%s: %s: %r is ignored, it must be %s", where, key, value, wants)
         return cls(**values, raw=raw)

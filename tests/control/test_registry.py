@@ -389,6 +389,7 @@ class TestSpecFrom:
             retries: false
             fast_path: oip
             max_ongoing_requests: 12
+            maxConcurrentRequests: 3
             handler: {mapping: {0: cat}}
             useJobTicket: true
             useVenv: true
@@ -409,7 +410,7 @@ class TestSpecFrom:
         assert (one.max_retry_timeout, one.client_timeout, one.job_queue_size) == (9, 50, 7)
         assert (one.device_type, one.device_ids) == ("gpu", (1, 2))
         assert (one.batcher, one.num_cpus, one.num_gpus, one.retries) == ("ray", 0.0, 0.5, False)
-        assert (one.fast_path, one.max_ongoing_requests) == ("oip", 12)
+        assert (one.fast_path, one.max_ongoing_requests, one.max_concurrent_requests) == ("oip", 12, 3)
         assert one.config["handler"] == {"mapping": {0: "cat"}}
         assert one.config["deviceIds"] == [1, 2]
 

@@ -137,3 +137,19 @@ def test_a_replica_that_died_while_it_loaded_failed_to_start(vitals: Vitals) -> 
     vitals.died(SPEC, death(loading=True, memory=True))
     assert isinstance(vitals.failure(SPEC.ref), StartOutOfMemory)
     assert vitals.statuses[SPEC.ref].error_time == 1700.5
+
+
+def test_how_long_the_last_start_took_outlives_the_replicas(vitals: Vitals, clock: Clock) -> None:
+    vitals.note(WANT, {}, {})
+    clock.now += 7
+    vitals.note(WANT, app("a"), {})
+    assert vitals.statuses[SPEC.ref].start_seconds == 7
+    clock.now += 100
+    vitals.note({}, {}, {})  # scaled to nobody
+    assert SPEC.ref not in vitals.statuses
+    vitals.note(WANT, {}, {})
+    clock.now += 3
+    vitals.note(WANT, {}, {})
+    assert (vitals.statuses[SPEC.ref].phase, vitals.statuses[SPEC.ref].start_seconds) == ("loading", 7)
+    vitals.note(WANT, app("a"), {})
+    assert vitals.statuses[SPEC.ref].start_seconds == 3

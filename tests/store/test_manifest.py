@@ -192,6 +192,7 @@ def test_every_key_is_read():
         retries: false
         fast_path: oip
         max_ongoing_requests: 7
+        maxConcurrentRequests: 4
         samples: [a.json]
         trusted: true
         handler: {anything: at all}
@@ -201,6 +202,7 @@ def test_every_key_is_read():
     assert (config.device_ids, config.use_venv, config.torchrun) == ((0, 1), True, {"nproc-per-node": 2})
     assert (config.batcher, config.num_cpus, config.num_gpus, config.retries) == ("ray", 1.0, 0.25, False)
     assert (config.fast_path, config.max_ongoing_requests, config.samples) == ("oip", 7, ("a.json",))
+    assert config.max_concurrent_requests == 4
     assert config.trusted is True
     assert config.raw["handler"] == {"anything": "at all"} and config.raw["minWorkers"] == 0
     assert config.response_timeout is None and config.startup_timeout is None
@@ -229,7 +231,7 @@ def test_a_wrong_value_of_torchserves_is_ignored_with_a_warning(line, caplog):
     "line",
     [
         "batcher: fast", "num_cpus: -1", "num_gpus: lots", "num_gpus: .inf", "num_gpus: .nan", "num_cpus: true",
-        "retries: 3", "fast_path: /x", "max_ongoing_requests: 1.5", "samples: one.json", "samples: [1]",
+        "retries: 3", "fast_path: /x", "max_ongoing_requests: 1.5", "maxConcurrentRequests: -1", "samples: one.json", "samples: [1]",
         "trusted: 'no'", "batcher: [ray]",
     ],
 )  # fmt: skip

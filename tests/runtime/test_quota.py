@@ -1,0 +1,133 @@
+"""No more calls at once than a version's limit, whichever way they come."""
+
+import asyncio
+import threading
+
+import pytest
+
+from serve_app.errors import QuotaExceeded
+from serve_app.runtime.batcher import Batcher
+from serve_app.runtime.quota import Quota
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, Input, ModelRef, Reply, ReplyStream
+
+REF = ModelRef("m", "1.0")
+
+
+def call(text, **fields):
+    return Call("m", inputs=(Input("body", text.encode()),), **fields)
+
+
+class Model:
+    """Holds every batch until it is let; ``s…`` streams two pieces and its answer."""
+
+    def __init__(self):
+        self.turn = threading.Semaphore(0)
+
+    def run(self, calls, emit):
+        assert self.turn.acquire(timeout=20)
+        for i, each in enumerate(calls):
+            if each.inputs[0].value.startswith(b"s"):
+                emit(i, Reply(b"piece"))
+        return [Reply(each.inputs[0].value) for each in calls]
+
+
+@pytest.fixture
+def served():
+    """``served(scenario, limit, replicas)`` runs scenario(quota, model), and ends what it began."""
+
+    def run(scenario, limit, replicas=1):
+        async def main():
+            model = Model()
+            batcher = Batcher(model.run, REF, Meters(), max_batch_size=1)
+            quota = Quota(batcher, REF)
+            quota.allot(limit, replicas)
+            await scenario(quota, model)
+            model.turn.release(100)
+            await batcher.close()
+
+        asyncio.run(asyncio.wait_for(main(), 30))
+
+    return run
+
+
+async def refused(quota):
+    with pytest.raises(QuotaExceeded) as caught:
+        await quota.submit(call("x"))
+    return caught.value
+
+
+def test_the_share_is_full_until_a_call_has_its_answer(served):
+    async def scenario(quota, model):
+        tasks = [asyncio.ensure_future(quota.submit(call(t))) for t in "ab"]
+        await asyncio.sleep(0)
+        error = await refused(quota)
+        assert (error.args, error.reason, error.retry_after) == (("m", "1.0", 5), "quota", 1)
+        with pytest.raises(QuotaExceeded):
+            quota.enqueue(call("x"))
+        model.turn.release()
+        await tasks[0]
+        row = quota.enqueue(call("c"))
+        await refused(quota)
+        row.cancel()  # its caller left
+        await asyncio.sleep(0)
+        tasks.append(asyncio.ensure_future(quota.submit(call("d"))))
+        await asyncio.sleep(0)
+        await refused(quota)
+        model.turn.release(3)
+        assert [(await task).body for task in tasks] == [b"a", b"b", b"d"]
+
+    served(scenario, limit=5, replicas=2)
+
+
+def test_every_replica_lets_at_least_one_through(served):
+    async def scenario(quota, model):
+        task = asyncio.ensure_future(quota.submit(call("a")))
+        await asyncio.sleep(0)
+        await refused(quota)
+        quota.allot(0, 8)  # no limit any more
+        more = asyncio.ensure_future(quota.submit(call("b")))
+        model.turn.release(2)
+        assert [(await each).body for each in (task, more)] == [b"a", b"b"]
+
+    served(scenario, limit=3, replicas=8)
+
+
+@pytest.mark.parametrize("way", ["submit", "enqueue", "submit_all"])
+@pytest.mark.parametrize("ends", ["read", "closed"])
+def test_a_stream_counts_until_it_ends(served, way, ends):
+    async def scenario(quota, model):
+        model.turn.release()
+        if way == "submit_all":
+            [stream] = await quota.submit_all([call("s")])
+        else:
+            stream = await getattr(quota, way)(call("s"))
+        assert isinstance(stream, ReplyStream)
+        await refused(quota)
+        if ends == "read":
+            assert [piece async for piece in stream] == [b"piece", b"s"]
+        else:
+            await stream.aclose()
+            await stream.aclose()
+        model.turn.release()
+        assert (await quota.submit(call("a"))).body == b"a"
+
+    served(scenario, limit=1)
+
+
+def test_of_rows_that_came_together_those_over_the_limit_are_refused_alone(served):
+    async def scenario(quota, model):
+        model.turn.release(3)
+        rows = [call("a"), call("b"), call("mirror", priority="shadow"), call("c")]
+        a, b, mirror, c = await quota.submit_all(rows)
+        assert (a.body, b.body, mirror.body) == (b"a", b"b", b"mirror")
+        assert isinstance(c, QuotaExceeded)
+        task = asyncio.ensure_future(quota.submit_all([call("a"), call("b")]))
+        await asyncio.sleep(0)
+        await refused(quota)
+        task.cancel()
+        await asyncio.wait([task])
+        model.turn.release(3)
+        assert (await quota.submit(call("a"))).body == b"a"
+
+    served(scenario, limit=2)
