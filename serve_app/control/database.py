@@ -74,8 +74,8 @@ ROLLOUTS = sa.Table(
     sa.Column("document", sa.JSON, nullable=False),
 )
 
-# What was measured (see measurements.py): an arm's figures by name, who was given which arm, which rewards were counted,
-# and the number of the last payload of each process.
+# What was measured (see measurements.py): an arm's figures by name; in parts, who was given which arm and which rewards
+# were counted (see roll.py); the number of the last payload of each process.
 FIGURES = sa.Table(
     "torchrelay_figures",
     SCHEMA,
@@ -85,25 +85,14 @@ FIGURES = sa.Table(
     sa.Column("value", sa.LargeBinary, nullable=False),
 )
 
-EXPOSURES = sa.Table(
-    "torchrelay_exposures",
+ROLLS = sa.Table(
+    "torchrelay_rolls",
     SCHEMA,
     sa.Column("trial", sa.Text, primary_key=True),
-    sa.Column("unit", sa.Text, primary_key=True),
-    sa.Column("arm", sa.Text, nullable=False),
-    sa.Column("bucket", sa.Integer, nullable=False),
-    sa.Column("time", sa.Float, nullable=False),  # seconds since the epoch
-    sa.Index("torchrelay_exposures_by_time", "trial", "time"),
-)
-
-REWARDS = sa.Table(
-    "torchrelay_rewards",
-    SCHEMA,
-    sa.Column("trial", sa.Text, primary_key=True),
-    sa.Column("metric", sa.Text, primary_key=True),
-    sa.Column("event", sa.Text, primary_key=True),
-    sa.Column("time", sa.Float, nullable=False),
-    sa.Index("torchrelay_rewards_by_time", "trial", "time"),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("part", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("arms", sa.JSON, nullable=False),
+    sa.Column("value", sa.LargeBinary, nullable=False),
 )
 
 SOURCES = sa.Table(

@@ -12,30 +12,31 @@ import json
 import logging
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from serve_app.control.database import EXPOSURES, FIGURES, REWARDS, SOURCES, Database
+from serve_app.control.database import FIGURES, ROLLS, SOURCES, Database
+from serve_app.control.roll import Roll, key
 from serve_app.errors import Unavailable
 from serve_app.experiment import GROUPS, Reward
 from serve_app.telemetry.observations import CALLS, REWARD, UNITS, ArmFigures, Seen
 
 log = logging.getLogger("torchrelay.measurements")
 
-KEEP = 1_000_000  # exposures, and rewards, that are remembered of each trial
+KEEP = 1_000_000  # exposures, calls, and rewards, that are remembered of each trial
 
 _PAUSE = 0.25  # seconds between two transactions, unless somebody waits for an answer
 _PATIENCE = 2.0  # seconds that a reward waits for its exposure, which its process may not have told of yet
-_PIECE = 5_000  # rows that one transaction removes at most: others wait for it
-_AT_ONCE = 500  # rows that one statement asks for
-_LONGEST = 200  # characters of a unit or an event's id that are stored as they are
+_IDLE = 600  # seconds after which a roll that nobody asks is not kept in memory
 _REMEMBERED = 7 * 86_400  # seconds for which the numbers of a process are kept
+
+_UNITS, _EVENTS = "units", "events"  # the rolls of a trial
+_ARM = 65_536  # what a unit has in its roll: its arm's index, times this, and its bucket
 
 _LIVES = ""  # the source whose number says how often measurements were opened: whoever opened them last may write
 
@@ -54,8 +55,14 @@ class _Rewards:
 
 
 @dataclass
-class _Forget:
+class _Look:
     trial: str
+    units: Collection[str]
+
+
+@dataclass
+class _Forget:
+    trials: set[str]
 
 
 @dataclass
@@ -69,9 +76,17 @@ class _Draft:
     names: set[tuple[str, str, str]] = field(default_factory=set)  # trial, arm, and sums, or "" for the counts
     values: dict[tuple[str, str, str], bytes] = field(default_factory=dict)  # of these names, as they are stored
     numbers: dict[str, int] = field(default_factory=dict)
-    exposed: dict[str, int] = field(default_factory=dict)  # rows more, by trial
-    rewarded: dict[str, int] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
+    exposed: bool = False
+
+
+@dataclass
+class _Known:
+    """A roll that is in memory, and the arms that its numbers speak of."""
+
+    roll: Roll
+    arms: list[str]
+    used: float = 0.0  # time.monotonic()
 
 
 class Measurements:
@@ -88,6 +103,8 @@ class Measurements:
         self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
         self._task: asyncio.Task[None] | None = None
         self._forgotten: set[str] = set()  # of which a process may still tell
+        # (trial, name) -> what a thread that stores has looked at lately; it alone touches them.
+        self._rolls: dict[tuple[str, str], _Known] = {}
         self._urgent = asyncio.Event()
         self._exposed_more = asyncio.Event()
         with database.transaction() as connection:
@@ -95,10 +112,13 @@ class Measurements:
             # trial -> (arm, name) -> as it is stored: of many trials nobody asks any more, and packed they are small.
             self._values = _load(connection)
             self._numbers = {row.source: row.number for row in connection.execute(sa.select(SOURCES))}
-            self._exposed = _count(connection, EXPOSURES)
-            self._rewarded = _count(connection, REWARDS)
 
     # What is known
+
+    @property
+    def trials(self) -> set[str]:
+        """Of which there are figures."""
+        return set(self._values)
 
     def figures(self, trial: str) -> dict[str, ArmFigures]:
         """What a trial's arms came to, as far as it is stored."""
@@ -117,13 +137,8 @@ class Measurements:
 
     async def exposures(self, trial: str, units: Collection[str]) -> dict[str, tuple[str, int]]:
         """The same for many: those that are known."""
-
-        def look() -> dict[str, tuple[str, int]]:
-            with self._database.transaction() as connection:
-                return _exposures(connection, trial, {_key(unit) for unit in units})
-
-        known = await asyncio.to_thread(look)
-        return {unit: known[key] for unit in units if (key := _key(unit)) in known}
+        found: dict[str, tuple[str, int]] = await self._commit(_Look(trial, units))
+        return found
 
     # What comes in
 
@@ -160,9 +175,7 @@ class Measurements:
     async def forget(self, trial: str) -> None:
         """Remove everything of a trial, or, by a rollout's id, of all its steps. Raises Unavailable."""
         steps = [id for id in self._values if id.startswith(f"{trial}:")]
-        for one in [trial, trial + CALLS, *steps]:
-            while await self._commit(_Forget(one)) >= _PIECE:
-                pass
+        await self._commit(_Forget({trial, trial + CALLS, *steps}))
 
     async def close(self) -> None:
         """Store what waits, and take no more."""
@@ -209,35 +222,37 @@ class Measurements:
         for (trial, arm, name), value in draft.values.items():
             self._values.setdefault(trial, {})[arm, name] = value
         self._numbers.update(draft.numbers)
-        for counts, more in ((self._exposed, draft.exposed), (self._rewarded, draft.rewarded)):
-            for trial, count in more.items():
-                counts[trial] = counts.get(trial, 0) + count
         self._forgotten |= draft.gone
         for trial in draft.gone:
-            for held in (self._values, self._exposed, self._rewarded):
-                held.pop(trial, None)
+            self._values.pop(trial, None)
+        idle = time.monotonic() - _IDLE
+        self._rolls = {whose: known for whose, known in self._rolls.items() if known.used > idle}
         if draft.exposed:
             changed, self._exposed_more = self._exposed_more, asyncio.Event()
             changed.set()
 
     def _store(self, jobs: list[Any]) -> tuple[_Draft, list[Any]]:
-        """One transaction, in a thread: nothing of this object's is changed before it is through."""
+        """One transaction, in a thread: but for rolls nothing of this object's is changed before it is through."""
         draft = _Draft()
-        with self._database.transaction() as connection:
-            life = sa.select(SOURCES.c.number).where(SOURCES.c.source == _LIVES).with_for_update()
-            if connection.execute(life).scalar_one() != self._life:
-                raise Unavailable("Another Management keeps the measurements now.")
-            exposures: dict[str, dict[str, tuple[str, int]]] = {}
-            for job in jobs:
-                if isinstance(job, _Put):
-                    self._add(job, draft, exposures)
-            for trial, units in exposures.items():
-                self._expose(connection, trial, units, draft)
-            answers = [self._answer(connection, job, draft) for job in jobs]
-            self._write(connection, draft)
+        try:
+            with self._database.transaction() as connection:
+                life = sa.select(SOURCES.c.number).where(SOURCES.c.source == _LIVES).with_for_update()
+                if connection.execute(life).scalar_one() != self._life:
+                    raise Unavailable("Another Management keeps the measurements now.")
+                exposures: dict[str, dict[int, tuple[str, int]]] = {}
+                for job in jobs:
+                    if isinstance(job, _Put):
+                        self._add(job, draft, exposures)
+                for trial, units in exposures.items():
+                    self._expose(connection, trial, units, draft)
+                answers = [self._answer(connection, job, draft) for job in jobs]
+                self._write(connection, draft)
+        except BaseException:
+            self._rolls.clear()  # they may have what was not stored
+            raise
         return draft, answers
 
-    def _add(self, put: _Put, draft: _Draft, exposures: dict[str, dict[str, tuple[str, int]]]) -> None:
+    def _add(self, put: _Put, draft: _Draft, exposures: dict[str, dict[int, tuple[str, int]]]) -> None:
         if put.number <= draft.numbers.get(put.source, self._numbers.get(put.source, 0)):
             return
         draft.numbers[put.source] = put.number
@@ -247,7 +262,7 @@ class Measurements:
                     self._figures_of(draft, trial, arm, *figures.sums).add(figures)
         for trial, unit, arm, bucket in put.seen.exposures:
             if trial.removesuffix(CALLS) not in self._forgotten:
-                exposures.setdefault(trial, {}).setdefault(_key(unit), (arm, bucket))
+                exposures.setdefault(trial, {}).setdefault(key(unit), (arm, bucket))
 
     def _figures_of(self, draft: _Draft, trial: str, arm: str, *names: str) -> ArmFigures:
         """An arm's figures, to be changed: the counts, and the sums of these names."""
@@ -260,77 +275,82 @@ class Measurements:
         return figures
 
     def _expose(
-        self, connection: Connection, trial: str, units: dict[str, tuple[str, int]], draft: _Draft
+        self, connection: Connection, trial: str, units: dict[int, tuple[str, int]], draft: _Draft
     ) -> None:
-        known = _exposures(connection, trial, units.keys())
-        now = time.time()
-        new = [
-            {"trial": trial, "unit": unit, "arm": _text(arm), "bucket": bucket, "time": now}
-            for unit, (arm, bucket) in units.items()
-            if unit not in known
-        ]
-        if not new:
+        known = self._roll(connection, trial, _UNITS)
+        draft.exposed = True
+        told = known.roll.find(units)
+        new = {unit: given for unit, given in units.items() if unit not in told}
+        known.arms += sorted({arm for arm, _ in new.values()} - set(known.arms))
+        indices = {arm: index for index, arm in enumerate(known.arms)}
+        known.roll.add({unit: indices[arm] * _ARM + bucket for unit, (arm, bucket) in new.items()})
+        if trial.endswith(CALLS):
             return
-        connection.execute(sa.insert(EXPOSURES), new)
-        for unit in () if trial.endswith(CALLS) else units.keys() - known.keys():
-            arm, bucket = units[unit]
+        for arm, bucket in new.values():
             figures = self._figures_of(draft, trial, arm, UNITS)
             figures.units += 1
             _sum(figures, UNITS, bucket, 0.0)
-        held = self._exposed.get(trial, 0) + len(new)
-        draft.exposed[trial] = len(new) - _drop_oldest(connection, EXPOSURES, trial, held - self._keep)
+
+    def _given(self, connection: Connection, trial: str, units: Iterable[str]) -> dict[str, tuple[str, int]]:
+        """Those of ``units`` that were given an arm, with it and their bucket."""
+        known = self._roll(connection, trial, _UNITS)
+        keys = {unit: key(unit) for unit in units}
+        found = {k: divmod(number, _ARM) for k, number in known.roll.find(keys.values()).items()}
+        return {unit: (known.arms[found[k][0]], found[k][1]) for unit, k in keys.items() if k in found}
+
+    def _roll(self, connection: Connection, trial: str, name: str) -> _Known:
+        known = self._rolls.get((trial, name))
+        if known is None:
+            rows = connection.execute(sa.select(ROLLS).where(ROLLS.c.trial == trial, ROLLS.c.name == name)).all()
+            arms = max((row.arms for row in rows), key=len, default=[])
+            roll = Roll(self._keep, {row.part: bytes(row.value) for row in rows})
+            known = self._rolls[trial, name] = _Known(roll, [_said(arm) for arm in arms])
+        known.used = time.monotonic()
+        return known
 
     def _answer(self, connection: Connection, job: Any, draft: _Draft) -> Any:
         if isinstance(job, _Rewards):
             if job.trial in draft.gone or job.trial in self._forgotten:
                 return [None] * len(job.rewards)
             return self._reward(connection, job.trial, job.rewards, draft)
+        if isinstance(job, _Look):
+            return self._given(connection, job.trial, job.units)
         if isinstance(job, _Forget):
-            for key in [key for key in draft.figures if key[0] == job.trial]:
-                del draft.figures[key]
-            draft.names = {name for name in draft.names if name[0] != job.trial}
-            draft.gone.add(job.trial)
-            connection.execute(sa.delete(FIGURES).where(FIGURES.c.trial == job.trial))
-            return sum(_drop_oldest(connection, table, job.trial, _PIECE) for table in (EXPOSURES, REWARDS))
+            for figures in [figures for figures in draft.figures if figures[0] in job.trials]:
+                del draft.figures[figures]
+            draft.names = {name for name in draft.names if name[0] not in job.trials}
+            draft.gone |= job.trials
+            for roll in [roll for roll in self._rolls if roll[0] in job.trials]:
+                del self._rolls[roll]
+            for table in (FIGURES, ROLLS):
+                connection.execute(sa.delete(table).where(table.c.trial.in_(job.trials)))
         return None
 
     def _reward(
         self, connection: Connection, trial: str, rewards: Sequence[Reward], draft: _Draft
     ) -> list[bool | None]:
-        given = _exposures(connection, trial, {_key(reward.unit) for reward in rewards})
-        calls = {_key(reward.request_id) for reward in rewards if reward.request_id}
-        given |= _exposures(connection, trial + CALLS, calls - given.keys())
-        if any(_key(reward.unit) not in given for reward in rewards):
-            return [False if _key(reward.unit) in given else None for reward in rewards]
-        events = {(reward.metric, _event(reward)) for reward in rewards}
-        counted = {
-            (metric, row.event)
-            for metric in {metric for metric, _ in events}
-            for some in _pieces({event for m, event in events if m == metric})
-            for row in connection.execute(
-                sa.select(REWARDS.c.event).where(
-                    REWARDS.c.trial == trial, REWARDS.c.metric == _text(metric), REWARDS.c.event.in_(some)
-                )
-            )
-        }
+        given = self._given(connection, trial, {reward.unit for reward in rewards})
+        if calls := {reward.request_id for reward in rewards if reward.request_id} - given.keys():
+            given |= self._given(connection, trial + CALLS, calls)
+        if any(reward.unit not in given for reward in rewards):
+            return [False if reward.unit in given else None for reward in rewards]
+        counted = self._roll(connection, trial, _EVENTS).roll
+        events = [
+            key(reward.metric, "id", reward.id) if reward.id else key(reward.metric, "unit", reward.unit)
+            for reward in rewards
+        ]
+        known = counted.find(events)
+        new: dict[int, int] = {}
         answers: list[bool | None] = []
-        new: list[dict[str, Any]] = []
-        now = time.time()
-        for reward in rewards:
-            event = (reward.metric, _event(reward))
-            answers.append(event not in counted)
-            if event in counted:
+        for reward, event in zip(rewards, events):
+            answers.append(event not in known and event not in new)
+            if not answers[-1]:
                 continue
-            counted.add(event)
-            new.append({"trial": trial, "metric": _text(reward.metric), "event": event[1], "time": now})
-            arm, bucket = given[_key(reward.unit)]
+            new[event] = 0
+            arm, bucket = given[reward.unit]
             name = REWARD + reward.metric
             _sum(self._figures_of(draft, trial, arm, name), name, bucket, reward.value)
-        if new:
-            connection.execute(sa.insert(REWARDS), new)
-            more = draft.rewarded.get(trial, 0) + len(new)
-            over = self._rewarded.get(trial, 0) + more - self._keep
-            draft.rewarded[trial] = more - _drop_oldest(connection, REWARDS, trial, over)
+        counted.add(new)
         return answers
 
     def _write(self, connection: Connection, draft: _Draft) -> None:
@@ -338,13 +358,17 @@ class Measurements:
             (trial, arm, name): _packed(draft.figures[trial, arm], name) for trial, arm, name in draft.names
         }
         rows = [
-            {"t": trial, "a": _text(arm), "n": _text(name), "v": value}
+            {"trial": trial, "arm": _text(arm), "name": _text(name), "value": value}
             for (trial, arm, name), value in draft.values.items()
         ]
-        _replace(connection, FIGURES, rows, {"trial": "t", "arm": "a", "name": "n"}, {"value": "v"})
+        _replace(connection, FIGURES, rows)
+        for (trial, name), known in self._rolls.items():
+            row = {"trial": trial, "name": name, "arms": [_text(arm) for arm in known.arms]}
+            parts = [{**row, "part": part, "value": value} for part, value in known.roll.changed.items()]
+            _replace(connection, ROLLS, parts)
+            known.roll.changed.clear()
         now = time.time()
-        numbers = [{"s": source, "n": number, "w": now} for source, number in draft.numbers.items()]
-        _replace(connection, SOURCES, numbers, {"source": "s"}, {"number": "n", "time": "w"})
+        _replace(connection, SOURCES, [{"source": s, "number": n, "time": now} for s, n in draft.numbers.items()])
 
 
 def _sum(figures: ArmFigures, name: str, bucket: int, value: float) -> None:
@@ -388,57 +412,21 @@ def _unpack(figures: ArmFigures, name: str, value: bytes) -> None:
         return
     said = json.loads(value)
     said["latency"] = {int(bin): count for bin, count in said["latency"].items()}
-    for key, count in said.items():
-        setattr(figures, key, count)
+    for field_name, count in said.items():
+        setattr(figures, field_name, count)
 
 
-def _replace(
-    connection: Connection, table: sa.Table, rows: list[dict[str, Any]], key: dict[str, str], values: dict[str, str]
-) -> None:
-    """Rows that are there or are not. ``key`` and ``values``: which column has which of a row's entries."""
-    if rows:
-        where = [table.c[column] == sa.bindparam(entry) for column, entry in key.items()]
-        connection.execute(sa.delete(table).where(*where), rows)
-        both = {**key, **values}
-        connection.execute(sa.insert(table), [{column: row[entry] for column, entry in both.items()} for row in rows])
+def _replace(connection: Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
+    """Rows that are there or are not; one whose value is None shall not be there any more."""
+    if not rows:
+        return
+    same = [column == sa.bindparam(column.name) for column in table.primary_key.columns]
+    connection.execute(sa.delete(table).where(*same), rows)
+    if stay := [row for row in rows if row.get("value", b"") is not None]:
+        connection.execute(sa.insert(table), stay)
 
 
-def _exposures(connection: Connection, trial: str, units: Collection[str]) -> dict[str, tuple[str, int]]:
-    """Those of ``units`` that were given an arm."""
-    what = sa.select(EXPOSURES.c.unit, EXPOSURES.c.arm, EXPOSURES.c.bucket).where(EXPOSURES.c.trial == trial)
-    return {
-        row.unit: (_said(row.arm), row.bucket)
-        for some in _pieces(units)
-        for row in connection.execute(what.where(EXPOSURES.c.unit.in_(some)))
-    }
-
-
-def _drop_oldest(connection: Connection, table: sa.Table, trial: str, count: int) -> int:
-    """Remove up to ``count`` rows of a trial, a piece at a time; how many were."""
-    if count <= 0:
-        return 0
-    key = list(table.primary_key.columns)[1:]
-    oldest = sa.select(*key).where(table.c.trial == trial).order_by(table.c.time).limit(min(count, _PIECE))
-    within = sa.tuple_(*key).in_(oldest) if len(key) > 1 else key[0].in_(oldest)
-    return int(connection.execute(sa.delete(table).where(table.c.trial == trial, within)).rowcount)
-
-
-def _count(connection: Connection, table: sa.Table) -> dict[str, int]:
-    rows = connection.execute(sa.select(table.c.trial, sa.func.count()).group_by(table.c.trial))
-    return {row[0]: row[1] for row in rows}
-
-
-def _pieces(keys: Iterable[str]) -> Iterator[list[str]]:
-    rest = iter(keys)
-    while piece := list(islice(rest, _AT_ONCE)):
-        yield piece
-
-
-def _event(reward: Reward) -> str:
-    return _key(f"id {reward.id}" if reward.id else f"unit {reward.unit}")
-
-
-# Texts. Callers and operators write what they like, and a database refuses some of it.
+# Names. Operators write what they like, and a database refuses some of it.
 
 
 def _text(said: str) -> str:
@@ -447,9 +435,3 @@ def _text(said: str) -> str:
 
 def _said(text: str) -> str:
     return text.encode("ascii").decode("unicode_escape")
-
-
-def _key(said: str) -> str:
-    """What a caller showed, as a key of bounded length."""
-    text = _text(said)
-    return text if len(text) <= _LONGEST else "#" + blake2b(text.encode(), digest_size=16).hexdigest()

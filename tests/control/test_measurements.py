@@ -17,7 +17,7 @@ import pytest
 import sqlalchemy as sa
 
 import serve_app
-from serve_app.control.database import EXPOSURES, FIGURES, REWARDS, SOURCES, Database
+from serve_app.control.database import FIGURES, ROLLS, SOURCES, Database
 from serve_app.control.measurements import Measurements
 from serve_app.control.registry import Registry
 from serve_app.errors import Unavailable
@@ -62,6 +62,13 @@ def run(database: Database, work: Callable[[Measurements], Awaitable[None]], **m
 def rows(database: Database, table: sa.Table) -> int:
     with database.transaction() as connection:
         return connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+
+
+def remembered(database: Database, name: str) -> int:
+    """How many units, or events, all trials remember together."""
+    with database.transaction() as connection:
+        parts = connection.execute(sa.select(ROLLS.c.value).where(ROLLS.c.name == name)).scalars()
+        return sum(len(part) // 12 for part in parts)
 
 
 class TestFigures:
@@ -213,7 +220,7 @@ class TestExposures:
             for n in range(10):
                 await m.put("p", n + 1, Seen({}, units("t", "a", *(f"{n}-{i}" for i in range(10)))))
                 await m.rewards("t", [Reward(1.0, key=f"{n}-{i}", metric="m") for i in range(10)])
-            assert rows(database, EXPOSURES) == rows(database, REWARDS) == 25
+            assert remembered(database, "units") == remembered(database, "events") == 30
             assert m.figures("t")["a"].units == 100
             assert m.figures("t")["a"].sums["reward:m"][3] == (100, 100.0)
             assert await m.exposure("t", "0-0") is None
@@ -221,7 +228,7 @@ class TestExposures:
 
         async def after(m: Measurements) -> None:
             await m.put("q", 1, Seen({}, units("t", "a", "new") + units("other", "a", "new")))
-            assert rows(database, EXPOSURES) == 26
+            assert remembered(database, "units") == 32
             assert await m.exposure("t", "new") == ("a", 3)
 
         run(database, first, keep=25)
@@ -289,7 +296,7 @@ class TestRewards:
             assert figures.sums["reward:m"] == {3: (3, 3.0)}
             await m.forget("t")
             await m.put("p", 2, Seen({}, units("t/calls", "a", "r3")))
-            assert rows(database, EXPOSURES) == 0
+            assert remembered(database, "units") == 0
 
         run(database, work)
 
@@ -321,8 +328,7 @@ class TestRewards:
 
 
 class TestForgetting:
-    def test_everything_of_a_trial_and_of_a_rollouts_steps(self, database: Database, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("serve_app.control.measurements._PIECE", 7)
+    def test_everything_of_a_trial_and_of_a_rollouts_steps(self, database: Database):
         trials = ("e1", "e10", "r1:0", "r1:1")
 
         async def work(m: Measurements) -> None:
@@ -333,12 +339,12 @@ class TestForgetting:
                 await m.forget(gone)
             assert (m.figures("e1"), m.figures_like("r1:")) == ({}, {})
             assert m.figures("e10")["a"].calls == 20
-            assert (rows(database, EXPOSURES), rows(database, REWARDS)) == (20, 0)
+            assert (remembered(database, "units"), remembered(database, "events")) == (20, 0)
             assert await m.reward("e1", "m", "e", "u0", 1.0) is None
             # A process that has not heard of it yet.
             await m.put("p", 2, Seen({"e1": {"a": ArmFigures(1)}}, units("e1", "a", "u0")))
             assert m.figures("e1") == {}
-            assert rows(database, EXPOSURES) == 20
+            assert remembered(database, "units") == 20
             await m.put("p", 3, Seen({"e10": {"a": ArmFigures(1)}}))
             assert m.figures("e10")["a"].calls == 21
 
@@ -395,9 +401,9 @@ def test_a_kill_loses_nothing_that_was_acknowledged_and_nothing_is_stored_in_par
     async def after(m: Measurements) -> None:
         found = m.figures("t")["a"]
         assert last <= found.calls <= last + 1
-        assert found.units == found.calls == rows(database, EXPOSURES)
+        assert found.units == found.calls == remembered(database, "units")
         assert found.sums["latency"] == {1: (found.calls, 2.0 * found.calls)}
-        assert found.sums["reward:m"] == {1: (rows(database, REWARDS), rows(database, REWARDS))}
+        assert found.sums["reward:m"] == {1: (remembered(database, "events"), remembered(database, "events"))}
         # Its processes send again what they know of nobody having heard.
         for number in range(found.calls - 1, found.calls + 1):
             await m.put("p", number, seen(1))

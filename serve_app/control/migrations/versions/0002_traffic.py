@@ -24,21 +24,12 @@ def upgrade() -> None:
         sa.Column("value", sa.LargeBinary, nullable=False),
     )
     op.create_table(
-        "torchrelay_exposures",
+        "torchrelay_rolls",
         sa.Column("trial", sa.Text, primary_key=True),
-        sa.Column("unit", sa.Text, primary_key=True),
-        sa.Column("arm", sa.Text, nullable=False),
-        sa.Column("bucket", sa.Integer, nullable=False),
-        sa.Column("time", sa.Float, nullable=False),
-        sa.Index("torchrelay_exposures_by_time", "trial", "time"),
-    )
-    op.create_table(
-        "torchrelay_rewards",
-        sa.Column("trial", sa.Text, primary_key=True),
-        sa.Column("metric", sa.Text, primary_key=True),
-        sa.Column("event", sa.Text, primary_key=True),
-        sa.Column("time", sa.Float, nullable=False),
-        sa.Index("torchrelay_rewards_by_time", "trial", "time"),
+        sa.Column("name", sa.Text, primary_key=True),
+        sa.Column("part", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("arms", sa.JSON, nullable=False),
+        sa.Column("value", sa.LargeBinary, nullable=False),
     )
     op.create_table(
         "torchrelay_sources",
@@ -63,7 +54,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    for name in ("disagreements", "comparisons", "sources", "rewards", "exposures", "figures", "rollouts", "experiments"):
+    for name in ("disagreements", "comparisons", "sources", "rolls", "figures", "rollouts", "experiments"):
         op.drop_table(f"torchrelay_{name}")
     with op.batch_alter_table("torchrelay_models") as models:
         models.drop_column("declared")
