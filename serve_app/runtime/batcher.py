@@ -274,7 +274,8 @@ class Batcher:
     async def close(self) -> None:
         """Take no more rows, answer those that were taken, then end the author's thread."""
         self._refusal = self._refusal or "its replica is stopping"
-        for row in self._queue.take_shadows(len(self._queue.shadows)):
+        while self._queue.shadows:
+            row = self._queue.shadows.popleft()
             row.settle(Loading(self._ref.name, row.call.version, self._refusal))
         if self._flight or self._queue.live:
             self._drained = self._drained or asyncio.Event()

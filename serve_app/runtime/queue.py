@@ -122,6 +122,9 @@ class Queue(Generic[R]):
 
     def mixed(self) -> bool:
         """Whether rows of more kinds than one wait, as far as heads and tails tell."""
+        normal = self._normal
+        if len(normal) == self.live:
+            return normal[0].call.kind != normal[-1].call.kind
         kind = self.first().call.kind
         return any(q and (q[0].call.kind != kind or q[-1].call.kind != kind) for q in self._by_priority.values())
 

@@ -456,7 +456,8 @@ async def test_shadows_have_a_bound_of_their_own_and_leave_by_their_deadline_or_
     first = submitted(made, "a")
     await model.began.get()
     late = submitted(made, prioritized("late", "shadow", deadline=time.time() + 0.02))
-    shadows = submitted(made, *(prioritized(str(i), "shadow") for i in range(15)))
+    shadows = submitted(made, *(prioritized(str(i), "shadow") for i in range(14)))
+    shadows += submitted(made, prioritized("another kind", "shadow", kind="explain"))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match='Model "m"') as caught:
         await made.submit(prioritized("one too many", "shadow"))
