@@ -73,6 +73,8 @@ class Keeper(Protocol):
 
     async def stop_experiment(self, id: str, within: tuple[str, ...]) -> Said: ...
 
+    async def forget_experiment(self, id: str, within: tuple[str, ...]) -> None: ...
+
     async def reward(self, id: str, rewards: list[Reward], within: tuple[str, ...]) -> Said: ...
 
     async def begin_rollout(self, model: str, plan: Plan) -> Said: ...
@@ -220,6 +222,10 @@ class ControlPlane:
     async def stop_experiment(self, id: str, within: tuple[str, ...] = ("*",)) -> Said:
         """The model's policy deals its calls out again; what was measured stays. Raises as ``experiment`` does."""
         return await self._keeper.stop_experiment(id, within)
+
+    async def forget_experiment(self, id: str, within: tuple[str, ...] = ("*",)) -> None:
+        """Drop an experiment that was stopped, with what was measured. Raises as ``experiment`` does, and InUse."""
+        await self._keeper.forget_experiment(id, within)
 
     async def reward(self, id: str, document: Any, within: tuple[str, ...] = ("*",)) -> Said:
         """Count rewards, each once however often it is posted; all of them, or none where one is wrong.

@@ -106,6 +106,13 @@ def stop(context: typer.Context, id: Id) -> None:
 
 
 @experiment_app.command()
+def forget(context: typer.Context, id: Id) -> None:
+    """Drop an experiment that was stopped, with everything that was measured."""
+    with Talk(*context.obj) as client:
+        console.print(client.forget_experiment(id), highlight=False)
+
+
+@experiment_app.command()
 def reward(
     context: typer.Context,
     id: Id,

@@ -244,17 +244,9 @@ def begin_experiment(registry: Registry, experiment: Experiment) -> Registry:
                 f"Version {version} of model {experiment.model} has no workers, so its arm's calls would all fail; "
                 f"give it some first: PUT /models/{experiment.model}/{version}?min_worker=1&synchronous=true"
             )
-    if (other := experiment_of(registry, experiment.model)) is not None:
-        raise InUse(
-            f"Model {experiment.model} is in the experiment {other.name!r} already; "
-            f"stop that first: DELETE /experiments/{other.id}"
-        )
-    rollout = registry.rollouts.get(experiment.model)
-    if rollout is not None and rollout.under_way:
-        raise InUse(
-            f"A rollout of version {rollout.plan.to} of model {experiment.model} is under way; wait for its end, "
-            f"or end it: POST /models/{experiment.model}/rollout/abort"
-        )
+    name, other = experiment.model, experiment_of(registry, experiment.model)
+    if claim := claims.on_model(name, other, registry.rollouts.get(name)):
+        raise InUse(f"The experiment {experiment.name!r} of model {name} cannot begin: {claim}")
     return replace(registry, experiments={**registry.experiments, experiment.id: experiment})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,12 +17,14 @@ from serve_app.control.measurements import Measurements
 from serve_app.control.registry import Registry
 from serve_app.control.statistics import Groups
 from serve_app.deployments.ledger import Ledger
-from serve_app.errors import BadRequest, NotYet, UnknownUnit, WrongModel
+from serve_app.errors import BadRequest, NotYet, Unavailable, UnknownUnit, WrongModel
 from serve_app.experiment import Experiment, Metric, Reward
 from serve_app.telemetry.observations import ERROR_RATE, LATENCY, OUTPUT, REWARD, UNITS, ArmFigures
 from serve_app.types import matches
 
 Said = dict[str, Any]
+
+_PERIOD = 60.0  # seconds
 
 
 class Experiments:
@@ -30,6 +33,18 @@ class Experiments:
     def __init__(self, ledger: Ledger, measured: Measurements) -> None:
         self._ledger = ledger
         self._measured = measured
+
+    async def run(self) -> None:
+        """Now and then, drop what was measured of experiments that are gone: they went with their model."""
+        while True:
+            await self.tidy()
+            await asyncio.sleep(_PERIOD)
+
+    async def tidy(self) -> None:
+        for trial in self._measured.trials:
+            if ":" not in trial and trial not in self._ledger.registry.experiments:  # a rollout's have one in it
+                with contextlib.suppress(Unavailable):  # the next time, then
+                    await self._measured.forget(trial)
 
     async def begin_experiment(self, experiment: Experiment) -> Said:
         begun = replace(experiment, id=secrets.token_hex(5), began=time.time())
@@ -42,6 +57,12 @@ class Experiments:
         async with self._ledger.writing:
             late = await self._commit(change.stop_experiment(self._ledger.registry, id, time.time()))
         return await self._known(self._find(id, within)) | late
+
+    async def forget_experiment(self, id: str, within: tuple[str, ...]) -> None:
+        self._find(id, within)
+        async with self._ledger.writing:
+            await self._commit(change.forget_experiment(self._ledger.registry, id))
+        await self.tidy()
 
     async def _commit(self, after: Registry) -> Said:
         """Put a change in force; what is to be said where that is not so everywhere yet."""

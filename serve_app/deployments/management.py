@@ -120,7 +120,7 @@ class Management:
             self._listeners.append(listener)
         self._machine = system.collect(self._meters.torchserve, settings)
         boot = self._registrar.boot(partial(policies.declare, settings.control.traffic))
-        owners = (boot, rounds.run(), rollouts.run(), self._shadows.run())
+        owners = (boot, rounds.run(), rollouts.run(), experiments.run(), self._shadows.run())
         self._tasks += [asyncio.create_task(owner) for owner in owners]
 
     async def _make_keys(self, inference_hosts: list[str]) -> Keys | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import parse_qs
 
 from serve_app.controlplane import ControlPlane
 from serve_app.doors import auth, documents
@@ -25,7 +26,7 @@ async def of_model(exchange: Exchange, control: ControlPlane, model: str, limit:
 async def by_id(exchange: Exchange, control: ControlPlane, rest: list[str], limit: int) -> None:
     """``/experiments``: GET lists those of every model that the request's key is for.
 
-    ``/experiments/{id}``: GET says what is known by now, DELETE stops it.
+    ``/experiments/{id}``: GET says what is known by now, DELETE stops it, and with ``forget=true`` drops it afterwards.
     ``/experiments/{id}/events``: POST says what became of calls that it has dealt out.
     """
     within = auth.within(exchange)
@@ -34,6 +35,9 @@ async def by_id(exchange: Exchange, control: ControlPlane, rest: list[str], limi
             said: Any = {"experiments": await control.experiments(within=within)}
         case ["GET", id]:
             said = await control.experiment(id, within)
+        case ["DELETE", id] if _forget(exchange):
+            await control.forget_experiment(id, within)
+            said = {"status": f'Experiment "{id}" forgotten'}
         case ["DELETE", id]:
             said = await control.stop_experiment(id, within)
         case ["POST", id, "events"]:
@@ -43,3 +47,8 @@ async def by_id(exchange: Exchange, control: ControlPlane, rest: list[str], limi
         case _:
             raise ResourceNotFound()
     await reply_json(exchange, said)
+
+
+def _forget(exchange: Exchange) -> bool:
+    query = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"))
+    return query.get("forget", [""])[-1].lower() == "true"

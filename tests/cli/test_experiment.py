@@ -63,6 +63,8 @@ class Told:
             return 200, {"counted": len(document), "repeated": 1}
         if method == "GET" and path.endswith("/experiments"):
             return 200, {"experiments": [BRIEF]}
+        if path.endswith("?forget=true"):
+            return 200, {"status": "gone"}
         if method == "DELETE":
             self.states = ["stopped"]
         state = self.states[0] if len(self.states) == 1 else self.states.pop(0)
@@ -182,6 +184,11 @@ def test_stop(command: Command, told: Told) -> None:
     done = command("stop", "e1")
     assert told.asked[0][:2] == ("DELETE", "/experiments/e1")
     assert "m, stopped 2023-11-1" in done.stdout
+
+
+def test_forget(command: Command, told: Told) -> None:
+    assert command("forget", "e1").stdout == "gone\n"
+    assert told.asked[0][:2] == ("DELETE", "/experiments/e1?forget=true")
 
 
 def test_a_reward(command: Command, told: Told) -> None:

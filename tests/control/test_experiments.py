@@ -11,6 +11,7 @@ from serve_app.control.registry import (
     begin_experiment,
     experiment_of,
     find_experiment,
+    forget_experiment,
     register,
     scale,
     stop_experiment,
@@ -50,16 +51,25 @@ def test_it_deals_out_its_models_calls_until_it_is_stopped(models: Registry) -> 
 
 def test_one_at_a_time(models: Registry) -> None:
     begun = begin_experiment(models, EXPERIMENT)
-    with pytest.raises(InUse, match="in the experiment 'first' already; stop that first: DELETE /experiments/e1"):
+    with pytest.raises(InUse, match=r"cannot begin: the experiment 'first' is running; .* DELETE /experiments/e1"):
         begin_experiment(begun, replace(EXPERIMENT, id="e2"))
     of_another = replace(EXPERIMENT, id="e2", model="n", arms={"a": Arm("1.0", 5000), "b": Arm("1.0", 5000)})
     assert experiment_of(begin_experiment(begun, of_another), "n") == of_another
 
 
+def test_one_that_is_over_can_be_forgotten(models: Registry) -> None:
+    begun = begin_experiment(models, EXPERIMENT)
+    with pytest.raises(InUse, match="'first' is running; stop it first: DELETE /experiments/e1"):
+        forget_experiment(begun, "e1")
+    assert forget_experiment(stop_experiment(begun, "e1", 2.0), "e1") == models
+    with pytest.raises(ExperimentNotFound):
+        forget_experiment(models, "e1")
+
+
 @pytest.mark.parametrize("state", ["starting", "running", "paused"])
 def test_not_beside_a_rollout(models: Registry, state: str) -> None:
     rolling = replace(models, rollouts={"m": Rollout(Plan("2.0"), "r1", "m", "1.0", state, 1.0)})
-    with pytest.raises(InUse, match=r"rollout of version 2\.0 of model m is under way.*POST /models/m/rollout/abort"):
+    with pytest.raises(InUse, match=r"rollout of version 2\.0 is under way.*POST /models/m/rollout/abort"):
         begin_experiment(rolling, EXPERIMENT)
 
 

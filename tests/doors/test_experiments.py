@@ -18,12 +18,15 @@ from serve_app.control.database import Database
 from serve_app.control.measurements import Measurements
 from serve_app.control.registry import Registry
 from serve_app.control.vitals import Vitals
+from serve_app.controlplane import Keeper
 from serve_app.deployments.experiments import Experiments
 from serve_app.deployments.ledger import Ledger
+from serve_app.errors import InUse
 from serve_app.telemetry.metrics import Sum
 from serve_app.telemetry.observations import Observations
 from serve_app.types import Access, Call, Grant, ModelSpec, Reply, Right
 
+QUESTIONS = {name for name in vars(Keeper) if not name.startswith("_")}
 MODELS = (("m", "1.0"), ("m", "2.0"), ("m", "3.0"), ("team-a", "1.0"))
 DOCUMENT = {
     "name": "new ranking",
@@ -66,10 +69,12 @@ class Cluster:
         self.measured = Measurements(self.database, patience=0.3)
         self.board = Board(Sum())
 
-        async def alive() -> set[str]:
-            return set()
+        self.alive: set[str] = set()
 
-        self.ledger = Ledger(self.database, registry, self.board, Vitals(), None, alive, lambda: None, 1.0)
+        async def alive() -> set[str]:
+            return self.alive
+
+        self.ledger = Ledger(self.database, registry, self.board, Vitals(), None, alive, lambda: None, 0.05)
         self.ledger.publish()
         self.owner = Experiments(self.ledger, self.measured)
         self.door(None)
@@ -77,7 +82,7 @@ class Cluster:
     def door(self, access: Access | None) -> None:
         app = self._management(access=access)
         app.loop = self.loop
-        for question in ("begin_experiment", "experiments", "experiment", "stop_experiment", "reward"):
+        for question in QUESTIONS & set(vars(Experiments)):
             setattr(app.shelf, question, getattr(self.owner, question))
         self._app = app
 
@@ -377,6 +382,48 @@ def test_another_management_goes_on_where_the_last_one_was(cluster: Cluster) -> 
     assert sum(arm["calls"] for arm in after.values()) == 200
 
 
+def test_what_was_measured_can_be_forgotten(cluster: Cluster) -> None:
+    id = cluster.begin(ONE_REWARD)
+    cluster.call("r0", "ann")
+    cluster.tell()
+    path = f"/experiments/{id}?forget=true"
+    refused(cluster.ask("DELETE", path), 409, "ConflictStatusException", "is running; stop it first")
+    cluster.ask("DELETE", f"/experiments/{id}")
+    assert cluster.ask("DELETE", path) == (200, {"status": f'Experiment "{id}" forgotten'})
+    assert cluster.ask("GET", f"/experiments/{id}")[0] == 404
+    assert cluster.ask("GET", "/experiments") == (200, {"experiments": []})
+    assert cluster.measured.figures(id) == {}
+
+
+def test_with_its_model_an_experiment_goes_and_what_it_measured(cluster: Cluster) -> None:
+    arms = {n: {"version": "1.0", "weight": 5000} for n in "ab"}
+    of_team, id = cluster.begin({**DOCUMENT, "arms": arms}, "team-a"), cluster.begin(ONE_REWARD)
+    cluster.call("r0", "ann")
+    cluster.tell()
+    with pytest.raises(InUse, match=f"'new ranking' is running; stop it first: DELETE /experiments/{of_team}"):
+        change.unregister(cluster.ledger.registry, "team-a", None)
+    cluster.ask("DELETE", f"/experiments/{id}")
+    without = cluster.ledger.registry
+    for version in ("2.0", "3.0", "1.0"):
+        without, _ = change.unregister(without, "m", version)
+    cluster.loop.run_until_complete(cluster.ledger.commit(without))
+    assert cluster.measured.trials == {id}
+    cluster.loop.run_until_complete(cluster.owner.tidy())
+    assert cluster.measured.trials == set()
+    assert cluster.ask("GET", f"/experiments/{id}")[0] == 404
+    assert cluster.known(of_team)["state"] == "running"
+
+
+def test_who_has_not_heard_of_it_yet_is_said(cluster: Cluster) -> None:
+    cluster.alive = {"slow"}
+    cluster.loop.run_until_complete(cluster.board.poll("slow", 0, None))
+    status, said = cluster.ask("POST", "/models/m/experiments", DOCUMENT)
+    assert (status, said["state"]) == (200, "running")
+    assert said["status"] == "Stored, and not yet in force at 1 of the replicas that run."
+    status, said = cluster.ask("DELETE", f"/experiments/{said['id']}")
+    assert (status, said["state"], "not yet in force" in said["status"]) == (200, "stopped", True)
+
+
 def test_other_methods_and_paths(cluster: Cluster) -> None:
     for method, path in (
         ("PUT", "/models/m/experiments"),
@@ -436,6 +483,7 @@ def test_what_a_key_is_for(cluster: Cluster) -> None:
     for key in ("infer", "observe_team", "manage_team"):
         denied(ask("GET", f"/experiments/{id}", key))
         denied(ask("DELETE", f"/experiments/{id}", key))
+        denied(ask("DELETE", f"/experiments/{id}?forget=true", key))
         denied(ask("GET", "/models/m/experiments", key))
         denied(ask("POST", "/models/m/experiments", key, DOCUMENT))
     denied(ask("DELETE", f"/experiments/{id}", "observe"))
