@@ -27,17 +27,18 @@ def versions(client: Client) -> Table:
     for model in client.models():
         for version in client.describe(model["modelName"]):
             running = sum(worker["status"] == "READY" for worker in version["workers"])
-            wanted = version["minWorkers"]
+            wanted, most = version["minWorkers"], version["maxWorkers"]
             failed = version.get("lastError")
-            if wanted == 0:
+            if wanted == most == 0:
                 state = "no workers"
             elif failed and not running:
                 state = "[red]failed"
+            elif not wanted and not running:
+                state = "[green]idle"
             else:
                 state = "[green]ready" if running >= wanted else "[yellow]loading"
-            table.add_row(
-                model["modelName"], version["modelVersion"], f"{running} of {wanted}", state, version["modelUrl"]
-            )
+            count = f"{running} of {wanted}" + (f" to {most}" if most > wanted else "")
+            table.add_row(model["modelName"], version["modelVersion"], count, state, version["modelUrl"])
             if failed and running < wanted:
                 table.add_row("", "", "", Text(failed.strip().splitlines()[-1], style="red"), "")
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -19,6 +20,7 @@ from serve_app.dataplane import DataPlane, TableReader
 from serve_app.deployments import error_page
 from serve_app.deployments.hop import HopServer, socket_path
 from serve_app.deployments.link import Link
+from serve_app.deployments.options import grace
 from serve_app.deployments.ray_batcher import RayBatcher
 from serve_app.deployments.remote import Remotes
 from serve_app.doors import middleware
@@ -42,7 +44,8 @@ from serve_app.types import Call, Chunk, ModelSpec, Reply, ReplyStream, Stage
 
 log = logging.getLogger("torchrelay.model")
 
-_FAREWELL = 0.3  # seconds that the answers of a hung replica get to leave before its process ends
+_FAREWELL = 0.3  # seconds that the last answers of a replica get to leave before its process ends
+_LEAVING = 4.0  # seconds of a replica's grace that its other steps need
 _EXIT_HUNG = 70
 _PIECE = 4 << 20  # bytes of an archive that come from Management at a time
 
@@ -278,8 +281,16 @@ class ModelReplica:
         if self._hung:
             raise RuntimeError("the handler hangs")
 
+    async def _finish(self) -> None:
+        """Answer what came over the short hop, of which Ray Serve does not know; what still comes goes elsewhere."""
+        if not self._hung and self._batcher.ongoing:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._batcher.close(), grace(self._spec) - _LEAVING)
+            await asyncio.sleep(_FAREWELL)
+
     async def __del__(self) -> None:
         self._words.close()
+        await self._finish()
         self._hops.close()
         await self._mirror.close()
         await self._link.leave()

@@ -97,6 +97,11 @@ def ongoing(spec: ModelSpec) -> int:
     return spec.max_ongoing_requests or spec.job_queue_size + 2 * spec.batch_size + 32
 
 
+def grace(spec: ModelSpec) -> float:
+    """Seconds in which a replica that stops may finish what it has: any call, where replicas leave by themselves."""
+    return max(10.0, spec.response_timeout + 5.0) if spec.scaling is not None else 10.0
+
+
 # What all of our deployments have in common: they are looked at often, and stop soon.
 _COMMON: dict[str, Any] = {
     "health_check_period_s": 2,
@@ -118,10 +123,11 @@ def model_app(
     from serve_app.deployments.model import ModelReplica
 
     number = {"num_replicas": spec.min_workers} if scaling is None else {"autoscaling_config": dict(scaling)}
+    common = {**_COMMON, "graceful_shutdown_timeout_s": grace(spec)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s, which nothing replaces yet
         deployment = ModelReplica.options(
-            **_COMMON,
+            **common,
             **number,
             name=spec.ref.app,
             max_ongoing_requests=ongoing(spec),

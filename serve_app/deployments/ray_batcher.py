@@ -62,6 +62,10 @@ class RayBatcher:
         """The seconds, from 1, in which the rows that are here now will have been answered."""
         return self._batcher.in_turn(self._waiting)
 
+    async def close(self) -> None:
+        """Take no more rows, and answer those that our batcher has."""
+        await self._batcher.close()
+
     async def submit(self, call: Call) -> Reply | ReplyStream:
         if call.priority == "shadow":
             return await self._batcher.submit(call)

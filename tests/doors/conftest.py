@@ -192,6 +192,8 @@ class Shelf:
         self.said: Any = None  # what handlers say of themselves
         self.fails: Exception | None = None
         self.state: str = "done"
+        self.between: tuple[int, int] | None = None  # autoscaling begins
+        self.was_between: tuple[int, int] | None = None  # autoscaling ends
         self.admission: Admission | None = None
         self.asked: list[tuple] = []
 
@@ -235,10 +237,13 @@ class Shelf:
         self.defaults.setdefault(name, version)
         return progress
 
-    async def scale(self, model: str, version: str | None, low: int, high: int, wait: bool) -> Progress:
-        self.asked.append(("scale", model, version, low, high, wait))
+    async def scale(
+        self, model: str, version: str | None, low: int | None, high: int | None, wait: bool, *scaling: Any
+    ) -> Progress:
+        self.asked.append(("scale", model, version, low, high, wait, *scaling))
         spec = self._spec(model, version)
-        return self._under_way(spec.ref, low, wait)
+        low, high = spec.min_workers if low is None else low, spec.max_workers if high is None else high
+        return replace(self._under_way(spec.ref, low, wait), between=self.between, was_between=self.was_between)
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         if version not in self.specs.get(model, {version: None}):

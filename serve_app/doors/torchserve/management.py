@@ -86,13 +86,13 @@ class ManagementDoor:
                 await experiments.of_model(exchange, self._control, model, self._limit)
             case ["experiments", *rest]:
                 await experiments.by_id(exchange, self._control, rest, self._limit)
+            case ["models", model, "rollout", *verb]:
+                await rollout.answer(exchange, self._control, model, verb, self._limit)
             case ["models", model, "shadow"]:
                 await shadow.answer(exchange, self._control, model)
             case ["models", model, "traffic"]:
                 await traffic.answer(exchange, self._control, model, self._limit)
             case ["models", model, version]:
-            case ["models", model, "rollout", *verb]:
-                await rollout.answer(exchange, self._control, model, verb, self._limit)
                 await self._model(exchange, model, version)
             case ["models", model, version, "set-default"]:
                 if method == "PUT":

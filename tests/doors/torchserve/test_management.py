@@ -532,3 +532,49 @@ def test_the_ref_of_a_progress_is_what_is_said(management) -> None:
         'Model "m" Version: 3.5 registered with 1 initial workers'
     )
     assert app.shelf.specs["m"]["3.5"].ref == ModelRef("m", "3.5")
+
+
+def test_two_numbers_of_workers_are_told_how_to_follow_the_load(management) -> None:
+    app = management()
+    app.shelf.put(spec(min_workers=1, max_workers=1))
+    app.shelf.between = (1, 4)
+    more = "upscale_delay_s=0.5&autoscaling_policy=latency&target_p95_ms=80&unknown=1"
+    begun = "autoscaling holds between 1 and 4 workers from now on"
+    answer = app("PUT", f"/models/noop?min_worker=1&max_worker=4&synchronous=true&{more}")
+    assert said(answer) == (200, f"Workers scaled to 1 for model: noop; {begun}")
+    asked = {"upscale_delay_s": "0.5", "policy": "latency", "target_p95_ms": "80"}
+    assert app.shelf.asked.pop() == ("scale", "noop", None, 1, 4, True, asked)
+    body = b'{"min_worker": 1, "max_worker": 4, "target_ongoing_requests": 2.5}'
+    answer = app("PUT", "/models/noop/1.11", body, {"Content-Type": "application/json"})
+    assert said(answer) == (202, f"Processing worker updates...; {begun}")
+    assert app.shelf.asked.pop() == ("scale", "noop", "1.11", 1, 4, False, {"target_ongoing_requests": "2.5"})
+    # Without a word on how many: as many as before.
+    answer = app("PUT", "/models/noop?downscale_delay_s=9&synchronous=true")
+    assert said(answer) == (200, f"Workers scaled to 1 for model: noop; {begun}")
+    assert app.shelf.asked.pop() == ("scale", "noop", None, None, None, True, {"downscale_delay_s": "9"})
+
+
+def test_a_number_of_workers_says_what_it_ends(management) -> None:
+    app = management()
+    app.shelf.put(spec(min_workers=1, max_workers=4))
+    app.shelf.was_between = (1, 4)
+    sentence = "Workers scaled to 2 for model: noop; autoscaling between 1 and 4 workers is off from now on"
+    assert said(app("PUT", "/models/noop?min_worker=2&synchronous=true")) == (200, sentence)
+
+
+def test_autoscaling_is_shown_where_it_holds(management) -> None:
+    app = management()
+    app.shelf.put(spec(min_workers=0, max_workers=4, batch_size=8), phase="idle")
+    [shown] = json.loads(app("GET", "/models/noop").body)
+    assert (shown["minWorkers"], shown["maxWorkers"], shown["workers"]) == (0, 4, [])
+    assert shown["autoscaling"] == {
+        "policy": "requests",
+        "target_ongoing_requests": 16.0,
+        "upscale_delay_s": 3.0,
+        "downscale_delay_s": 60.0,
+        "downscale_to_zero_delay_s": 300.0,
+        "look_back_period_s": 10.0,
+    }
+    assert json.loads(app("GET", "/v1/models/noop").body) == {"name": "noop", "ready": True}
+    app.shelf.put(spec(version="2.0", min_workers=4, max_workers=4))
+    assert "autoscaling" not in json.loads(app("GET", "/models/noop/2.0").body)[0]
