@@ -229,5 +229,6 @@ class Management:
         if self._tasks:
             self._registrar.close()
             await self._shadows.close()
+            await self._measurements.close()
         for listener in self._listeners:
             await listener.close()
