@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from serve_app import documents
-from serve_app.errors import BadRequest
+from serve_app.errors import BadRequest, ConfigurationError
 from serve_app.policy import WHOLE, Allocation, Key, Policy, Shadow, allocate, read, write
+from serve_app.settings import load
 
 HALVES = {"1.0": 5000, "2.0": 5000}
 
@@ -122,6 +123,26 @@ class TestRead:
         with pytest.raises(BadRequest) as caught:
             read(document)
         assert said in str(caught.value)
+
+
+class TestInTheSettings:
+    def test_a_policy_by_model(self):
+        said = {"m": {"versions": HALVES}, "n": {"labels": {"canary": "2.0"}}}
+        assert load({"control": {"traffic": said}}).control.traffic == said
+
+    @pytest.mark.parametrize(
+        ("said", "message"),
+        [
+            ({"m": {"versions": {"1.0": 1}}}, "app.yaml: control.traffic.m: Traffic policy: versions (1.0: 1) sum"),
+            ({"m": {"polcy": "default"}}, "control.traffic.m: Traffic policy: unknown key 'polcy'; did you mean"),
+            ({"m": {"versions": {1.0: WHOLE}}}, "versions.1.0: Input should be a valid string; put it in quotes"),
+            ({"m": []}, "control.traffic.m: Input should be a valid dictionary"),
+        ],
+    )
+    def test_a_wrong_one_stops_the_start_with_its_place(self, said, message):
+        with pytest.raises(ConfigurationError) as caught:
+            load({"control": {"traffic": said}}, "app.yaml")
+        assert message in str(caught.value)
 
 
 def test_a_policy_names_versions() -> None:
