@@ -30,6 +30,7 @@ from serve_app.runtime.author import Author
 from serve_app.runtime.batcher import Batcher
 from serve_app.runtime.concurrent import ConcurrentBatcher
 from serve_app.runtime.environments import Environments
+from serve_app.runtime.quota import Quota
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.shadow.mirror import Mirror
@@ -40,7 +41,7 @@ from serve_app.telemetry.last_words import LastWords
 from serve_app.telemetry.load import Load
 from serve_app.telemetry.logs import Speaker
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Chunk, ModelSpec, Reply, ReplyStream, Stage
+from serve_app.types import Call, Chunk, ModelSpec, Reply, ReplyStream, Stage, Table
 
 log = logging.getLogger("torchrelay.model")
 
@@ -53,8 +54,8 @@ _PIECE = 4 << 20  # bytes of an archive that come from Management at a time
 class LocalTarget:
     """The model in this process, as the data plane calls it."""
 
-    def __init__(self, batcher: Any) -> None:
-        self.infer = batcher.submit
+    def __init__(self, quota: Quota) -> None:
+        self.infer = quota.submit
 
 
 @serve.deployment
@@ -81,7 +82,7 @@ class ModelReplica:
 
     async def _start(self, replica: str) -> None:
         spec, settings = self._spec, self._settings
-        reader = TableReader()
+        reader = TableReader(on_table=self._allot)
         self._link = Link(reader, self._meters)
         await asyncio.to_thread(error_page.put_up, ray.get_runtime_context().get_node_id())
         await self._tell_of_the_dead(replica)
@@ -98,19 +99,27 @@ class ModelReplica:
         worker = f"W-{replica}-{spec.name}_{spec.version}"
         load_time = self._meters.torchserve.child("WorkerLoadTime", worker, "Host")
         load_time.record(round((time.monotonic() - began) * 1000))
-        local = (spec.ref, LocalTarget(self._batcher))
+        self._quota = Quota(self._batcher, spec.ref)
+        local = (spec.ref, LocalTarget(self._quota))
         remotes = Remotes(reader, settings)
         self._mirror = Mirror(lambda: reader.table, remotes, self._meters)
         self._plane = DataPlane(reader, self._meters, remotes, local, wake=remotes.wake, mirror=self._mirror)
         self._link.observed["trials"] = self._plane.observations.take
         self._link.observed["shadow"] = self._mirror.take
         self._access = access_log.access(settings)
-        self._hops = HopServer(self._batcher.enqueue)
+        self._hops = HopServer(self._quota.enqueue)
         await self._hops.open(socket_path(replica))
         self._link.refresh = lambda: self._meters.depth(spec.name, spec.version, self._batcher.pending)
         self._machine = system.collect(self._meters.torchserve, settings)
         self._link.start()
         await self._link.first_table(timeout=30)
+
+    def _allot(self, table: Table) -> None:
+        """Take this replica's share of the calls that its version answers at once."""
+        model = table.models.get(self._spec.name)
+        row = model.versions.get(self._spec.version) if model is not None else None
+        if row is not None:
+            self._quota.allot(row.max_concurrent_requests, row.replicas)
 
     async def _tell_of_the_dead(self, replica: str) -> None:
         """Management sees why replicas of its own node died; of those on other nodes the next one there tells it."""
@@ -241,13 +250,17 @@ class ModelReplica:
 
     async def infer(self, sent: bytes) -> bytes:
         """The hop: pickled calls from another process; for each a Reply, a RelayError, or the chunks of its stream."""
-        answers = await self._batcher.submit_all(pickle.loads(sent))
-        for i, answer in enumerate(answers):
-            if isinstance(answer, ReplyStream):
+        answers = await self._quota.submit_all(pickle.loads(sent))
+        streams = [(i, answer) for i, answer in enumerate(answers) if isinstance(answer, ReplyStream)]
+        try:
+            for i, stream in streams:
                 try:
-                    answers[i] = [chunk async for chunk in _chunks(answer)]
+                    answers[i] = [chunk async for chunk in _chunks(stream)]
                 except RelayError as error:
                     answers[i] = error
+        finally:
+            for _, stream in streams:
+                await stream.aclose()
         return pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
 
     async def stream(self, call: Call) -> AsyncIterator[Chunk | RelayError]:
@@ -256,7 +269,7 @@ class ModelReplica:
         An error is an item: raised, Ray would log its traceback as a fault of ours.
         """
         try:
-            reply = await self._batcher.submit(call)
+            reply = await self._quota.submit(call)
         except RelayError as error:
             yield error
             return

@@ -21,7 +21,16 @@ MANAGEMENT = "Management"
 # What a running replica takes over without a restart; it travels in user_config.
 TUNABLE = ("batch_size", "max_batch_delay", "response_timeout", "client_timeout", "job_queue_size", "retries")
 # What no replica ever sees.
-_OUTSIDE = ("min_workers", "max_workers", "autoscaling", "url", "archive", "loaded_at_startup", "max_retry_timeout")
+_OUTSIDE = (
+    "min_workers",
+    "max_workers",
+    "autoscaling",
+    "url",
+    "archive",
+    "loaded_at_startup",
+    "max_retry_timeout",
+    "max_concurrent_requests",  # the table says it to everybody
+)
 # Settings that only Management and the gateway read: another key must not restart every model.
 _MANAGEMENTS = ("auth", "management")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -145,3 +147,62 @@ def test_the_headers_of_cors_are_on_every_port(far: Server) -> None:
 
 def test_rows_of_a_dead_replica_go_to_another_through_handles_too(far: Server, tmp_path: Path) -> None:
     rows_outlive_their_replica(far, tmp_path)
+
+
+GATED = """
+import os, time
+def handle(data, context):
+    if data is None:
+        return None
+    word, _, gate = data[0]["body"].decode().partition(" ")
+    with open(LOG, "a") as log:
+        print(word, file=log)
+    while gate and not os.path.exists(gate):
+        time.sleep(0.005)
+    return [word]
+"""
+
+
+def test_who_leaves_frees_its_place_on_the_way_to_another_machine(far: Server, tmp_path: Path) -> None:
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    archive = make_archive(tmp_path, "gated", GATED.replace("LOG", repr(str(log))), config={"jobQueueSize": 1})
+    assert far.register(archive).status_code == 200
+    url = f"{far.url}/%70redictions/gated"
+    assert httpx.post(url, content=b"first", timeout=30).text == "first"  # it does not stream: rows travel together
+
+    def leave(body: bytes) -> str:
+        """Wait for half a second only; a refusal may come before that.
+
+        All in one packet: HAProxy 2.8 does not see who leaves where the body came after the head.
+        """
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=0.5) as caller:
+            path, size = httpx.URL(url).raw_path.decode(), len(body)
+            caller.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode() + body)
+            try:
+                said = caller.recv(10_000).decode()
+            except TimeoutError:
+                return "left"
+            assert "retry-after: " in said
+            return said.partition("x-torchrelay-reason: ")[2].split()[0]
+
+    def depth() -> float:
+        return far.metric("torchrelay_queue_depth", model="gated")
+
+    with ThreadPoolExecutor() as pool:
+        try:
+            runs = pool.submit(httpx.post, url, content=f"runs {gate}".encode(), timeout=30)
+            far.wait(lambda: log.read_text().split()[-1] == "runs", what="the first row")
+            assert leave(b"in the replica's queue") == "left"
+            far.wait(lambda: depth() == 0, what="the replica to hear that a hop is not wanted any more")
+            waits = pool.submit(httpx.post, url, content=b"waits", timeout=30)
+            far.wait(lambda: depth() == 1, what="a row in the replica's queue")
+            # Both hops are under way; one row may wait for them, in the gateway.
+            assert sorted(pool.map(leave, (b"a", b"b"))) == ["left", "queue_full"]
+            assert sorted(pool.map(leave, (b"a", b"b"))) == ["left", "queue_full"], "its place is free again"
+            late = httpx.post(url, content=b"late", headers={"x-request-timeout-seconds": "0.3"}, timeout=30)
+            assert (late.status_code, late.headers["x-torchrelay-reason"]) == (504, "deadline")
+        finally:
+            gate.touch()
+        assert [answer.result(30).text for answer in (runs, waits)] == ["runs", "waits"]
+    assert log.read_text().split() == ["first", "runs", "waits"]
+    far.management.delete("/models/gated")
