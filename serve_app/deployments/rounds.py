@@ -49,6 +49,8 @@ class Rounds:
         self._leaving: dict[str, str] = {}  # applications of removed versions, and the digests that they may still need
         self._tidying = asyncio.Lock()
         self._admitting = 0
+        self._state: dict[str, object] = {}  # of what was seen while something moved, and when it last changed
+        self._changed = 0.0
         self._kick = asyncio.Event()
         self._passed = asyncio.Event()
 
@@ -183,7 +185,15 @@ class Rounds:
         passed, self._passed = self._passed, asyncio.Event()
         passed.set()
         moving = any(app not in seen or seen[app].running != seen[app].replicas for app in tried)
-        return bool(steps) or moving or any(app not in desired for app in seen)
+        return bool(steps) or (moving and self._goes_on(seen)) or any(app not in desired for app in seen)
+
+    def _goes_on(self, seen: Mapping[str, Seen]) -> bool:
+        """Whether anything has changed of late: a replica without a place may wait for days, and is watched calmly."""
+        now = time.monotonic()
+        state = {app: (s.status, s.replicas, tuple((w.id, w.ready) for w in s.workers)) for app, s in seen.items()}
+        if state != self._state:
+            self._state, self._changed = state, now
+        return now - self._changed < _PLACEMENT
 
     def _note(self, desired: Mapping[str, Desired], seen: dict[str, Seen]) -> None:
         known = set(self._vitals.statuses)

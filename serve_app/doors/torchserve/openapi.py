@@ -98,6 +98,7 @@ _DESCRIPTION = _object(
     modelUrl=_text("Where it came from."),
     minWorkers=_number("The fewest workers it should have."),
     maxWorkers=_number("The most workers it should have."),
+    autoscaling=_object((), policy=_text("What their number follows between the two; only where it does.")),
     batchSize=_number("The most requests in a batch."),
     maxBatchDelay=_number("How long an incomplete batch waits, in milliseconds."),
     workers=_list("Its workers.", _WORKER),

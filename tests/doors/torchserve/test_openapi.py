@@ -215,7 +215,7 @@ def test_a_model_describes_its_management(management, path: str) -> None:
 
 def test_a_descriptions_fields_are_those_of_the_schema(management) -> None:
     app = management()
-    app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
+    app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive", max_workers=2))
     [said] = json.loads(app("GET", "/models/m").body)
     answer = openapi.MANAGEMENT["paths"]["/models/{model_name}"]["get"]["responses"]["200"]
     schema = answer["content"]["application/json"]["schema"]["items"]
