@@ -1,13 +1,18 @@
 """An A/B test of two versions by what readers click, looked at as it goes on, and an A/A test for comparison."""
 
+import json
 import os
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
+EXPERIMENT = json.loads(Path(__file__).with_name("experiment.json").read_text())
 SHARES = (0.40, 0.25, 0.15, 0.10, 0.10)  # of the readers, by their favourite topic
 FAITHFUL = 0.4  # how often somebody reads the favourite topic, and not what everybody reads
 CLICKS, RARELY = 1 / 3, 1 / 9  # how often a reader clicks on the favourite topic, and on any other
@@ -16,7 +21,7 @@ PATIENCE = 40  # looks, after which nothing more is expected
 
 
 class Reader:
-    """Somebody with a favourite topic, whom nobody but the simulation knows it of."""
+    """Somebody with a favourite topic that nobody but the simulation knows."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,23 +43,16 @@ def register(client: httpx.Client, url: str) -> None:
     print(f"POST /models?url={url}: {answer.json().get('status', 'already registered')}")
 
 
-def begin(client: httpx.Client, name: str, versions: dict[str, str]) -> str:
-    """The id of a new experiment, which deals readers out evenly; each stays with what it was given."""
-    experiment = {
-        "name": name,
-        "arms": {arm: {"version": version, "weight": 5000} for arm, version in versions.items()},
-        "baseline": next(iter(versions)),
-        "key": {"header": "x-user"},
-        "salt": name,  # else it is the id: with one of its own, every run deals the same readers out alike
-        "metrics": [
-            {"name": "clicks", "kind": "reward"},
-            {"name": "latency", "kind": "latency"},
-            {"name": "confidence", "kind": "output", "path": "$.confidence"},
-        ],
-    }
-    said = client.post(f"{MANAGEMENT}/models/headlines/experiments", json=experiment).raise_for_status().json()
-    print(f"\nPOST /models/headlines/experiments: {said['id']}, {name!r}, has begun")
-    return said["id"]
+@contextmanager
+def experiment(client: httpx.Client, document: dict) -> Iterator[str]:
+    """An experiment that deals readers out evenly, each of whom stays with what they were given, and ends; its id."""
+    said = client.post(f"{MANAGEMENT}/models/headlines/experiments", json=document).raise_for_status().json()
+    print(f"\nPOST /models/headlines/experiments: {said['id']}, {said['name']!r}, has begun")
+    try:
+        yield said["id"]
+    finally:
+        said = client.delete(f"{MANAGEMENT}/experiments/{said['id']}").raise_for_status().json()
+        print(f"DELETE /experiments/{said['id']}: {said['state']}")
 
 
 class Visit:
@@ -91,16 +89,11 @@ def show(said: dict) -> None:
         for difference in metric["differences"].values():
             print(difference["sentence"])
     print(said["sample_ratio"]["sentence"])
+    print(said["sentence"])
 
 
-def stop(client: httpx.Client, id: str) -> None:
-    said = client.delete(f"{MANAGEMENT}/experiments/{id}").raise_for_status().json()
-    print(f"DELETE /experiments/{id}: {said['state']}")
-
-
-def compare(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def compare(client: httpx.Client, pool: ThreadPoolExecutor, id: str) -> None:
     """Popular against personal headlines, until it is known which readers prefer."""
-    id = begin(client, "personal headlines", {"popular": "1.0", "personal": "2.0"})
     given: dict[str, str] = {}
     for number in range(1, PATIENCE + 1):
         readers = [Reader(f"reader-{number}-{i}") for i in range(TOGETHER)]
@@ -122,31 +115,30 @@ def compare(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
     same = sum(Visit(client, Reader(name)).version == given[name] for name in again)
     print(f"{same} of {len(again)} readers who came again were given the version that they had")
     show(look(client, id))
-    stop(client, id)
 
 
-def compare_with_itself(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def compare_with_itself(client: httpx.Client, pool: ThreadPoolExecutor, id: str) -> None:
     """The same version twice: whatever is seen of it is chance, and no look takes it for more."""
-    id = begin(client, "A/A", {"one": "2.0", "other": "2.0"})
-    looks = 8
-    for number in range(looks):
-        readers = [Reader(f"someone-{number}-{i}") for i in range(TOGETHER)]
+    for looks in range(8):
+        readers = [Reader(f"someone-{looks}-{i}") for i in range(TOGETHER)]
         visits = pool.map(lambda reader: Visit(client, reader), readers)
         # An event may as well name the key: whatever this reader was given is what it is for.
         reward(client, id, [{"key": visit.reader.name, "value": 1} for visit in visits if visit.clicked])
-        clicks = look(client, id)["metrics"]["clicks"]
-        if clicks["differences"]["other"]["verdict"] in ("better", "worse"):
-            print(f"after {(number + 1) * TOGETHER:,} readers a difference was seen that is not there")
+        clicks = look(client, id)["metrics"]["clicks"]["differences"]["other"]
+        if clicks["verdict"] in ("better", "worse"):
+            print(f"after {(looks + 1) * TOGETHER:,} readers a difference was seen that is not there")
             break
     else:
-        print(f"looked at {looks} times: no difference was taken for one")
-    print(look(client, id)["metrics"]["clicks"]["differences"]["other"]["sentence"])
-    stop(client, id)
+        print(f"looked at {looks + 1} times: no difference was taken for one")
+    print(clicks["sentence"])
 
 
 if __name__ == "__main__":
     with httpx.Client(timeout=120) as client, ThreadPoolExecutor(8) as pool:
         register(client, "headlines-1.mar")
         register(client, "headlines-2.mar")
-        compare(client, pool)
-        compare_with_itself(client, pool)
+        with experiment(client, EXPERIMENT) as id:
+            compare(client, pool, id)
+        arms = {arm: {"version": "2.0", "weight": 5000} for arm in ("one", "other")}
+        with experiment(client, {**EXPERIMENT, "name": "A/A", "salt": "A/A", "arms": arms, "baseline": "one"}) as id:
+            compare_with_itself(client, pool, id)
