@@ -1,47 +1,47 @@
 """What the guardrails of a rollout show: the candidate's calls beside the baseline's. Pure arithmetic.
 
-**What is compared.** The candidate's calls against the baseline's of the same time. The calls of the steps before
-count as well, so that what is rare is found in the end; but an hour that was bad for both must not weigh more on the
-side that had more calls in it. So the baseline's calls of the steps before are weighed down to the ratio of this
-step's split: as many for each of the candidate's as now. At 100 % nobody is left to compare with: there the
-candidate's calls of that step alone stand against the baseline's of the steps before.
+**What is compared.** The candidate's calls against the baseline's of the same time. The calls of all steps count, so
+that what is rare is found in the end; but each step is a stratum of its own (see strata.py), because its calls were
+dealt out in its own ratio: an hour that was bad for both must not weigh more on the side that had more calls in it.
+At 100 % nobody is left to compare with: there the candidate's calls of that step stand against the baseline's of the
+steps before.
 
-**How sure.** The comparisons are always-valid (see statistics.py), so they may be looked at each second. The risk that
-a version goes back which is within all its limits is ``ALPHA`` over the whole rollout, in equal parts for each
-guardrail in each step. The weights are known before a step begins, and a call that counts for less than one is
-weaker evidence on either side, so they break none of that. Calls of one key are taken as independent.
+**How sure.** The comparisons are always-valid, so they may be looked at each second. The risk that a version goes back
+which is within all its limits is ``ALPHA`` over the whole rollout, in equal parts for each guardrail, and for the steps
+beside a baseline and the one at 100 %. Calls of one key are taken as independent.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
-from serve_app.control.statistics import Comparison, exceeds, exceeds_share
+from serve_app.control.statistics import exceeds_share
+from serve_app.control.strata import Stratum, exceeds, rates, surely_above
 from serve_app.rollout import BASELINE, CANDIDATE, Guardrails, Rollout
 from serve_app.telemetry.observations import ArmFigures, quantile, slower
 
 Figures = Sequence[Mapping[str, ArmFigures]]  # of each step up to the present one, by arm
 
 ALPHA = 0.01
+_EACH = ALPHA / len(fields(Guardrails)) / 2
 _LEAST_FOR_P99 = 100  # answers of the baseline: fewer have no 99th percentile
+_SLOW = 0.01  # the share of calls that may take longer than the p99
 
 
 @dataclass(frozen=True)
 class Reading:
     """What a guardrail shows: the candidate's ``value`` beside the baseline's, and how far apart they may be.
 
-    ``surely``: what the candidate's is above for certain, less the baseline's where two rates are compared; None
-    while nothing can be said. Calls of the baseline are as they are weighed.
+    The baseline's rate is that of the steps, weighed by the candidate's calls in them. ``surely``: how much the
+    candidate's is above it for certain; of p99, how many of its answers took too long for certain.
     """
 
     name: str
     limit: float
     value: float | None = None
     baseline: float | None = None
-    surely: float | None = None
+    surely: float = 0.0
     calls: int = 0
     baseline_calls: int = 0
     concurrent: bool = True  # the baseline's are of the same time
@@ -49,144 +49,29 @@ class Reading:
     words: str = ""
 
 
-@dataclass
-class _Side:
-    """Calls that are compared; those of a step may count for less than one."""
+@dataclass(frozen=True)
+class _Pair:
+    """Both sides' calls of one time."""
 
-    calls: float = 0.0
-    failed: float = 0.0
-    out_of_memory: float = 0.0
-    empty: float = 0.0
-    non_finite: float = 0.0
-    latency: dict[int, Any] = field(default_factory=dict)
-
-    def add(self, figures: ArmFigures, weight: float = 1.0) -> None:
-        self.calls += weight * figures.calls
-        self.failed += weight * figures.failures
-        self.out_of_memory += weight * figures.failed.get("out_of_memory", 0)
-        self.empty += weight * figures.empty
-        self.non_finite += weight * figures.non_finite
-        for bin, count in figures.latency.items():
-            self.latency[bin] = self.latency.get(bin, 0) + weight * count
-
-    @property
-    def answers(self) -> float:
-        return self.calls - self.failed
+    candidate: ArmFigures
+    baseline: ArmFigures
 
 
 def readings(rollout: Rollout, figures: Figures) -> list[Reading]:
     """What each guardrail of the plan shows at its present step."""
-    candidate, baseline, concurrent = _compared(rollout, figures)
-    alpha = ALPHA / (len(rollout.plan.steps) * len(fields(Guardrails)))
+    concurrent = rollout.plan.steps[rollout.step] < 100
+    pairs = _pairs(rollout.step, figures, concurrent)
     limits = rollout.plan.guardrails
-    made = []
-    for name, hits, of in _RATES:
-        if (limit := getattr(limits, name)) is not None:
-            made.append(_rate(name, limit, hits, of, candidate, baseline, concurrent, alpha))
+    made = [
+        _rate(name, limit, pairs, concurrent, hits, of)
+        for name, hits, of in _RATES
+        if (limit := getattr(limits, name)) is not None
+    ]
     if limits.p99 is not None:
-        made.append(_p99(limits.p99, candidate, baseline, concurrent, alpha))
+        made.append(_p99(limits.p99, pairs, concurrent))
     if limits.out_of_memory is not None:
-        made.append(_out_of_memory(limits.out_of_memory, candidate, baseline, concurrent, alpha))
+        made.append(_out_of_memory(limits.out_of_memory, pairs, concurrent))
     return made
-
-
-_Count = Callable[[_Side], float]
-_RATES: tuple[tuple[str, _Count, _Count], ...] = (
-    ("error_rate", lambda side: side.failed, lambda side: side.calls),
-    ("non_finite", lambda side: side.non_finite, lambda side: side.answers),
-    ("empty", lambda side: side.empty, lambda side: side.answers),
-)
-
-
-def _compared(rollout: Rollout, figures: Figures) -> tuple[_Side, _Side, bool]:
-    """The candidate's calls, the baseline's that they are compared with, and whether those are of the same time."""
-    steps, step = rollout.plan.steps, rollout.step
-    candidate, baseline = _Side(), _Side()
-    last = step if steps[step] < 100 else step - 1  # in which the baseline had calls
-    for before in range(last + 1):
-        baseline.add(arm_of(figures, before, BASELINE), _ratio(steps[last]) / _ratio(steps[before]))
-    for before in range(step + 1) if last == step else (step,):
-        candidate.add(arm_of(figures, before, CANDIDATE))
-    return candidate, baseline, last == step
-
-
-def _ratio(percent: float) -> float:
-    """Calls of the baseline for each of the candidate's."""
-    return (100 - percent) / percent
-
-
-def _rate(
-    name: str, limit: float, hits: _Count, of: _Count, candidate: _Side, baseline: _Side, concurrent: bool, alpha: float
-) -> Reading:
-    count, others = of(candidate), of(baseline)
-    if concurrent or others:
-        compared = exceeds(count, hits(candidate), others, hits(baseline), limit, alpha)
-        allowed = f"at most {_percent(limit)} more is allowed"
-    else:  # all calls were the candidate's from the first on
-        compared = exceeds_share(count, hits(candidate), limit, alpha)
-        compared = replace(compared, low=compared.low + limit, against=0.0, margin=limit)
-        allowed = f"at most {_percent(limit)} is allowed"
-    reading = _reading(name, limit, compared, count, others, concurrent, bool(compared.worse))
-    said = _against(reading, "calls" if name == "error_rate" else "answers")
-    sure = f" (surely above: {_percent(reading.surely)})" if reading.surely is not None else ""
-    return replace(reading, words=f"{said}; {allowed}{sure}")
-
-
-def _p99(multiple: float, candidate: _Side, baseline: _Side, concurrent: bool, alpha: float) -> Reading:
-    """Too slow is a candidate of which surely more than 1 % take longer than the multiple of the baseline's p99.
-
-    Surely more, too, than of the baseline's own calls, whose p99 is uncertain while they are few.
-    """
-    count, others = candidate.answers, baseline.answers
-    mine, theirs = quantile(candidate.latency, 0.99), quantile(baseline.latency, 0.99)
-    reading = Reading(
-        "p99",
-        multiple,
-        mine if count else None,
-        theirs if others else None,
-        calls=round(count),
-        baseline_calls=round(others),
-        concurrent=concurrent,
-    )
-    if not count or others < _LEAST_FOR_P99:
-        return replace(reading, words=f"p99: not known before {_LEAST_FOR_P99} answers of the baseline")
-    bar = multiple * theirs
-    slow = slower(candidate.latency, bar)
-    among_all = exceeds_share(count, slow, 0.01, alpha)
-    among_theirs = exceeds(count, slow, others, slower(baseline.latency, bar), 0.0, alpha)
-    surely = float(among_all.low) + 0.01
-    words = (
-        f"p99 {_seconds(mine)} of {round(count):,} answers against {_seconds(theirs)} of {round(others):,}"
-        f"{'' if concurrent else ' in the steps before'}; {_percent(slow / count)} took longer than {multiple:g} times "
-        f"that, 1 % may (surely above: {_percent(surely)})"
-    )
-    return replace(reading, surely=surely, broken=bool(among_all.worse and among_theirs.worse), words=words)
-
-
-def _out_of_memory(limit: int, candidate: _Side, baseline: _Side, concurrent: bool, alpha: float) -> Reading:
-    """More than ``limit`` calls; and where the baseline runs out of memory as well, surely more often than it."""
-    times = candidate.out_of_memory
-    compared = exceeds(candidate.calls, times, baseline.calls, baseline.out_of_memory, 0.0, alpha)
-    broken = times > limit and (not baseline.out_of_memory or bool(compared.worse))
-    reading = _reading("out_of_memory", limit, compared, candidate.calls, baseline.calls, concurrent, broken)
-    return replace(reading, words=f"{_against(reading, 'calls')}; {round(times):,} in all, at most {limit:,} may be")
-
-
-def _reading(
-    name: str, limit: float, compared: Comparison, count: float, others: float, concurrent: bool, broken: bool
-) -> Reading:
-    seen = count > 0
-    return Reading(
-        name,
-        limit,
-        float(compared.rate) if seen else None,
-        float(compared.against) if math.isfinite(compared.against) else None,
-        max(0.0, float(compared.low)) if seen else None,
-        round(count),
-        round(others),
-        concurrent,
-        broken,
-    )
 
 
 def arm_of(figures: Figures, step: int, arm: str) -> ArmFigures:
@@ -195,16 +80,109 @@ def arm_of(figures: Figures, step: int, arm: str) -> ArmFigures:
 
 
 _NOTHING = ArmFigures()
+_Count = Callable[[ArmFigures], int]
 
 
-def _against(reading: Reading, what: str) -> str:
-    if reading.value is None:
-        return f"{reading.name}: no {what} yet"
-    ours = f"{reading.name} {_percent(reading.value)} of {reading.calls:,} {what}"
-    if reading.baseline is None or not reading.baseline_calls:
-        return f"{ours}, with nothing to compare with"
-    theirs = f"{ours} against {_percent(reading.baseline)} of {reading.baseline_calls:,}"
-    return theirs if reading.concurrent else f"{theirs} in the steps before"
+def _calls(figures: ArmFigures) -> int:
+    return figures.calls
+
+
+def _answers(figures: ArmFigures) -> int:
+    return figures.calls - figures.failures
+
+
+_RATES: tuple[tuple[str, _Count, _Count], ...] = (
+    ("error_rate", lambda figures: figures.failures, _calls),
+    ("non_finite", lambda figures: figures.non_finite, _answers),
+    ("empty", lambda figures: figures.empty, _answers),
+)
+
+
+def _pairs(step: int, figures: Figures, concurrent: bool) -> list[_Pair]:
+    """What is compared at a step: step by step, or at 100 % the step against all before it."""
+    if concurrent:
+        return [_Pair(arm_of(figures, n, CANDIDATE), arm_of(figures, n, BASELINE)) for n in range(step + 1)]
+    before = ArmFigures()
+    for n in range(step):
+        before.add(arm_of(figures, n, BASELINE))
+    return [_Pair(arm_of(figures, step, CANDIDATE), before)]
+
+
+def _strata(pairs: Sequence[_Pair], hits: _Count, of: _Count) -> list[Stratum]:
+    return [Stratum(of(p.candidate), hits(p.candidate), of(p.baseline), hits(p.baseline)) for p in pairs]
+
+
+def _rate(
+    name: str, limit: float, pairs: Sequence[_Pair], concurrent: bool, hits: _Count, of: _Count
+) -> Reading:
+    strata = _strata(pairs, hits, of)
+    reading = _seen(name, limit, strata, concurrent)
+    if concurrent or reading.baseline_calls:
+        surely, broken = surely_above(strata, _EACH), exceeds(strata, limit, _EACH)
+        allowed = f"at most {_percent(limit)} more is allowed"
+    else:  # all calls were the candidate's from the first on
+        compared = exceeds_share(strata[0].calls, strata[0].hits, limit, _EACH)
+        surely, broken = max(0.0, float(compared.low) + limit), bool(compared.low > 0)
+        allowed = f"at most {_percent(limit)} is allowed"
+    said = _against(reading, "calls" if of is _calls else "answers")
+    return replace(
+        reading, surely=surely, broken=broken, words=f"{said}; {allowed} (surely above: {_percent(surely)})"
+    )
+
+
+def _p99(multiple: float, pairs: Sequence[_Pair], concurrent: bool) -> Reading:
+    """Too slow is a candidate of which surely more than 1 % take longer than the multiple of the baseline's p99.
+
+    Surely more, too, than of the baseline's own, whose p99 is uncertain while they are few. Each step has its bar.
+    """
+    known = [pair for pair in pairs if _answers(pair.baseline) >= _LEAST_FOR_P99]
+    candidate, baseline, strata = ArmFigures(), ArmFigures(), []
+    for pair in known:
+        bar = multiple * quantile(pair.baseline.latency, 0.99)
+        late, others = slower(pair.candidate.latency, bar), slower(pair.baseline.latency, bar)
+        strata.append(Stratum(_answers(pair.candidate), late, _answers(pair.baseline), others))
+        candidate.add(pair.candidate)
+        baseline.add(pair.baseline)
+    reading = Reading("p99", multiple, concurrent=concurrent)
+    late, calls = sum(s.hits for s in strata), sum(s.calls for s in strata)
+    if not calls:
+        return replace(reading, words=f"p99: not known before {_LEAST_FOR_P99} answers of the baseline")
+    among_all = exceeds_share(calls, late, _SLOW, _EACH)
+    surely = max(0.0, float(among_all.low) + _SLOW)
+    reading = replace(
+        reading,
+        value=quantile(candidate.latency, 0.99),
+        baseline=quantile(baseline.latency, 0.99),
+        surely=surely,
+        calls=calls,
+        baseline_calls=sum(s.baseline_calls for s in strata),
+        broken=bool(among_all.low > 0) and exceeds(strata, 0.0, _EACH),
+    )
+    words = (
+        f"{_against(reading, 'answers', _seconds)}; {_percent(late / calls)} took longer than {multiple:g} times that, "
+        f"{_percent(_SLOW)} may (surely above: {_percent(surely)})"
+    )
+    return replace(reading, words=words)
+
+
+def _out_of_memory(limit: int, pairs: Sequence[_Pair], concurrent: bool) -> Reading:
+    """More than ``limit`` calls; and where the baseline runs out of memory as well, surely more often than it."""
+    strata = _strata(pairs, lambda figures: figures.failed.get("out_of_memory", 0), _calls)
+    times = sum(s.hits for s in strata)
+    alone = not any(s.baseline_hits for s in strata)
+    reading = _seen("out_of_memory", limit, strata, concurrent)
+    return replace(
+        reading,
+        surely=surely_above(strata, _EACH),
+        broken=times > limit and (alone or exceeds(strata, 0.0, _EACH)),
+        words=f"{_against(reading, 'calls')}; {times:,} in all, at most {limit:,} may be",
+    )
+
+
+def _seen(name: str, limit: float, strata: Sequence[Stratum], concurrent: bool) -> Reading:
+    value, baseline = rates(strata)
+    calls, others = sum(s.calls for s in strata), sum(s.baseline_calls for s in strata)
+    return Reading(name, limit, value, baseline, 0.0, calls, others, concurrent)
 
 
 def _percent(share: float) -> str:
@@ -213,3 +191,14 @@ def _percent(share: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _against(reading: Reading, what: str, word: Callable[[float], str] = _percent) -> str:
+    """What the two sides show."""
+    if reading.value is None:
+        return f"{reading.name}: no {what} yet"
+    ours = f"{reading.name} {word(reading.value)} of {reading.calls:,} {what}"
+    if reading.baseline is None:
+        return f"{ours}, with nothing to compare with"
+    theirs = f"{ours} against {word(reading.baseline)} of {reading.baseline_calls:,}"
+    return theirs if reading.concurrent else f"{theirs} in the steps before"

@@ -177,8 +177,8 @@ class TestGuardrails:
         plan = replace(PLAN, steps=(1, 50, 100))
         shown = reading("error_rate", at(1, plan), [before, now])
         assert shown.value == pytest.approx(shown.baseline, abs=1e-9)
-        assert (shown.calls, shown.baseline_calls) == (5_100, 5_100)
-        assert not shown.broken
+        assert (shown.calls, shown.baseline_calls) == (5_100, 14_900)
+        assert (shown.surely, shown.broken) == (0.0, False)
 
     def test_what_is_too_rare_for_one_step_is_found_in_several(self):
         plan = replace(PLAN, steps=(1, 2, 3, 4, 100))
