@@ -379,6 +379,7 @@ def _said(
     answer: str,
     *refusals: int,
     named: Json | None = _MODEL,
+    query: tuple[Json, ...] = (),
     body: Json | None = None,
     schema: Json = _THING,
     stored: bool = False,
@@ -386,7 +387,7 @@ def _said(
     """An operation on traffic: JSON in where there is a ``body``, and JSON out."""
     answers = {"200": _answer(answer, schema), **({"202": _STORED} if stored else {}), **_errors(*refusals, 500)}
     content = {"content": {"application/json": {"schema": body}}, "required": True} if body is not None else None
-    return _operation(about, name, [named] if named is not None else [], answers, content)
+    return _operation(about, name, [*([named] if named is not None else []), *query], answers, content)
 
 
 def _steer(verb: str) -> Json:
@@ -473,7 +474,13 @@ _OF_EXPERIMENTS: Json = {
             "An experiment, and what is known by now.", "experiment", "Both.", 404, named=_EXPERIMENT_ID
         ),
         "delete": _said(
-            "Stop an experiment.", "stopExperiment", "What is known.", 404, named=_EXPERIMENT_ID, stored=True
+            "Stop an experiment.",
+            "stopExperiment",
+            "What is known.",
+            *(404, 409),
+            named=_EXPERIMENT_ID,
+            query=(_query("forget", "Drop one that was stopped, with what was measured.", "boolean", False),),
+            stored=True,
         ),
     },
     "/experiments/{experiment_id}/events": {
