@@ -147,7 +147,7 @@ _AT_ONCE = 5_000  # events in a request
 def shown(said: dict[str, Any]) -> RenderableType:
     """An experiment as a table of arms and metrics, and in sentences."""
     keyed = said["key"] is not None
-    table = Table("arm", "version", "share", "calls", *(("callers",) if keyed else ()), *said["metrics"])
+    table = Table("arm", "version", "share", "calls", *(("callers",) if keyed else ()), *map(escape, said["metrics"]))
     for name, arm in said["arms"].items():
         cells = [name, arm["version"], f"{arm['weight'] / 100:g} %", f"{arm['calls']:,}"]
         if keyed:

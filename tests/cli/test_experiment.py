@@ -17,7 +17,7 @@ from serve_app.cli.app import app
 from serve_app.control.assessment import Tally, assess
 from serve_app.experiment import Metric
 
-METRICS = [Metric("clicks", "reward"), Metric("seconds"), Metric("failures", "error_rate")]
+METRICS = [Metric("clicks", "reward"), Metric("seconds"), Metric("fail[ures]", "error_rate")]
 WORDS = {
     "id": "e1",
     "name": "new [ranking]",
@@ -41,7 +41,7 @@ def arm(name: str, version: str, clicks: float, units: int = 50_000) -> Tally:
         {
             "clicks": {group: (calls, calls * (clicks + (group % 7 - 3) / 100)) for group in range(1000)},
             "seconds": {group: (calls, calls * (0.01 + (group % 7) / 10_000)) for group in range(1000)},
-            "failures": {},
+            "fail[ures]": {},
         },
     )
 
@@ -150,15 +150,16 @@ def test_show(command: Command) -> None:
     assert first.startswith("new [ranking]: m, running, began 2023-11-1")
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     rows = {name: rest for name, *rest in cells}
+    assert "fail[ures]" in lines[1]
     assert rows["a"][:4] == ["1.0", "50 %", "50,000", "50,000"]
     assert re.fullmatch(r"0\.2  \[0\.19\d\d, 0\.20\d\d\]", rows["a"][4])
     assert rows["b"][:4] == ["2.0", "50 %", "50,000", "50,000"]
     assert re.fullmatch(r"\+0\.06  \[\+0\.05\d+, \+0\.06\d+\]", rows[""][4])
     assert rows["b"][5].startswith("10.3 ms  [")
-    assert rows["b"][6] == "-", "nothing was counted of failures"
+    assert rows["b"][6] == "-", "nothing was counted of fail[ures]"
     assert "b is better than a on clicks: 0.0600 more" in done.stdout
-    assert "Not yet known: failures of b and a has 0 and 0 calls" in done.stdout
-    assert lines[-1] == "b is better on clicks, no different on seconds, compared with a; failures not yet known."
+    assert "Not yet known: fail[ures] of b and a has 0 and 0 calls" in done.stdout
+    assert lines[-1] == "b is better on clicks, no different on seconds, compared with a; fail[ures] not yet known."
 
 
 def test_an_alarm_is_shown(command: Command, told: Told) -> None:
