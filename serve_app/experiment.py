@@ -127,6 +127,8 @@ def _wrong(experiment: Experiment) -> str:
         return "a metric's name is empty"
     if doubled := [name for name in names if names.count(name) > 1]:
         return f"two metrics are called {doubled[0]!r}"
+    if long := [name for name in (*experiment.arms, *names) if len(name) > _LONGEST]:
+        return f"the name {long[0][:20]!r}... has {len(long[0])} characters; an arm or a metric has at most {_LONGEST}"
     for metric in experiment.metrics:
         if (metric.kind == "output") != bool(metric.path):
             return f"metric {metric.name!r}: a path is wanted for the kind output, and only there"

@@ -76,6 +76,7 @@ def metric(**said: Any) -> dict[str, Any]:
         ({"baseline": "c"}, "baseline 'c' is none of the arms a, b"),
         ({"name": ""}, "name is empty"),
         ({"name": "n" * 201}, "name has 201 characters; it has at most 200"),
+        ({"metrics": [{"name": "m" * 201}]}, "the name 'mmmmmmmmmmmmmmmmmmmm'... has 201 characters"),
         ({"metrics": []}, "metrics is empty"),
         ({"metrics": [{"name": "x"}, {"name": "x"}]}, "two metrics are called 'x'"),
         (metric(name=""), "a metric's name is empty"),

@@ -32,6 +32,7 @@ KEEP = 1_000_000  # exposures, calls, and rewards, that are remembered of each t
 
 _PAUSE = 0.25  # seconds between two transactions, unless somebody waits for an answer
 _PATIENCE = 2.0  # seconds that a reward waits for its exposure, which its process may not have told of yet
+_LAST = 1.0  # seconds for what waits when Management ends
 _IDLE = 600  # seconds after which a roll that nobody asks is not kept in memory
 _REMEMBERED = 7 * 86_400  # seconds for which the numbers of a process are kept
 
@@ -178,10 +179,10 @@ class Measurements:
         await self._commit(_Forget({trial, trial + CALLS, *steps}))
 
     async def close(self) -> None:
-        """Store what waits, and take no more."""
+        """Give what waits the time to be stored."""
         if self._task is not None:
             self._urgent.set()
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task], timeout=_LAST)
 
     # Storing
 
