@@ -30,7 +30,7 @@ _BINS_PER_E = 1 / math.log(_WIDTH)
 _FIRST = 1e-6  # seconds, where the first bin begins
 _GREATEST = 1e12  # of an output: more could not be squared and summed
 _EMPTY = (b"", b'""', b"[]", b"{}", b"null")
-_EXPOSURES = 200_000  # that wait for the link, and as many again whose keys are remembered
+_EXPOSURES = 100_000  # that wait for the link, and as many again whose keys are remembered
 
 
 def bin_of(seconds: float) -> int:
