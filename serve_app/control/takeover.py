@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from serve_app import autoscaling
 from serve_app.control import claims, progression
 from serve_app.control import registry as change
 from serve_app.control.registry import Record, Registry
@@ -47,7 +48,8 @@ def begin(registry: Registry, model: str, plan: Plan, id: str, now: float) -> Re
         )
     given = candidate.max_workers == 0
     if given:
-        registry, _ = change.scale(registry, model, plan.to, answering.min_workers, answering.max_workers)
+        said = autoscaling.write(answering.autoscaling) if answering.autoscaling is not None else None
+        registry, _ = change.scale(registry, model, plan.to, answering.min_workers, answering.max_workers, said)
     if last is not None and last.baseline != plan.to:
         registry = cool(registry, last, now)
     return _with(registry, progression.begun(plan, id, model, baseline, given, now))

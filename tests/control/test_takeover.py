@@ -86,6 +86,12 @@ class TestBegin:
         assert after.rollouts["m"].given
         assert workers(begun(models), "2.0") == (1, 1), "who has workers keeps them"
 
+    def test_a_version_without_workers_follows_its_load_as_the_answering_one_does(self, models: Registry) -> None:
+        follows, _ = scale(models, "m", "1.0", 1, 4, {"upscale_delay_s": 0.5})
+        after = begun(follows, replace(PLAN, to="3.0"))
+        assert workers(after, "3.0") == (1, 4)
+        assert find(after, "m", "3.0").scaling.upscale_delay_s == 0.5
+
     @pytest.mark.parametrize("end", ["rolled_back", "aborted"])
     def test_one_that_never_ran_gives_them_back(self, models, end):
         after = begun(models, replace(PLAN, to="3.0"))
