@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, Literal
 
 from serve_app import documents, json_path
@@ -121,45 +121,54 @@ class Allocation:
 def allocate(weights: Mapping[str, int], before: Allocation | None = None) -> Allocation:
     """Buckets by weight. Of those that ``before`` gave away as few as possible change hands.
 
+    They do so at the borders between who gives and who takes: of two, who gave gets the same ones back.
     ``weights`` are in basis points and sum to 10,000.
     """
     if before is None:
-        named = [(name, weight) for name, weight in weights.items() if weight]
-        return Allocation(tuple(accumulate(weight for _, weight in named)), tuple(name for name, _ in named))
-    missing = dict(weights)
-    ranges: list[tuple[int, str | None]] = []  # length, and whose it stays
-    start = 0
-    for end, name in zip(before.ends, before.names):
-        kept = min(end - start, missing.get(name, 0))
-        if kept:
-            missing[name] -= kept
-            ranges.append((kept, name))
-        if end - start > kept:
-            ranges.append((end - start - kept, None))
-        start = end
-    waiting = [(name, weight) for name, weight in missing.items() if weight]
+        return _joined((name, weight) for name, weight in weights.items())
+    has = before.shares
+    lacks = {name: weights.get(name, 0) - has.get(name, 0) for name in {**has, **weights}}
+    ranges = [(name, end - start) for start, end, name in zip((0, *before.ends), before.ends, before.names)]
+    borders = True
+    while borders:
+        borders = False
+        for left, right in pairwise(range(len(ranges))):
+            for giver, taker in ((left, right), (right, left)):
+                (given, length), (taken, held) = ranges[giver], ranges[taker]
+                moved = min(length, -lacks[given], lacks[taken])
+                if moved > 0:
+                    ranges[giver], ranges[taker] = (given, length - moved), (taken, held + moved)
+                    lacks[given] += moved
+                    lacks[taken] -= moved
+                    borders = True
+        ranges = [(name, length) for name, length in ranges if length]
+    after: list[tuple[str, int]] = []  # from the last to the first: who still has too much gives of its end
+    for name, length in reversed(ranges):
+        given = max(0, min(length, -lacks[name]))
+        lacks[name] += given
+        rest = length - given
+        for taker in reversed([*weights]):
+            if given and lacks[taker] > 0:
+                moved = min(given, lacks[taker])
+                lacks[taker] -= moved
+                given -= moved
+                after.append((taker, moved))
+        after.append((name, rest))
+    return _joined(reversed(after))
+
+
+def _joined(ranges: Iterable[tuple[str, int]]) -> Allocation:
+    """An allocation of these ranges, one after the other."""
     ends: list[int] = []
     names: list[str] = []
-
-    def give(length: int, name: str) -> None:
-        end = (ends[-1] if ends else 0) + length
+    end = 0
+    for name, length in ranges:
+        end += length
         if names and names[-1] == name:
             ends[-1] = end
-        else:
+        elif length:
             ends.append(end)
             names.append(name)
-
-    for length, owner in ranges:
-        if owner is not None:
-            give(length, owner)
-            continue
-        while length:
-            name, wanted = waiting.pop(0)
-            taken = min(length, wanted)
-            give(taken, name)
-            length -= taken
-            if wanted > taken:
-                waiting.insert(0, (name, wanted - taken))
     return Allocation(tuple(ends), tuple(names))
 
 

@@ -30,11 +30,22 @@ class TestAllocate:
     def test_one_takes_all(self):
         assert allocate({"a": WHOLE}, before=allocate({"b": WHOLE})) == Allocation((WHOLE,), ("a",))
 
-    def test_back_and_forth_moves_the_same_callers(self):
-        ten = allocate({"a": 9000, "b": 1000}, before=allocate({"a": WHOLE}))
-        five = allocate({"a": 9500, "b": 500}, before=ten)
-        assert {i for i, name in enumerate(owners(five)) if name == "b"} < set(range(9000, WHOLE))
-        assert owners(allocate({"a": 9000, "b": 1000}, before=five)) == owners(ten)
+    def test_between_two_a_border_moves_so_that_the_same_callers_come_back(self):
+        allocation = allocate({"a": WHOLE})
+        for share in (1000, 500, 4000, 1000, 0, 1000, 9999, 2500):
+            allocation = allocate({"b": share, "a": WHOLE - share}, allocation)
+            assert owners(allocation) == ["a"] * (WHOLE - share) + ["b"] * share
+
+    def test_among_three_neighbours_give_to_neighbours(self):
+        before = Allocation((3000, 6000, WHOLE), ("a", "b", "c"))
+        assert allocate({"a": 4000, "b": 1000, "c": 5000}, before) == Allocation((4000, 5000, WHOLE), ("a", "b", "c"))
+        assert allocate({"a": 5000, "c": 5000}, before) == Allocation((5000, WHOLE), ("a", "c"))
+
+    def test_a_new_one_gets_the_ends_of_those_that_give(self):
+        before = Allocation((5000, WHOLE), ("a", "b"))
+        assert allocate({"a": 4000, "b": 4000, "c": 500, "d": 1500}, before) == Allocation(
+            (4000, 4500, 5000, 9000, WHOLE), ("a", "c", "d", "b", "d")
+        )
 
     @pytest.mark.parametrize("seed", range(5))
     def test_of_whatever_came_before_as_few_as_possible_change_hands(self, seed):
