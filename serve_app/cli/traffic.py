@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from serve_app.cli.talk import MANAGEMENT, ManagementUrl, Talk, Token, console
+from serve_app.cli.talk import MANAGEMENT, ManagementUrl, Talk, Token, console, errors
 
 _WHOLE = 10_000  # basis points
 _Words = Optional[list[str]]  # noqa: UP045
@@ -75,14 +75,14 @@ def traffic(
     with Talk(management, token) as client:
         if default:
             said = client.reset_traffic(model)
-        elif document is not None:
+        elif whole is not None:
             said = client.set_traffic(model, document)
         elif changes:
             said = client.set_traffic(model, changed(client.traffic(model), changes))
         else:
             said = client.traffic(model)
         if "in_force" not in said:  # stored, and late somewhere
-            console.print(said["status"], style="yellow", highlight=False)
+            errors.print(said["status"], style="yellow", highlight=False)
             said = client.traffic(model)
     if as_json:
         console.print_json(data=said)

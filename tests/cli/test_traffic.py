@@ -161,6 +161,7 @@ def test_what_is_stored_and_late_is_said(torchrelay: Keeps) -> None:
         (("--sticky", "header:u"), "sum to 0 basis points"),
         (("--shadow", "1.0=10%"), "shadow.version 1.0 answers every call itself"),
         (("--label", "2.0=1.0"), "is a version's name too"),
+        (("--set", "/dev/null"), "A traffic policy is a JSON object"),
         (("--salt", "s"), 'a salt is for the policy "sticky"'),
     ],
 )
