@@ -176,10 +176,13 @@ def _key(text: str) -> dict[str, str]:
 def _read(said: str) -> Any:
     """A document that stands in the command, in a file, or comes in."""
     try:
-        if said.lstrip().startswith("{"):
-            return yaml.safe_load(said)
-        return yaml.safe_load(sys.stdin.read() if said == "-" else Path(said).read_text())
+        if not said.lstrip().startswith("{"):
+            said = sys.stdin.read() if said == "-" else Path(said).read_text()
+        document = yaml.safe_load(said)
     except OSError as error:
         raise typer.BadParameter(f"{said}: {error.strerror}", param_hint="--set") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{said} is neither JSON nor YAML: {error}", param_hint="--set") from None
+        raise typer.BadParameter(f"neither JSON nor YAML: {error}", param_hint="--set") from None
+    if not isinstance(document, dict):
+        raise typer.BadParameter('a policy is a JSON object, such as {"policy": "default"}.', param_hint="--set")
+    return document

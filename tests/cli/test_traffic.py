@@ -161,7 +161,6 @@ def test_what_is_stored_and_late_is_said(torchrelay: Keeps) -> None:
         (("--sticky", "header:u"), "sum to 0 basis points"),
         (("--shadow", "1.0=10%"), "shadow.version 1.0 answers every call itself"),
         (("--label", "2.0=1.0"), "is a version's name too"),
-        (("--set", "/dev/null"), "A traffic policy is a JSON object"),
         (("--salt", "s"), 'a salt is for the policy "sticky"'),
     ],
 )
@@ -190,7 +189,8 @@ def test_a_refusal_is_the_servers_and_changes_nothing(torchrelay: Keeps, words: 
         (("--default", "--label", "a=2.0"), "--set and --default say everything"),
         (("--default", "--header", ""), "--set and --default say everything"),
         (("--default", "--set", "{}"), "--set and --default say everything"),
-        (("--set", "{"), "is neither JSON nor YAML"),
+        (("--set", "{"), "neither JSON nor YAML"),
+        (("--set", "/dev/null"), "a policy is a JSON object"),
         (("--set", "none.yaml"), "none.yaml: No such file or directory"),
     ],
 )
