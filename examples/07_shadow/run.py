@@ -1,0 +1,103 @@
+"""Tries two versions on live calls, as shadows: one that is nearly as good, and one that fails each call.
+
+Every caller is answered by 1.0 all the while. Ends with 1 where one was not.
+"""
+
+import asyncio
+import os
+import sys
+from collections import Counter
+
+import httpx
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
+MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
+MODEL = "scribble"
+CONNECTIONS = 4
+
+
+async def prepare(management: httpx.AsyncClient) -> None:
+    for version in ("1.0", "2.0", "3.0"):
+        url = f"{MODEL}-{version}.mar"
+        answer = await management.post("/models", params={"url": url, "initial_workers": 1})
+        if answer.status_code != 409:  # 409: it is there already
+            answer.raise_for_status()
+    (await management.put(f"/models/{MODEL}/1.0/set-default")).raise_for_status()
+
+
+async def set_shadow(management: httpx.AsyncClient, version: str) -> None:
+    shadow = {"version": version, "percent": 100, "compare": {"kind": "top_k", "k": 3, "least": 0.6}, "keep": 10}
+    print(f"\nPUT /models/{MODEL}/traffic {{'shadow': {shadow}}}")
+    (await management.put(f"/models/{MODEL}/traffic", json={"shadow": shadow})).raise_for_status()
+    await management.delete(f"/models/{MODEL}/shadow")  # what an earlier run has left
+
+
+async def send(images: list[list[float]]) -> Counter[tuple[str, int]]:
+    """Ask for every image; how often which version answered with which status."""
+    answers: Counter[tuple[str, int]] = Counter()
+    waiting = iter(images)
+
+    async def connection(client: httpx.AsyncClient) -> None:
+        for pixels in waiting:
+            answer = await client.post(f"/predictions/{MODEL}", json=pixels)
+            answers[answer.headers.get("x-model-version", "nobody"), answer.status_code] += 1
+
+    async with httpx.AsyncClient(base_url=INFERENCE, timeout=60) as client:
+        await asyncio.gather(*(connection(client) for _ in range(CONNECTIONS)))
+    return answers
+
+
+async def compared(management: httpx.AsyncClient, calls: int) -> dict:
+    """What the shadow came to, once every copy has come to its end: that is a moment after the answers."""
+    while True:
+        said = (await management.get(f"/models/{MODEL}/shadow")).raise_for_status().json()
+        for pair in said["against"]:
+            if sum(pair["calls"].values()) == calls:
+                return pair
+        await asyncio.sleep(0.1)
+
+
+def show(pair: dict) -> None:
+    calls = pair["calls"]
+    together = calls["agreed"] + calls["disagreed"]
+    errors = f"{calls['error']} errors {pair['reasons'].get('error', '')}".rstrip()
+    print(f"  shadow {pair['shadow']}: {together} compared, {errors}")
+    if not together:
+        return
+    flips = round(pair["label_flip_rate"] * together)
+    common = pair["measures"]["top_k_agreement"]
+    agree = 100 * pair["agreement_rate"]
+    print(f"  {agree:.1f} % agree; {flips} flips of the first label; {common:.2f} of three common")
+    worst = pair["disagreements"][0]
+    print(f"  the worst of {len(pair['disagreements'])} that are kept:")
+    pixels = worst["inputs"][0]["json"]
+    for row in range(8):
+        print(("    " + "".join(" .:*#"[min(4, int(ink / 3.5))] * 2 for ink in pixels[8 * row : 8 * row + 8])).rstrip())
+    for version, answer in ((pair["version"], worst["live"]), (pair["shadow"], worst["shadow"])):
+        print(f"    {version}: " + ", ".join(f"{digit} {p:.3f}" for digit, p in answer["json"].items()))
+
+
+async def main() -> bool:
+    digits = load_digits()
+    images = train_test_split(digits.data, digits.target, test_size=0.2, stratify=digits.target, random_state=0)[1]
+    images = images.tolist()
+    fine = True
+    async with httpx.AsyncClient(base_url=MANAGEMENT, timeout=120) as management:
+        await prepare(management)
+        try:
+            for version in ("2.0", "3.0"):
+                await set_shadow(management, version)
+                answers = await send(images)
+                said = ", ".join(f"{n} by {version} with status {status}" for (version, status), n in answers.items())
+                print(f"  {len(images)} calls were answered: {said}")
+                fine = fine and answers == {("1.0", 200): len(images)}
+                show(await asyncio.wait_for(compared(management, len(images)), 60))
+        finally:
+            await management.delete(f"/models/{MODEL}/traffic")
+    return fine
+
+
+if __name__ == "__main__":
+    sys.exit(0 if asyncio.run(main()) else 1)
