@@ -70,9 +70,12 @@ def test_the_first_call_of_a_version_that_sleeps_waits_and_is_answered(server: S
     assert server.http.get("/ping").status_code == 200 and server.client.ready()
     assert server.workers("sleeper") == []
 
+    def on_its_own_route() -> bool:  # calls keep it awake until then
+        assert server.http.post("/predictions/sleeper", content=b"x").text == "good morning"
+        return routes(server).get("/predictions/sleeper") == "sleeper--1.0"
+
     assert server.http.post("/predictions/sleeper", content=b"x").text == "good morning"
-    server.wait(lambda: routes(server).get("/predictions/sleeper") == "sleeper--1.0", what="its own route")
-    assert server.http.post("/predictions/sleeper", content=b"x").text == "good morning"
+    server.wait(on_its_own_route, what="its own route")
     server.wait(lambda: "/predictions/sleeper" not in routes(server), what="that it sleeps again")
 
     with ThreadPoolExecutor(16) as callers:  # at once, and through the gateway
@@ -85,7 +88,7 @@ def test_the_first_call_of_a_version_that_sleeps_waits_and_is_answered(server: S
     assert "autoscaling" not in described and len(described["workers"]) >= 1
     [pid] = server.pids("sleeper")
     begun = "Processing worker updates...; autoscaling holds between 0 and 2 workers from now on"
-    assert put(server, "/models/sleeper", min_worker=0, max_worker=2) == (202, begun)
+    assert put(server, "/models/sleeper", min_worker=0, max_worker=2, downscale_to_zero_delay_s=60) == (202, begun)
     assert pid in server.pids("sleeper"), "a change of its bounds restarts nobody"
     server.management.delete("/models/sleeper")
 
