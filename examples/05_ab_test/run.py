@@ -68,7 +68,7 @@ class Visit:
 
 
 def reward(client: httpx.Client, id: str, events: list[dict]) -> dict:
-    return client.post(f"{MANAGEMENT}/experiments/{id}/events", json=events).raise_for_status().json()
+    return client.post(f"{INFERENCE}/experiments/{id}/events", json=events).raise_for_status().json()
 
 
 def look(client: httpx.Client, id: str) -> dict:

@@ -33,6 +33,7 @@ class Experiments:
     def __init__(self, ledger: Ledger, measured: Measurements) -> None:
         self._ledger = ledger
         self._measured = measured
+        self._p_values: dict[str, float] = {}  # the least that was answered for an experiment's sample ratio
 
     async def run(self) -> None:
         """Now and then, drop what was measured of experiments that are gone: they went with their model."""
@@ -41,6 +42,8 @@ class Experiments:
             await asyncio.sleep(_PERIOD)
 
     async def tidy(self) -> None:
+        for id in self._p_values.keys() - self._ledger.registry.experiments.keys():
+            del self._p_values[id]
         for trial in self._measured.trials:
             if ":" not in trial and trial not in self._ledger.registry.experiments:  # a rollout's have one in it
                 with contextlib.suppress(Unavailable):  # the next time, then
@@ -105,7 +108,11 @@ class Experiments:
             for name, arm in experiment.arms.items()
             for seen in [figures.get(name, ArmFigures())]
         ]
-        found = await asyncio.to_thread(assess, tallies, experiment.metrics, experiment.baseline)
+        least = self._p_values.get(experiment.id, 1.0)
+        found = await asyncio.to_thread(
+            assess, tallies, experiment.metrics, experiment.baseline, p_value=least
+        )
+        self._p_values[experiment.id] = min(least, found["sample_ratio"]["p_value"])
         for name, seen in figures.items():
             found["arms"][name]["failed"] = seen.failed
         for metric in experiment.metrics:

@@ -54,7 +54,7 @@ class Gateway:
             self._settings,
             self._meters,
             self._access,
-            ControlPlane(keeper, self._settings, lambda: self._plane.access) if shared.also_management else None,
+            ControlPlane(keeper, self._settings, lambda: self._plane.access),
             keeper.render if shared.also_metrics and self._settings.management.enable_metrics_api else None,
         )
         middleware.answer_with(doors)

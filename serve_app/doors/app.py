@@ -126,11 +126,12 @@ def inference_app(
 ) -> App:
     """What answers on the inference port, in replicas and gateways alike.
 
-    A gateway may have the management API (``control``) and the metrics (``render``) there as well.
+    A gateway has a ``control`` plane too: experiments are told of rewards there, and the whole management API is there
+    where the settings say so. It may have the metrics (``render``) as well.
     """
-    door: Door = InferenceDoor(plane, settings)
+    door: Door = InferenceDoor(plane, settings, control)
     others: list[Door] = []
-    if control is not None:
+    if control is not None and settings.inference.also_management:
         others.append(ManagementDoor(control, settings))
     if render is not None:
         others.append(MetricsDoor(render, settings, lambda: plane.access))

@@ -166,13 +166,12 @@ class Lines:
 
 @pytest.fixture
 def inference() -> Callable[..., Inference]:
-    def build(infer: Infer = echo, table: Table | None = None, **settings_: Any) -> Inference:
+    def build(infer: Infer = echo, table: Table | None = None, keeper: Any = None, **settings_: Any) -> Inference:
         target, meters, access = Says(infer), Meters(), Lines()
         settings = Settings(inference=InferenceSettings(**settings_))
         reader = TableReader(two_versions() if table is None else table)
         plane = DataPlane(reader, meters, lambda ref, row: target.at(ref))
-        shared = settings.inference.also_management
-        control = ControlPlane(Shelf(), settings, lambda: None) if shared else None
+        control = ControlPlane(keeper or Shelf(), settings, lambda: None)
         app = inference_app(plane, settings, meters, access, control)
         return Inference(app, target, meters, access.lines, reader)
 

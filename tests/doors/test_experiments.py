@@ -491,3 +491,34 @@ def test_what_a_key_is_for(cluster: Cluster) -> None:
     assert [e["id"] for e in ask("GET", "/experiments", "observe")[1]["experiments"]] == [of_team, id]
     denied(cluster.ask("GET", "/experiments"))
     assert ask("DELETE", f"/experiments/{of_team}", "manage_team")[1]["state"] == "stopped"
+
+
+def test_rewards_are_taken_on_the_inference_port_and_nothing_else_of_experiments(
+    cluster: Cluster, inference: Callable[..., Any]
+):
+    id = cluster.begin(BY_CALL)
+    cluster.call("r1")
+    cluster.tell()
+    app = inference(keeper=cluster.owner)
+    told = app("POST", f"/experiments/{id}/events", b'{"request_id": "r1", "value": 1}', loop=cluster.loop)
+    assert (told.status, json.loads(told.body)) == (200, {"counted": 1, "repeated": 0})
+    for method, path in (("GET", f"/experiments/{id}"), ("DELETE", f"/experiments/{id}"), ("GET", "/experiments")):
+        assert app(method, path, loop=cluster.loop).status == 404
+    assert app("GET", f"/experiments/{id}/events", loop=cluster.loop).status == 405
+
+
+def test_an_alarm_of_the_sample_ratio_stays(cluster: Cluster):
+    id = cluster.begin(BY_CALL)
+    cluster.observations.take()
+    trial = cluster.board.table.models["m"].trial
+    for number in range(400):  # as if arm b lost its calls
+        choice = traffic.Choice(cluster.board.table.models["m"].versions["1.0"], trial, "a", number, "")
+        cluster.observations.answered(choice, f"a{number}", Reply(b"{}"), 0.01)
+    cluster.tell()
+    assert cluster.known(id)["sample_ratio"]["alarm"]
+    for number in range(400):
+        choice = traffic.Choice(cluster.board.table.models["m"].versions["2.0"], trial, "b", number, "")
+        cluster.observations.answered(choice, f"b{number}", Reply(b"{}"), 0.01)
+    cluster.tell()
+    said = cluster.known(id)["sample_ratio"]
+    assert said["alarm"] and said["observed"] == {"a": 400, "b": 400}

@@ -7,8 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane
-from serve_app.doors import auth
+from serve_app.doors import auth, experiments
 from serve_app.doors.exchange import Exchange, Headers, author_headers, by_arm, by_version
 from serve_app.doors.torchserve import errors, forms, openapi
 from serve_app.errors import BadRequest, ClientTimeout, MethodNotAllowed, MissingParameter, RelayError, ResourceNotFound
@@ -27,8 +28,9 @@ _OPEN = ("ping", "health", "api-description")  # these want no key, and neither 
 class InferenceDoor:
     """The routes of the inference port. The method matters only where it is OPTIONS."""
 
-    def __init__(self, plane: DataPlane, settings: Settings) -> None:
+    def __init__(self, plane: DataPlane, settings: Settings, control: ControlPlane | None = None) -> None:
         self._plane = plane
+        self._control = control
         self._limit = settings.inference.max_request_size
         self._api = openapi.BOTH if settings.inference.also_management else openapi.INFERENCE
         self._drops = settings.inference.late_answer == "drop"
@@ -71,6 +73,8 @@ class InferenceDoor:
                 return self._kserve_v1
             case ["v2", "models", _, "infer" | "explain"]:
                 return self._kserve_v2
+            case ["experiments", _, "events"] if self._control is not None:
+                return self._rewards
             case ["models", _, "invoke"]:
                 return self._named
             case ["models", *_]:
@@ -174,6 +178,11 @@ class InferenceDoor:
             if reply.arm:
                 sent.append(by_arm(reply.arm))
             await exchange.reply(errors.http_status(reply.status), sent, reply.body)
+
+    async def _rewards(self, exchange: Exchange) -> None:
+        """What became of calls later is told where calls are made: applications need no other port or key."""
+        assert self._control is not None
+        await experiments.by_id(exchange, self._control, exchange.segments[1:], self._limit)
 
     async def _ping(self, exchange: Exchange) -> None:
         if self._plane.healthy:
