@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
 def test_06_canary(server: Server, run) -> None:
     run("06_canary/archive.py", "--model-store", str(server.store))
     quick = ("--steps", "5,20,50,100", "--bake", "2", "--min-calls", "10", "--keep-warm", "1", "--rate", "250")
-    printed = run("06_canary/run.py", *quick)
+    printed = run("06_canary/run.py", *quick, "--p99", "100")  # a machine that stalls is no fault of a version's
     assert re.findall(r"^  (yes|NO )  (.*?)(?:\d+ calls)?$", printed, re.MULTILINE) == [
         ("yes", "2.0 went back by itself"),
         ("yes", "2.0 failed "),
@@ -22,7 +22,7 @@ def test_06_canary(server: Server, run) -> None:
         ("yes", "no call has failed since 2.0 went back"),
         ("yes", "3.0 answers every call"),
     ], printed
-    guardrail = r"error_rate [\d.]+ % of \d+ calls against 0 % of [\d,]+.*; at most 1 % more is allowed \(surely above: "
+    guardrail = r"error_rate [\d.]+ % of \d+ calls against 0 % of [\d,]+.*; at most 1 % more is allowed \(surely"
     assert re.search(guardrail, printed), printed
     log = server.process.log.read_text(errors="replace")
     [said] = [line for line in log.splitlines() if "estimate: 2.0 rolled back at " in line]
