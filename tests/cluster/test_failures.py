@@ -139,6 +139,8 @@ def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, 
         assert server.register(make_archive(tmp_path, "kept", says(version), version)).status_code == 200
     server.management.put("/models/kept/2.0/set-default")
     server.management.put("/models/kept/1.0", params={"min_worker": 0, "synchronous": "true"})
+    policy = {"policy": "weighted", "versions": {"2.0": 10_000}, "labels": {"other": "1.0"}}
+    assert server.management.put("/models/kept/traffic", json=policy).status_code == 200
     server.register(make_archive(tmp_path, "removed", ECHO), initial_workers=0)
     server.management.delete("/models/removed")
     for process in server.process.processes():
@@ -147,6 +149,9 @@ def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, 
     server.start()
     assert server.http.post("/predictions/kept").text == "2.0"
     assert server.http.post("/predictions/kept/1.0").status_code == 503
+    assert server.http.post("/predictions/kept/other").headers["x-model-version"] == "1.0"
+    assert policy.items() <= server.management.get("/models/kept/traffic").json().items()
+    server.management.delete("/models/kept/traffic")
     assert len(server.pids(stays)) == 2
     assert answers(server, stays)
     assert server.management.get("/models/removed").status_code == 404

@@ -32,11 +32,15 @@ def handle(data, context):
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose gateway reaches its replicas as if they were on other machines: through Ray's handles."""
-    far = Server(tmp_path_factory.mktemp("far"), inference={"short_hops": False, "cors_allowed_origin": "*"})
+    far = Server(
+        tmp_path_factory.mktemp("far"),
+        inference={"short_hops": False, "cors_allowed_origin": "*"},
+        control={"traffic": {"ways": {"labels": {"first": "1.0"}}}},
+    )
+    make_archive(far.store, "ways", ECHO)
     try:
         far.start()
         folder = tmp_path_factory.mktemp("archives")
-        assert far.register(make_archive(folder, "ways", ECHO)).status_code == 200
         assert far.register(make_archive(folder, "streams", STREAMS)).status_code == 200
         yield far
     finally:
@@ -206,3 +210,9 @@ def test_who_leaves_frees_its_place_on_the_way_to_another_machine(far: Server, t
         assert [answer.result(30).text for answer in (runs, waits)] == ["runs", "waits"]
     assert log.read_text().split() == ["first", "runs", "waits"]
     far.management.delete("/models/gated")
+
+
+def test_what_app_yaml_says_of_traffic_holds_once_the_server_is_ready(far: Server) -> None:
+    answer = far.http.post("/predictions/ways/first", content=b"x")
+    assert (answer.text, answer.headers["x-model-version"]) == ("x", "1.0")
+    assert far.management.get("/models/ways/traffic").json()["labels"] == {"first": "1.0"}
