@@ -33,8 +33,8 @@ SHADOW = {"shadow": {"version": "2.0", "compare": {"kind": "label", "at": "digit
 
 
 def answers(version: str, digit: int) -> dict[str, Any]:
-    """The models: 2.0 takes every third digit for an eight, and stumbles over a nine."""
-    if version == "2.0" and digit == 9:
+    """The models: 2.0 takes every third digit for an eight, and stumbles over a nine; all of them over what is none."""
+    if digit < 0 or (version == "2.0" and digit == 9):
         raise HandlerFailed("traceback")
     return {"digit": 8 if version == "2.0" and digit % 3 == 0 else digit, "version": version}
 
@@ -196,6 +196,16 @@ def test_only_calls_that_name_no_version_are_copied(cluster: Cluster) -> None:
     [pair] = cluster.known()["against"]
     assert pair["version"] == "3.0", "nor those that the shadow has answered itself"
     assert pair["calls"]["agreed"] == len(cluster.copies) == answered.count("3.0")
+
+
+def test_a_live_call_that_fails_is_not_copied(cluster: Cluster) -> None:
+    cluster.set()
+    with pytest.raises(HandlerFailed):
+        cluster.calls(-1)
+    cluster.calls(1)
+    assert len(cluster.copies) == 1
+    assert cluster.known()["against"][0]["reasons"] == {"skipped": {"live_failed": 1}}
+    assert cluster.known()["against"][0]["error_rate"] == 0.0
 
 
 def test_live_calls_alone_are_counted_as_calls(cluster: Cluster) -> None:
