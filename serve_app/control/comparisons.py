@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 import sqlalchemy as sa
@@ -15,6 +17,8 @@ from serve_app.control.database import COMPARISONS, DISAGREEMENTS, Database
 from serve_app.policy import Shadow
 from serve_app.shadow.disagreements import Disagreement
 from serve_app.shadow.figures import Figures
+
+log = logging.getLogger("torchrelay.comparisons")
 
 Key = tuple[str, str]  # model, and live version
 
@@ -37,13 +41,20 @@ class Comparisons:
         self._stored: dict[Key, dict[str, float]] = {}  # the disagreements that are there, and their distances
 
     def load(self) -> dict[Key, Account]:
+        """What is stored. An account that cannot be read, such as another release's, is dropped: it is only figures."""
         accounts: dict[Key, Account] = {}
         with self._database.transaction() as connection:
-            for row in connection.execute(sa.select(COMPARISONS)):
-                accounts[row.model, row.version] = _read(orjson.loads(row.document))
+            for row in connection.execute(sa.select(COMPARISONS)).all():
+                key = row.model, row.version
+                try:
+                    accounts[key] = _read(orjson.loads(row.document))
+                except (KeyError, TypeError, ValueError) as error:
+                    log.warning("what the shadow of %s %s came to is dropped, it cannot be read: %s", *key, error)
+                    for table in (COMPARISONS, DISAGREEMENTS):
+                        connection.execute(sa.delete(table).where(*_is(table, key)))
             for row in connection.execute(sa.select(DISAGREEMENTS)):
-                worst = accounts[row.model, row.version].figures.worst
-                worst.put(Disagreement(row.input, row.distance, orjson.loads(row.document)))
+                kept = Disagreement(row.input, row.distance, orjson.loads(row.document))
+                accounts[row.model, row.version].figures.worst.put(kept)
         self._stored = {key: _distances(account) for key, account in accounts.items()}
         return accounts
 
@@ -91,7 +102,7 @@ def _written(account: Account) -> bytes:
     return orjson.dumps({**said, "figures": account.figures.write()})
 
 
-def _read(said: dict) -> Account:
+def _read(said: dict[str, Any]) -> Account:
     shadow = documents.read(Shadow, said["shadow"])
     live, other = said["digests"]
     return Account(shadow, (live, other), Figures.read(shadow.keep, said["figures"]), said["since"])

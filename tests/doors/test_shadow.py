@@ -302,6 +302,32 @@ def test_figures_begin_anew_with_what_they_are_about(cluster: Cluster) -> None:
     assert compared()[-1] == ("2.0", "3.0", 3), "each live version has figures of its own"
 
 
+def test_what_is_of_a_version_that_is_removed_goes_with_it(cluster: Cluster) -> None:
+    cluster.set()
+    cluster.calls(0, 1)
+    cluster.set({})
+    cluster.run(cluster.shadows.close())
+    assert cluster.rows() == (1, 1)
+    cluster.run(cluster.ledger.commit(change.unregister(cluster.ledger.registry, "m", "2.0")[0]))
+    cluster.run(cluster.shadows.close())
+    assert cluster.rows() == (0, 0)
+
+
+def test_figures_that_cannot_be_read_keep_nobody_from_starting(cluster: Cluster) -> None:
+    cluster.set()
+    cluster.calls(0, 1)
+    cluster.close()
+    cluster.open()
+    with cluster.database.transaction() as connection:
+        connection.execute(sa.update(COMPARISONS).values(document=b'{"shadow": {"version": "2.0", "colour": "blue"}}'))
+    cluster.close()
+    cluster.open()
+    assert cluster.known()["against"] == []
+    assert cluster.rows() == (0, 0), "they go, with the inputs that were kept"
+    cluster.calls(3)
+    assert cluster.known()["against"][0]["calls"]["disagreed"] == 1
+
+
 def test_the_last_figures_stay_without_the_shadow_until_they_are_forgotten(cluster: Cluster) -> None:
     status, said = cluster.ask("GET", "/models/m/shadow")
     assert (status, said["type"]) == (404, "ResourceNotFoundException")
