@@ -253,6 +253,21 @@ def test_what_a_process_sends_again_counts_once(cluster: Cluster) -> None:
     assert cluster.known()["against"][0]["calls"]["agreed"] == 10
 
 
+def test_what_comes_late_of_a_shadow_before_is_not_counted(cluster: Cluster) -> None:
+    cluster.set()
+    before = cluster.ledger.registry.models["m"].policy.shadow
+    assert before is not None
+    cluster.set({"shadow": {"version": "3.0"}})
+    figures = Figures(20)
+    figures.count("agreed")
+    cluster.shadows.put("gateway", 1, [(Pair("m", "1.0", before), figures)])
+    assert cluster.shadows._accounts == {}
+    cluster.calls(4)
+    cluster.put("3.0", digest="e")  # the same number, another archive, and nobody has asked meanwhile
+    cluster.calls(5)
+    assert cluster.known()["against"][0]["calls"]["agreed"] + cluster.known()["against"][0]["calls"]["disagreed"] == 1
+
+
 def test_the_worst_are_bounded_and_redacted_where_they_are_stored(cluster: Cluster) -> None:
     cluster.set({"shadow": {**SHADOW["shadow"], "keep": 2, "redact": ["user", "version"]}})
     cluster.calls(0, 3, 6, user="Ann")

@@ -187,6 +187,8 @@ def test_the_likeness_of_texts() -> None:
 
 
 def test_long_answers_cost_little() -> None:
+    spaced = [b"[1" + space * (MAX_BYTES + 10) + b"]" for space in (b" ", b"\n")]
+    assert compared(*spaced) == Comparison(False, 1.0, "text"), "what is too long is not read"
     long = [b'"' + letter * (MAX_BYTES + 10) + b'"' for letter in (b"a", b"b")]
     matrix = [[float(i) for i in range(500)]] * 20
     started = time.perf_counter()

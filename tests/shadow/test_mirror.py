@@ -304,6 +304,28 @@ def test_figures_begin_anew_when_something_else_is_compared() -> None:
     asyncio.run(main())
 
 
+def test_what_waits_for_a_shadow_that_is_no_more_goes_with_it() -> None:
+    async def main() -> None:
+        free = asyncio.Event()
+
+        async def hangs(call: Call) -> Reply:
+            await free.wait()
+            return ONE
+
+        async with parts(hangs) as p:
+            for _ in range(20):
+                p.offer()
+            await p.sent(limits.IN_FLIGHT)
+            p.table = table(None)
+            p.mirror.take()
+            free.set()
+            assert (await p.settle()).counts == {"agreed": {"": limits.IN_FLIGHT}}, "those that were under way"
+            assert p.mirror._bytes == 0
+            assert not p.mirror._retired
+
+    asyncio.run(main())
+
+
 def test_a_mirror_that_ends_drops_what_it_has() -> None:
     async def main() -> None:
         async def hangs(call: Call) -> Reply:
