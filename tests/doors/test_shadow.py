@@ -260,7 +260,7 @@ def test_what_comes_late_of_a_shadow_before_is_not_counted(cluster: Cluster) -> 
     cluster.set({"shadow": {"version": "3.0"}})
     figures = Figures(20)
     figures.count("agreed")
-    cluster.shadows.put("gateway", 1, [(Pair("m", "1.0", before), figures)])
+    cluster.shadows.put("replica", 1, [(Pair("m", "1.0", before), figures)])
     assert cluster.shadows._accounts == {}
     cluster.calls(4)
     cluster.put("3.0", digest="e")  # the same number, another archive, and nobody has asked meanwhile
