@@ -211,7 +211,9 @@ class Comparison:
                     contenders.append(over_http(name, url, "echo"))
         with self.going_on():
             url = self.serve(relay, "traffic", "echo", batch_size=16)
-            contenders.append(over_http(report.RELAY_BATCHED, url, "echo"))
+            plain = over_http(report.RELAY_BATCHED, url, "echo")
+            whole = {"policy": "weighted", "versions": {"1.0": 10_000}}
+            contenders += [plain, traffic.under(whole, report.WHOLE, plain, relay, "bench_traffic")]
         for setup in traffic.SETUPS:
             with self.going_on():
                 model = f"bench_{setup.word}"

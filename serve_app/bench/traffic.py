@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench import peers, report
+from serve_app.bench import Load, Result, peers, report
 from serve_app.bench.contenders import Contender
 from serve_app.bench.peers import Peer, PeerFailed
 
@@ -45,11 +45,23 @@ def _experiment(relay: Peer, model: str) -> None:
 
 
 SETUPS = (
-    Setup(report.WHOLE, "whole", _policy(policy="weighted", versions={"2.0": 10_000})),
     Setup(report.SPLIT, "split", _policy(policy="weighted", versions=_90_10)),
     Setup(report.STICKY, "sticky", _policy(policy="sticky", key=_KEY, versions=_90_10)),
     Setup(report.MEASURED, "measured", _experiment),
 )
+
+
+def under(policy: dict[str, Any], name: str, contender: Contender, relay: Peer, model: str) -> Contender:
+    """The same contender, replica and all, with a policy in force while it is measured."""
+
+    def measure(load: Load) -> Result:
+        put_policy(relay, model, policy)
+        try:
+            return contender.measure(load)
+        finally:
+            relay.tell("DELETE", f"/models/{model}/traffic", None)
+
+    return Contender(name, measure)
 
 
 def two_versions(relay: Peer, archive: Path, folder: Path, model: str, *, batch_size: int) -> str:

@@ -34,12 +34,31 @@ def test_what_it_asks_for_is_what_the_server_takes():
     for setup in traffic.SETUPS:
         setup.put(peer, "m")
     assert [(method, path) for method, path, _ in peer.told] == [
-        *[("PUT", "/models/m/traffic")] * 3,
+        *[("PUT", "/models/m/traffic")] * 2,
         ("POST", "/models/m/experiments"),
     ]
-    read = [policy.read(document) for _, _, document in peer.told[:3]]
-    assert [one.policy for one in read] == ["weighted", "weighted", "sticky"]
-    assert len(experiment.read(peer.told[3][2]).arms) == 2
+    read = [policy.read(document) for _, _, document in peer.told[:2]]
+    assert [one.policy for one in read] == ["weighted", "sticky"]
+    assert len(experiment.read(peer.told[2][2]).arms) == 2
+
+
+def test_a_policy_is_in_force_while_its_contender_is_measured_and_not_after():
+    peer = Told("Torchrelay", "http://127.0.0.1:1")
+    peer.told.clear()
+
+    def measure(load: Load) -> Result:
+        peer.told.append(("measured", "", None))
+        return Result("asyncio", 1, 1.0, 1, 1, 0.1, 0.1, 0.1, 0.1)
+
+    whole = {"policy": "weighted", "versions": {"1.0": 10_000}}
+    contender = traffic.under(whole, report.WHOLE, Contender("plain", measure), peer, "m")
+    contender.measure(Load(connections=1))
+    assert contender.name == report.WHOLE
+    assert peer.told == [
+        ("PUT", "/models/m/traffic", whole),
+        ("measured", "", None),
+        ("DELETE", "/models/m/traffic", None),
+    ]
 
 
 def test_the_second_version_is_the_first_under_another_number(tmp_path: Path):
