@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from handlers import compilation, device, extensions, weights
+from handlers.accuracy import Gate, call, rows
 from handlers.errors import PredictionException
 from handlers.labels import load_label_mapping
 from handlers.micro_batching import MicroBatching
+from handlers.optimisation import Optimisation, buckets
 from handlers.rejections import Rejections
 from handlers.timer import timed
 
@@ -75,9 +77,32 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
             self.model.to(self.device)
             self.model.eval()
         self.model = compilation.compiled(self.model, self.model_yaml_config.get("pt2"))
+        self._optimise(Path(model_dir))
         self.mapping = load_label_mapping(os.path.join(model_dir, "index_to_name.json"))
         self._micro_batch()
         self.initialized = True
+
+    def _optimise(self, directory: Path) -> None:
+        """What ``optimize:`` of model-config.yaml asks for, once ``accuracy:`` has seen that the answers stay."""
+        asked = Optimisation.read(self.model_yaml_config)
+        if asked is None:
+            return
+        assert self.device is not None
+        gate = Gate.read(self.model_yaml_config, directory, self.device, self._input_dtype)
+        wants = _inspect(self.model)
+        if gate is not None:
+            gate.learn(self.model)
+        elif asked.lossy:
+            logger.warning("optimize: %s changes answers, and no accuracy: in model-config.yaml says how far", asked)
+        self.model = asked.applied(self.model, self.device)
+        self._inspected = (self.model, *wants)  # it takes what it took
+        if gate is None:
+            return
+        found = gate.check(self.model, asked)
+        logger.info("optimize: %s is off by %.3g at most, cosine %.5f", asked, found.largest, found.cosine)
+        if asked.compile is not None:
+            for size in buckets(self.context.system_properties.get("batch_size") or 1):
+                call(self.model, rows(gate.inputs, size))
 
     def _micro_batch(self) -> None:
         """Let ``handle`` cut up its batches where model-config.yaml asks for it and the author has not done it."""

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class Runner:
         """Answer the archive's sample requests, each alone and then a full batch of them. Raises StartFailed.
 
         ``samples:`` in model-config.yaml names their files; without it they are what lies in the
-        archive's ``samples/``. Ends with everything that loading made set aside from garbage
+        archive's ``samples/``. A compiled model runs smaller batches too. Ends with everything that loading made set aside from garbage
         collection, which otherwise walks through it again and again, tens of milliseconds a time.
         """
         samples = [(file, self._sample(file)) for file in self._sample_files()]
@@ -123,8 +123,8 @@ class Runner:
             for file, call in samples:
                 self._try(f"sample {file}", [call])
             size = self._spec.batch_size
-            if samples and size > 1:
-                self._try(f"a batch of {size} samples", [samples[i % len(samples)][1] for i in range(size)])
+            for count in self._batches(size) if samples else ():
+                self._try(f"a batch of {count} samples", [samples[i % len(samples)][1] for i in range(count)])
         gc.collect()
         gc.freeze()
 
@@ -183,6 +183,15 @@ class Runner:
             log.error("%s: the handler failed (requests %s)\n%s", self._spec.ref.app, turn.ids, failure)
 
     # Samples
+
+    def _batches(self, most: int) -> list[int]:
+        """The sizes of batches to warm up with: torch.compile compiles some of them by themselves."""
+        optimize = self._spec.config.get("optimize")
+        if not isinstance(optimize, Mapping) or not optimize.get("compile"):
+            return [most] if most > 1 else []
+        from handlers.optimisation import buckets  # late: it imports torch
+
+        return buckets(most)[1:]
 
     def _sample_files(self) -> list[str]:
         named = self._spec.config.get("samples")

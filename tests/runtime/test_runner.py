@@ -424,6 +424,12 @@ def test_samples_run_alone_and_then_as_a_full_batch_before_anything_counts(loade
     assert batches(runner) == [[a], [b], [c], [a, b, c, a]]
 
 
+def test_a_compiled_model_is_warmed_up_for_smaller_batches_too(loaded):
+    runner = loaded(RECORDER, files={"samples/a.txt": "a"}, config={"optimize": {"compile": True}}, batch_size=6)
+    runner.warm_up()
+    assert [len(batch) for batch in batches(runner)] == [1, 2, 4, 6]
+
+
 def test_named_samples_go_before_the_folder(loaded):
     files = {"samples/a.txt": "a", "first.txt": "first", "deep/second.json": "2"}
     runner = loaded(RECORDER, files=files, config={"samples": ["first.txt", "deep/second.json"]})
