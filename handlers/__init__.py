@@ -30,6 +30,7 @@ HANDLERS: dict[str, str] = {
     "image_classifier": "handlers.image_classifier:ImageClassifier",
     "image_segmenter": "handlers.image_segmenter:ImageSegmenter",
     "object_detector": "handlers.object_detector:ObjectDetector",
+    "llm": "handlers.llm:LanguageModel",
     "text_classifier": "handlers.text_classifier:TextClassifier",
 }
 

@@ -233,7 +233,7 @@ class ModelConfig:
 
 
 # Known to handlers of TorchServe's, so a near miss of one of these is a mistake as well.
-_HANDLERS_KEYS = ("handler", "pt2", "optimize", "accuracy", "micro_batching", "pippy", "deepspeed")
+_HANDLERS_KEYS = ("handler", "pt2", "optimize", "accuracy", "micro_batching", "pippy", "deepspeed", "engine", "parameters")
 
 _REBUILD = "rebuild the archive with torch-model-archiver"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

@@ -46,3 +46,34 @@ def begin() -> Callable[..., Context]:
         return context
 
     return open_batch
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama that never learnt anything, whose tokens are bytes; 256 of them are its context."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("language_model")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "<end>"])}, merges=[]))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.5,  # so that it says one thing after another
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

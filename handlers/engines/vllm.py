@@ -1,0 +1,82 @@
+"""vLLM's engine, where it is installed: it wants a GPU and versions of torch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from handlers.engines.engine import Chunk, GenerationRequest, admit
+from handlers.errors import HandlerLoadError, PredictionException
+
+
+class VLLM:
+    """vLLM's asynchronous engine. ``arguments`` are its ``AsyncEngineArgs``, as they are."""
+
+    OPTIONS = ("arguments",)
+
+    def __init__(self, engine: Any, capacity: int, vocabulary: int) -> None:
+        self.capacity = capacity
+        self.vocabulary = vocabulary
+        self._engine = engine
+
+    @classmethod
+    async def start(cls, folder: Path, gpu_id: int | None, options: Mapping[str, Any]) -> VLLM:
+        """The engine, its model loaded; the GPU is the one that the replica was given."""
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise HandlerLoadError(
+                f"model-config.yaml: engine: vllm is not installed where the model runs ({error}). Name vllm in the "
+                "archive's requirements.txt and set useVenv: true, because it brings a torch of its own; or take "
+                "engine: {name: transformers}."
+            ) from error
+        arguments = options.get("arguments") or {}
+        if not isinstance(arguments, Mapping):
+            raise HandlerLoadError(f"model-config.yaml: engine.arguments is {arguments!r}; it is a mapping.")
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, "model": str(folder)}))
+        config = engine.model_config
+        return cls(engine, config.max_model_len, config.get_vocab_size())
+
+    @property
+    def use(self) -> float | None:
+        return None  # vLLM tells it to its own metrics alone
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        admit(request, self.vocabulary, self.capacity)
+        sampling = request.sampling
+        wanted = SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            max_tokens=request.max_new_tokens,
+            stop_token_ids=list(request.end),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        try:
+            async for output in self._engine.generate(prompt, wanted, request.id):
+                piece = output.outputs[0]
+                yield Chunk(list(piece.token_ids), piece.finish_reason)
+        except RuntimeError as error:
+            if not self._engine.errored:
+                raise
+            raise PredictionException(f"vLLM's engine has failed ({error}): send the request again.", 503) from error
+
+    async def abort(self, id: str) -> None:
+        await self._engine.abort(id)
+
+    async def check_health(self) -> None:
+        try:
+            await self._engine.check_health()
+        except Exception as error:
+            raise RuntimeError(f"vLLM's engine has failed: {error}") from error
+
+    async def shutdown(self) -> None:
+        self._engine.shutdown()
