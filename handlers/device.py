@@ -8,6 +8,15 @@ import os
 import torch
 
 
+def share(gpu_id: int, fraction: float) -> None:
+    """Keep this process to its share of a GPU's memory: what wants more runs out, and its neighbours do not.
+
+    ``fraction`` is from above 0 to 1. torch's own allocator minds it; what other libraries allocate is not counted.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(fraction, gpu_id)
+
+
 def choose(gpu_id: int | None) -> torch.device:
     """The accelerator that ``gpu_id`` names, else XLA where torch_xla is installed, else the CPU.
 

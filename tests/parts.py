@@ -112,7 +112,7 @@ def handle(data, context):
 class Server:
     """A real server on ports of its own, with a model store and a state of its own."""
 
-    def __init__(self, home: Path, **settings: Any) -> None:
+    def __init__(self, home: Path, env: dict[str, str] | None = None, **settings: Any) -> None:
         self.home = home
         self.store = home / "model_store"
         self.store.mkdir()
@@ -126,6 +126,7 @@ class Server:
         self._config = home / "app.yaml"
         self._config.write_text(yaml.safe_dump(document))
         lines = [f"{name}={free_port()}" for name in RAY_PORTS]
+        lines += [f"{name}={value}" for name, value in (env or {}).items()]
         self._env = home / "serve.env"
         self._env.write_text((ROOT / "configs/serve.env").read_text() + "\n".join(lines) + "\n")
         self.process = ServerProcess(self._config, self._env)

@@ -68,6 +68,7 @@ class Runner:
         self._context.header_key_sequence_id = settings.header_key_sequence_id
         self._context.header_key_sequence_start = settings.header_key_sequence_start
         self._context.header_key_sequence_end = settings.header_key_sequence_end
+        self._gpu = gpu_id
         self._hidden = settings.blacklist_env_vars
         self._largest = settings.max_response_size
         self._envelope = spec.config.get("envelope") or settings.service_envelope
@@ -88,6 +89,10 @@ class Runner:
             torchserve_names.install()
             os.chdir(self._directory)
             hide(self._hidden)
+            if self._gpu is not None and 0 < self._spec.num_gpus < 1:
+                from handlers import device  # torch, which most processes of CPU models never import
+
+                device.share(self._gpu, self._spec.num_gpus)
             entry = handlers.load(self._spec.handler, self._directory, self._manifest)
             if entry.asynchronous:
                 self.loop = asyncio.new_event_loop()

@@ -31,7 +31,7 @@ def own_process():
 def make_runner(tmp_path, own_process):
     """A Runner over a real archive directory: ``files`` is name -> text, ``code`` that of handler.py."""
 
-    def make(code, files=None, settings=None, **spec):
+    def make(code, files=None, settings=None, gpu_id=None, **spec):
         directory = tmp_path / "archive"
         for name, content in {"handler.py": code, **(files or {})}.items():
             file = directory / name
@@ -39,7 +39,7 @@ def make_runner(tmp_path, own_process):
             file.write_bytes(content if isinstance(content, bytes) else content.encode())
         manifest = {"model": {"modelName": "m", "modelVersion": "1.0", "handler": "handler.py"}}
         known = ModelSpec("m", "1.0", url="m.mar", digest="", archive="")
-        return Runner(known.with_(**spec), directory, manifest, settings or RuntimeSettings())
+        return Runner(known.with_(**spec), directory, manifest, settings or RuntimeSettings(), gpu_id)
 
     return make
 
