@@ -25,12 +25,15 @@ __all__ = ["HANDLERS", "Entry", "HandlerLoadError", "PredictionException", "load
 # The built-in handlers: a name that a manifest may hold -> "module:Class", imported when asked for.
 HANDLERS: dict[str, str] = {
     "base_handler": "handlers.base:BaseHandler",
+    "causal_lm": "handlers.causal_lm:CausalLM",
     "dali_image_classifier": "handlers.dali:DALIImageClassifier",
     "densenet_handler": "handlers.densenet:DenseNetHandler",
+    "huggingface": "handlers.huggingface:HuggingFace",
     "image_classifier": "handlers.image_classifier:ImageClassifier",
     "image_segmenter": "handlers.image_segmenter:ImageSegmenter",
-    "object_detector": "handlers.object_detector:ObjectDetector",
     "llm": "handlers.llm:LanguageModel",
+    "object_detector": "handlers.object_detector:ObjectDetector",
+    "onnx": "handlers.onnx_handler:OnnxHandler",
     "text_classifier": "handlers.text_classifier:TextClassifier",
 }
 

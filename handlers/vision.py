@@ -135,8 +135,8 @@ class VisionHandler(BaseHandler):
 
     def get_insights(self, tensor_data: torch.Tensor, raw_data: Any, target: Any = 0) -> list[Any]:
         """For each row what each pixel of each channel had to do with output ``target``, nested as the image is."""
-        with explanations.of_output(target):
-            return self.ig.attribute(tensor_data, target=target, n_steps=15).tolist()
+        question = self.question.of(self.asked, target)
+        return explanations.attributions(self.model, tensor_data, question).tolist()
 
     def _image(self, row: Any) -> torch.Tensor:
         prepared = getattr(row, "prepared", None)
@@ -146,9 +146,9 @@ class VisionHandler(BaseHandler):
             return prepared
         value = (row.get("data") or row.get("body")) if isinstance(row, dict) else row
         if isinstance(value, str):
-            value = _from_base64(value)
+            value = from_base64(value)
         if isinstance(value, (bytes, bytearray, memoryview)) and value:
-            return self.image_processing(_open(value))
+            return self.image_processing(open_image(value))
         if not value:
             raise PredictionException("There is no image: send it as the body, or as the form field data.", 400)
         try:
@@ -157,14 +157,16 @@ class VisionHandler(BaseHandler):
             raise PredictionException(f"The input is neither image nor JSON list of numbers: {error}", 400) from error
 
 
-def _from_base64(text: str) -> bytes:
+def from_base64(text: str) -> bytes:
+    """An image's bytes; PredictionException with status 400 where the text is none."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise PredictionException(f"The input is text, but not an image in base64: {error}", 400) from error
 
 
-def _open(content: bytes | bytearray | memoryview) -> Image.Image:
+def open_image(content: bytes | bytearray | memoryview) -> Image.Image:
+    """The image in these bytes, decoded; PredictionException with status 400 where there is none."""
     try:
         image = Image.open(io.BytesIO(content))
         image.load()  # Pillow reads lazily, and a broken image is to show here

@@ -69,15 +69,24 @@ class ModelSpec:
     requirements: str = ""  # the archive's file that is installed for this version's replicas; empty: none is
     batcher: Literal["torchrelay", "ray"] = "torchrelay"
     retries: bool = True  # a failed batch is run again in halves; rows of a dead replica go to another
+    bucket_by_length: bool = False  # rows of similar length run together
     use_job_ticket: bool = False  # a row is taken only where the model is idle
     num_cpus: float = 0.1
     num_gpus: float = 0.0
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # of its ranks
     max_ongoing_requests: int = 0  # 0: as many as the queue and two batches hold
     max_concurrent_requests: int = 0  # of all its replicas together; 0: no limit
     fast_path: Literal["torchserve", "oip"] = "torchserve"
     loaded_at_startup: bool = False
     autoscaling: Autoscaling | None = None  # what was said of it; None: nothing
     config: Mapping[str, Any] = field(default_factory=dict)  # model-config.yaml, whole, for the handler
+
+    @property
+    def ranks(self) -> int:
+        """The processes that one replica is; each of them claims ``num_cpus`` and ``num_gpus``."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def scaling(self) -> Autoscaling | None:
@@ -332,6 +341,7 @@ class Registration:
     url: str
     model_name: str | None = None
     handler: str | None = None
+    task: str | None = None  # of a Hugging Face folder: what it is asked, as transformers' pipelines call it
     runtime: str | None = None
     batch_size: int | None = None
     max_batch_delay: int | None = None  # milliseconds

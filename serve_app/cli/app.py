@@ -18,6 +18,7 @@ from serve_app.cli import progress, torchserve
 from serve_app.cli.archive import archive
 from serve_app.cli.experiment import experiment_app
 from serve_app.cli.migrate import migrate
+from serve_app.cli.optimize import optimize
 from serve_app.cli.process import ServerProcess, StartError
 from serve_app.cli.rollout import rollout_app
 from serve_app.cli.shadow import shadow
@@ -178,6 +179,7 @@ def status(inference: Inference = INFERENCE, management: ManagementUrl = MANAGEM
 app.command("bench")(bench)
 app.command("migrate")(migrate)
 app.command("archive")(archive)
+app.command("optimize")(optimize)
 app.command("traffic")(traffic)
 app.command("shadow")(shadow)
 
@@ -209,8 +211,9 @@ def register(
     batch_size: Annotated[Optional[int], typer.Option()] = None,  # noqa: UP045
     max_batch_delay: Annotated[Optional[int], typer.Option(help="Milliseconds.")] = None,  # noqa: UP045
     handler: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
+    task: Annotated[Optional[str], typer.Option(help="Of a Hugging Face folder: text-classification ...")] = None,  # noqa: UP045
 ) -> None:
-    """Register an archive and wait for its replicas."""
+    """Register an archive, or a model's folder, and wait for its replicas."""
     with Talk(*context.obj) as client:
         answer = progress.registered(
             client,
@@ -221,6 +224,7 @@ def register(
             batch_size=batch_size,
             max_batch_delay=max_batch_delay,
             handler=handler,
+            task=task,
             synchronous=True,
         )
     console.print(answer, highlight=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 from serve_app.control.registry import spec_from
 from serve_app.settings import Settings
 from serve_app.store.cache import Cache
-from serve_app.store.manifest import Manifest, check
+from serve_app.store.manifest import Manifest, check, is_folder
 from serve_app.store.sources import fetch, file_path
 from serve_app.types import ModelSpec, Registration
 
@@ -59,7 +59,7 @@ class Admission:
         manifest = Manifest.read(stored.directory, source.name, settings.store.default_service_handler)
         asked = {"model_name": registration.model_name, "handler": registration.handler}
         manifest = dataclasses.replace(manifest, **{key: value for key, value in asked.items() if value})
-        config = check(stored.directory, manifest)
+        config = check(stored.directory, manifest, registration.task)
         if config.unserved:
             keys = ", ".join(config.unserved)
             log.warning("%s: %s in its %s: not served, and without effect", source.name, keys, manifest.config_file)
@@ -126,5 +126,5 @@ def _is_archive(path: Path) -> bool:
     if path.name.startswith("."):
         return False
     if path.is_dir():
-        return (path / "MAR-INF").is_dir()
+        return (path / "MAR-INF").is_dir() or is_folder(path)
     return path.name.lower().endswith(_ARCHIVES)

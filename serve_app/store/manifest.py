@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from serve_app.telemetry.logs import LEVELS
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 CONFIG = "model-config.yaml"
+HUGGING_FACE = "huggingface"  # the handler of a model folder
 
 log = logging.getLogger("torchrelay.manifest")
 
@@ -48,6 +49,7 @@ class Manifest:
     def read(cls, directory: Path, archive: str, default_handler: str = "") -> Manifest:
         """The manifest of an unpacked model. Older ones, and none at all, are taken with TorchServe's defaults.
 
+        A Hugging Face model folder needs none: its handler is ``huggingface``.
         ``archive`` is the archive's file name: its stem names a model that does not name itself.
         """
         name = stem(archive)
@@ -55,6 +57,8 @@ class Manifest:
             text = (directory / MANIFEST).read_bytes()
         except FileNotFoundError:
             config = CONFIG if (directory / CONFIG).is_file() else None
+            if is_folder(directory) or (not default_handler and (directory / "config.json").is_file()):
+                default_handler = HUGGING_FACE  # which says what is lacking, if anything is
             return cls(archive, name, handler=default_handler, config_file=config)
         try:
             raw = json.loads(text)
@@ -124,6 +128,7 @@ def _autoscaling(value: Any) -> Autoscaling:
 
 
 _AT_LEAST_ONE = _type("a whole number", lambda value: type(value) is int, lambda value: max(1, value))
+_THREADS = _type("a whole number from 1, or auto", lambda v: v == "auto" or (type(v) is int and v >= 1))
 _FLAG = _type("true or false", lambda value: type(value) is bool)
 _MAPPING = _type("a mapping", lambda value: isinstance(value, dict))
 _AMOUNT = _type("a number from 0", lambda v: type(v) in (int, float) and v >= 0 and math.isfinite(v), float)
@@ -174,12 +179,20 @@ class ModelConfig:
     batcher: Literal["torchrelay", "ray"] | None = _ours(_words("torchrelay", "ray"))
     num_cpus: float | None = _ours(_AMOUNT)
     num_gpus: float | None = _ours(_AMOUNT)
+    tensor_parallel: int | None = _ours(_whole(1))
+    pipeline_parallel: int | None = _ours(_whole(1))
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] | None = _ours(
+        _words("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
+    )
     retries: bool | None = _ours(_FLAG)
+    bucket_by_length: bool | None = _ours(_FLAG)
     fast_path: Literal["torchserve", "oip"] | None = _ours(_words("torchserve", "oip"))
     max_ongoing_requests: int | None = _ours(_whole(0))
     max_concurrent_requests: int | None = _ours(_whole(0), "maxConcurrentRequests")
     samples: tuple[str, ...] | None = _ours(_list("a list of file names", str))
     trusted: bool | None = _ours(_FLAG)
+    threads: int | Literal["auto"] | None = _ours(_THREADS)
+    task: str | None = _ours(_type("a task's name", lambda value: isinstance(value, str) and bool(value)))
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = _ours(_words(*LEVELS))
     envelope: Literal["body", "json", "kserve", "kservev2"] | None = _ours(_words("body", "json", "kserve", "kservev2"))
     autoscaling: Autoscaling | None = _ours(_Type("a mapping", _autoscaling))
@@ -233,15 +246,35 @@ class ModelConfig:
 
 
 # Known to handlers of TorchServe's, so a near miss of one of these is a mistake as well.
-_HANDLERS_KEYS = ("handler", "pt2", "optimize", "accuracy", "micro_batching", "pippy", "deepspeed", "engine", "parameters")
+_HANDLERS_KEYS = (
+    "handler",
+    "pt2",
+    "optimize",
+    "accuracy",
+    "micro_batching",
+    "pippy",
+    "deepspeed",
+    "engine",
+    "parameters",
+)
 
 _REBUILD = "rebuild the archive with torch-model-archiver"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NODES = 100_000  # values in a configuration once its aliases are written out
 
 
-def check(directory: Path, manifest: Manifest) -> ModelConfig:
+def is_folder(directory: Path) -> bool:
+    """Whether a Hugging Face model lies in this directory: its config.json, and weights."""
+    from handlers import tasks  # late: reading a manifest needs no handler
+
+    return directory.is_dir() and tasks.is_folder(path.name for path in directory.iterdir())
+
+
+def check(directory: Path, manifest: Manifest, task: str | None = None) -> ModelConfig:
     """Everything that can be known before a replica starts is right; returns the configuration, read.
+
+    ``task`` is what the registration asks for; it goes before the configuration's own. A model folder's is
+    in what is returned, wherever it was found.
 
     Names fit into routes, files that are named exist inside the model, its Python compiles, a
     built-in handler exists. To check names given at a registration, put them into the manifest
@@ -258,12 +291,15 @@ def check(directory: Path, manifest: Manifest) -> ModelConfig:
         if name is not None:
             _file(directory, manifest, name)
     config = ModelConfig.read(directory, manifest)
+    task = task or config.task
     for sample in config.samples or ():
         _file(directory, manifest, sample)
     _check_handler(directory, manifest)
     if manifest.model_file is not None:
         _compiles(directory / manifest.model_file, manifest)
-    return config
+    if _module(manifest.handler) == HUGGING_FACE and handler_file(directory, manifest.handler) is None:
+        task = _task(directory, manifest, task, config)
+    return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
 
 
 def handler_file(directory: Path, handler: str) -> Path | None:
@@ -288,7 +324,7 @@ def stem(archive: str) -> str:
 
 def _check_handler(directory: Path, manifest: Manifest) -> None:
     if not manifest.handler:
-        cure = "name one when registering, or set default_service_handler"
+        cure = "name one when registering, or set default_service_handler; a Hugging Face folder has a config.json"
         raise InvalidArchive(manifest.archive, f"names no handler; {cure}")
     file = handler_file(directory, manifest.handler)
     if file is not None:
@@ -306,6 +342,15 @@ def _check_handler(directory: Path, manifest: Manifest) -> None:
     hint = f"did you mean {near!r}?" if near else f"there are {', '.join(HANDLERS)}"
     missing = f"the handler {manifest.handler!r} is neither a file of the archive nor built in"
     raise InvalidArchive(manifest.archive, f"{missing}; put it into the archive, or name a built-in one: {hint}")
+
+
+def _task(directory: Path, manifest: Manifest, asked: str | None, config: ModelConfig) -> str:
+    from handlers import HandlerLoadError, tasks
+
+    try:
+        return tasks.choose(directory, asked, config.trusted is True)
+    except HandlerLoadError as error:
+        raise InvalidArchive(manifest.archive, str(error)) from None
 
 
 def _importable(package: str, directory: Path) -> bool:

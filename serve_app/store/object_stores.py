@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from handlers import tasks
 from serve_app.errors import DownloadFailed
 from serve_app.settings import MIB, StoreSettings
 from serve_app.store.transfer import QUIET, OnProgress, Transfer
@@ -73,8 +74,8 @@ def installed(scheme: str) -> bool:
 def bring(where: Address, url: str, into: Path, settings: StoreSettings, progress: OnProgress | None = None) -> Path:
     """The archive, or the model's directory, that lies at an address, brought into the directory ``into``.
 
-    A folder is a model's directory when it holds ``MAR-INF``, and stands for its archive when it holds
-    one archive and no other. Raises DownloadFailed, and leaves nothing behind then.
+    A folder is a model's directory when it holds ``MAR-INF`` or is a Hugging Face model's, and stands for its
+    archive when it holds one archive and no other. Raises DownloadFailed, and leaves nothing behind then.
     """
     scheme = where.scheme
     if not installed(scheme):
@@ -123,10 +124,13 @@ def _bring(system: Any, path: str, url: str, place: Path, transfer: Transfer, se
         return _copy(system, found["name"], place / _name(path), transfer)
     home = found["name"].rstrip("/")
     files = {file.removeprefix(f"{home}/"): facts for file, facts in system.find(home, detail=True).items()}
-    if not any(file.startswith("MAR-INF/") for file in files):
+    if tasks.is_folder(files) and not any(file.startswith("MAR-INF/") for file in files):
+        files = {file: files[file] for file in tasks.needed(files)}
+    elif not any(file.startswith("MAR-INF/") for file in files):
         archives = [file for file in files if "/" not in file and file.lower().endswith(ARCHIVES)]
         if len(archives) != 1:
-            what = f"it holds {len(archives)} archives" if archives else "it holds neither MAR-INF nor an archive"
+            nothing = "it holds neither MAR-INF nor an archive, nor a config.json with weights"
+            what = f"it holds {len(archives)} archives" if archives else nothing
             raise DownloadFailed(url, f"{what}; name the file: {url.rstrip('/')}/model.mar")
         files = {archives[0]: files[archives[0]]}
         transfer.begin(files[archives[0]].get("size"))

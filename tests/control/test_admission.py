@@ -138,3 +138,19 @@ def test_a_model_that_wants_a_gpu_and_claims_none_is_told(
 def test_what_start_up_is_told_to_load(tmp_path: Path, wanted: str, expected: list[tuple[str, str | None]]) -> None:
     admission = Admission(load({"home": str(tmp_path), "control": {"load_models": wanted}}))
     assert [(asked.url, asked.model_name) for asked in admission.at_startup()] == expected
+
+
+def test_a_model_folder_is_admitted_with_its_task_and_no_archive(store: Path, admission: Admission) -> None:
+    folder = store / "entities"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["BertForTokenClassification"]}')
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    spec = admission.admit(Registration("entities"))
+    assert (spec.name, spec.version, spec.handler) == ("entities", "1.0", "huggingface")
+    assert spec.config == {"task": "token-classification"}
+    assert (admission.directory(spec) / "config.json").is_file()
+    asked = admission.admit(Registration("entities", model_name="vectors", task="feature-extraction"))
+    assert (asked.name, asked.config) == ("vectors", {"task": "feature-extraction"})
+    everything = load({"home": str(store.parent), "control": {"load_models": "all"}})
+    assert [registration.url for registration in Admission(everything).at_startup()] == ["entities"]

@@ -140,6 +140,66 @@ def test_a_built_in_handler(write):
     refused(directory, "names no handler", "default_service_handler", handler="")
 
 
+FOLDER = {
+    "config.json": '{"architectures": ["BertForTokenClassification"]}',
+    "model.safetensors": "weights",
+    "tokenizer.json": "{}",
+}
+
+
+def test_a_model_folder_is_a_model(write):
+    directory = write(None, FOLDER)
+    manifest = Manifest.read(directory, "entities", "base_handler")
+    assert (manifest.model_name, manifest.version, manifest.handler) == ("entities", "1.0", "huggingface")
+    config = check(directory, manifest)
+    assert (config.task, config.raw) == ("token-classification", {"task": "token-classification"})
+    assert check(directory, manifest, "feature-extraction").task == "feature-extraction", "the caller goes first"
+    (directory / "model-config.yaml").write_text("batchSize: 8\ntask: feature-extraction\n")
+    manifest = Manifest.read(directory, "entities")
+    config = check(directory, manifest)
+    assert (config.batch_size, config.task, config.raw["batchSize"]) == (8, "feature-extraction", 8)
+    assert check(directory, manifest, "ner").task == "token-classification", "and before the file"
+
+
+def test_a_manifest_in_a_model_folder_says_its_version(write):
+    directory = write({"modelName": "entities", "modelVersion": "2.0", "handler": "huggingface"}, FOLDER)
+    manifest = read(directory)
+    assert (manifest.version, check(directory, manifest).task) == ("2.0", "token-classification")
+
+
+@pytest.mark.parametrize(
+    "changes, task, words",
+    [
+        ({}, "poetry", "the task 'poetry' is not supported; there are feature-extraction,"),
+        ({}, "token-clasification", "did you mean 'token-classification'?"),
+        ({}, "summarization", "BertForTokenClassification is for token-classification, not for summarization"),
+        ({"model.safetensors": None}, None, "no weights; put model.safetensors beside it"),
+        ({"tokenizer.json": None}, None, "there is no tokenizer.json"),
+        ({"config.json": "{"}, None, "its config.json is not JSON"),
+        ({"config.json": "[]"}, None, "its config.json is no JSON object"),
+        ({"config.json": None}, None, "a Hugging Face folder has a config.json"),
+        ({"model.safetensors": None, "pytorch_model.bin": ""}, None, "its weights are pickles"),
+        ({"config.json": '{"architectures": ["Own"]}'}, None, "(Own) tells no task; say one with task="),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(write, changes, task, words):
+    directory = write(None, {name: text for name, text in {**FOLDER, **changes}.items() if text is not None})
+    with pytest.raises(InvalidArchive) as error:
+        check(directory, Manifest.read(directory, "entities"), task)
+    assert str(error.value).startswith("entities: ") and words in str(error.value)
+
+
+def test_pickles_in_a_folder_that_is_trusted(write):
+    files = {**FOLDER, "pytorch_model.bin": "", "model-config.yaml": "trusted: true\n"}
+    directory = write(None, {name: text for name, text in files.items() if name != "model.safetensors"})
+    assert check(directory, Manifest.read(directory, "entities")).task == "token-classification"
+
+
+def test_a_registrations_task_reaches_a_handler_of_the_archives_own(write):
+    directory = write()
+    assert check(directory, read(directory), "translation").raw == {"task": "translation"}
+
+
 def test_a_module_is_left_to_the_models_own_process(write):
     directory = write(MODEL | {"handler": "lib.serving:Handler"}, {"lib/serving/__init__.py": "raise Exception"})
     check(directory, read(directory))
@@ -232,7 +292,7 @@ def test_a_wrong_value_of_torchserves_is_ignored_with_a_warning(line, caplog):
     [
         "batcher: fast", "num_cpus: -1", "num_gpus: lots", "num_gpus: .inf", "num_gpus: .nan", "num_cpus: true",
         "retries: 3", "fast_path: /x", "max_ongoing_requests: 1.5", "maxConcurrentRequests: -1", "samples: one.json", "samples: [1]",
-        "trusted: 'no'", "batcher: [ray]",
+        "trusted: 'no'", "task: [ner]", "batcher: [ray]",
     ],
 )  # fmt: skip
 def test_a_wrong_value_of_ours_is_refused(line):

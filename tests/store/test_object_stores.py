@@ -292,6 +292,23 @@ def test_a_model_on_a_hub(get, monkeypatch):
     assert seen[-1] == (total, total)
 
 
+def test_a_model_folder_on_a_hub_comes_without_its_other_formats(get, monkeypatch):
+    """As a hub has it: no archive, and the same weights many times over."""
+    needed = {
+        "config.json": b"{}",
+        "model.safetensors": BODY,
+        "tokenizer.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+        "README.md": b"card",
+    }
+    others = ("pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "openvino/model.bin", ".gitattributes", "m.gguf")
+    with hub({**needed, **dict.fromkeys(others, b"much")}) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        folder = get("hf://owner/name")
+    assert {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == needed
+    assert folder.name == "name"
+
+
 def test_an_archive_on_a_hub(get, monkeypatch):
     with hub({"README.md": b"text", "m.mar": b"archive"}) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)

@@ -32,7 +32,7 @@ from serve_app.types import Description, Progress, Registration, Worker
 MAX_BATCH_DELAY = 100  # milliseconds, what TorchServe shows where nobody said
 _PAGE = 100
 _LONGEST_ID = 100  # characters of a registration's own name
-_WORDS = ("model_name", "handler", "runtime")
+_WORDS = ("model_name", "handler", "task", "runtime")
 _COUNTS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
 _NUMBERS = {*_COUNTS, "min_worker", "max_worker"}
 # Parameters of a change of workers; what else autoscaling knows is called as it is there.

@@ -272,6 +272,7 @@ _REGISTER = _operation(
         _query("url", "A file of the model store, or where the archive is fetched from.", required=True),
         _query("model_name", "The model's name; else the manifest says."),
         _query("handler", "The handler; else the manifest says."),
+        _query("task", "What a Hugging Face folder is asked; else its model-config.yaml or config.json says."),
         _RUNTIME,
         _query("batch_size", "The most requests in a batch.", "integer", 1),
         _query("max_batch_delay", "How long an incomplete batch waits, in milliseconds.", "integer", 100),

@@ -246,6 +246,7 @@ EVERYTHING = Registration(
     "m.mar",
     model_name="n",
     handler="h.py",
+    task="ner",
     runtime="python3",
     batch_size=4,
     max_batch_delay=5,
@@ -262,21 +263,21 @@ EVERYTHING = Registration(
     ("query", "body", "content_type"),
     [
         (
-            "?url=m.mar&model_name=n&handler=h.py&runtime=python3&batch_size=4&max_batch_delay=5&initial_workers=1"
+            "?url=m.mar&model_name=n&handler=h.py&task=ner&runtime=python3&batch_size=4&max_batch_delay=5&initial_workers=1"
             "&response_timeout=6&startup_timeout=7&synchronous=False&s3_sse_kms=true&registration=mine&unknown=1",
             b"",
             None,
         ),
         (
             "?batch_size=9",
-            b'{"url": "m.mar", "model_name": "n", "handler": "h.py", "runtime": "python3", "batch_size": 4,'
+            b'{"url": "m.mar", "model_name": "n", "handler": "h.py", "task": "ner", "runtime": "python3", "batch_size": 4,'
             b'"max_batch_delay": "5", "initial_workers": 1.0, "response_timeout": 6, "startup_timeout": 7,'
             b'"synchronous": false, "s3_sse_kms": true, "registration": "mine", "unknown": {}}',
             "application/json; charset=utf-8",
         ),
         (
             "?url=m.mar&handler=h.py",
-            b"model_name=n&runtime=python3&batch_size=4&max_batch_delay=5&initial_workers=%2B1&response_timeout=6"
+            b"model_name=n&task=ner&runtime=python3&batch_size=4&max_batch_delay=5&initial_workers=%2B1&response_timeout=6"
             b"&startup_timeout=7&synchronous=false&s3_sse_kms=true&registration=mine",
             "application/x-www-form-urlencoded",
         ),

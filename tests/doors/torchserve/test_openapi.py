@@ -30,7 +30,7 @@ metrics             | get /metrics | name[] | 200 500
 MANAGEMENT = """
 apiDescription | options / | | 200 500
 listModels | get /models | limit=100 next_page_token | 200 500
-registerModel | post /models | url* model_name handler runtime batch_size=1 max_batch_delay=100 response_timeout=120 startup_timeout=120 initial_workers=0 synchronous=True s3_sse_kms=False | 200 202 206 400 404 409 500
+registerModel | post /models | url* model_name handler task runtime batch_size=1 max_batch_delay=100 response_timeout=120 startup_timeout=120 initial_workers=0 synchronous=True s3_sse_kms=False | 200 202 206 400 404 409 500
 describeModel | get /models/{model_name} | model_name* | 200 404 500
 setAutoScale | put /models/{model_name} | model_name* min_worker=1 max_worker=1 number_gpu=0 synchronous=False timeout=-1 | 200 202 206 400 404 500
 unregisterModel | delete /models/{model_name} | model_name* synchronous=False timeout=-1 | 200 202 404 408 500

@@ -1,0 +1,73 @@
+"""A Hugging Face model folder as it stands: no archive, no code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from handlers import compilation, device, tasks
+from handlers.base import BaseHandler
+from handlers.errors import HandlerLoadError, PredictionException
+from handlers.tasks.base import Example, ImageTask
+from handlers.timer import timed
+
+
+class HuggingFace(BaseHandler):
+    """Answers a task, by the names of transformers' pipelines: model-config.yaml's ``task``, or the folder's own.
+
+    A batch is one forward. ``trusted: true`` there lets pickled weights and the folder's own code in, and
+    ``parameters`` are the defaults of a request's.
+    """
+
+    prepare_row: Any = None  # images are decoded ahead; a text is read faster than handed over
+
+    def initialize(self, context: Any) -> None:
+        self.context = context
+        self.manifest = context.manifest
+        self.model_yaml_config = config = getattr(context, "model_yaml_config", None) or {}
+        self.device = device.choose(context.system_properties.get("gpu_id"))
+        self.map_location = self.device.type
+        directory = Path(context.system_properties["model_dir"])
+        trusted = config.get("trusted") is True
+        try:
+            self.task_name = tasks.choose(directory, config.get("task"), trusted)
+        except HandlerLoadError as error:
+            raise HandlerLoadError(f"{directory}: {error}") from None
+        task_class = tasks.task_class(self.task_name)
+        self.model, self.task = task_class.load(directory, trusted, config.get("parameters") or {})
+        self.model.to(self.device).eval()
+        self.model = compilation.compiled(self.model, config.get("pt2"))
+        if isinstance(self.task, ImageTask):
+            self.prepare_row = self.task.read
+        self._micro_batch()
+        self.initialized = True
+
+    @timed
+    def preprocess(self, data: list[Any]) -> Any:
+        """What each row asks, and all of it as the model's input."""
+        examples = self._each(data, self._example)
+        return examples, self.task.encode(examples)
+
+    @timed
+    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        examples, encoded = data
+        with torch.inference_mode():
+            return examples, encoded, self.task.forward(self.model, encoded, self.device)
+
+    @timed
+    def postprocess(self, data: Any) -> list[Any]:
+        examples, encoded, output = data
+        return self.task.answers(output, encoded, examples)
+
+    def describe_handle(self) -> dict[str, Any]:
+        """The task, the parameters that a request may have, and the model's labels."""
+        parameters = {name: parameter.wants for name, parameter in self.task.parameters.items()}
+        return {"task": self.task_name, "parameters": parameters, "architecture": self.task.config.architectures}
+
+    def _example(self, row: Any) -> Example:
+        prepared = getattr(row, "prepared", None)
+        if isinstance(prepared, PredictionException):
+            raise prepared
+        return prepared if isinstance(prepared, Example) else self.task.read(row)

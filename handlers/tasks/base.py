@@ -1,0 +1,271 @@
+"""A task: from what a request says to the model's input, and from the model's output to an answer."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from handlers.errors import HandlerLoadError, PredictionException
+from handlers.vision import ToRGB, from_base64, open_image
+
+_RGB = ToRGB()
+
+
+class Parameter(NamedTuple):
+    """What a request's parameter must be, in words, and whether a value is that."""
+
+    wants: str
+    fits: Callable[[Any], bool]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+COUNT = Parameter("a whole number from 1", lambda value: type(value) is int and value >= 1)
+NUMBER = Parameter("a number", _number)
+POSITIVE = Parameter("a number above 0", lambda value: _number(value) and value > 0)
+FRACTION = Parameter("a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1)
+FLAG = Parameter("true or false", lambda value: isinstance(value, bool))
+TEXT = Parameter("a text", lambda value: isinstance(value, str))
+TEXTS = Parameter(
+    "a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
+)
+
+
+def one_of(*words: str) -> Parameter:
+    return Parameter(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
+
+
+class Example(NamedTuple):
+    """One row, read: a text and perhaps its pair, or an image; and the parameters, checked and whole."""
+
+    value: Any
+    pair: str | None
+    parameters: Mapping[str, Any]
+
+
+class Task:
+    """``read`` each row, ``encode`` them together, ``forward`` once, ``answers`` for each.
+
+    ``defaults`` are parameters for the requests that do not say otherwise.
+    """
+
+    auto: ClassVar[str]  # transformers' class that loads such a model
+    parameters: ClassVar[Mapping[str, Parameter]] = {}
+    unneeded: ClassVar[tuple[str, ...]] = ()  # beginnings of weights that may be missing, because nothing asks for them
+
+    def __init__(self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.config = config
+        self.options = options
+        self.defaults: Mapping[str, Any] = {}
+        try:
+            self.defaults = self.checked(defaults)
+        except PredictionException as error:
+            raise HandlerLoadError(f"{directory}: parameters in model-config.yaml: {error.message}") from None
+
+    @classmethod
+    def load(cls, directory: Path, trusted: bool, defaults: Mapping[str, Any]) -> tuple[Any, Task]:
+        """The model on the CPU, and its task. Nothing is fetched; the folder's own code runs only where ``trusted``."""
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        options = {"local_files_only": True, "trust_remote_code": trusted}
+        try:
+            config = transformers.AutoConfig.from_pretrained(directory, **options)
+            auto = getattr(transformers, cls.model_class(config))
+            model, told = auto.from_pretrained(
+                directory, config=config, output_loading_info=True, use_safetensors=None if trusted else True, **options
+            )
+            task = cls(directory, model.config, options, defaults)
+            task.fit(model)
+        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+            if isinstance(error, HandlerLoadError):
+                raise
+            raise HandlerLoadError(f"{directory}: transformers cannot load it: {error}") from error
+        missing = sorted(key for key in told["missing_keys"] if not key.startswith(cls.unneeded))
+        if missing:
+            raise HandlerLoadError(
+                f"{directory}: its weights lack {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}, which would be "
+                f"random; {type(model).__name__} is not what was saved there. Name the task that it was trained for."
+            )
+        return model, task
+
+    @classmethod
+    def model_class(cls, config: Any) -> str:
+        return cls.auto
+
+    def fit(self, model: Any) -> None:
+        """Make ready what depends on the model."""
+
+    def read(self, row: Any) -> Example:
+        """What a row asks. PredictionException with status 400 where that is nothing this task can answer."""
+        value, parameters = _said(row)
+        value, pair = self.inputs(value)
+        return Example(value, pair, {**self.defaults, **self.checked(parameters)} if parameters else self.defaults)
+
+    def checked(self, parameters: Any) -> dict[str, Any]:
+        if not isinstance(parameters, Mapping):
+            raise PredictionException(f"The parameters must be a JSON object, and are {parameters!r:.100}.", 400)
+        for name, value in parameters.items():
+            known = self.parameters.get(name)
+            if known is None:
+                near = difflib.get_close_matches(str(name), self.parameters, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.parameters) or 'none'}."
+                raise PredictionException(f"There is no parameter {name!r:.100} here; {hint}", 400)
+            if not known.fits(value):
+                raise PredictionException(f"The parameter {name} must be {known.wants}, and is {value!r:.100}.", 400)
+        return dict(parameters)
+
+    def inputs(self, value: Any) -> tuple[Any, str | None]:
+        raise NotImplementedError
+
+    def encode(self, examples: Sequence[Example]) -> Any:
+        """The model's input for all of them, on the CPU."""
+        raise NotImplementedError
+
+    def forward(self, model: Any, encoded: Any, device: Any) -> Any:
+        """What the model makes of it."""
+        return model(**encoded.to(device))
+
+    def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
+        """One answer for each."""
+        raise NotImplementedError
+
+
+class TextTask(Task):
+    """Rows are texts. A batch is padded to its own longest one, and cut off at the model's limit."""
+
+    fields: ClassVar[tuple[str, str]] = ("text", "text_pair")  # the second only where pairs is true
+    pairs: ClassVar[bool] = False
+
+    def __init__(self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__(directory, config, options, defaults)
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, **options)
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.convert_ids_to_tokens(0)
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = self.tokenizer.pad_token_id
+        self.limit = self._limit()
+
+    def _limit(self) -> int | None:
+        """The most tokens that the model reads; None where neither tokenizer nor model says."""
+        positions = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
+        if positions and "roberta" in self.config.model_type:
+            positions -= self.config.pad_token_id + 1  # these count positions from behind the padding's
+        known = [n for n in (positions, self.tokenizer.model_max_length) if n and n < 10**9]
+        return min(known) if known else None
+
+    def fit(self, model: Any) -> None:
+        self._takes = set(inspect.signature(model.forward).parameters)
+
+    def inputs(self, value: Any) -> tuple[Any, str | None]:
+        first, second = self.fields
+        pair = None
+        if isinstance(value, Mapping):
+            known = self.fields if self.pairs else (first,)
+            strange = [name for name in value if name not in known]
+            if strange or first not in value:
+                wants, found = " and ".join(known), ", ".join(map(str, value)) or "nothing"
+                say = f'Send a text, or JSON with {wants} or "inputs", and the rest as "parameters"'
+                raise PredictionException(f"{say}; found {found:.200}.", 400)
+            value, pair = value[first], value.get(second)
+        return _text(value), None if pair is None else _text(pair)
+
+    def encode(self, examples: Sequence[Example]) -> Any:
+        pairs = [example.pair for example in examples]
+        texts = [example.value for example in examples]
+        if any(pair is not None for pair in pairs) and None in pairs:
+            each = [self.tokenize(text, pair) for text, pair in zip(texts, pairs)]
+            encoded = self.tokenizer.pad(each, padding=True, return_tensors="pt")
+        else:
+            encoded = self.tokenize(texts, None if pairs[0] is None else pairs, padding=True, return_tensors="pt")
+        return self.kept(encoded)
+
+    def tokenize(self, texts: Any, pairs: Any = None, **how: Any) -> Any:
+        return self.tokenizer(texts, pairs, truncation=self.limit is not None, max_length=self.limit, **how)
+
+    def kept(self, encoded: Any) -> Any:
+        """Without what this model does not take: a tokenizer may tell more."""
+        for name in [name for name in encoded if name not in self._takes]:
+            del encoded[name]
+        return encoded
+
+
+class ImageTask(Task):
+    """Rows are images: their bytes, or base64 text. Pillow and numpy prepare them, as the folder says."""
+
+    def __init__(self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__(directory, config, options, defaults)
+        from transformers import AutoImageProcessor
+
+        self.processor = AutoImageProcessor.from_pretrained(directory, backend="pil", **options)
+
+    def inputs(self, value: Any) -> tuple[Any, None]:
+        if isinstance(value, str):
+            value = from_base64(value)
+        if not isinstance(value, (bytes, bytearray, memoryview)) or not value:
+            raise PredictionException('There is no image: send its bytes, or {"inputs": "its bytes in base64"}.', 400)
+        return _RGB(open_image(value)), None
+
+    def encode(self, examples: Sequence[Example]) -> Any:
+        return self.processor(images=[example.value for example in examples], return_tensors="pt")
+
+    def forward(self, model: Any, encoded: Any, device: Any) -> Any:
+        return model(**encoded.to(device, model.dtype))
+
+    @staticmethod
+    def sizes(examples: Sequence[Example]) -> list[tuple[int, int]]:
+        """(height, width) of each image as it came."""
+        return [(example.value.height, example.value.width) for example in examples]
+
+
+def floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Of full precision, where numpy and JSON can have it."""
+    return tensor.float().cpu()
+
+
+def _said(row: Any) -> tuple[Any, Any]:
+    """What a row holds, and its parameters: a text, bytes, or JSON with ``inputs`` and ``parameters``."""
+    value = row
+    if isinstance(row, Mapping):
+        value = next((row[name] for name in ("data", "body") if row.get(name) is not None), row)
+    if isinstance(value, (bytes, bytearray)) and value[:1] == b"{":
+        value = _parsed(value)
+    if not isinstance(value, Mapping):
+        return value, {}
+    parameters = value.get("parameters")
+    if isinstance(parameters, (str, bytes, bytearray)):  # a field of a form
+        parameters = _parsed(parameters)
+    rest = {name: item for name, item in value.items() if name != "parameters"}
+    if set(rest) == {"inputs"}:
+        rest = rest["inputs"]
+    return rest, {} if parameters is None else parameters
+
+
+def _parsed(text: str | bytes | bytearray) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PredictionException(f"This is not JSON: {error}", 400) from error
+
+
+def _text(value: Any) -> str:
+    try:
+        if isinstance(value, (bytes, bytearray)):
+            return bytes(value).decode()
+        if isinstance(value, str):
+            value.encode()  # half of a surrogate pair is no text to a tokenizer
+            return value
+    except UnicodeError as error:
+        raise PredictionException(f"This is not UTF-8 text: {error}", 400) from error
+    raise PredictionException(f"The input must be one text, and is {value!r:.100}; send each text as a request.", 400)

