@@ -72,7 +72,8 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         elif serialized_file and serialized_file.endswith(".so") and self._use_torch_export_aot_compile():
             self.model = self._load_torch_export_aot_compile(self.model_pt_path)
         else:
-            self.model = weights.load(Path(self.model_pt_path) if self.model_pt_path else None, self.device)
+            file = Path(self.model_pt_path) if self.model_pt_path else None
+            self.model = weights.load(file, self.device, self._trusted())
         if isinstance(self.model, torch.nn.Module):
             self.model.to(self.device)
             self.model.eval()
@@ -114,8 +115,12 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         return weights.torchscript(Path(model_pt_path), self.device)
 
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
-        trusted = (getattr(self, "model_yaml_config", None) or {}).get("trusted") is True
-        return weights.eager(Path(model_dir) / model_file, Path(model_pt_path) if model_pt_path else None, trusted)
+        file = Path(model_pt_path) if model_pt_path else None
+        return weights.eager(Path(model_dir) / model_file, file, self._trusted())
+
+    def _trusted(self) -> bool:
+        """Whether the weights may run code as they are read."""
+        return (getattr(self, "model_yaml_config", None) or {}).get("trusted") is True
 
     def _load_torch_export_aot_compile(self, model_so_path: str) -> Callable[..., Any]:
         """A model that torch.export and AOTInductor compiled to a shared library."""
@@ -183,7 +188,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         if isinstance(data, torch.Tensor):
             return data.to(self.device)
         try:
-            tensor = _tensor([_value(row) for row in data])
+            tensor = _tensor([row_value(row) for row in data])
         except ValueError:  # some row is no list of numbers, or not as long as its neighbours
             tensor = self._stack(data, _one_row)
         return tensor.to(self.device, self._input_dtype(tensor))
@@ -287,7 +292,7 @@ def _unmarked(stage: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _value(row: Any) -> Any:
+def row_value(row: Any) -> Any:
     """What a row holds; text and bytes are read as JSON."""
     if isinstance(row, Mapping):
         row = row["data"] if row.get("data") is not None else row.get("body")
@@ -303,7 +308,7 @@ def _tensor(values: list[Any]) -> torch.Tensor:
 
 def _one_row(row: Any) -> torch.Tensor:
     try:
-        return _tensor([_value(row)])[0]
+        return _tensor([row_value(row)])[0]
     except ValueError as error:
         raise PredictionException(f"The input is not a JSON list of numbers: {error}", 400) from error
 

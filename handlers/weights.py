@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,8 +45,11 @@ def eager(model_file: Path, weights: Path | None, trusted: bool = False) -> torc
     return model
 
 
-def load(weights: Path | None, device: torch.device) -> Any:
-    """The whole model that ``weights`` holds, on ``device``, for an archive that brings no modelFile."""
+def load(weights: Path | None, device: torch.device, trusted: bool = False) -> Any:
+    """The whole model that ``weights`` holds, on ``device``, for an archive that brings no modelFile.
+
+    Only a ``trusted`` file may run code of its own as it is read.
+    """
     if weights is None:
         raise HandlerLoadError(
             "No model weights could be loaded: the manifest names neither serializedFile nor modelFile. "
@@ -57,10 +62,10 @@ def load(weights: Path | None, device: torch.device) -> Any:
             f"{weights}: No model weights could be loaded: the tensors in it need the class that they belong to. "
             f"Archive the model with --model-file model.py, or as a file that holds the whole model ({whole})."
         )
-    return read(weights, device)
+    return read(_existing(weights, "weights file", "--serialized-file"), device, trusted)
 
 
-def torchscript(weights: Path, device: torch.device) -> torch.jit.ScriptModule:
+def torchscript(weights: Path, device: torch.device, trusted: bool = False) -> torch.jit.ScriptModule:
     """A TorchScript model on ``device``."""
     _existing(weights, "weights file", "--serialized-file")
     try:
@@ -76,11 +81,65 @@ def torchscript(weights: Path, device: torch.device) -> torch.jit.ScriptModule:
         ) from error
 
 
+def exported(weights: Path, device: torch.device, trusted: bool) -> Callable[..., Any]:
+    """A model that torch.export saved, or that AOTInductor compiled for this kind of device, as its content tells."""
+    if not trusted:
+        raise HandlerLoadError(
+            f"{weights}: a .pt2 file holds pickles, expressions or machine code that run as it is read. If you trust "
+            "it, write trusted: true in model-config.yaml; else archive an .onnx file, or the class and its state dict."
+        )
+    try:
+        with zipfile.ZipFile(weights) as file:
+            compiled = [name for name in file.namelist() if "/data/aotinductor/" in name]
+            notes = [json.loads(file.read(name)) for name in compiled if name.endswith("wrapper_metadata.json")]
+        if not compiled:
+            return _program(weights, device)
+        return _compiled(weights, device, {note["AOTI_DEVICE_KEY"] for note in notes})
+    except (MemoryError, HandlerLoadError):
+        raise
+    except Exception as error:  # damaged files fail in as many ways as there are layers
+        raise HandlerLoadError(
+            f"{weights}: this cannot be read as what torch.export.save or AOTInductor "
+            f"(torch._inductor.aoti_compile_and_package) wrote: {error}. It is damaged, or of another version of "
+            f"PyTorch than {torch.__version__}: export the model again with that."
+        ) from error
+
+
+def _program(weights: Path, device: torch.device) -> torch.nn.Module:
+    program = torch.export.load(weights)
+    if device.type != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        program = move_to_device_pass(program, device)
+    module = program.module()
+    module.eval = lambda: module  # type: ignore[method-assign]  # it is in one mode for good, and refuses eval()
+    module.training = False
+    return module
+
+
+def _compiled(weights: Path, device: torch.device, targets: set[str]) -> Callable[..., Any]:
+    from torch._inductor import aoti_load_package
+
+    if targets - {device.type}:
+        raise HandlerLoadError(
+            f"{weights}: AOTInductor compiled this for {', '.join(sorted(targets))}, and it is to run on {device}. "
+            f"Compile it for {device.type}, or change what the model claims (num_gpus in model-config.yaml)."
+        )
+    return aoti_load_package(str(weights), device_index=-1 if device.index is None else device.index)
+
+
+def onnx(weights: Path, device: torch.device, trusted: bool = False) -> Any:
+    """An ONNX graph in ONNX Runtime: ``handlers.onnx.OnnxModel``."""
+    from handlers.onnx import OnnxModel  # late: few models need ONNX Runtime
+
+    return OnnxModel(weights, device)
+
+
 class Format(NamedTuple):
     """How to read files of one suffix; None where they hold no such thing."""
 
     state: Callable[[Path, bool], Mapping[str, torch.Tensor]] | None  # with a modelFile: its state dict, if trusted
-    model: Callable[[Path, torch.device], Any] | None  # without one: the whole model
+    model: Callable[[Path, torch.device, bool], Any] | None  # without one: the whole model, if trusted
 
 
 def _pickled(weights: Path, trusted: bool) -> Mapping[str, torch.Tensor]:
@@ -111,7 +170,9 @@ def _safetensors(weights: Path, trusted: bool) -> Mapping[str, torch.Tensor]:
 PICKLED = Format(_pickled, None)  # any other suffix: what torch.save wrote, whatever it is called
 
 FORMATS: dict[str, Format] = {
+    ".onnx": Format(None, onnx),
     ".pt": Format(_pickled, torchscript),
+    ".pt2": Format(None, exported),
     ".safetensors": Format(_safetensors, None),
 }
 

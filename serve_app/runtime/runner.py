@@ -25,7 +25,7 @@ from handlers import torchserve_names
 from handlers.context import Context
 from handlers.metrics import MetricCache, outlet
 from serve_app.errors import OutOfResources, RelayError, StartFailed, StartOutOfMemory
-from serve_app.runtime import rows
+from serve_app.runtime import rows, threads
 from serve_app.runtime.turn import Emit, Turn, out_of_memory, trace
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry import logs
@@ -89,6 +89,8 @@ class Runner:
             torchserve_names.install()
             os.chdir(self._directory)
             hide(self._hidden)
+            if (number := threads.intra_op(self._spec, _cores())) is not None:
+                threads.limit(number)
             if self._gpu is not None and 0 < self._spec.num_gpus < 1:
                 from handlers import device  # torch, which most processes of CPU models never import
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import handlers
+from handlers import weights
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
 
@@ -27,6 +30,7 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return self.linear(x)
 """
+TRUSTED = {"trusted": True}
 ROWS = [[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]]
 
 
@@ -85,6 +89,49 @@ def test_a_model_file_alone(archive: Any, answers: Any) -> None:
     source = MODEL.replace("Linear(3, 2)", "Linear(3, 2, bias=False)")
     source = source.replace("    def forward", "        torch.nn.init.ones_(self.linear.weight)\n\n    def forward")
     assert answers(archive(model=source), modelFile="model.py") == [[6.0, 6.0], [-0.5, -0.5]]
+
+
+def program(net: torch.nn.Module) -> torch.export.ExportedProgram:
+    batch = torch.export.Dim("batch", min=1, max=64)
+    return torch.export.export(net["linear"].eval(), (torch.ones(2, 3),), dynamic_shapes=({0: batch},))
+
+
+def test_an_exported_program(archive: Any, answers: Any, net: Any) -> None:
+    directory = archive()
+    torch.export.save(program(net), directory / "model.pt2")
+    assert answers(directory, TRUSTED, serializedFile="model.pt2") == expected(net)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+def test_what_aotinductor_compiled(archive: Any, answers: Any, net: Any) -> None:
+    directory = archive()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own inside
+        torch._inductor.aoti_compile_and_package(program(net), package_path=str(directory / "model.pt2"))
+    assert answers(directory, TRUSTED, serializedFile="model.pt2") == expected(net)
+    with pytest.raises(HandlerLoadError, match=r"compiled this for cpu, and it is to run on cuda:0\. Compile it"):
+        weights.load(directory / "model.pt2", torch.device("cuda", 0), trusted=True)
+
+
+def test_a_pt2_file_runs_code_as_it_is_read(archive: Any, answers: Any, net: Any) -> None:
+    directory = archive()
+    torch.export.save(program(net), directory / "model.pt2")
+    with pytest.raises(HandlerLoadError, match=r"model\.pt2: .*write trusted: true in model-config\.yaml"):
+        answers(directory, serializedFile="model.pt2")
+
+
+def test_damaged_pt2_files(archive: Any, answers: Any, net: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = archive()
+    file = directory / "model.pt2"
+    torch.export.save(program(net), file)
+    whole = file.read_bytes()
+    with zipfile.ZipFile(directory / "other.zip", "w") as other:
+        other.writestr("a/b", "c")
+    for content in (b"this is no model", whole[: len(whole) // 2], (directory / "other.zip").read_bytes()):
+        file.write_bytes(content)
+        with pytest.raises(HandlerLoadError, match=r"model\.pt2: .*export the model again"):
+            answers(directory, TRUSTED, serializedFile="model.pt2")
+    capfd.readouterr()
 
 
 def test_the_models_class_is_the_one_that_other_files_import(archive: Any, answers: Any, net: Any) -> None:

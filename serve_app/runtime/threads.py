@@ -1,0 +1,27 @@
+"""How many threads one operation of a model runs in: the model's, PyTorch's and ONNX Runtime's alike."""
+
+from __future__ import annotations
+
+import os
+
+from serve_app.types import ModelSpec
+
+
+def intra_op(spec: ModelSpec, cores: int) -> int | None:
+    """``threads`` of model-config.yaml; None where it says nothing, and the process stays as it was started.
+
+    ``auto`` is this node's cores divided by the version's replicas, at least one. Where the load decides how
+    many there are, those that there may be count, so that none takes a core from another.
+    """
+    asked = spec.config.get("threads")
+    if asked != "auto":
+        return asked
+    return max(1, cores // max(1, spec.min_workers, spec.max_workers))
+
+
+def limit(threads: int) -> None:
+    """Let this process run its operations in so many threads; a session of ONNX Runtime takes PyTorch's number."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for what is imported later, and for child processes
+    import torch  # late: a handler without a model may need none
+
+    torch.set_num_threads(threads)
