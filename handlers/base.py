@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from handlers import compilation, device, extensions, weights
+from handlers import compilation, device, explanations, extensions, weights
 from handlers.accuracy import Gate, call, rows
 from handlers.errors import PredictionException
 from handlers.labels import load_label_mapping
@@ -36,6 +36,8 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
     """
 
     _inspected: tuple[Any, torch.dtype | None, bool] = (None, None, False)  # a model, its floats, whether it embeds
+    question = explanations.Question()  # what model-config.yaml says of explanations
+    asked: Any = None  # the row that get_insights is asked for, the first of several that ask alike
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -57,6 +59,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         self.context = context
         self.model_yaml_config = getattr(context, "model_yaml_config", None) or {}
         self.manifest = context.manifest
+        self.question = explanations.Question.read(self.model_yaml_config)
         self.device = device.choose(properties.get("gpu_id"))
         self.map_location = self.device.type
 
@@ -247,19 +250,24 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
 
     def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
         """The insights into each row; its ``target`` field says into which output, 0 by default."""
-        asked = [_asked_of(row) for row in raw_data]
-        target = asked[0][1]
-        if isinstance(data_preprocess, torch.Tensor) and any(other != target for _, other in asked):
+        default = self.question.target
+        asked = [_asked_of(row, default) for row in raw_data]
+        how = [_how(row) for row in raw_data]
+        if isinstance(data_preprocess, torch.Tensor) and (
+            any(target != asked[0][1] for _, target in asked) or any(one != how[0] for one in how)
+        ):
             rows = [data_preprocess[index : index + 1] for index in range(len(raw_data))]
             return self._insights_by_row(rows, raw_data)
+        self.asked = raw_data[0]
         return self.get_insights(data_preprocess, *asked[0])
 
     def _insights_by_row(self, inputs: Sequence[Any], raw_data: Sequence[Any]) -> list[Any]:
         """Each row's insights by themselves; a row for which PredictionException is raised is rejected."""
         insights: list[Any] = []
         for index, (row, raw) in enumerate(zip(inputs, raw_data)):
+            self.asked = raw
             try:
-                insights += self.get_insights(row, *_asked_of(raw))
+                insights += self.get_insights(row, *_asked_of(raw, self.question.target))
             except PredictionException as error:
                 self.reject(index, error)
                 insights.append(None)
@@ -323,17 +331,22 @@ def _inspect(model: Any) -> tuple[torch.dtype | None, bool]:
     return floats, not names.isdisjoint(("Embedding", "EmbeddingBag"))
 
 
-def _asked_of(row: Any) -> tuple[Any, Any]:
+def _asked_of(row: Any, default: Any) -> tuple[Any, Any]:
     """What a row that is to be explained holds, and the output that it asks about."""
     if not isinstance(row, Mapping):
-        return row, 0
-    return row.get("data") or row.get("body"), _target(row.get("target"))
+        return row, default
+    return row.get("data") or row.get("body"), _target(row.get("target"), default)
 
 
-def _target(value: Any) -> Any:
+def _how(row: Any) -> list[Any]:
+    """How a row asks to be explained, as it came."""
+    return [row.get(key) for key in ("method", "steps", "internal_batch_size")] if isinstance(row, Mapping) else []
+
+
+def _target(value: Any, default: Any) -> Any:
     """A form sends its fields as text; what is no number stays as the author's get_insights knows it."""
     if value is None or value == "" or value == b"":
-        return 0
+        return default
     try:
         return int(value) if isinstance(value, (str, bytes, bytearray)) else value
     except ValueError:

@@ -80,14 +80,41 @@ class TextClassifier(TextHandler):
         return self._insights_by_row(inputs, raw_data)
 
     def get_insights(self, tensor_data: tuple[torch.Tensor, list[str]], raw_data: Any, target: Any = 0) -> list[Any]:
-        """``[{"importances": ..., "words": ...}]`` of one text: its words, and what each part of its embedding did."""
+        """``[{"importances": ..., "words": ..., "attributions": ...}]`` of one text.
+
+        ``attributions`` has one number for each word, and they sum to ``score - baseline_score``, within what the
+        steps allow; ``importances`` has what each part of the text's embedding did, as TorchServe sums it up.
+        """
         indices, words = tensor_data
-        with explanations.of_output(target):
-            attributions = self.lig.attribute(
-                indices,
-                torch.zeros_like(indices),  # the text that says nothing
-                additional_forward_args=torch.tensor([0], device=indices.device),
-                target=target,
-            )
-        importances = self.summarize_attributions(attributions)
-        return [{"importances": importances.tolist(), "words": self.get_word_token(words)}]
+        blank = torch.zeros_like(indices)  # the text that says nothing
+        layer = getattr(self.model, "embedding", None)
+        question = self.question.of(self.asked, target)
+        found = explanations.of_tokens(self._texts, layer, indices, blank, question)
+        score, baseline_score = explanations.scores(self._texts, torch.stack((indices, blank)), target)
+        in_bag = found.dim() == 2 and isinstance(layer, torch.nn.EmbeddingBag)
+        importances = self.summarize_attributions(found.sum(0, keepdim=True) if in_bag else found)
+        return [
+            {
+                "importances": importances.tolist(),
+                "words": self.get_word_token(words),
+                "attributions": _by_word(found.sum(-1) if found.dim() == 2 else found, len(words), self.ngrams),
+                "score": score,
+                "baseline_score": baseline_score,
+            }
+        ]
+
+    def _texts(self, indices: torch.Tensor) -> Any:
+        """The model's answer to texts of one length: rows x indices."""
+        count, length = indices.shape
+        return self.model(indices.flatten(), torch.arange(0, count * length, length, device=indices.device))
+
+
+def _by_word(attributions: torch.Tensor, words: int, ngrams: int) -> list[float]:
+    """An n-gram's attribution is its words', in equal shares; what belongs to no n-gram is nobody's."""
+    shares = [0.0] * words
+    values = iter(attributions.tolist())
+    for length in range(1, ngrams + 1):
+        for start, value in zip(range(words - length + 1), values):
+            for word in range(start, start + length):
+                shares[word] += value / length
+    return shares

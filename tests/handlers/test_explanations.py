@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,11 @@ from PIL import Image
 import handlers
 from handlers.base import BaseHandler
 from handlers.context import Context
-from handlers.errors import PredictionException
+from handlers.errors import HandlerLoadError, PredictionException
+from handlers.explanations import Question, attributions
+from handlers.image_classifier import ImageClassifier
+from handlers.perturbation import cells
+from handlers.source import load_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks and attributes:UserWarning")
 
@@ -50,12 +56,12 @@ class Net(torch.nn.Module):
 def explain(archive: Callable[..., Path], begin: Callable[..., Context]) -> Callable[..., list[Any]]:
     """``explain(handler, model, rows)``: the explanations of the rows by the built-in handler over that model."""
 
-    def run(name: str, source: str, rows: list[Any]) -> list[Any]:
+    def run(name: str, source: str, rows: list[Any], **config: Any) -> list[Any]:
         directory = archive(model=source)
         torch.save({"<unk>": 0, "the": 1, "cat": 2, "the cat": 3}, directory / "source_vocab.pt")
         manifest = {"model": {"modelFile": "model.py"}}
         entry = handlers.load(name, directory, manifest)
-        context = Context("m", str(directory), manifest)
+        context = Context("m", str(directory), manifest, model_yaml_config=config)
         entry.initialize(context)
         with torch.inference_mode():  # whatever the caller's mode
             return entry(rows, begin(context, len(rows), explain="True"))
@@ -94,16 +100,24 @@ def test_a_text(explain: Any) -> None:
     )
     # The embedding of "the cat" is [2, 3], of which output 1 takes three times the second.
     expected = torch.softmax(torch.tensor([[0.0, 9.0]]), 1)
-    assert first == {"importances": [pytest.approx(expected[0].tolist(), abs=1e-5)], "words": ["the", "cat"]}
+    assert first == {
+        "importances": [pytest.approx(expected[0].tolist(), abs=1e-5)],
+        "words": ["the", "cat"],
+        # 0 of "the", 6 of "cat", and of the 3 of "the cat" half each
+        "attributions": pytest.approx([1.5, 7.5], abs=1e-4),
+        "score": 9.0,
+        "baseline_score": 0.0,
+    }
     assert second["words"] == ["the"]
     assert second["importances"] == [pytest.approx(torch.softmax(torch.tensor([1.0, 0.0]), 0).tolist(), abs=1e-5)]
     assert third.error_code == 400
 
 
-def test_a_text_model_without_an_embedding(explain: Any) -> None:
+def test_a_text_model_whose_embedding_has_another_name_is_perturbed(explain: Any) -> None:
+    pytest.importorskip("captum")
     source = TEXTS.replace("self.embedding", "self.words")
-    [error] = explain("text_classifier", source, [{"data": "the"}])
-    assert error.error_code == 501 and "no layer named embedding" in error.message
+    [found] = explain("text_classifier", source, [{"data": "the cat", "target": 1}])
+    assert found["attributions"] == pytest.approx([1.5, 7.5], abs=1e-5)
 
 
 def test_what_the_model_itself_raises_is_raised(explain: Any) -> None:
@@ -134,3 +148,131 @@ def test_a_handler_that_explains_in_its_own_way(archive: Any, begin: Any) -> Non
         {"raw": [3, 4], "target": "dog", "rows": 1},
     ]
     assert handler.handle(rows[:1], begin(context, explain="True"))[0]["raw"] == [1, 2]
+
+
+# Other methods, and who asks for them
+
+
+def frozen(source: str, folder: Path) -> None:
+    """The model of ``source``, scripted and frozen, in ``folder``/model.pt."""
+    (folder / "model.py").write_text(source)
+    model = load_source(folder / "model.py").Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.save(torch.jit.freeze(torch.jit.script(model.eval())), folder / "model.pt")
+
+
+CONVOLUTION = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 3)
+        )
+
+    def forward(self, x):
+        with torch.no_grad():
+            return self.layers(x)
+"""
+
+
+@pytest.mark.parametrize("method", ["shapley", "feature_ablation", "occlusion", "integrated_gradients"])
+def test_every_method_finds_what_a_linear_model_weighs(explain: Any, method: str) -> None:
+    pytest.importorskip("captum")
+    form = {"data": tensor(2.0), "method": method.encode(), "internal_batch_size": "4", "target": 1}
+    [found] = explain("image_classifier", IMAGES, [form])
+    # The model takes the mean of each channel four, five and six times; tiles are of all channels.
+    weights = np.array([4, 5, 6]) if method == "integrated_gradients" else np.array([5, 5, 5])
+    assert np.allclose(found, 2 * weights[:, None, None] / 16 * np.ones((3, 4, 4)), atol=1e-5)
+
+
+def test_model_config_says_how_and_a_request_goes_before_it(explain: Any) -> None:
+    pytest.importorskip("captum")
+    rows = [{"data": tensor(1.0)}, {"data": tensor(1.0), "method": "integrated_gradients", "target": "0"}]
+    by_config, by_request = explain(
+        "image_classifier", IMAGES, rows, explain={"method": "shapley", "steps": 2, "target": 1}
+    )
+    assert np.allclose(by_config, 5 / 16 * np.ones((3, 4, 4)))
+    assert np.allclose(by_request, np.array([1, 2, 3])[:, None, None] / 16 * np.ones((3, 4, 4)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "said, cure",
+    [
+        ({"method": "gradcam"}, "method is 'gradcam'; there are integrated_gradients, occlusion"),
+        ({"method": "shaply"}, "did you mean 'shapley'"),
+        ({"steps": 0}, "steps is 0; write a whole number from 1 to 1000"),
+        ({"steps": "many"}, "steps is 'many'; write a whole number"),
+        ({"internal_batch_size": 2.5}, "internal_batch_size is 2.5; write a whole number from 1 to 4096"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_with_the_cure(explain: Any, said: dict[str, Any], cure: str) -> None:
+    pytest.importorskip("captum")
+    with pytest.raises(HandlerLoadError, match=f"model-config.yaml: explain.*{cure}"):
+        explain("image_classifier", IMAGES, [{"data": tensor(1.0)}], explain=said)
+    refused, fine = explain("image_classifier", IMAGES, [{"data": tensor(1.0), **said}, {"data": tensor(1.0)}])
+    assert refused.error_code == 400 and re.search(cure, refused.message)
+    assert np.array(fine).shape == (3, 4, 4)
+
+
+def test_explain_with_an_unknown_key_or_none_at_all(explain: Any) -> None:
+    with pytest.raises(HandlerLoadError, match="explain has no key 'step'; did you mean 'steps'"):
+        explain("image_classifier", IMAGES, [], explain={"step": 3})
+    with pytest.raises(HandlerLoadError, match="explain is True; write explain: {method:"):
+        explain("image_classifier", IMAGES, [], explain=True)
+
+
+def test_a_frozen_model_whose_gradients_fail(tmp_path: Path, begin: Any) -> None:
+    pytest.importorskip("captum")
+    frozen(CONVOLUTION, tmp_path)
+    handler = ImageClassifier()
+    handler.initialize(Context("m", str(tmp_path), {"model": {"serializedFile": "model.pt"}}))
+    image = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(1))
+    row = {"data": image.tolist()}
+    [ablated] = handler.handle([row], begin(handler.context, explain="True"))
+    with torch.inference_mode():
+        without = image.clone()
+        without[:, 1, 2] = 0
+        one, other = handler.model(torch.stack((image, without)))[:, 0].tolist()
+        whole, nothing = handler.model(torch.stack((image, image * 0)))[:, 0].tolist()
+    assert np.array(ablated)[:, 1, 2].sum() == pytest.approx(one - other, abs=1e-5)
+    [fair] = handler.handle([{**row, "method": "shapley"}], begin(handler.context, explain="True"))
+    assert np.sum(fair) == pytest.approx(whole - nothing, abs=1e-4)
+    with pytest.raises(PredictionException, match="no gradients, which integrated_gradients needs; ask for one of occ"):
+        handler.handle([{**row, "method": "integrated_gradients"}], begin(handler.context, explain="True"))
+
+
+def test_any_callable_is_explained() -> None:
+    pytest.importorskip("captum")
+
+    def forward(rows: torch.Tensor) -> list[np.ndarray]:
+        calls.append(len(rows))
+        return [rows.numpy().sum(axis=1)]  # one output, no gradients, and in a list
+
+    calls: list[int] = []
+    inputs = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    question = Question(internal_batch_size=4)
+    assert attributions(forward, inputs, question).tolist() == inputs.tolist()
+    assert max(calls) == 4
+    wide = torch.ones(1, 1000)  # more numbers than are taken away one by one
+    assert np.allclose(attributions(forward, wide, Question("shapley", steps=1)), 1)
+    assert np.allclose(attributions(forward, wide, Question("occlusion")), 1, atol=0.01)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    pytest.importorskip("captum")
+    inputs = torch.rand(1, 6)
+    found = [attributions(lambda rows: rows.prod(1).round(), inputs, Question("shapley", steps=2)) for _ in range(2)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "shape, count", [((8,), 8), ((600,), 200), ((1, 8, 8), 64), ((3, 224, 224), 256), ((2, 30, 7), 105), ((), 1)]
+)
+def test_cells(shape: tuple[int, ...], count: int) -> None:
+    cut = cells(shape)
+    assert cut.shape == (1, *shape)
+    assert cut.unique().tolist() == list(range(count))
