@@ -1,0 +1,49 @@
+"""The figures of a GPU, drawn on whatever is here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+SCRIPT = Path(__file__).parents[2] / "examples/14_gpu_throughput/measure.py"
+SMALL = ["--layers", "1", "--hidden", "64", "--length", "16", "--batches", "1,2", "--seconds", "0.05"]
+VARIANTS = ["PyTorch fp32", "PyTorch fp16", "ONNX Runtime fp32", "ONNX Runtime fp16"]
+
+
+def measure(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *SMALL, "--folder", str(folder), *more]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def drawn(folder: Path) -> None:
+    said = json.loads((folder / "throughput.json").read_text())["rows_per_second"]
+    assert list(said) == VARIANTS
+    assert all(set(rates) == {"1", "2"} and min(rates.values()) > 0 for rates in said.values())
+    for name in ("throughput_by_batch_size", "onnx_against_pytorch", "fp16_against_fp32"):
+        with Image.open(folder / f"{name}.png") as picture:
+            assert picture.width > 600
+            assert len(picture.convert("RGB").getcolors(1 << 24)) > 10  # something stands on it
+
+
+def test_on_the_cpu(tmp_path: Path) -> None:
+    done = measure(tmp_path, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    drawn(tmp_path)
+    lines = [line for line in done.stdout.splitlines() if "differ by " in line]
+    differences = [float(line.rsplit("differ by ", 1)[1].split()[0]) for line in lines]
+    assert len(differences) == 4
+    assert max(differences) < 0.01
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(tmp_path: Path) -> None:
+    done = measure(tmp_path)
+    assert done.returncode == 0, done.stderr
+    drawn(tmp_path)
