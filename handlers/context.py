@@ -15,14 +15,15 @@ class Row(dict):
     A handler class with a method ``prepare_row(row)`` has it called ahead of the row's batch, in another
     thread, while the model runs: decoding belongs there. What it returned, or the exception that it
     raised, is ``prepared`` when the row comes to ``handle``; None where there was no time for it, and the
-    handler does it itself.
+    handler does it itself. ``length`` is what a method ``length(row)`` said of it, None where nobody asked.
     """
 
-    __slots__ = ("prepared",)
+    __slots__ = ("length", "prepared")
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         super().__init__(inputs)
         self.prepared: Any = None
+        self.length: int | None = None
 
 
 class RequestProcessor:

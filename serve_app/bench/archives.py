@@ -102,6 +102,14 @@ MODELS: Mapping[str, Model] = {
         handler="encoder_handler.py",
         model_file="encoder.py",
     ),
+    "sentences": Model(
+        "sentences",
+        json.dumps([i * 37 % 999 + 1 for i in range(64)]).encode(),
+        lambda answer: answer["tokens"] == 64 <= answer["padded"] and len(answer["vector"]) == 8,
+        batch_size=8,
+        handler="sentences_handler.py",
+        model_file="sentences.py",
+    ),
     "resnet": Model(
         "resnet",
         photograph(),

@@ -24,13 +24,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from serve_app.bench import Load, Request, Result, peers, report, send, traffic, wrk
+from serve_app.bench import Load, Request, Result, lengths, peers, report, send, traffic, wrk
 from serve_app.bench.archives import MODELS, ArchiveFailed, build
 from serve_app.bench.contenders import Contender, ask, bare_loop, over_http
 from serve_app.bench.peers import Peer, PeerFailed
 from serve_app.bench.report import Case, Footprint, Report
 
-GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "traffic", "shadow", "middleware", "costs", "memory")
+GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "traffic", "shadow", "lengths")
+GROUPS += ("middleware", "costs", "memory")
 DELAYS = (0, 1, 5, 10, 50, 100)  # milliseconds of max_batch_delay that TorchServe is tried with
 _MIDDLEWARE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 # HAProxy compares paths as they are written, so an escaped letter goes to the gateway.
@@ -241,6 +242,17 @@ class Comparison:
             contenders = [traffic.at_rate(over_http(name, url, "mlp"), rate) for name, url in urls.items()]
         self.interleave("shadow", contenders, (64,))
 
+    def lengths(self, relay: Peer) -> None:
+        """Sentences of many lengths: batches of rows as they came, and of rows of similar length."""
+        contenders = []
+        with self.going_on():
+            archive, bodies = self.archives["sentences"], lengths.bodies()
+            files = {report.UNSORTED: archive, report.BUCKETED: lengths.bucketed(archive, self.folder)}
+            for name, file in files.items():
+                url = relay.register(file, f"bench_{file.stem.replace('-', '_')}", batch_size=8)
+                contenders.append(over_http(name, url, "sentences", bodies=bodies))
+        self.interleave("lengths", contenders, (32, 64))
+
     def middleware(self, configs: Path) -> None:
         """One server at a time: the middleware is in the environment of the whole of it."""
         task = self.progress.add_task("middleware", total=2 * self.rounds)
@@ -374,6 +386,8 @@ def _together(
             run.traffic(relay, serve)
         if "shadow" in groups and relay:
             run.shadow(relay)
+        if "lengths" in groups and relay:
+            run.lengths(relay)
 
 
 def _complain(console: Console, error: Exception) -> int:

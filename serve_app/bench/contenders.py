@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,11 +26,16 @@ class Contender:
     measure: Callable[[Load], Result]
 
 
-def over_http(name: str, url: str, model: str, headers: Mapping[str, str] | None = None) -> Contender:
-    """A contender that answers a model's requests at ``url``, and has just answered one rightly."""
+def over_http(
+    name: str, url: str, model: str, headers: Mapping[str, str] | None = None, bodies: Sequence[bytes] = ()
+) -> Contender:
+    """A contender that answers a model's requests at ``url``, and has just answered one rightly.
+
+    It is sent ``bodies`` in turn where they are given, else the model's own.
+    """
     ask(url, model, headers)
     asked = MODELS[model]
-    request = Request(url, body=asked.body, content_type=asked.content_type, headers=headers or {})
+    request = Request(url, body=asked.body, bodies=bodies, content_type=asked.content_type, headers=headers or {})
     return Contender(name, partial(send, request))
 
 

@@ -21,6 +21,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from urllib.parse import urlsplit
 
 import httptools
@@ -40,6 +41,7 @@ class Request:
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[bytes], bool] | None = None  # of every body; False counts as the error "body"
+    bodies: Sequence[bytes] = ()  # sent in turn, in place of ``body``
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -48,15 +50,18 @@ class Request:
         if self.method == "HEAD":
             raise ValueError("HEAD cannot be measured: its answers announce a body that does not come.")
 
-    def wire(self) -> bytes:
-        """The request as it goes over the wire."""
+    def wires(self) -> list[bytes]:
+        """The request as it goes over the wire, with each of its bodies."""
+        return [self._wire(body) for body in self.bodies or (self.body,)]
+
+    def _wire(self, body: bytes) -> bytes:
         parts = urlsplit(self.url)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         headers = {"Host": parts.netloc.rpartition("@")[2], **self.headers}
-        if self.body or self.method not in ("GET", "DELETE"):
-            headers |= {"Content-Type": self.content_type, "Content-Length": str(len(self.body))}
+        if body or self.method not in ("GET", "DELETE"):
+            headers |= {"Content-Type": self.content_type, "Content-Length": str(len(body))}
         lines = [f"{self.method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + self.body
+        return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ class _Run:
 
     def __init__(self, request: Request, load: Load) -> None:
         parts = urlsplit(request.url)
-        self.load, self.check, self.wire = load, request.check, request.wire()
+        self.load, self.check, self.wires = load, request.check, cycle(request.wires())
         self.address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.latencies, self.lags = array("d"), array("d")
@@ -381,7 +386,7 @@ class _Connection(asyncio.Protocol):
     def send(self, due: float) -> None:
         self.due, self.sent, self.asked = due, time.perf_counter(), True
         self.run.busy.add(self)
-        self.transport.write(self.run.wire)
+        self.transport.write(next(self.run.wires))
 
     def fail(self, error: str) -> None:
         """End the request, and the connection with it: what may still come on it belongs to nobody."""

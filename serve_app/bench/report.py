@@ -24,6 +24,8 @@ STICKY = "Torchrelay, sticky 90/10"
 MEASURED = "Torchrelay, experiment 50/50"
 ALONE = "Torchrelay, no shadow"
 SHADOWED = "Torchrelay, 10 % shadowed"
+UNSORTED = "Torchrelay, batches as rows came"
+BUCKETED = "Torchrelay, batches by length"
 BARE = "Torchrelay, without tokens, custom metrics and access log"
 FULL = "Torchrelay, with them"
 
@@ -103,6 +105,8 @@ TARGETS = (
     Target(Case("traffic", 32), SPLIT, SERVE1, "throughput", 2.0),
     Target(Case("traffic", 64), SPLIT, SERVE1, "throughput", 2.0),
     Target(Case("shadow", 64), SHADOWED, ALONE, "p99", 1.1),
+    Target(Case("lengths", 32), BUCKETED, UNSORTED, "throughput", 1.3),
+    Target(Case("lengths", 64), BUCKETED, UNSORTED, "throughput", 1.3),
     Target(Case("middleware", 32), RELAY1, PLAIN, "throughput", 0.92),
     Target(Case("costs", 32), FULL, BARE, "throughput", 0.9),
 )

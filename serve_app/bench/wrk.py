@@ -26,8 +26,9 @@ local function bytes(name)
 end
 
 wrk.method = bytes("method")
-if bytes("body") ~= "" then wrk.body = bytes("body") end
+if bytes("body0") ~= "" then wrk.body = bytes("body0") end
 {headers}
+{bodies}
 
 function done(summary, latency, requests)
   local e = summary.errors
@@ -37,6 +38,18 @@ function done(summary, latency, requests)
     '"p50": %.1f, "p90": %.1f, "p99": %.1f, "max": %.1f}}\\n',
     summary.duration, summary.requests, e.status, e.timeout, e.connect, e.read, e.write,
     latency:percentile(50), latency:percentile(90), latency:percentile(99), latency.max))
+end
+"""
+_IN_TURN = """
+local wires, turn = {{}}, 0
+
+function init(args)
+  for i = 1, {count} do wires[i] = wrk.format(nil, nil, nil, bytes("body" .. (i - 1))) end
+end
+
+function request()
+  turn = turn % #wires + 1
+  return wires[turn]
 end
 """
 _MARK = "torchrelay-result "
@@ -64,13 +77,16 @@ def run(request: Request, load: Load, threads: int = 0) -> Result:
         raise WrkFailed("wrk measures a closed loop for a time: no rate, no count, no limit and no check of bodies.")
     with tempfile.TemporaryDirectory(prefix="torchrelay-wrk-") as folder:
         headers = dict(request.headers)
-        if request.body:
+        bodies = request.bodies or (request.body,)
+        if any(bodies):
             headers["Content-Type"] = request.content_type
         (Path(folder) / "method").write_text(request.method)
-        (Path(folder) / "body").write_bytes(request.body)
+        for i, body in enumerate(bodies):
+            (Path(folder) / f"body{i}").write_bytes(body)
         script = Path(folder) / "script.lua"
         assignments = "\n".join(f"wrk.headers[{_lua(name)}] = {_lua(value)}" for name, value in headers.items())
-        script.write_text(_SCRIPT.format(folder=folder, headers=assignments, mark=_MARK))
+        in_turn = _IN_TURN.format(count=len(bodies)) if len(bodies) > 1 else ""
+        script.write_text(_SCRIPT.format(folder=folder, headers=assignments, bodies=in_turn, mark=_MARK))
         command = ["wrk", "-t", str(threads or (1 if load.connections <= 16 else 2)), "-c", str(load.connections)]
         command += ["--timeout", f"{math.ceil(load.timeout)}s", "-s", str(script)]
         if load.warmup:

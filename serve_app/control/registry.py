@@ -408,6 +408,7 @@ _OF_THE_FILE = (
     "max_concurrent_requests",
 )
 
+    "bucket_by_length",
 
 def spec_from(
     registration: Registration,

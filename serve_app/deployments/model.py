@@ -197,6 +197,7 @@ class ModelReplica:
         )
         if spec.batcher == "ray":
             return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
+            bucket_by_length=spec.bucket_by_length,
         return batcher
 
     def _install(self, directory: Path) -> None:

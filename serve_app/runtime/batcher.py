@@ -31,6 +31,7 @@ from serve_app.runtime.answer import Answer, timed
 from serve_app.runtime.author import Author
 from serve_app.runtime.pace import Pace
 from serve_app.runtime.queue import Queue
+from serve_app.runtime.padding import fitting
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
 
@@ -40,6 +41,7 @@ log = logging.getLogger("torchrelay.batcher")
 _BEHIND = 64  # rows
 _BEHIND_SECONDS = 0.005
 _SHADOWS = 16  # rows of shadows that may wait, where two batches are fewer
+_WINDOW = 256  # rows among which those of one length are looked for: 8 batches at most, 2 at least
 
 Emit = Callable[[int, "bytes | Reply"], None]
 Run = Callable[..., "list[Reply | RelayError]"]  # (calls, emit), and (calls, emit, ahead) where rows are prepared
@@ -62,6 +64,14 @@ class _Row(Answer):
         self.batch: _Batch | None = None
         self.ahead: Future[Any] | None = None
 
+
+    @property
+    def measured(self) -> int | None:
+        """Its length, as far as its handler has said it."""
+        ahead = self.ahead
+        if ahead is None or not ahead.done() or ahead.cancelled() or ahead.exception() is not None:
+            return None
+        return ahead.result().length
 
 class _Batch:
     """Rows that were given to the author's thread together."""
@@ -90,6 +100,8 @@ class Batcher:
     else waits and nothing runs, in batches of their own; a few may wait, and they count nowhere.
 
     ``on_hung`` is called once with what happened and where the handler stands, after everybody who waited was
+    ``bucket_by_length``: a batch is the row that is next and the rows nearest to it in length, see padding.py.
+
     told, when a run exceeds it: the process is then of no more use. ``clock`` counts seconds; ``timer`` is
     ``call_later`` of the loop that submits.
     """
@@ -109,6 +121,7 @@ class Batcher:
         retries: bool = True,
         tickets: bool = False,
         on_hung: Callable[[str], None] = lambda why: None,
+        bucket_by_length: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         timer: Timer | None = None,
     ) -> None:
@@ -119,6 +132,7 @@ class Batcher:
         self._prepare = prepare
         self._tickets = tickets
         self._on_hung = on_hung
+        self._bucketed = bucket_by_length
         self._clock = clock
         self._timer = timer
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,7 +146,7 @@ class Batcher:
         self._watch: asyncio.TimerHandle | None = None
         self._refusal = ""  # why no more rows are taken
         self._drained: asyncio.Event | None = None
-        self._max_batch_size = max(1, max_batch_size)
+        self._limit(max_batch_size)
         self._delay = max(0, max_batch_delay or 0) / 1000
         self._queue_size = queue_size
         self._timeout = response_timeout
@@ -149,7 +163,7 @@ class Batcher:
     ) -> None:
         """Take new limits; what is not given stays."""
         if max_batch_size is not None:
-            self._max_batch_size = max(1, max_batch_size)
+            self._limit(max_batch_size)
         if not isinstance(max_batch_delay, EllipsisType):
             self._delay = max(0, max_batch_delay or 0) / 1000
         if queue_size is not None:
@@ -165,6 +179,13 @@ class Batcher:
             self._start()
 
     @property
+    def _limit(self, max_batch_size: int) -> None:
+        size = self._max_batch_size = max(1, max_batch_size)
+        # A full batch goes behind the running one as soon as it is there. Where rows are to be alike, it is chosen when
+        # the running one ends, from all that came meanwhile; nothing more is to be gained once the window is full.
+        self._enough = max(2 * size, min(8 * size, _WINDOW)) if self._bucketed else size
+        self._begun = self._enough if self._bucketed else 2 * size  # rows that are prepared: more would take memory
+
     def pending(self) -> int:
         """Rows that wait; those that run are not among them, nor are shadows."""
         return self._queue.live + self._behind
@@ -262,7 +283,7 @@ class Batcher:
         assert self._timer is not None
         row = _Row(call, loop.create_future(), self._clock())
         queue.put(row)
-        if self._prepare is not None and queue.live <= 2 * self._max_batch_size and call.priority != "shadow":
+        if self._prepare is not None and queue.live <= self._begun and call.priority != "shadow":
             row.ahead = self._prepare(call)
         if not self._flight or queue.live >= self._max_batch_size:
             self._start_soon()
@@ -335,21 +356,36 @@ class Batcher:
         queue = self._queue
         started: list[_Batch] = []
         while queue.live and (len(self._flight) < 2 or self._behind < self._most_behind):
-            full = queue.live >= self._max_batch_size or queue.mixed()
+            needed = self._enough if self._flight else self._max_batch_size
+            full = queue.live >= needed or queue.mixed()
             if not full and (self._flight or (self._delay and not self._refusal and self._waits())):
                 break
-            self._add(queue.take(self._max_batch_size), started)
+            self._add(self._alike() if self._bucketed else queue.take(self._max_batch_size), started)
         if queue.shadows and not queue.live and not self._flight:
             self._add(queue.take_shadows(self._max_batch_size), started)
         if started:
             self.author.post(self._execute, started)
             if self._prepare is not None:
-                for row in islice(queue, 2 * self._max_batch_size):  # no further: what is prepared takes memory
+                for row in islice(queue, self._begun):
                     row.ahead = row.ahead or self._prepare(row.call)
             if self._watch is None and self._timeout > 0:
                 self._look_in(self._timeout)
 
     def _add(self, rows: list[_Row], started: list[_Batch]) -> None:
+    def _alike(self) -> list[_Row]:
+        """Take the row that is next, and those that go with it without much padding.
+
+        Lengths are those that the handler measured, where it has measured the first row's, else bytes.
+        """
+        rows = self._queue.window(self._enough)
+        known = [(length, row) for row in rows if (length := row.measured) is not None]
+        if not known or known[0][1] is not rows[0]:
+            known = [(sum(len(part.value) for part in row.call.inputs), row) for row in rows]
+        taken = fitting(known[0], known[1:], self._max_batch_size)
+        for row in taken:
+            self._queue.remove(row)
+        return taken
+
         """The rows become the next batch, as far as somebody still waits for them."""
         rows = [row for row in rows if not row.future.done()]
         if not rows:

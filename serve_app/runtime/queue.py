@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
@@ -81,6 +81,12 @@ class Queue(Generic[R]):
             rows.append(queue.popleft())
             self.live -= 1
         return rows
+
+    def window(self, most: int) -> list[R]:
+        """The row that is next, then the others of its kind among the ``most`` most urgent. One must be there."""
+        first = self.first()
+        kind = first.call.kind
+        return [first, *(row for row in islice(self, most) if row is not first and row.call.kind == kind)]
 
     def take_shadows(self, most: int) -> list[R]:
         """As ``take``, of those that nobody waits for."""

@@ -5,6 +5,7 @@ Both follow TorchServe to the byte, because handlers and clients were written ag
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -55,13 +56,25 @@ def row(call: Call, decoded: bool = True) -> dict[str, Any]:
     return {part.name: bytearray(part.value) for part in call.inputs}
 
 
-def prepared(call: Call, decoded: bool, prepare: Callable[[Row], Any]) -> Row:
-    """The row with what ``prepare`` makes of it; an exception is kept for the batch to meet."""
+def prepared(
+    call: Call,
+    decoded: bool,
+    prepare: Callable[[Row], Any] | None,
+    length: Callable[[Row], int] | None = None,
+) -> Row:
+    """The row with what ``prepare`` makes of it, and then its ``length``.
+
+    An exception of the one is kept for the batch to meet; where the other raises, the row has no length.
+    """
     made = Row(row(call, decoded))
-    try:
-        made.prepared = prepare(made)
-    except Exception as error:
-        made.prepared = error
+    if prepare is not None:
+        try:
+            made.prepared = prepare(made)
+        except Exception as error:
+            made.prepared = error
+    if length is not None:
+        with contextlib.suppress(Exception):  # the row is bad, which its batch will tell
+            made.length = int(length(made))
     return made
 
 

@@ -75,6 +75,7 @@ class Runner:
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous handler; set by ``load``
         self._prepare_row: Callable[[Any], Any] | None = None
+        self._length: Callable[[Any], int] | None = None
         self._preparing: ThreadPoolExecutor | None = None
         self._logged: tuple[str, float] = ("", 0.0)
 
@@ -106,7 +107,9 @@ class Runner:
             raise self._start_failed(trace(error), out_of_memory(error)) from None
         if not self._envelope:  # a handler behind one never sees the row as it came
             self._prepare_row = getattr(entry.instance, "prepare_row", None)
-        if self._prepare_row is not None and self.loop is None:
+            length = getattr(entry.instance, "length", None) if self._spec.bucket_by_length else None
+            self._length = length if callable(length) else None
+        if (self._prepare_row is not None or self._length is not None) and self.loop is None:
             self._preparing = ThreadPoolExecutor(_cores(), thread_name_prefix="prepare")
 
     @property
@@ -115,8 +118,8 @@ class Runner:
         return self._begin if self._preparing is not None else None
 
     def _begin(self, call: Call) -> Future[Any]:
-        assert self._preparing is not None and self._prepare_row is not None
-        return self._preparing.submit(rows.prepared, call, self._decoded, self._prepare_row)
+        assert self._preparing is not None
+        return self._preparing.submit(rows.prepared, call, self._decoded, self._prepare_row, self._length)
 
     def warm_up(self) -> None:
         """Answer the archive's sample requests, each alone and then a full batch of them. Raises StartFailed.

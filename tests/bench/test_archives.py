@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 
-from serve_app.bench import archives
+from serve_app.bench import archives, lengths
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,29 @@ def test_the_sample_bodies_are_what_the_models_take():
         assert len(row) == 64
         with torch.inference_mode():
             assert model.build()(torch.tensor([row])).shape == shape
+
+
+def test_sentences_of_all_lengths_go_into_their_encoder_and_padding_changes_no_answer():
+    bodies = lengths.bodies()
+    sizes = [len(json.loads(body)) for body in bodies]
+    assert (min(sizes), max(sizes)) == (lengths.SHORTEST, lengths.LONGEST) and bodies == lengths.bodies()
+    short, long = (torch.tensor(json.loads(body)) for body in sorted(bodies, key=len)[::400])
+    model = archives.MODELS["sentences"].build()
+    with torch.inference_mode():
+        alone = model(short.unsqueeze(0))[0]
+        together = model(torch.nn.utils.rnn.pad_sequence([short, long], batch_first=True))
+    assert together.shape == (2, 384)
+    torch.testing.assert_close(alone, together[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_bucketed_archive_differs_by_its_configuration_alone(built, tmp_path):
+    copy = lengths.bucketed(built["sentences"], tmp_path)
+    with zipfile.ZipFile(built["sentences"]) as old, zipfile.ZipFile(copy) as new:
+        assert new.read("model-config.yaml") == b"bucket_by_length: true\n"
+        assert {*new.namelist()} - {*old.namelist()} == {"model-config.yaml"}
+        manifest = json.loads(new.read("MAR-INF/MANIFEST.json"))["model"]
+        assert manifest.pop("configFile") == "model-config.yaml"
+        assert manifest == json.loads(old.read("MAR-INF/MANIFEST.json"))["model"]
 
 
 def test_the_photograph_is_one_and_goes_into_the_network():

@@ -17,6 +17,13 @@ def send(server, path: str, body: bytes = b"[1]", check=None, **how) -> load.Res
     return load.run(Request(server.base + path, body=body, check=check), Load(**how))
 
 
+def test_bodies_are_sent_in_turn(server):
+    request = Request(server.base + "/ok", body=b"not sent", bodies=(b"[1]", b"[22]", b"[333]"))
+    result = load.run(request, Load(connections=1, requests=6, seconds=None, warmup=0))
+    assert (result.requests, result.failed) == (6, 0)
+    assert server.bodies == [b"[1]", b"[22]", b"[333]"] * 2
+
+
 def test_a_count_is_kept_exactly(server):
     result = send(server, "/ok", connections=4, requests=100, seconds=None)
     assert (result.requests, result.failed, len(server.arrivals), server.connections) == (100, 0, 100, 4)
@@ -157,9 +164,9 @@ def test_the_wire_is_one_request_that_a_parser_reads():
         def on_message_complete(self):
             seen["complete"] = True
 
-    wire = Request("http://h:81/p/a?b=c", body=b"{}", headers={"Authorization": "Bearer k"}).wire()
+    wire = Request("http://h:81/p/a?b=c", body=b"{}", headers={"Authorization": "Bearer k"})
     parser = httptools.HttpRequestParser(Reader())
-    parser.feed_data(wire)
+    parser.feed_data(*wire.wires())
     assert (seen["url"], seen["body"], seen["complete"]) == (b"/p/a?b=c", b"{}", True)
     assert parser.get_method() == b"POST"
     expected = {b"host": b"h:81", b"content-type": b"application/json", b"content-length": b"2"}
@@ -176,6 +183,14 @@ class TestWrk:
         assert result.seconds == pytest.approx(1, abs=0.3)
         assert 0 < result.p50 <= result.p90 <= result.p99 <= result.max < 1
         assert set(server.bodies) == {b'{"a": "\\"]]"}'}
+
+    def test_bodies_are_sent_in_turn(self, server):
+        bodies = (b"[1]", b'["]]"]', b"[3, 3]")
+        request = Request(server.base + "/ok", bodies=bodies)
+        result = wrk.run(request, Load(connections=1, seconds=1, warmup=0))
+        assert result.failed == 0 and result.requests > 50
+        first = server.bodies.index(bodies[0])  # wrk makes one request that it only looks at
+        assert first < 3 and server.bodies[first : first + 30] == [*bodies] * 10
 
     def test_error_statuses_are_no_answers(self, server):
         result = wrk.run(Request(server.base + "/503"), Load(connections=2, seconds=1, warmup=0))

@@ -1,0 +1,32 @@
+"""Rows of many lengths, and the archive whose model takes them in buckets."""
+
+from __future__ import annotations
+
+import json
+import random
+import zipfile
+from pathlib import Path
+
+SHORTEST, LONGEST = 8, 128  # tokens; every length between them is as likely as any other
+
+
+def bodies(count: int = 512) -> tuple[bytes, ...]:
+    """JSON lists of token ids, always the same ones."""
+    draw = random.Random(0)
+    sizes = [draw.randint(SHORTEST, LONGEST) for _ in range(count)]
+    return tuple(json.dumps([draw.randrange(1, 1000) for _ in range(size)]).encode() for size in sizes)
+
+
+def bucketed(archive: Path, folder: Path) -> Path:
+    """A copy of an archive whose model-config.yaml says ``bucket_by_length``."""
+    copy = folder / f"{archive.stem}-bucketed.mar"
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(copy, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "MAR-INF/MANIFEST.json":
+                manifest = json.loads(content)
+                manifest["model"]["configFile"] = "model-config.yaml"
+                content = json.dumps(manifest).encode()
+            new.writestr(name, content)
+        new.writestr("model-config.yaml", "bucket_by_length: true\n")
+    return copy
