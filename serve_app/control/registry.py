@@ -403,12 +403,12 @@ _OF_THE_FILE = (
     "num_cpus",
     "num_gpus",
     "retries",
+    "bucket_by_length",
     "fast_path",
     "max_ongoing_requests",
     "max_concurrent_requests",
 )
 
-    "bucket_by_length",
 
 def spec_from(
     registration: Registration,

@@ -193,11 +193,11 @@ class ModelReplica:
             max_batch_delay=spec.max_batch_delay,
             retries=spec.retries,
             tickets=spec.use_job_ticket,
+            bucket_by_length=spec.bucket_by_length,
             **limits,
         )
         if spec.batcher == "ray":
             return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
-            bucket_by_length=spec.bucket_by_length,
         return batcher
 
     def _install(self, directory: Path) -> None:

@@ -30,8 +30,8 @@ from serve_app.errors import (
 from serve_app.runtime.answer import Answer, timed
 from serve_app.runtime.author import Author
 from serve_app.runtime.pace import Pace
-from serve_app.runtime.queue import Queue
 from serve_app.runtime.padding import fitting
+from serve_app.runtime.queue import Queue
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
 
@@ -40,8 +40,8 @@ log = logging.getLogger("torchrelay.batcher")
 # What may lie ready behind the running batch, where that is more than one batch: no row overtakes what lies there.
 _BEHIND = 64  # rows
 _BEHIND_SECONDS = 0.005
-_SHADOWS = 16  # rows of shadows that may wait, where two batches are fewer
 _WINDOW = 256  # rows among which those of one length are looked for: 8 batches at most, 2 at least
+_SHADOWS = 16  # rows of shadows that may wait, where two batches are fewer
 
 Emit = Callable[[int, "bytes | Reply"], None]
 Run = Callable[..., "list[Reply | RelayError]"]  # (calls, emit), and (calls, emit, ahead) where rows are prepared
@@ -64,7 +64,6 @@ class _Row(Answer):
         self.batch: _Batch | None = None
         self.ahead: Future[Any] | None = None
 
-
     @property
     def measured(self) -> int | None:
         """Its length, as far as its handler has said it."""
@@ -72,6 +71,7 @@ class _Row(Answer):
         if ahead is None or not ahead.done() or ahead.cancelled() or ahead.exception() is not None:
             return None
         return ahead.result().length
+
 
 class _Batch:
     """Rows that were given to the author's thread together."""
@@ -99,9 +99,9 @@ class Batcher:
     answer, as the batches before it went, is refused at once; an idle model tries every row. Shadows run when nobody
     else waits and nothing runs, in batches of their own; a few may wait, and they count nowhere.
 
-    ``on_hung`` is called once with what happened and where the handler stands, after everybody who waited was
     ``bucket_by_length``: a batch is the row that is next and the rows nearest to it in length, see padding.py.
 
+    ``on_hung`` is called once with what happened and where the handler stands, after everybody who waited was
     told, when a run exceeds it: the process is then of no more use. ``clock`` counts seconds; ``timer`` is
     ``call_later`` of the loop that submits.
     """
@@ -120,8 +120,8 @@ class Batcher:
         response_timeout: float = 120,
         retries: bool = True,
         tickets: bool = False,
-        on_hung: Callable[[str], None] = lambda why: None,
         bucket_by_length: bool = False,
+        on_hung: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.perf_counter,
         timer: Timer | None = None,
     ) -> None:
@@ -131,8 +131,8 @@ class Batcher:
         self.author = author or Author()
         self._prepare = prepare
         self._tickets = tickets
-        self._on_hung = on_hung
         self._bucketed = bucket_by_length
+        self._on_hung = on_hung
         self._clock = clock
         self._timer = timer
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -178,7 +178,6 @@ class Batcher:
         if self._queue.live:
             self._start()
 
-    @property
     def _limit(self, max_batch_size: int) -> None:
         size = self._max_batch_size = max(1, max_batch_size)
         # A full batch goes behind the running one as soon as it is there. Where rows are to be alike, it is chosen when
@@ -186,6 +185,7 @@ class Batcher:
         self._enough = max(2 * size, min(8 * size, _WINDOW)) if self._bucketed else size
         self._begun = self._enough if self._bucketed else 2 * size  # rows that are prepared: more would take memory
 
+    @property
     def pending(self) -> int:
         """Rows that wait; those that run are not among them, nor are shadows."""
         return self._queue.live + self._behind
@@ -371,7 +371,6 @@ class Batcher:
             if self._watch is None and self._timeout > 0:
                 self._look_in(self._timeout)
 
-    def _add(self, rows: list[_Row], started: list[_Batch]) -> None:
     def _alike(self) -> list[_Row]:
         """Take the row that is next, and those that go with it without much padding.
 
@@ -386,6 +385,7 @@ class Batcher:
             self._queue.remove(row)
         return taken
 
+    def _add(self, rows: list[_Row], started: list[_Batch]) -> None:
         """The rows become the next batch, as far as somebody still waits for them."""
         rows = [row for row in rows if not row.future.done()]
         if not rows:
