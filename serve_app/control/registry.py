@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from serve_app import autoscaling, traffic
@@ -18,6 +19,7 @@ from serve_app.control import claims
 from serve_app.errors import (
     BadRequest,
     CannotRemoveDefault,
+    ConfigurationError,
     ExperimentNotFound,
     InUse,
     ModelNotFound,
@@ -402,6 +404,9 @@ _OF_THE_FILE = (
     "batcher",
     "num_cpus",
     "num_gpus",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "placement_strategy",
     "retries",
     "bucket_by_length",
     "fast_path",
@@ -429,6 +434,9 @@ def spec_from(
     workers. Raises BadRequest.
     """
     defaults = settings.runtime
+    if _ranks(config) > 1 and config.num_gpus not in (None, 0, 1):
+        why = f"num_gpus: {config.num_gpus:g}; a rank of a sharded model has one GPU to itself: 1, or 0 for CPUs"
+        raise ConfigurationError(manifest.config_file or "", why)
     ref = _ref(registration.model_name or manifest.model_name, manifest.version)
     own = settings.control.models.get(ref.name, {}).get(ref.version, VersionSettings())
     low, high = _workers(registration, config, own, settings, at_startup)
@@ -489,9 +497,15 @@ def _gpus(config: ModelConfig, default: float) -> float:
     """The GPUs of a replica whose file does not say ``num_gpus``."""
     if config.device_type == "cpu":
         return 0.0  # it would leave a share idle
+    if _ranks(config) > 1:
+        return float(ceil(default))  # no two ranks can share one
     if config.parallel_type == "custom" and config.parallel_level is not None:
         return float(config.parallel_level)
     return default
+
+
+def _ranks(config: ModelConfig) -> int:
+    return (config.tensor_parallel or 1) * (config.pipeline_parallel or 1)
 
 
 def _requirements(manifest: Manifest, config: ModelConfig, settings: Settings) -> str | None:

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import os
 import pickle
-import tempfile
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,23 @@ from ray import serve
 
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.deployments import error_page
+from serve_app.deployments.archive import Archive
 from serve_app.deployments.hop import HopServer, socket_path
 from serve_app.deployments.link import Link
 from serve_app.deployments.options import grace
 from serve_app.deployments.ray_batcher import RayBatcher
 from serve_app.deployments.remote import Remotes
+from serve_app.deployments.sharded import Group
 from serve_app.doors import middleware
 from serve_app.doors.app import inference_app
-from serve_app.errors import ArchiveNotFound, RelayError, StartFailed
+from serve_app.errors import RelayError, StartFailed, WorkerDied
 from serve_app.runtime.author import Author
 from serve_app.runtime.batcher import Batcher
 from serve_app.runtime.concurrent import ConcurrentBatcher
-from serve_app.runtime.environments import Environments
 from serve_app.runtime.quota import Quota
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.shadow.mirror import Mirror
-from serve_app.store.cache import Cache
-from serve_app.store.manifest import Manifest
 from serve_app.telemetry import access_log, last_words, logs, system, torchserve
 from serve_app.telemetry.last_words import LastWords
 from serve_app.telemetry.load import Load
@@ -48,7 +47,6 @@ log = logging.getLogger("torchrelay.model")
 _FAREWELL = 0.3  # seconds that the last answers of a replica get to leave before its process ends
 _LEAVING = 4.0  # seconds of a replica's grace that its other steps need
 _EXIT_HUNG = 70
-_PIECE = 4 << 20  # bytes of an archive that come from Management at a time
 
 
 class LocalTarget:
@@ -69,6 +67,7 @@ class ModelReplica:
         self._spec = spec
         self._settings = settings
         self._hung = False
+        self._group: Group | None = None  # of a sharded version
         self._meters = Meters(torchserve.meters_of(settings))
         self._autoscaled = Load()
         self._meters.on_batch = self._autoscaled.batch
@@ -89,7 +88,7 @@ class ModelReplica:
         await self._pause_after_crashes()
         began = time.monotonic()
         try:
-            await self._load()
+            await self._load(replica)
         except StartFailed as error:
             log.error("%s\n%s", error, error.detail)
             # Serve keeps only the end of a long message; Management wants the author's traceback whole.
@@ -137,27 +136,30 @@ class ModelReplica:
             log.warning("%s: its last replicas crashed; starting in %s s", self._spec.ref.app, pause)
             await asyncio.sleep(pause)
 
-    async def _load(self) -> None:
+    async def _load(self, replica: str) -> None:
         spec, settings = self._spec, self._settings
         author = Author()
         loop = asyncio.get_running_loop()
-        gpu = 0 if ray.get_gpu_ids() else None
+        management = self._link.management
+        archive = Archive(spec, settings, management)
+        if spec.ranks > 1:
+            self._group = Group(spec, settings, management, replica, author)
 
         def load(directory: Path) -> Runner:
-            manifest = Manifest.read(directory, Path(spec.archive).name, settings.store.default_service_handler)
-            metrics = self._meters.torchserve.cache(spec.name)
-            runner = Runner(spec, directory, manifest.raw, settings.runtime, gpu, metrics)
+            runner = archive.runner(directory, self._meters.torchserve.cache(spec.name))
             runner.load()
             loop.call_soon_threadsafe(self._tell, "warming")
             runner.warm_up()
             return runner
 
         async def open_and_load() -> Runner:
-            directory = await self._open()
+            directory = await archive.open()
             if spec.requirements:
                 self._tell("installing")
-                await asyncio.to_thread(self._install, directory)
+                await asyncio.to_thread(archive.install, directory)
             self._tell("loading")
+            if self._group is not None:
+                return await self._group.load(partial(load, directory))
             return await loop.run_in_executor(author, load, directory)
 
         limit = spec.startup_timeout + (settings.runtime.install_timeout if spec.requirements else 0)
@@ -173,6 +175,8 @@ class ModelReplica:
             why = "\n".join(filter(None, (str(error), getattr(error, "detail", ""))))
             raise StartFailed(spec.name, spec.version, why) from None
         self._batcher = self._batcher_of(runner, author)
+        if self._group is not None:
+            self._mourning = loop.create_task(self._end_with(self._group))
 
     def _batcher_of(self, runner: Runner, author: Author) -> Batcher | RayBatcher | ConcurrentBatcher:
         spec = self._spec
@@ -185,7 +189,7 @@ class ModelReplica:
         if runner.loop is not None:
             return ConcurrentBatcher(runner.run_async, runner.loop, spec.ref, self._meters, **limits)
         batcher = Batcher(
-            runner.run,
+            runner.run if self._group is None else self._group.run,
             spec.ref,
             self._meters,
             prepare=runner.prepare,
@@ -200,30 +204,9 @@ class ModelReplica:
             return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
         return batcher
 
-    def _install(self, directory: Path) -> None:
-        """From here on this process imports what the archive requires; it is built where this node has it not yet."""
-        spec, settings = self._spec, self._settings
-        environments = Environments(settings.state_dir / "environments", settings.runtime)
-        environments.enter(spec.name, directory, spec.requirements, spec.digest)
-
     def _tell(self, stage: Stage) -> None:
         """Tell Management how far this start has come; nothing depends on it."""
         self._link.management.stage.remote(self._spec.ref, stage)
-
-    async def _open(self) -> Path:
-        """The model's directory on this node; from Management where the archive's own disk is not here."""
-        spec = self._spec
-        cache = await asyncio.to_thread(Cache, self._settings.state_dir, self._settings.store)
-        try:
-            return await asyncio.to_thread(cache.open, spec.archive, spec.digest)
-        except ArchiveNotFound:
-            log.info("%s is not on this node; asking Management for it", spec.archive)
-        with tempfile.TemporaryDirectory(prefix="torchrelay-") as place:
-            copy = Path(place) / Path(spec.archive).name
-            with copy.open("wb") as file:
-                while piece := await self._link.management.archive.remote(spec.ref, file.tell(), _PIECE):
-                    await asyncio.to_thread(file.write, piece)
-            return await asyncio.to_thread(cache.open, copy.as_uri(), spec.digest)
 
     def __serve_build_asgi_app__(self) -> Any:
         doors = inference_app(self._plane, self._settings, self._meters, self._access)
@@ -291,9 +274,18 @@ class ModelReplica:
         self._hung = True
         asyncio.get_running_loop().call_later(_FAREWELL, os._exit, _EXIT_HUNG)
 
+    async def _end_with(self, group: Group) -> None:
+        """A rank is lost, and its group with it: say so to everybody who waits, and end."""
+        why = await group.lost()
+        log.error("%s: %s", self._spec.ref.app, why)
+        self._batcher.abandon(WorkerDied(why), "its replica lost a rank and is being replaced")
+        self._end_hung(why)
+
     async def check_health(self) -> None:
         if self._hung:
             raise RuntimeError("the handler hangs")
+        if self._group is not None:
+            await self._group.check()
 
     async def _finish(self) -> None:
         """Answer what came over the short hop, of which Ray Serve does not know; what still comes goes elsewhere."""
@@ -306,6 +298,9 @@ class ModelReplica:
         self._words.close()
         await self._finish()
         self._hops.close()
+        if self._group is not None:
+            self._mourning.cancel()
+            self._group.close()
         await self._mirror.close()
         await self._link.leave()
 

@@ -39,6 +39,8 @@ _MANAGEMENTS = ("auth", "management")
 _SAYS_EVERY = 1.0
 _POLICIES = {"requests": "Requests", "latency": "Latency"}
 
+_LEAST = 0.001  # of a CPU: a bundle cannot be empty
+
 HEAD = "node:__internal_head__"  # the resource that Ray gives the head node
 
 # The doors write the access log themselves, off the event loop: Ray's stalls it for 17 ms every 1,000 lines.
@@ -111,6 +113,18 @@ def grace(spec: ModelSpec) -> float:
     return max(10.0, spec.response_timeout + 5.0) if spec.scaling is not None else 10.0
 
 
+def placement(spec: ModelSpec) -> dict[str, Any]:
+    """Where the ranks of a sharded version's replica go: a bundle each, the replica itself into the first."""
+    if spec.ranks == 1:
+        return {}
+    claims = {"CPU": spec.num_cpus, "GPU": spec.num_gpus}
+    bundle = {kind: amount for kind, amount in claims.items() if amount} or {"CPU": _LEAST}
+    return {
+        "placement_group_bundles": [bundle] * spec.ranks,
+        "placement_group_strategy": spec.placement_strategy,
+    }
+
+
 # What all of our deployments have in common: they are looked at often, and stop soon.
 _COMMON: dict[str, Any] = {
     "health_check_period_s": 2,
@@ -145,6 +159,7 @@ def model_app(
             max_constructor_retry_count=3,
             user_config={**user_config(spec, settings), **extra},
             ray_actor_options={"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
+            **placement(spec),
         )
     deployment._version = code_version(spec, settings)
     return deployment.bind(spec, settings)

@@ -66,6 +66,10 @@ class RayBatcher:
         """Take no more rows, and answer those that our batcher has."""
         await self._batcher.close()
 
+    def abandon(self, failure: WorkerDied, refusal: str) -> None:
+        """As ``Batcher.abandon``."""
+        self._batcher.abandon(failure, refusal)
+
     async def submit(self, call: Call) -> Reply | ReplyStream:
         if call.priority == "shadow":
             return await self._batcher.submit(call)

@@ -152,7 +152,7 @@ class Rounds:
         if seen is None or sum(worker.pid > 0 for worker in seen.workers) >= spec.min_workers:
             return {}
         free = await self.in_serve(self._reconciler.free)
-        wanted = {"CPU": spec.num_cpus, "GPU": spec.num_gpus}
+        wanted = {"CPU": spec.num_cpus * spec.ranks, "GPU": spec.num_gpus * spec.ranks}
         short = [kind for kind, amount in wanted.items() if amount > free.get(kind, 0.0)]
         return {kind: {"wanted": wanted[kind], "free": free.get(kind, 0.0)} for kind in short}
 

@@ -26,6 +26,7 @@ from serve_app.errors import (
     QueueFull,
     RelayError,
     ResponseTimeout,
+    WorkerDied,
 )
 from serve_app.runtime.answer import Answer, timed
 from serve_app.runtime.author import Author
@@ -527,21 +528,26 @@ class Batcher:
         running = self._flight[0].rows
         ids = ", ".join(row.call.request_id for row in running)
         log.error("%s: %s (requests %s); it stands at\n%s", self._ref.app, why, ids, where)
-        self._refusal = "its replica hangs and is being replaced"
+        self.abandon(ResponseTimeout(why), "its replica hangs and is being replaced")
+        self._on_hung(f"{why}; it stood at\n{where}")
+
+    def abandon(self, failure: WorkerDied, refusal: str) -> None:
+        """This process is of no more use: answer what runs with ``failure``, and what waits, or comes, with Loading."""
+        self._refusal = refusal
+        running = self._flight[0].rows if self._flight else []
         waiting = [row for batch in list(self._flight)[1:] for row in batch.rows] + self._queue.clear()
         for batch in self._flight:
             batch.ended = True
         self._flight.clear()
         self._behind = 0
         for row in running:
-            row.settle(ResponseTimeout(why))
+            row.settle(failure)
         for row in waiting:
             if not row.future.done():
                 row.future.set_exception(Loading(self._ref.name, row.call.version, self._refusal))
         self._meters.depth(self._ref.name, self._ref.version, 0)
         if self._drained is not None:
             self._drained.set()
-        self._on_hung(f"{why}; it stood at\n{where}")
 
 
 def _outcome(future: asyncio.Future[Any]) -> Any:

@@ -21,6 +21,7 @@ from serve_app.control.registry import (
 from serve_app.errors import (
     BadRequest,
     CannotRemoveDefault,
+    ConfigurationError,
     ModelNotFound,
     UnknownDefault,
     VersionExists,
@@ -413,6 +414,15 @@ class TestSpecFrom:
         assert (one.fast_path, one.max_ongoing_requests, one.max_concurrent_requests) == ("oip", 12, 3)
         assert one.config["handler"] == {"mapping": {0: "cat"}}
         assert one.config["deviceIds"] == [1, 2]
+
+    def test_each_rank_of_a_sharded_model_claims_whole_gpus(self):
+        config = "tensor_parallel: 2\npipeline_parallel: 3\nplacement_strategy: SPREAD"
+        one = made(config, {"runtime": {"num_gpus": 0.25}})
+        assert (one.ranks, one.num_gpus, one.placement_strategy) == (6, 1.0, "SPREAD")
+        assert made("tensor_parallel: 2").num_gpus == 0.0
+        assert (made("").ranks, made("").placement_strategy) == (1, "STRICT_PACK")
+        with pytest.raises(ConfigurationError, match="num_gpus: 0.5; a rank of a sharded model has one GPU to itself"):
+            made("tensor_parallel: 2\nnum_gpus: 0.5")
 
     def test_the_settings_speak_where_the_file_does_not(self):
         settings = {"runtime": {"job_queue_size": 5, "num_cpus": 2, "num_gpus": 0.25}}

@@ -40,11 +40,24 @@ def test_a_version_claims_its_fractions_and_rolls_without_a_hole() -> None:
     assert config.max_ongoing_requests == ongoing(SPEC) > SPEC.job_queue_size + SPEC.batch_size
 
 
+def test_a_sharded_version_claims_a_bundle_for_each_rank() -> None:
+    found = deployment(SPEC.with_(tensor_parallel=2, pipeline_parallel=2, num_gpus=1.0))
+    assert found._replica_config.placement_group_bundles == [{"CPU": 0.5, "GPU": 1.0}] * 4
+    assert found._replica_config.placement_group_strategy == "STRICT_PACK"
+    spread = deployment(SPEC.with_(pipeline_parallel=3, num_cpus=0, num_gpus=0, placement_strategy="SPREAD"))
+    assert spread._replica_config.placement_group_bundles == [{"CPU": 0.001}] * 3
+    assert spread._replica_config.placement_group_strategy == "SPREAD"
+    assert deployment()._replica_config.placement_group_bundles is None
+
+
 def test_the_bound_can_be_set() -> None:
     assert deployment(SPEC.with_(max_ongoing_requests=7))._deployment_config.max_ongoing_requests == 7
 
 
-@pytest.mark.parametrize("change", [{"digest": "e" * 64}, {"handler": "o.py"}, {"num_gpus": 0.5}, {"batcher": "ray"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"digest": "e" * 64}, {"handler": "o.py"}, {"num_gpus": 0.5}, {"tensor_parallel": 2}, {"batcher": "ray"}],
+)
 def test_what_only_a_new_replica_can_take_over_changes_the_version(change) -> None:
     assert deployment(SPEC.with_(**change))._version != deployment()._version
 

@@ -1,0 +1,161 @@
+"""One model over two processes: the answers of one, half of it in each, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from parts import Server, make_archive
+from safetensors.torch import load_file
+
+from handlers.causal_lm import CausalLM
+from handlers.context import Context
+from handlers.errors import HandlerLoadError
+
+PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42], list(range(40, 60))]
+
+# "ranks" answers with every rank's process and how many parameters lie there.
+HANDLER = """
+import os
+import torch.distributed as dist
+from handlers.causal_lm import CausalLM
+
+class Sharded(CausalLM):
+    def handle(self, data, context):
+        if data[0].get("body") != "ranks":
+            return super().handle(data, context)
+        held = sum(getattr(p, "to_local", lambda: p)().numel() for p in self.model.parameters())
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, {"rank": dist.get_rank(), "pid": os.getpid(), "held": held})
+        return [ranks] * len(data)
+"""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Llama of random weights, 4 heads and 2 key-value heads."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def archive(llama: Path, folder: Path, name: str, **config: Any) -> Path:
+    files = {file.name: file.read_bytes() for file in llama.iterdir()}
+    return make_archive(folder, name, HANDLER, files=files, config={"batchSize": 4, **config})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide 4 attention heads and 2 key-value heads.*: 1, 2"),
+        ({"tensor_parallel": 4}, "tensor_parallel: 4 does not divide"),
+        ({"pipeline_parallel": 3}, "pipeline_parallel: 3 is more than the model's 2 layers"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_with_figures(llama: Path, config: dict[str, int], said: str) -> None:
+    with pytest.raises(HandlerLoadError, match=said):
+        CausalLM().initialize(Context("m", str(llama), {}, model_yaml_config=config))
+
+
+@pytest.mark.cluster
+def test_two_ranks_answer_as_one_and_are_replaced_together(server: Server, llama: Path, tmp_path: Path) -> None:
+    assert server.register(archive(llama, tmp_path, "whole")).status_code == 200
+    sharded = server.register(archive(llama, tmp_path, "halves", tensor_parallel=2))
+    assert sharded.status_code == 200, sharded.text
+
+    for prompt in PROMPTS:
+        one, two = (ask(server, model, prompt=prompt, logits=True)["logits"] for model in ("whole", "halves"))
+        assert two == pytest.approx(one, abs=1e-4)
+    with ThreadPoolExecutor(len(PROMPTS)) as together:  # batches of rows that differ in length
+        one, two = (
+            list(together.map(lambda prompt: ask(server, model, prompt=prompt, max_new_tokens=24), PROMPTS))  # noqa: B023
+            for model in ("whole", "halves")
+        )
+    assert one == two
+    assert [len(answer["tokens"]) for answer in two] == [24] * len(PROMPTS)
+
+    refused = server.http.post("/predictions/halves", json={"prompt": [1000]})
+    assert (refused.status_code, "from 0 to 255" in refused.text) == (400, True), refused.text
+    ranks = held(server)
+    whole = sum(math.prod(tensor.shape) for tensor in load_file(llama / "model.safetensors").values())
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert all(rank["held"] == pytest.approx(whole / 2, rel=0.02) for rank in ranks)
+
+    with Generation(server) as load:
+        server.wait(lambda: len(load.answers) > 10, what="answers before the kill")
+        os.kill(ranks[1]["pid"], signal.SIGKILL)
+        server.wait(lambda: load.failed, patience=5, what="an error for the rows in flight")
+        server.wait(lambda: load.answers[-1][0] == 200, patience=20, what="an answer of the next replica")
+    assert {status for status, _ in load.failed} <= {500, 503}, load.failed
+    assert any("Worker died" in text for _, text in load.failed)
+    [said] = server.client.describe("halves")
+    assert "rank 1 of 2 ended" in said["lastError"]
+    assert not {rank["pid"] for rank in ranks} & {rank["pid"] for rank in held(server)}, "both processes are new"
+    for model in ("whole", "halves"):
+        assert server.management.delete(f"/models/{model}").status_code == 200
+
+
+def ask(server: Server, model: str, **asked: Any) -> Any:
+    answer = server.http.post(f"/predictions/{model}", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def held(server: Server) -> list[dict[str, int]]:
+    return server.http.post("/predictions/halves", content="ranks", headers={"content-type": "text/plain"}).json()
+
+
+class Generation:
+    """Callers that never stop asking for text, each one call after the other."""
+
+    def __init__(self, server: Server, callers: int = 3) -> None:
+        self.answers: list[tuple[int, str]] = []
+        self._url = f"{server.url}/predictions/halves"
+        self._stop = threading.Event()
+        self._callers = [threading.Thread(target=self._call) for _ in range(callers)]
+
+    @property
+    def failed(self) -> list[tuple[int, str]]:
+        return [answer for answer in self.answers if answer[0] != 200]
+
+    def __enter__(self) -> Generation:
+        for caller in self._callers:
+            caller.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for caller in self._callers:
+            caller.join()
+
+    def _call(self) -> None:
+        with httpx.Client(timeout=30) as client:
+            while not self._stop.is_set():
+                try:
+                    answer = client.post(self._url, json={"prompt": [1, 2, 3], "max_new_tokens": 16})
+                    self.answers.append((answer.status_code, answer.text))
+                except httpx.RemoteProtocolError:  # the replica's connections end with it
+                    continue
+                self._stop.wait(0.02)
