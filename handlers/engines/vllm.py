@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,25 +50,28 @@ class VLLM:
 
         admit(request, self.vocabulary, self.capacity)
         sampling = request.sampling
-        wanted = SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            max_tokens=request.max_new_tokens,
-            stop_token_ids=list(request.end),
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         prompt = {"prompt_token_ids": list(request.prompt)}
         try:
-            async for output in self._engine.generate(prompt, wanted, request.id):
-                piece = output.outputs[0]
-                yield Chunk(list(piece.token_ids), piece.finish_reason)
-        except RuntimeError as error:
-            if not self._engine.errored:
-                raise
-            raise PredictionException(f"vLLM's engine has failed ({error}): send the request again.", 503) from error
+            wanted = SamplingParams(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                max_tokens=request.max_new_tokens,
+                stop_token_ids=list(request.end),
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            async with contextlib.aclosing(self._engine.generate(prompt, wanted, request.id)) as outputs:
+                async for output in outputs:
+                    piece = output.outputs[0]
+                    yield Chunk(list(piece.token_ids), piece.finish_reason)
+        except Exception as error:  # of its own kinds, which are no RuntimeErrors
+            if self._engine.errored:
+                raise PredictionException(f"vLLM's engine has failed: {error}. Send the request again.", 503) from error
+            if isinstance(error, ValueError):
+                raise PredictionException(f"vLLM refuses the request: {error}", 400) from error
+            raise
 
     async def abort(self, id: str) -> None:
         await self._engine.abort(id)

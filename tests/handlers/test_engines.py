@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import importlib.util
+import textwrap
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,114 @@ def test_a_folder_without_a_language_model(tmp_path: Path) -> None:
 def test_vllm_says_what_it_needs(language_model: Path) -> None:
     with pytest.raises(HandlerLoadError, match=r"vllm is not installed.*requirements\.txt.*useVenv: true.*name: tran"):
         asyncio.run(engines.start(language_model, None, {"name": "vllm"}))
+
+
+# What vLLM says of itself: its names and arguments, in front of an engine that counts.
+VLLM = {
+    "__init__": "from vllm.sampling_params import SamplingParams",
+    "sampling_params": """
+        import enum
+
+        class RequestOutputKind(enum.Enum):
+            CUMULATIVE = 0
+            DELTA = 1
+
+        class SamplingParams:
+            def __init__(self, *, temperature, top_k, top_p, seed, max_tokens, stop_token_ids, detokenize, output_kind):
+                if top_p == 0:
+                    raise ValueError("top_p must be in (0, 1]")
+                assert output_kind is RequestOutputKind.DELTA and detokenize is False
+                self.asked = (temperature, top_k, top_p, seed, stop_token_ids)
+                self.max_tokens = max_tokens
+    """,
+    "engine/__init__": "",
+    "engine/arg_utils": """
+        class AsyncEngineArgs:
+            def __init__(self, model, **others):
+                self.model, self.others = model, others
+    """,
+    "v1/__init__": "",
+    "v1/engine/__init__": "",
+    "v1/engine/async_llm": """
+        from types import SimpleNamespace
+
+        class EngineDeadError(Exception):
+            pass
+
+        class AsyncLLM:
+            errored = False
+
+            @classmethod
+            def from_engine_args(cls, args):
+                made = cls()
+                made.args, made.aborted, made.running = args, [], True
+                made.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
+                return made
+
+            async def generate(self, prompt, sampling_params, request_id):
+                self.asked = sampling_params.asked
+                for count in range(sampling_params.max_tokens):
+                    if self.errored:
+                        raise EngineDeadError("it is dead")
+                    reason = "length" if count + 1 == sampling_params.max_tokens else None
+                    token = prompt["prompt_token_ids"][-1] + 1 + count
+                    yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token], finish_reason=reason)])
+
+            async def abort(self, request_id):
+                self.aborted.append(request_id)
+
+            async def check_health(self):
+                if self.errored:
+                    raise EngineDeadError("it is dead")
+
+            def shutdown(self):
+                self.running = False
+    """,
+}
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, source in VLLM.items():
+        file = tmp_path / "site" / "vllm" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+@pytest.mark.usefixtures("vllm")
+def test_vllm_is_asked_in_its_own_words(tmp_path: Path) -> None:
+    async def ask() -> None:
+        engine: Any = await engines.start(tmp_path, 0, {"name": "vllm", "arguments": {"max_model_len": 64}})
+        own = engine._engine
+        assert (own.args.model, own.args.others) == (str(tmp_path), {"max_model_len": 64})
+        assert (engine.capacity, engine.use) == (64, None)
+        request = GenerationRequest("one", [5, 6], 3, Sampling(0.5, 4, 0.9, 7), end=(99,))
+        assert await said(engine, request) == ([7, 8, 9], "length")
+        assert own.asked == (0.5, 4, 0.9, 7, [99])
+        await engine.abort("one")
+        assert own.aborted == ["one"]
+        await engine.check_health()
+
+        for bad, complaint in (
+            (GenerationRequest("long", [5], 64), "room for 64"),
+            (GenerationRequest("odd", [100], 1), "100 is no token"),
+            (GenerationRequest("zero", [5], 3, Sampling(1.0, 0, 0.0)), "vLLM refuses the request: top_p must be"),
+        ):
+            with pytest.raises(PredictionException, match=complaint) as refused:
+                await said(engine, bad)
+            assert refused.value.error_code == 400
+
+        own.errored = True
+        with pytest.raises(PredictionException, match="vLLM's engine has failed: it is dead") as failed:
+            await said(engine, request)
+        assert failed.value.error_code == 503
+        with pytest.raises(RuntimeError, match="it is dead"):
+            await engine.check_health()
+        await engine.shutdown()
+        assert not own.running
+
+    asyncio.run(ask())
 
 
 # The text of tokens; here each token is a byte, or a word.
