@@ -159,7 +159,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
             return [self.describe_handle() for _ in data]
         if os.environ.get("ENABLE_TORCH_PROFILER"):
             return self._infer_with_profiler(data)[0]
-        return self._run(data, _unmarked)
+        return self._run(data, torch.profiler.record_function if _profiled() else _unmarked)
 
     def _run(self, data: list[Any], mark: Callable[[str], Any]) -> list[Any]:
         with mark("preprocess"):
@@ -294,6 +294,10 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
 
     def get_device(self) -> torch.device | None:
         return self.device
+
+
+def _profiled() -> bool:
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 def _unmarked(stage: str) -> contextlib.AbstractContextManager[None]:

@@ -58,4 +58,4 @@ class Archive:
         spec, settings = self._spec, self._settings
         manifest = Manifest.read(directory, Path(spec.archive).name, settings.store.default_service_handler)
         gpu = 0 if ray.get_gpu_ids() else None
-        return Runner(spec, directory, manifest.raw, settings.runtime, gpu, metrics)
+        return Runner(spec, directory, manifest.raw, settings.runtime, gpu, metrics, settings.log_dir / "profiles")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import handlers
-from handlers import torchserve_names
+from handlers import profiling, torchserve_names
 from handlers.context import Context
 from handlers.metrics import MetricCache, outlet
 from serve_app.errors import OutOfResources, RelayError, StartFailed, StartOutOfMemory
@@ -50,6 +50,7 @@ class Runner:
         settings: RuntimeSettings,
         gpu_id: int | None = None,
         metrics: MetricCache | None = None,
+        profiles: Path | None = None,
     ) -> None:
         self._spec = spec
         self._directory = Path(directory)
@@ -69,6 +70,7 @@ class Runner:
         self._context.header_key_sequence_start = settings.header_key_sequence_start
         self._context.header_key_sequence_end = settings.header_key_sequence_end
         self._gpu = gpu_id
+        self._profiles = profiles
         self._hidden = settings.blacklist_env_vars
         self._largest = settings.max_response_size
         self._envelope = spec.config.get("envelope") or settings.service_envelope
@@ -125,8 +127,9 @@ class Runner:
         """Answer the archive's sample requests, each alone and then a full batch of them. Raises StartFailed.
 
         ``samples:`` in model-config.yaml names their files; without it they are what lies in the
-        archive's ``samples/``. A compiled model runs smaller batches too. Ends with everything that loading made set aside from garbage
-        collection, which otherwise walks through it again and again, tens of milliseconds a time.
+        archive's ``samples/``. A compiled model runs smaller batches too. Ends with everything that loading
+        made set aside from garbage collection, which otherwise walks through it again and again, tens of
+        milliseconds a time; and with ``profile:`` ready to record.
         """
         samples = [(file, self._sample(file)) for file in self._sample_files()]
         with outlet.muted():
@@ -135,6 +138,7 @@ class Runner:
             size = self._spec.batch_size
             for count in self._batches(size) if samples else ():
                 self._try(f"a batch of {count} samples", [samples[i % len(samples)][1] for i in range(count)])
+        self._profile()
         gc.collect()
         gc.freeze()
 
@@ -191,6 +195,25 @@ class Runner:
                 continue
             self._logged = (failure, now)
             log.error("%s: the handler failed (requests %s)\n%s", self._spec.ref.app, turn.ids, failure)
+
+    def _profile(self) -> None:
+        """Let ``profile:`` in model-config.yaml record the first batches; nothing of it stays afterwards."""
+        try:
+            count = profiling.batches(self._spec.config.get("profile"))
+        except ValueError as error:
+            raise self._start_failed(f"model-config.yaml: {error}") from None
+        if not count or self._profiles is None:
+            return
+        if os.environ.get("ENABLE_TORCH_PROFILER"):
+            log.warning("%s: ENABLE_TORCH_PROFILER traces each batch, so profile is not heeded", self._spec.ref.app)
+            return
+        assert self._handle is not None, "load() comes first"
+        handle = self._handle
+
+        def done() -> None:
+            self._handle = handle
+
+        self._handle = profiling.Profile(handle, count, self._profiles, self._spec.ref.app, done)
 
     # Samples
 

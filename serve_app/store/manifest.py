@@ -127,6 +127,12 @@ def _autoscaling(value: Any) -> Autoscaling:
         raise ValueError(str(error)) from None
 
 
+def _profile(value: Any) -> int:
+    from handlers import profiling  # late: reading a manifest needs no handler
+
+    return profiling.batches(value)
+
+
 _AT_LEAST_ONE = _type("a whole number", lambda value: type(value) is int, lambda value: max(1, value))
 _THREADS = _type("a whole number from 1, or auto", lambda v: v == "auto" or (type(v) is int and v >= 1))
 _FLAG = _type("true or false", lambda value: type(value) is bool)
@@ -196,6 +202,7 @@ class ModelConfig:
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = _ours(_words(*LEVELS))
     envelope: Literal["body", "json", "kserve", "kservev2"] | None = _ours(_words("body", "json", "kserve", "kservev2"))
     autoscaling: Autoscaling | None = _ours(_Type("a mapping", _autoscaling))
+    profile: int | None = _ours(_Type("true, false or a mapping", _profile))  # batches
 
     raw: Mapping[str, Any] = field(default_factory=dict)
 
@@ -251,6 +258,7 @@ _HANDLERS_KEYS = (
     "pt2",
     "optimize",
     "accuracy",
+    "explain",
     "micro_batching",
     "pippy",
     "deepspeed",
