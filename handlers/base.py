@@ -98,7 +98,8 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
             gate.learn(self.model)
         elif asked.lossy:
             logger.warning("optimize: %s changes answers, and no accuracy: in model-config.yaml says how far", asked)
-        self.model = asked.applied(self.model, self.device)
+        file = Path(self.model_pt_path) if self.model_pt_path else None
+        self.model = asked.applied(self.model, self.device, file)
         self._inspected = (self.model, *wants)  # it takes what it took
         if gate is None:
             return

@@ -29,6 +29,7 @@ from handlers.accuracy import Difference, Tolerance, difference, tensors
 from handlers.base import BaseHandler
 from handlers.context import Context, Row
 from handlers.errors import HandlerLoadError, PredictionException
+from handlers.optimisation import quantize_graph
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 PLAIN = "plain"
@@ -240,7 +241,7 @@ def _make_graph(job: Job, plain: Variant, directory: Path, int8: bool) -> None:
         exported.parent.mkdir()
         _export(plain, exported)
     if int8:
-        _quantize(exported, directory / _GRAPH)
+        quantize_graph(exported, directory / _GRAPH)
     else:
         shutil.copytree(exported.parent, directory, dirs_exist_ok=True)  # no links: ONNX refuses them as hostile
 
@@ -290,20 +291,6 @@ def _twice(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.cat([value, value]) if value.dim() and len(value) == 1 else value.clone()
-
-
-def _quantize(graph: Path, into: Path) -> None:
-    import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    model = onnx.load(graph)
-    del model.graph.value_info[:]  # the exporter's shapes of what lies between do not fit int8 nodes
-    clean = into.with_name("clean.onnx")
-    onnx.save(model, clean)
-    try:
-        quantize_dynamic(clean, into, weight_type=QuantType.QInt8)
-    finally:
-        clean.unlink()
 
 
 # Figures

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -101,14 +102,14 @@ def table(title: str, tried: dict[str, Any]) -> Table:
     """The variants' figures; times are medians of the rounds, and the ratio is to the plain model."""
     sizes = list(tried["variants"][0]["ms"])
     caption = f"{tried['samples']} samples, {tried['threads']} threads"
-    made = Table(title=title, caption=caption, title_style="bold")
+    made = Table(title=title, caption=caption, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     made.add_column("variant", no_wrap=True)
     for size in sizes:
         made.add_column(f"batch {size}\nms", justify="right", no_wrap=True)
         made.add_column("\n×", justify="right", no_wrap=True)
-    for name in ("weights\nMiB", "largest\ndifference", "lowest\ncosine"):
+    for name in ("weights\nMiB", "off by\nat most", "lowest\ncosine"):
         made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("within")
+    made.add_column("ok")
     plain = tried["variants"][0]["ms"]
     for row in tried["variants"]:
         cells = [f"[bold]{row['name']}" if row["name"] == tried["best"] else row["name"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import textwrap
 import zipfile
@@ -131,7 +132,7 @@ def test_nothing_is_written_where_nothing_is_within(archive: Path, tmp_path: Pat
     words = ("--try", "int8", "--rtol", "0", "--atol", "1e-7", "--rounds", "1")
     done = run(str(archive), "--output", str(tmp_path), *words)
     assert done.exit_code == 0, done.output
-    assert "no archive is written" in done.output and "│ no " in done.output
+    assert "no archive is written" in done.output and re.search(r"^int8 .* no *$", done.output, re.MULTILINE)
     assert [path.name for path in tmp_path.glob("*.mar")] == [archive.name]
 
 

@@ -214,6 +214,40 @@ def test_torchscript_is_a_graph_already(archive: Any) -> None:
         entry.initialize(Context("net", str(directory), manifest, model_yaml_config=config))
 
 
+def test_an_onnx_graph_in_int8(archive: Any, begin: Any) -> None:
+    onnx = pytest.importorskip("onnx")
+    from onnx import TensorProto, helper, numpy_helper
+
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 64])],
+        [numpy_helper.from_array(weight.numpy(), "w")],
+    )
+    directory = archive()
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, directory / "model.onnx")
+    (directory / "rows.json").write_text(json.dumps(ROWS))
+    manifest = {"model": {"serializedFile": "model.onnx"}}
+
+    def load(optimize: dict[str, Any], atol: float) -> list[Any]:
+        entry = handlers.load("base_handler", directory, manifest)
+        config = {"optimize": optimize, "accuracy": {"samples": "rows.json", "atol": atol}}
+        context = Context("net", str(directory), manifest, model_yaml_config=config)
+        entry.initialize(context)
+        return entry([{"body": row} for row in ROWS], begin(context, len(ROWS)))
+
+    wanted = (torch.tensor(ROWS) @ weight).tolist()
+    answers = load({"quantize": "int8"}, 0.1)
+    assert answers == near(wanted, 0.1) and answers != near(wanted, 1e-5)
+    with pytest.raises(HandlerLoadError, match="outside of accuracy"):
+        load({"quantize": "int8"}, 1e-6)
+    with pytest.raises(HandlerLoadError, match="to an ONNX graph quantize: int8 alone applies"):
+        load({"dtype": "bfloat16"}, 0.1)
+
+
 @pytest.mark.parametrize(
     ("held", "wanted"),
     [
