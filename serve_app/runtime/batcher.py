@@ -286,7 +286,7 @@ class Batcher:
         queue.put(row)
         if self._prepare is not None and queue.live <= self._begun and call.priority != "shadow":
             row.ahead = self._prepare(call)
-        if not self._flight or queue.live >= self._max_batch_size:
+        if not self._flight or queue.live >= self._enough:
             self._start_soon()
         if call.deadline is not None:
             expiry = self._timer(call.deadline - time.time(), self._expire, row)
