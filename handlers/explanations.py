@@ -130,13 +130,17 @@ def of_tokens(
         return _perturbed(forward, ids[None], blank[None], question)[0]
 
 
-def of_text(model: Any, tokenizer: Any, text: str, question: Question) -> dict[str, Any]:
+def of_text(
+    model: Any, tokenizer: Any, text: str, question: Question, pair: str | None = None, limit: int | None = None
+) -> dict[str, Any]:
     """A classifier of transformers' kind, explained: its ``tokens``, and an attribution for each.
 
+    ``pair`` is the second text where it reads two, and ``limit`` the most tokens of both, if not the tokenizer's own.
     They sum to ``score - baseline_score``, within what the steps allow: the output that is asked about for
     the text, and for one of as many paddings.
     """
-    encoded = dict(tokenizer(text, truncation=True, return_tensors="pt", return_special_tokens_mask=True))
+    how = {"truncation": True, "max_length": limit, "return_tensors": "pt", "return_special_tokens_mask": True}
+    encoded = dict(tokenizer(text, pair, **how))
     special = encoded.pop("special_tokens_mask")[0].bool()
     known = inspect.signature(getattr(model, "forward", model)).parameters.values()
     if all(one.kind is not one.VAR_KEYWORD for one in known):  # a tokenizer may tell more than a model takes

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from handlers import compilation, device, tasks
+from handlers import compilation, device, explanations, tasks
 from handlers.base import BaseHandler
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.tasks.base import Example, ImageTask
@@ -30,6 +30,7 @@ class HuggingFace(BaseHandler):
         self.device = device.choose(context.system_properties.get("gpu_id"))
         self.map_location = self.device.type
         directory = Path(context.system_properties["model_dir"])
+        self.question = explanations.Question.read(config)
         trusted = config.get("trusted") is True
         try:
             self.task_name = tasks.choose(directory, config.get("task"), trusted)
@@ -60,6 +61,24 @@ class HuggingFace(BaseHandler):
     def postprocess(self, data: Any) -> list[Any]:
         examples, encoded, output = data
         return self.task.answers(output, encoded, examples)
+
+    def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
+        """Each row by itself: an attribution for each token of a text, or for each number of an image's tensor."""
+        if self.task_name not in ("text-classification", "image-classification"):
+            raise PredictionException(f"Classifications are explained, and the task is {self.task_name}.", 501)
+        examples, _ = data_preprocess
+        return self._insights_by_row(examples, raw_data)
+
+    def get_insights(self, tensor_data: Example, raw_data: Any, target: Any = 0) -> list[Any]:
+        labels = getattr(self.task.config, "label2id", None) or {}
+        if isinstance(target, (bytes, bytearray)):
+            target = target.decode(errors="replace")
+        question = self.question.of(self.asked, labels.get(target, target) if isinstance(target, str) else target)
+        if isinstance(self.task, ImageTask):
+            pixels = self.task.encode([tensor_data])["pixel_values"].to(self.device, self.model.dtype)
+            return explanations.attributions(self.model, pixels, question).tolist()
+        text, pair, _ = tensor_data
+        return [explanations.of_text(self.model, self.task.tokenizer, text, question, pair, self.task.limit)]
 
     def describe_handle(self) -> dict[str, Any]:
         """The task, the parameters that a request may have, and the model's labels."""

