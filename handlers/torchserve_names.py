@@ -198,7 +198,7 @@ _SERVER = (
     "handlers.load runs one without a server."
 )
 _CLASS = "Write a class with initialize(context) and handle(data, context), or extend BaseHandler."
-_ONNX = "Make an onnxruntime.InferenceSession of the file in initialize."
+_ONNX = "BaseHandler loads an .onnx file by itself: self.model is the graph, and self.model.session its session."
 _METRICS = "A handler measures through context.metrics; a metric's kinds and units are in handlers.metrics."
 _START = (
     "Start the server with `torchrelay start`, stop it with `torchrelay stop`, and register a model with "

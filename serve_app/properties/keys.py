@@ -262,7 +262,7 @@ KEYS = (
     _unserved("cpp_log_config", "", "there is no C++ backend"),
     _unserved("ipex_enable", "false", "PyTorch's own oneDNN kernels run"),
     _unserved("ipex_gpu_enable", "false", "PyTorch's own kernels run"),
-    _unserved("cpu_launcher_enable", "false", "`num_cpus` of a model says how many replicas fit the machine"),
+    _unserved("cpu_launcher_enable", "false", "`threads: auto` of a model divides the cores among its replicas"),
     _unserved("cpu_launcher_args", "", "see `cpu_launcher_enable`"),
 )
 BY_NAME = {key.name: key for key in KEYS}
