@@ -35,6 +35,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
     or by returning an exception in the row's place; the batch's other rows go on.
     """
 
+    optimisation: Optimisation | None = None  # what model-config.yaml asked for, where it was heeded
     _inspected: tuple[Any, torch.dtype | None, bool] = (None, None, False)  # a model, its floats, whether it embeds
     question = explanations.Question()  # what model-config.yaml says of explanations
     asked: Any = None  # the row that get_insights is asked for, the first of several that ask alike
@@ -91,6 +92,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         asked = Optimisation.read(self.model_yaml_config)
         if asked is None:
             return
+        self.optimisation = asked
         assert self.device is not None
         gate = Gate.read(self.model_yaml_config, directory, self.device, self._input_dtype)
         wants = _inspect(self.model)

@@ -40,6 +40,7 @@ class HuggingFace(BaseHandler):
         self.model, self.task = task_class.load(directory, trusted, config.get("parameters") or {})
         self.model.to(self.device).eval()
         self.model = compilation.compiled(self.model, config.get("pt2"))
+        self._optimise(directory)
         if isinstance(self.task, ImageTask):
             self.prepare_row = self.task.read
         self._micro_batch()

@@ -146,6 +146,8 @@ def _loaded(job: Job, name: str, rows: list[Row], sizes: list[int], plain: Varia
     elif optimize:
         config["optimize"] = optimize
     handler = _handler(job, directory, manifest, {k: v for k, v in config.items() if k != "accuracy"})
+    if graph and isinstance(handler.model, torch.nn.Module) or optimize and not graph and handler.optimisation is None:
+        raise HandlerLoadError("the handler loads its model by itself, so nothing can be done to it")
     _write(directory, manifest, config)
     prepared, output = {}, None
     for size in sizes:
@@ -224,6 +226,7 @@ def _gate(job: Job, plain: Variant, best: Variant) -> None:
     held = list(inputs.values()) if isinstance(inputs, dict) else [inputs]
     if not held or not all(isinstance(value, torch.Tensor) and value.dim() for value in held):
         return  # inputs that no file of samples has
+    (best.directory / _INPUTS).unlink(missing_ok=True)  # it may be linked to the archive's
     torch.save(pytree.tree_map(torch.clone, inputs), best.directory / _INPUTS)
     best.config["accuracy"] = {"samples": _INPUTS} | {k: v for k, v in vars(job.tolerance).items() if v is not None}
     _write(best.directory, best.manifest, best.config)

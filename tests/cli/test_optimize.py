@@ -128,6 +128,25 @@ def test_a_graph_takes_the_place_of_the_class(archive: Path, tmp_path: Path) -> 
     assert optimised == [pytest.approx(row, abs=0.05) for row in answers(archive, tmp_path / "old")[2]]
 
 
+def test_a_handler_that_loads_its_own_model_is_not_taken_for_a_fast_one(archive: Path, tmp_path: Path) -> None:
+    handler = """
+        from handlers.base import BaseHandler
+        from model import Net
+
+        class Handler(BaseHandler):
+            def initialize(self, context):
+                self.context, self.device = context, None
+                self.model = Net().eval()
+    """
+    stubborn = tmp_path / "stubborn"
+    answers(archive, stubborn)
+    (stubborn / "handler.py").write_text(textwrap.dedent(handler))
+    words = ("--try", "int8,bfloat16", "--rounds", "1")
+    done = run(str(stubborn), "--output", str(tmp_path), *words)
+    assert done.exit_code == 0 and "no archive is written" in done.output, done.output
+    assert done.output.count("the handler loads its model by itself") == 2
+
+
 def test_nothing_is_written_where_nothing_is_within(archive: Path, tmp_path: Path) -> None:
     words = ("--try", "int8", "--rtol", "0", "--atol", "1e-7", "--rounds", "1")
     done = run(str(archive), "--output", str(tmp_path), *words)

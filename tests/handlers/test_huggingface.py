@@ -121,6 +121,13 @@ def test_text_classification(tmp_path: Path) -> None:
     assert len(one) == 1, "who says how many gets a list"
 
 
+def test_a_folder_is_optimised_as_its_configuration_asks(tmp_path: Path) -> None:
+    folder = bert("BertForSequenceClassification", tmp_path, num_labels=3)
+    plain, int8 = Served(folder)(*TEXTS), Served(folder, optimize={"quantize": "int8"})(*TEXTS)
+    assert int8 != plain
+    assert [row["score"] for row in int8] == pytest.approx([row["score"] for row in plain], abs=0.1)
+
+
 def test_a_text_beyond_the_limit_is_cut_off(tmp_path: Path) -> None:
     served = Served(bert("BertForSequenceClassification", tmp_path, limit=8))
     cut, whole, other = served("cat " * 500, "cat " * 6, "cat " * 5)
