@@ -1,0 +1,24 @@
+"""The example of a sharded model does what its page says, on a real server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from parts import ROOT, Server
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+
+
+def test_12_sharded(server: Server, run: Callable[..., str]) -> None:
+    trained = run("12_sharded/archive.py", "--model-store", str(server.store))
+    printed = run("12_sharded/run.py")
+    rhyme = "Twinkle, twinkle, little star, how I wonder what you are."
+    assert re.findall(r"^Twinkle.*$", printed, re.MULTILINE) == [rhyme] * 2, "learnt, and the same after the kill"
+    whole = int(re.search(r"^([\d,]+) parameters", trained)[1].replace(",", ""))
+    held = [int(number.replace(",", "")) for number in re.findall(r"holds ([\d,]+) parameters", printed)]
+    assert held == [pytest.approx(whole / 2, rel=0.02)] * 4
+    assert "killed rank 1\n" in printed and re.search(r"^answered again after \d+ s", printed, re.MULTILINE)
+    page = (ROOT / "examples/12_sharded/README.md").read_text()
+    assert rhyme in page and f"{whole:,} parameters" in page and f"holds {held[0]:,} parameters" in page
