@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 import handlers
@@ -58,8 +61,18 @@ FILES: dict[str, tuple[list[Any], list[Any]]] = {
     "described": ([[1.0, 2.0]], [[1.0, 2.0]]),
     "reasons": ([[1.0, 2.0]], [[1.0, 2.0]]),
     "squares": ([3, 4], [9, 16]),
+    "sentences": (["of three words", "one"], [0, 2]),
+    "whoami": ([""], [[os.getpid()]]),
 }
 SENT = {"words": ["one ", "two "]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank() -> Iterator[None]:
+    """A group of one process, for the handler that asks who else is in it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
