@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _BATCHES = 3  # that ``profile: true`` means
 _MOST = 100
 _KEPT = 10  # traces of one version, the newest
+_DIGIT = "[0-9]"
 
 
 def batches(asked: Any) -> int:
@@ -90,8 +91,7 @@ class Profile:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(part))
             part.replace(file)
-            traces = sorted(self._directory.glob(f"{self._name}-*-*.json.gz"), key=lambda trace: trace.name)
-            for old in traces[:-_KEPT]:
+            for old in sorted(self._directory.glob(f"{self._name}-{_DIGIT * 8}T{_DIGIT * 6}-*.json.gz"))[:-_KEPT]:
                 old.unlink(missing_ok=True)
         except Exception:  # a full disk is no reason for a model to stop
             logger.exception("The trace could not be written to %s", file)
