@@ -82,7 +82,7 @@ class HuggingFace(BaseHandler):
         return [explanations.of_text(self.model, self.task.tokenizer, text, question, pair, self.task.limit)]
 
     def describe_handle(self) -> dict[str, Any]:
-        """The task, the parameters that a request may have, and the model's labels."""
+        """The task, the parameters that a request may have, and the architecture."""
         parameters = {name: parameter.wants for name, parameter in self.task.parameters.items()}
         return {"task": self.task_name, "parameters": parameters, "architecture": self.task.config.architectures}
 

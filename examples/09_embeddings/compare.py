@@ -1,0 +1,31 @@
+"""Asks for the embeddings of a few sentences, and says which of them mean the same."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
+SENTENCES = (
+    "A kitten hunts mice.",
+    "The cat is after a mouse.",
+    "Revenue rose by four per cent in the third quarter.",
+    "From July to September sales were up by about a twenty-fifth, as the company says in its quarterly report.",
+)
+
+
+def embedding(sentence: str) -> list[float]:
+    answer = httpx.post(f"{INFERENCE}/predictions/minilm", json={"inputs": sentence}, timeout=60)
+    return answer.raise_for_status().json()
+
+
+def cosine(one: list[float], other: list[float]) -> float:
+    return sum(a * b for a, b in zip(one, other))  # their lengths are 1
+
+
+if __name__ == "__main__":
+    with ThreadPoolExecutor() as threads:  # at once, so that they meet in a batch
+        vectors = list(threads.map(embedding, SENTENCES))
+    print(f"{len(vectors[0])} numbers for a sentence")
+    for number, (sentence, vector) in enumerate(zip(SENTENCES, vectors), 1):
+        print(f"{number}  {'  '.join(f'{cosine(vector, other):6.3f}' for other in vectors)}  {sentence[:52]}")
