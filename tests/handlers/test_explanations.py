@@ -245,6 +245,30 @@ def test_a_frozen_model_whose_gradients_fail(tmp_path: Path, begin: Any) -> None
         handler.handle([{**row, "method": "integrated_gradients"}], begin(handler.context, explain="True"))
 
 
+def test_an_onnx_session(tmp_path: Path, begin: Any) -> None:
+    pytest.importorskip("captum")
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    weights = np.arange(96, dtype=np.float32).reshape(48, 2) / 96
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("Flatten", ["images"], ["flat"]),
+            onnx.helper.make_node("MatMul", ["flat", "weights"], ["scores"]),
+        ],
+        "linear",
+        [onnx.helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["n", 3, 4, 4])],
+        [onnx.helper.make_tensor_value_info("scores", onnx.TensorProto.FLOAT, ["n", 2])],
+        [onnx.numpy_helper.from_array(weights, "weights")],
+    )
+    opset = [onnx.helper.make_opsetid("", 13)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "model.onnx")
+    handler = ImageClassifier()
+    handler.initialize(Context("m", str(tmp_path), {"model": {"serializedFile": "model.onnx"}}))
+    [found] = handler.handle([{"data": tensor(2.0), "target": 1}], begin(handler.context, explain="True"))
+    tiles = 2 * weights[:, 1].reshape(3, 4, 4).mean(axis=0)
+    assert np.allclose(found, np.broadcast_to(tiles, (3, 4, 4)), atol=1e-5)
+
+
 def test_any_callable_is_explained() -> None:
     pytest.importorskip("captum")
 
