@@ -37,6 +37,7 @@ class CausalLM:
     def __init__(self) -> None:
         self.model: Any = None
         self.tokenizer: Any = None
+        self._in_pipeline = False
 
     def initialize(self, context: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -45,6 +46,7 @@ class CausalLM:
         tensor, pipeline = sharding.degrees(context.model_yaml_config)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         sharding.must_divide(config, tensor, pipeline, folder)
+        self._in_pipeline = pipeline > 1
         if tensor * pipeline > 1:
             from transformers.distributed import DistributedConfig
 
@@ -113,6 +115,15 @@ class CausalLM:
         return [{"logits": row} for row in logits.tolist()]
 
     def _generate(self, asked: list[_Asked]) -> list[Any]:
+        if self._in_pipeline:  # there transformers' generate reads the padding of a prompt as a part of it
+            answers: dict[int, Any] = {}
+            for length in sorted({len(one.tokens) for one in asked}):
+                places = [index for index, one in enumerate(asked) if len(one.tokens) == length]
+                answers |= zip(places, self._generate_together([asked[index] for index in places]))
+            return [answers[index] for index in range(len(asked))]
+        return self._generate_together(asked)
+
+    def _generate_together(self, asked: list[_Asked]) -> list[Any]:
         inputs = self._padded(asked)
         count = max(one.max_new_tokens for one in asked)
         made = self.model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0)
