@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_app.control.registry import spec_from
+from serve_app.control.specs import spec_from
 from serve_app.settings import Settings
 from serve_app.store.cache import Cache
 from serve_app.store.manifest import Manifest, check, is_folder

@@ -10,7 +10,8 @@ import pytest
 from serve_app.autoscaling import Autoscaling
 from serve_app.control.database import Database
 from serve_app.control.reconciler import Seen
-from serve_app.control.registry import Desired, Registry, desired, find, register, scale, spec_from, table
+from serve_app.control.registry import Desired, Registry, desired, find, register, scale, table
+from serve_app.control.specs import spec_from
 from serve_app.control.vitals import Vitals
 from serve_app.errors import BadRequest, ConfigurationError, StartFailed
 from serve_app.settings import load

@@ -14,10 +14,10 @@ from serve_app.control.registry import (
     register,
     scale,
     set_default,
-    spec_from,
     table,
     unregister,
 )
+from serve_app.control.specs import spec_from
 from serve_app.errors import (
     BadRequest,
     CannotRemoveDefault,

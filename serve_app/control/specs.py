@@ -1,0 +1,170 @@
+"""What a version should be, from its archive, its caller and the settings. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from math import ceil
+from typing import Any
+
+from serve_app.errors import BadRequest, ConfigurationError
+from serve_app.settings import Settings, VersionSettings
+from serve_app.store.manifest import Manifest, ModelConfig
+from serve_app.types import ModelRef, ModelSpec, Registration
+
+RUNTIMES = ("python", "python3", "LSP")
+
+# A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_LONGEST = 100
+
+# What model-config.yaml may say and no registration can.
+_OF_THE_FILE = (
+    "max_retry_timeout",
+    "client_timeout",
+    "job_queue_size",
+    "device_type",
+    "device_ids",
+    "parallel_type",
+    "parallel_level",
+    "continuous_batching",
+    "sequence_batching",
+    "sequence_max_idle",
+    "sequence_timeout",
+    "max_num_sequence",
+    "max_sequence_job_queue_size",
+    "use_job_ticket",
+    "use_venv",
+    "batcher",
+    "num_cpus",
+    "num_gpus",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "placement_strategy",
+    "retries",
+    "bucket_by_length",
+    "fast_path",
+    "max_ongoing_requests",
+    "max_concurrent_requests",
+)
+
+
+def spec_from(
+    registration: Registration,
+    manifest: Manifest,
+    config: ModelConfig,
+    *,
+    digest: str,
+    archive: str,
+    settings: Settings,
+    at_startup: bool,
+) -> ModelSpec:
+    """The spec of a version, from what its caller, its model-config.yaml and the settings say.
+
+    The first that says anything wins, where ``control.models`` speaks of this very version and the
+    other settings of all. Batch size and delay: caller, file, control.models. Time-outs: file,
+    control.models, caller, settings. Workers: file, caller, control.models at start-up, settings, and
+    at start-up one. All others: file, settings. A number of zero or less says nothing, but for
+    workers. Raises BadRequest.
+    """
+    defaults = settings.runtime
+    if _ranks(config) > 1 and config.num_gpus not in (None, 0, 1):
+        why = f"num_gpus: {config.num_gpus:g}; a rank of a sharded model has one GPU to itself: 1, or 0 for CPUs"
+        raise ConfigurationError(manifest.config_file or "", why)
+    ref = _ref(registration.model_name or manifest.model_name, manifest.version)
+    own = settings.control.models.get(ref.name, {}).get(ref.version, VersionSettings())
+    low, high = _workers(registration, config, own, settings, at_startup)
+    said: dict[str, Any] = {
+        "job_queue_size": defaults.job_queue_size,
+        "num_cpus": defaults.num_cpus,
+        "num_gpus": _gpus(config, defaults.num_gpus),
+        **{key: getattr(config, key) for key in _OF_THE_FILE if getattr(config, key) is not None},
+    }
+    return ModelSpec(
+        name=ref.name,
+        version=ref.version,
+        url=registration.url,
+        digest=digest,
+        archive=archive,
+        handler=registration.handler or manifest.handler,
+        runtime=_runtime(registration.runtime or manifest.runtime),
+        min_workers=low,
+        max_workers=high,
+        batch_size=_first(registration.batch_size, config.batch_size, own.batch_size) or 1,
+        max_batch_delay=_first(registration.max_batch_delay, config.max_batch_delay, own.max_batch_delay),
+        response_timeout=_first(config.response_timeout, own.response_timeout, registration.response_timeout)
+        or defaults.default_response_timeout,
+        startup_timeout=_first(config.startup_timeout, own.startup_timeout, registration.startup_timeout)
+        or defaults.default_startup_timeout,
+        loaded_at_startup=at_startup,
+        requirements=_requirements(manifest, config, settings) or "",
+        autoscaling=config.autoscaling if low < high else None,
+        config=dict(config.raw),
+        **said,
+    )
+
+
+def _first(*numbers: int | None) -> int | None:
+    """The first number that says anything."""
+    return next((number for number in numbers if number is not None and number > 0), None)
+
+
+def _workers(
+    registration: Registration, config: ModelConfig, own: VersionSettings, settings: Settings, at_startup: bool
+) -> tuple[int, int]:
+    if config.min_workers is not None:
+        low, high = config.min_workers, config.max_workers or config.min_workers
+        if config.autoscaling is not None and config.max_workers and config.raw.get("minWorkers") == 0:
+            low = 0  # TorchServe reads one; who knows of autoscaling means none
+        if high >= low:
+            return low, high
+    if registration.initial_workers is not None:
+        count = max(0, registration.initial_workers)
+    elif at_startup and own.min_workers is not None:
+        return own.min_workers, max(own.min_workers, own.max_workers or 0)
+    else:
+        count = _first(settings.runtime.default_workers_per_model) or int(at_startup)
+    return count, count
+
+
+def _gpus(config: ModelConfig, default: float) -> float:
+    """The GPUs of a replica whose file does not say ``num_gpus``."""
+    if config.device_type == "cpu":
+        return 0.0  # it would leave a share idle
+    if _ranks(config) > 1:
+        return float(ceil(default))  # no two ranks can share one
+    if config.parallel_type == "custom" and config.parallel_level is not None:
+        return float(config.parallel_level)
+    return default
+
+
+def _ranks(config: ModelConfig) -> int:
+    return (config.tensor_parallel or 1) * (config.pipeline_parallel or 1)
+
+
+def _requirements(manifest: Manifest, config: ModelConfig, settings: Settings) -> str | None:
+    wanted = config.use_venv or settings.runtime.install_py_dep_per_model
+    return manifest.requirements_file if wanted else None
+
+
+def _runtime(runtime: str) -> str:
+    if runtime not in RUNTIMES:
+        raise BadRequest(f"Invalid RuntimeType value: {runtime}")
+    return runtime
+
+
+def _ref(name: str, version: str) -> ModelRef:
+    for word in (name, version):
+        check_word(word, "a model's name and version have")
+    ref = ModelRef(name, version)
+    if len(ref.app) > _LONGEST:
+        raise BadRequest(f"{ref.app!r} is too long: name and version together have at most {_LONGEST - 2} characters.")
+    return ref
+
+
+def check_word(word: str, such: str) -> None:
+    """Raise BadRequest for a word that cannot be part of a route; ``such`` says whose words have what."""
+    if not _WORD.fullmatch(word):
+        raise BadRequest(
+            f"{word!r} cannot be part of a route: {such} letters, digits and any of _ . - "
+            "and begin with none of . and -"
+        )
