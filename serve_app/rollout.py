@@ -141,7 +141,8 @@ def _wrong(plan: Plan) -> str:
         number = getattr(plan, name)
         if number is not None and not (isfinite(number) and number >= 0):
             return f"{name} is a number from 0, and is {number:g}"
-    for name, most in (("error_rate", 1.0), ("p99", None), ("non_finite", 1.0), ("empty", 1.0), ("out_of_memory", None)):
+    at_most = {"error_rate": 1.0, "p99": None, "non_finite": 1.0, "empty": 1.0, "out_of_memory": None}
+    for name, most in at_most.items():
         limit = getattr(plan.guardrails, name)
         if limit is None:
             continue

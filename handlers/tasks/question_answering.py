@@ -25,7 +25,8 @@ class Windows(NamedTuple):
 class QuestionAnswering(TextTask):
     """``{"score", "start", "end", "answer"}``: the likeliest part of ``context``.
 
-    It has at most ``max_answer_len`` (15) tokens. A context beyond the limit is read in parts that overlap; all parts of all rows are one batch.
+    It has at most ``max_answer_len`` (15) tokens. A context beyond the limit is read in parts that overlap; all parts
+    of all rows are one batch.
     """
 
     auto = "AutoModelForQuestionAnswering"

@@ -291,7 +291,8 @@ def test_a_wrong_value_of_torchserves_is_ignored_with_a_warning(line, caplog):
     "line",
     [
         "batcher: fast", "num_cpus: -1", "num_gpus: lots", "num_gpus: .inf", "num_gpus: .nan", "num_cpus: true",
-        "retries: 3", "fast_path: /x", "max_ongoing_requests: 1.5", "maxConcurrentRequests: -1", "samples: one.json", "samples: [1]",
+        "retries: 3", "fast_path: /x", "max_ongoing_requests: 1.5", "maxConcurrentRequests: -1",
+        "samples: one.json", "samples: [1]",
         "trusted: 'no'", "profile: 3", "profile: {active: 0}", "task: [ner]", "batcher: [ray]",
         "tensor_parallel: 0", "pipeline_parallel: two", "placement_strategy: strict_pack",
     ],

@@ -270,7 +270,8 @@ EVERYTHING = Registration(
         ),
         (
             "?batch_size=9",
-            b'{"url": "m.mar", "model_name": "n", "handler": "h.py", "task": "ner", "runtime": "python3", "batch_size": 4,'
+            b'{"url": "m.mar", "model_name": "n", "handler": "h.py", "task": "ner", "runtime": "python3",'
+            b'"batch_size": 4,'
             b'"max_batch_delay": "5", "initial_workers": 1.0, "response_timeout": 6, "startup_timeout": 7,'
             b'"synchronous": false, "s3_sse_kms": true, "registration": "mine", "unknown": {}}',
             "application/json; charset=utf-8",
