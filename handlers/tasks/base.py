@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -51,7 +52,7 @@ class Example(NamedTuple):
     parameters: Mapping[str, Any]
 
 
-class Task:
+class Task(ABC):
     """``read`` each row, ``encode`` them together, ``forward`` once, ``answers`` for each.
 
     ``defaults`` are parameters for the requests that do not say otherwise.
@@ -102,7 +103,7 @@ class Task:
     def model_class(cls, config: Any) -> str:
         return cls.auto
 
-    def fit(self, model: Any) -> None:
+    def fit(self, model: Any) -> None:  # noqa: B027 - most tasks have nothing to make ready
         """Make ready what depends on the model."""
 
     def read(self, row: Any) -> Example:
@@ -124,20 +125,21 @@ class Task:
                 raise PredictionException(f"The parameter {name} must be {known.wants}, and is {value!r:.100}.", 400)
         return dict(parameters)
 
+    @abstractmethod
     def inputs(self, value: Any) -> tuple[Any, str | None]:
-        raise NotImplementedError
+        """What a row says: a text and its pair, or an image. Raises PredictionException."""
 
+    @abstractmethod
     def encode(self, examples: Sequence[Example]) -> Any:
         """The model's input for all of them, on the CPU."""
-        raise NotImplementedError
 
     def forward(self, model: Any, encoded: Any, device: Any) -> Any:
         """What the model makes of it."""
         return model(**encoded.to(device))
 
+    @abstractmethod
     def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
         """One answer for each."""
-        raise NotImplementedError
 
 
 class TextTask(Task):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,10 +45,7 @@ def test_13_explanations(server: Server, run: Callable[..., str]) -> None:
             assert ("three" in answer) == (index % 2 == 0)
 
     # The first two batches were traced: a prediction, and an explanation.
-    deadline = time.monotonic() + 20
-    while not (traces := list(server.home.rglob("profiles/reasons--1.0-*.json.gz"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    traces = server.wait(lambda: list(server.home.rglob("profiles/reasons--1.0-*.json.gz")), what="a trace")
     with gzip.open(traces[0]) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"batch 1", "batch 2", "preprocess", "inference", "postprocess", "explain"} <= names
