@@ -1,6 +1,6 @@
 # make setup   everything that the rest needs: .venv, the packages, an example model; quick when nothing changed
 # make run     setup, then the server in the foreground; Ctrl-C ends it
-# make test    setup, then all tests; ARGS="tests/store -x" goes to pytest
+# make test    setup, then all tests, in two processes; ARGS="tests/store -x" goes to pytest
 # make bench   setup, then the comparison with other servers
 # make lint    the style check
 # make clean   removes what the targets above made; your archives and the server's state stay
@@ -48,7 +48,7 @@ run: setup
 	@$(BIN)/torchrelay start --example digits=examples/01_first_model/three.png
 
 test: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 bench: setup
 	@$(BIN)/python -m serve_app.bench.compare $(ARGS)
