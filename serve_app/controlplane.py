@@ -11,14 +11,17 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from serve_app import experiment as experiments
+from serve_app import graph as graphs
 from serve_app import policy as policies
 from serve_app import rollout as rollouts
-from serve_app.errors import BadRequest, MethodNotAllowed, MissingParameter
+from serve_app.deferral import Answer, Request
+from serve_app.errors import BadRequest, InvalidWorkflow, MethodNotAllowed, MissingParameter
 from serve_app.experiment import Experiment, Reward
+from serve_app.graph import Graph
 from serve_app.policy import Policy
 from serve_app.rollout import Plan
 from serve_app.settings import Settings
-from serve_app.types import Access, Description, Event, ModelRef, Progress, Registration, matches
+from serve_app.types import Access, Description, Event, Figures, ModelRef, Progress, Registration, matches
 
 Said = dict[str, Any]  # what a door writes as JSON, as it stands
 Verb = Literal["pause", "resume", "abort"]
@@ -51,6 +54,8 @@ class Keeper(Protocol):
 
     async def models(self) -> list[tuple[str, str]]: ...
 
+    async def figures(self) -> list[Figures]: ...
+
     async def renew_key(self, kind: Literal["inference", "management"]) -> None: ...
 
     async def events(
@@ -77,11 +82,27 @@ class Keeper(Protocol):
 
     async def reward(self, id: str, rewards: list[Reward], within: tuple[str, ...]) -> Said: ...
 
+    async def register_workflow(self, registration: Registration, graph: Graph | None) -> ModelRef: ...
+
+    async def workflows(self) -> list[tuple[str, str]]: ...
+
+    async def workflow(self, name: str) -> list[Said]: ...
+
+    async def unregister_workflow(self, name: str, version: str | None) -> None: ...
+
     async def begin_rollout(self, model: str, plan: Plan) -> Said: ...
 
     async def rollout(self, model: str) -> Said: ...
 
     async def steer_rollout(self, model: str, verb: Verb) -> Said: ...
+
+    async def defer(self, request: Request) -> Said: ...
+
+    async def deferral(self, id: str, within: tuple[str, ...]) -> Said: ...
+
+    async def deferred_answer(self, id: str, within: tuple[str, ...]) -> tuple[Said, Answer | None]: ...
+
+    async def cancel_deferral(self, id: str, within: tuple[str, ...]) -> Said | None: ...
 
 
 class ControlPlane:
@@ -179,6 +200,49 @@ class ControlPlane:
         end = start + limit
         return everything[start:end], end if end <= len(everything) else None
 
+    async def register_workflow(self, registration: Registration, document: Any = None) -> ModelRef:
+        """Store a workflow and start what comes with it: that of a .war, or of a document as graph.py has it.
+
+        All of it or, where something cannot be started, nothing. Raises WorkflowExists, WorkflowNotFound,
+        InvalidWorkflow, WorkflowFailed and WrongModel, and what ``register`` raises.
+        """
+        if not self._settings.control.enable_model_api:
+            raise MethodNotAllowed()
+        if document is None:
+            if not registration.url:
+                raise MissingParameter("url")
+            return await self._keeper.register_workflow(registration, None)
+        graph = graphs.read(document)
+        name = registration.model_name or graph.name
+        if not name:
+            raise InvalidWorkflow("the workflow", "name: it has none; say how calls are to name it")
+        return await self._keeper.register_workflow(registration, graphs.with_name(graph, name))
+
+    async def workflows(
+        self, start: int = 0, limit: int = 100, within: tuple[str, ...] = ("*",)
+    ) -> tuple[list[tuple[str, str]], int | None]:
+        """A page of (name, URL of its default version) of workflows, as ``models`` gives one of models."""
+        everything = [row for row in await self._keeper.workflows() if matches(row[0], within)]
+        end = start + limit
+        return everything[start:end], end if end <= len(everything) else None
+
+    async def workflow(self, name: str) -> list[Said]:
+        """Every version of a workflow, the default one first. Raises WorkflowNotFound."""
+        return await self._keeper.workflow(name)
+
+    async def unregister_workflow(self, name: str, version: str | None = None) -> None:
+        """Remove a workflow with what came with it (``version``: that version); calls that had begun end as they would.
+
+        Raises WorkflowNotFound, VersionNotFound, and InUse where another workflow asks it.
+        """
+        if not self._settings.control.enable_model_api:
+            raise MethodNotAllowed()
+        await self._keeper.unregister_workflow(name, version)
+
+    async def figures(self, within: tuple[str, ...] = ("*",)) -> list[Figures]:
+        """What was counted of each version of the models that match ``within``, by name."""
+        return [figures for figures in await self._keeper.figures() if matches(figures.model, within)]
+
     # Traffic. Documents come in as JSON says them, and are checked here; BadRequest names the key and the cure.
 
     async def traffic(self, model: str) -> Said:
@@ -245,3 +309,21 @@ class ControlPlane:
     async def steer_rollout(self, model: str, verb: Verb) -> Said:
         """Pause, resume or abort a model's rollout. Raises as ``rollout`` does, and InUse where it is not under way."""
         return await self._keeper.steer_rollout(model, verb)
+
+    # Predictions that are answered later, by their ids; ``within`` is as of experiments.
+
+    async def defer(self, request: Request) -> Said:
+        """Store a request that is answered later; how far it is. Raises NoRoomForDeferrals, KeyReused, BadRequest."""
+        return await self._keeper.defer(request)
+
+    async def deferral(self, id: str, within: tuple[str, ...] = ("*",)) -> Said:
+        """How far it is. Raises DeferralNotFound and WrongModel."""
+        return await self._keeper.deferral(id, within)
+
+    async def deferred_answer(self, id: str, within: tuple[str, ...] = ("*",)) -> tuple[Said, Answer | None]:
+        """How far it is, and its answer when it has one. Raises as ``deferral`` does, and DeferralCancelled."""
+        return await self._keeper.deferred_answer(id, within)
+
+    async def cancel_deferral(self, id: str, within: tuple[str, ...] = ("*",)) -> Said | None:
+        """Stop it, or forget it (None) where it has ended. Raises as ``deferral`` does."""
+        return await self._keeper.cancel_deferral(id, within)

@@ -16,14 +16,27 @@ from math import ceil
 from random import randrange
 from typing import Protocol
 
-from serve_app import traffic
-from serve_app.errors import ClientTimeout, DeadlineExceeded, Loading, NoWorker, QueueFull, RelayError
+from serve_app import ends, tensors, traffic
+from serve_app.errors import (
+    ClientTimeout,
+    DeadlineExceeded,
+    Loading,
+    ModelNotFound,
+    NotFound,
+    NoWorker,
+    QueueFull,
+    RelayError,
+    WorkflowNotFound,
+)
 from serve_app.policy import WHOLE
 from serve_app.shadow.mirror import Mirror
+from serve_app.signature import Signature
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.observations import Observations
+from serve_app.tensors import Tensor
 from serve_app.traffic import Choice
-from serve_app.types import Access, Call, ModelRef, Reply, ReplyStream, Table, VersionRow
+from serve_app.types import Access, Call, Input, ModelRef, Reply, ReplyStream, Table, VersionRow
+from serve_app.workflow import Workflow
 
 _ON_THE_WAY = ("idle", "loading")
 
@@ -33,6 +46,13 @@ class Target(Protocol):
 
     async def infer(self, call: Call) -> Reply | ReplyStream:
         """One call's answer. Raises RelayError."""
+
+
+class Homes(Protocol):
+    """Finds the one replica that has the state of a sequence."""
+
+    async def __call__(self, call: Call, choice: Choice) -> tuple[Choice, Target]:
+        """What answers a call of a stateful model, and as which version. Raises RelayError."""
 
 
 class TableReader:
@@ -58,7 +78,8 @@ class TableReader:
 class DataPlane:
     """``local`` is the version that this process runs itself, if any; ``remote`` reaches the others.
 
-    ``wake`` sees to it that a version without replicas gets one, for the calls that wait here for it.
+    ``wake`` sees to it that a version without replicas gets one, for the calls that wait here for it. ``homes`` knows
+    where the sequences of stateful models are.
     """
 
     def __init__(
@@ -71,6 +92,8 @@ class DataPlane:
         wake: Callable[[ModelRef, VersionRow], None] = lambda ref, row: None,
         observations: Observations | None = None,
         mirror: Mirror | None = None,
+        homes: Homes | None = None,
+        most_items: int = 1000,
     ) -> None:
         self._reader = reader
         self._meters = meters
@@ -80,6 +103,8 @@ class DataPlane:
         self._wake = wake
         self.observations = observations or Observations()
         self._mirror = mirror  # makes copies for shadows
+        self._homes = homes
+        self._most_items = most_items  # of one workflow's step
         self._waiting: dict[ModelRef, int] = {}
         self._lot = randrange(WHOLE)  # of the last call
 
@@ -92,8 +117,12 @@ class DataPlane:
         """Who may do what; None where everybody may do everything."""
         return self._reader.table.access
 
-    async def infer(self, call: Call) -> Reply | ReplyStream:
-        """The answer of the version that the table gives this call. Raises RelayError."""
+    async def infer(self, call: Call, before: Table | None = None) -> Reply | ReplyStream:
+        """The answer of the version that the table gives this call. Raises RelayError.
+
+        ``before`` is the table at the beginning of the workflow's call whose step this is: what was removed since still
+        answers, until the calls that had begun have ended.
+        """
         started = time.perf_counter()
         version = ""
         choice: Choice | None = None
@@ -102,13 +131,27 @@ class DataPlane:
             if call.expired:
                 raise DeadlineExceeded(call.model, 0.0)
             self._lot = lot = traffic.after(self._lot)
-            choice = traffic.choose(self._reader.table, call, lot)
+            try:
+                choice = traffic.choose(self._reader.table, call, lot)
+            except NotFound:
+                if before is None:
+                    raise
+                choice = traffic.choose(before, call, lot)
             row = choice.row
             version = row.version
+            if call.kind == "tensors" and row.signature is not None:
+                row.signature.check(map(_typed, call.inputs))
             if row.client_timeout:
                 asked, call = call, _bounded(call, row.client_timeout / 1000)
                 bounded = call is not asked
-            reply = await (await self._target(call, row)).infer(call)
+            if row.stateful and self._homes is not None:
+                if row.replicas == 0 and row.phase != "ready":
+                    row = await self._until_ready(call, ModelRef(call.model, version), row)
+                choice, target = await self._homes(call, choice._replace(row=row))
+                version = choice.row.version
+            else:
+                target = await self._target(call, row)
+            reply = await target.infer(call)
         except RelayError as raised:
             late = bounded and isinstance(raised, DeadlineExceeded)
             error = ClientTimeout(*raised.args) if late else raised
@@ -156,10 +199,24 @@ class DataPlane:
         if local is not None and local.version == row.version and local.name == call.model:
             assert self._local is not None
             return self._local
+        if row.graph is not None:
+            return self._workflow(ModelRef(call.model, row.version), row)
+        return await self._replicas(call, row)
+
+    async def _replicas(self, call: Call, row: VersionRow) -> Target:
         ref = ModelRef(call.model, row.version)
         if row.replicas == 0 and row.phase != "ready":
             row = await self._until_ready(call, ref, row)
         return self._remote(ref, row)
+
+    def _workflow(self, ref: ModelRef, row: VersionRow) -> Workflow:
+        assert row.graph is not None
+
+        async def function(call: Call) -> Reply | ReplyStream:
+            return await (await self._replicas(call, row)).infer(call)
+
+        model = partial(self.infer, before=self._reader.table)
+        return Workflow(ref, row.graph, model, function, self._meters, self._most_items)
 
     async def _until_ready(self, call: Call, ref: ModelRef, row: VersionRow) -> VersionRow:
         """Hold a call while its version loads or wakes up: bounded in number by the version's queue, and in time."""
@@ -200,6 +257,31 @@ class DataPlane:
         """The version that such a call would get. Raises ModelNotFound and VersionNotFound."""
         return traffic.choose(self._reader.table, Call(model, version)).row
 
+    def describe(self, model: str, version: str | None = None) -> VersionRow:
+        """As ``find``; a workflow takes and gives what its models say. Raises ModelNotFound and VersionNotFound."""
+        row = self.find(model, version)
+        return row if row.graph is None else replace(row, signature=ends.signature(row.graph, self._signature))
+
+    def _signature(self, model: str, version: str | None) -> Signature | None:
+        try:
+            return self.describe(model, version).signature
+        except NotFound:
+            return None
+
+    def find_workflow(self, name: str) -> None:
+        """Raises WorkflowNotFound, for a model too."""
+        try:
+            if self.find(name).graph is not None:
+                return
+        except ModelNotFound:
+            pass
+        raise WorkflowNotFound(name)
+
+    def divided(self, model: str) -> bool:
+        """Whether calls of a model that name no version may get different ones."""
+        row = self._reader.table.models.get(model)
+        return row is not None and traffic.whole(row) is None
+
     @property
     def startup_model(self) -> str | None:
         """The model that start-up loaded, where it is the only one."""
@@ -217,6 +299,10 @@ class DataPlane:
         """Every default version has the replicas it should have, or time left to get them back."""
         table = self._reader.table
         return all(row.healthy for m in table.models.values() for v, row in m.versions.items() if v == m.default)
+
+
+def _typed(part: Input) -> Tensor:
+    return tensors.received(part.name, part.value, part.content_type or "")
 
 
 def _bounded(call: Call, seconds: float) -> Call:

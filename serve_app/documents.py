@@ -10,10 +10,13 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic
+import yaml
 
 STRICT = pydantic.ConfigDict(extra="forbid")  # as ``__pydantic_config__`` of each dataclass that is read
 
 T = TypeVar("T")
+
+_NODES = 100_000  # values in a YAML text once its aliases are written out
 
 
 class Misread(ValueError):
@@ -36,6 +39,35 @@ def read(kind: type[T], document: Any, secret: tuple[tuple[str, ...], ...] = ())
 def write(value: Any) -> Any:
     """A dataclass as plain data that JSON can hold, and ``read`` takes again."""
     return _adapter(type(value)).dump_python(value, mode="json")
+
+
+def from_yaml(text: str | bytes) -> dict[Any, Any]:
+    """The mapping that a YAML text holds, empty for an empty one. Raises Misread, with the line."""
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise Misread(f"{line}{error.problem or error.context}; mend the YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, bytes that are no text
+        raise Misread(f"is not YAML ({error})") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise Misread(f"line 1: holds a {type(raw).__name__} and must be a mapping of keys to values")
+    if _size(raw, _NODES) < 0:
+        raise Misread(f"holds more than {_NODES} values once its aliases are written out; use fewer")
+    return raw
+
+
+def _size(value: Any, left: int) -> int:
+    """What is left of ``left`` after counting ``value``; below 0 also for one that contains itself."""
+    pending = [value]
+    while pending and left >= 0:
+        left -= 1
+        value = pending.pop()
+        pending.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    return left
 
 
 def near_miss(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -20,6 +20,11 @@ class RelayError(Exception):
         return str(self.args[0]) if self.args else type(self).__name__
 
 
+def reason(error: BaseException) -> str:
+    """The word for a machine; of what is no RelayError always ``internal``, whatever it calls a reason itself."""
+    return error.reason if isinstance(error, RelayError) else "internal"
+
+
 class BadRequest(RelayError):
     """The request itself is wrong; sending it again unchanged will not help."""
 
@@ -39,6 +44,12 @@ class InvalidBody(BadRequest):
     """``InvalidBody(message)``: a body that is not what its content type says."""
 
     reason = "invalid_body"
+
+
+class InvalidInput(BadRequest):
+    """``InvalidInput(message)``: a tensor that is not what it says, or not what the model takes."""
+
+    reason = "invalid_input"
 
 
 class InvalidArchive(BadRequest):
@@ -83,6 +94,21 @@ class ConfigurationError(BadRequest):
 
     def __str__(self) -> str:
         return f"{self.args[0]}: {self.args[1]}"
+
+
+class InvalidWorkflow(BadRequest):
+    """``InvalidWorkflow(where, what_is_wrong_and_the_cure)``: a workflow's document, or its archive."""
+
+    reason = "invalid_workflow"
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
+
+
+class InvalidGraph(InvalidWorkflow):
+    """``InvalidGraph(where, what_is_wrong_and_the_cure)``: steps that wait for each other, or for nothing."""
+
+    reason = "invalid_graph"
 
 
 class Forbidden(RelayError):
@@ -179,6 +205,39 @@ class ResourceNotFound(NotFound):
         return "Requested resource is not found, please refer to API document."
 
 
+class DeferralNotFound(NotFound):
+    """``DeferralNotFound(id)``: it never was, or what came of it is kept no longer."""
+
+    reason = "prediction_not_found"
+
+    def __str__(self) -> str:
+        return (
+            f"No asynchronous prediction {self.args[0]} is kept here. One is kept until its document's time expires "
+            "(asynchronous.keep seconds after it ended)."
+        )
+
+
+class DeferralCancelled(NotFound):
+    """``DeferralCancelled(id)``: there is no answer, and there will be none."""
+
+    reason = "cancelled"
+
+    def __str__(self) -> str:
+        return f"Asynchronous prediction {self.args[0]} was cancelled and has no answer."
+
+
+class KeyReused(BadRequest):
+    """``KeyReused(key, model)``: another request came with the same Idempotency-Key before."""
+
+    reason = "idempotency_key_reused"
+
+    def __str__(self) -> str:
+        return (
+            f"Idempotency-Key {self.args[0]!r} was used for another request to model {self.args[1]}; "
+            "send the same request, or another key."
+        )
+
+
 class MethodNotAllowed(RelayError):
     reason = "method_not_allowed"
 
@@ -193,6 +252,16 @@ class VersionExists(RelayError):
 
     def __str__(self) -> str:
         return f"Model version {self.args[1]} is already registered for model {self.args[0]}"
+
+
+class WorkflowExists(RelayError):
+    """``WorkflowExists(workflow, version)``: an empty version is that of a form which knows none."""
+
+    reason = "workflow_exists"
+
+    def __str__(self) -> str:
+        version = f" version {self.args[1]}" if self.args[1] else ""
+        return f"Workflow {self.args[0]}{version} is already registered."
 
 
 class InUse(RelayError):
@@ -219,6 +288,24 @@ class RolloutNotFound(NotFound):
         return f"Model {self.args[0]} has had no rollout; begin one: POST /models/{self.args[0]}/rollout"
 
 
+class WorkflowNotFound(NotFound):
+    """``WorkflowNotFound(workflow)``"""
+
+    reason = "workflow_not_found"
+
+    def __str__(self) -> str:
+        return f"Workflow not found: {self.args[0]}"
+
+
+class WorkflowArchiveNotFound(WorkflowNotFound):
+    """``WorkflowArchiveNotFound(message)``: no .war where the URL points, or a URL that is not allowed."""
+
+    reason = "archive_not_found"
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class UnknownUnit(NotFound):
     """``UnknownUnit(unit, experiment)``: nobody of this request id or key was assigned an arm."""
 
@@ -240,6 +327,15 @@ class TooLarge(RelayError):
         return f"The request's body is larger than max_request_size ({self.args[0]} bytes)."
 
 
+class CallerTooSlow(BadRequest):
+    """``CallerTooSlow(limit_in_bytes)``: a streamed answer's pieces came faster than its caller reads them."""
+
+    reason = "caller_too_slow"
+
+    def __str__(self) -> str:
+        return f"The answer was ended: its caller is more than {self.args[0]} bytes behind in reading it."
+
+
 class Unavailable(RelayError):
     """Nobody can answer now. Whoever knows how fast the model works sets ``retry_after``; else it is this."""
 
@@ -256,6 +352,31 @@ class QuotaExceeded(Unavailable):
         return (
             f'Model "{self.args[0]}" Version {self.args[1]} answers {self.args[2]} requests at once '
             "(maxConcurrentRequests) and has no room for this one."
+        )
+
+
+class NoRoomForDeferrals(Unavailable):
+    """``NoRoomForDeferrals(setting, limit)``: as much waits, runs or is kept as that setting allows."""
+
+    reason = "asynchronous_full"
+    retry_after = 10
+
+    def __str__(self) -> str:
+        return (
+            f"No more asynchronous predictions are taken now: {self.args[0]} ({self.args[1]}) is reached. Fetch and "
+            "DELETE what has ended, or raise the setting."
+        )
+
+
+class TooManySequences(Unavailable):
+    """``TooManySequences(model, version, open)``: a replica keeps as many as its share of maxNumSequence."""
+
+    reason = "sequences"
+
+    def __str__(self) -> str:
+        return (
+            f'Model "{self.args[0]}" Version {self.args[1]} has no room for another sequence: its replica keeps '
+            f"{self.args[2]} open (maxNumSequence). End one, or come again when one has ended."
         )
 
 
@@ -338,6 +459,18 @@ class WorkerDied(RelayError):
         return self.args[0] if self.args else ""
 
 
+class SequenceLost(RelayError):
+    """``SequenceLost(model, sequence, why)``: its state is gone, with its replica or because it has ended."""
+
+    reason = "sequence_lost"
+
+    def __str__(self) -> str:
+        return (
+            f'Sequence {self.args[1]!r} of model "{self.args[0]}" is lost: {self.args[2]}. '
+            "Begin another: name none, or say with a name of yours that it starts."
+        )
+
+
 class ResponseTimeout(WorkerDied):
     """The handler gave no answer within response_timeout, so that its replica was ended."""
 
@@ -360,6 +493,13 @@ class StartFailed(RelayError):
 
 class StartOutOfMemory(StartFailed):
     reason = "out_of_memory"
+
+
+class WorkflowFailed(StartFailed):
+    """``WorkflowFailed(workflow, failures, traceback)``: a part of a workflow could not be started, so none stays."""
+
+    def __str__(self) -> str:
+        return f"Workflow {self.args[0]} has failed to register. Failures: [{self.args[1]}]"
 
 
 class NotYet(RelayError):
@@ -416,6 +556,19 @@ class OutputTooLarge(InvalidOutput):
         return str(self)
 
 
+class ResultTooLarge(InvalidOutput):
+    """``ResultTooLarge(limit)``: an asynchronous prediction's answer is larger than what is kept of one."""
+
+    reason = "response_too_large"
+
+    def __str__(self) -> str:
+        return f"The model's answer is larger than asynchronous.max_result_size ({self.args[0]} bytes)."
+
+    @property
+    def detail(self) -> str:
+        return str(self)
+
+
 class UnsupportedOutput(HandlerFailed):
     """A returned value that is neither bytes, text, a tensor nor JSON."""
 
@@ -449,3 +602,52 @@ class HandlerSaid(HandlerFailed):
     @property
     def detail(self) -> str:
         return ""
+
+
+class OfStep:
+    """``(workflow, step, message, reason, code, detail)``: a step of a workflow went wrong, and the call with it.
+
+    ``message``, ``reason`` and ``detail`` are those of the step's own error, ``code`` is the status that its handler
+    asked for, else 0. Each class below answers as the error does whose child it is.
+    """
+
+    args: tuple[str, str, str, str, int, str]
+
+    def __str__(self) -> str:
+        return f"Step {self.args[1]} of workflow {self.args[0]} failed: {self.args[2]}"
+
+    @property
+    def step(self) -> str:
+        return self.args[1]
+
+    @property
+    def reason(self) -> str:
+        return self.args[3]
+
+    @property
+    def code(self) -> int:
+        return self.args[4]
+
+    @property
+    def detail(self) -> str:
+        return self.args[5]
+
+
+class StepFailed(OfStep, HandlerFailed):
+    """The step's handler failed, or its worker."""
+
+
+class StepSaid(OfStep, HandlerSaid):
+    """The step's handler refused, in its own words and with its own status."""
+
+
+class StepRefused(OfStep, BadRequest):
+    """What the step was asked is wrong."""
+
+
+class StepUnavailable(OfStep, Unavailable):
+    """Nobody can answer for the step now."""
+
+
+class StepTimeout(OfStep, DeadlineExceeded):
+    """The step's time was over, or the call's."""

@@ -32,6 +32,7 @@ class StoreSettings:
 
     __pydantic_config__ = _STRICT
     model_store: str = "model_store"
+    workflow_store: str = ""  # of .war archives; empty: model_store
     allowed_urls: tuple[str, ...] = ("file://.*", "http(s)?://.*", "s3://.*", "gs://.*", "hf://.*")
     storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # to fsspec, by scheme: s3, gs, hf
     download_timeout: float = 120.0  # seconds, for the whole download
@@ -61,6 +62,7 @@ class RuntimeSettings:
     header_key_sequence_end: str = "ts_request_sequence_end"
     num_cpus: float = 0.1  # Ray CPUs a replica claims; a claim for placement, not a limit
     num_gpus: float = 0.0
+    pin: bool = False  # replicas without a GPU compute on cores of their own
     install_py_dep_per_model: bool = False  # install each archive's requirements.txt for its replicas alone
     install_timeout: float = 600.0  # seconds, for one archive's
 
@@ -106,6 +108,7 @@ class InferenceSettings:
     gateways: int = 1  # gateway replicas, at most one a node
     short_hops: bool = True  # reach replicas of the same machine over sockets rather than through Ray
     late_answer: Literal["answer", "drop"] = "answer"  # to a request over clientTimeoutInMills: 504, or none at all
+    max_workflow_items: int = 1000  # for each of which a workflow's step is asked, of one call
     handler_errors: Literal["hidden", "message", "traceback"] = "hidden"  # how much of a handler's error a caller sees
     also_management: bool = False  # the management API on this port too
     also_metrics: bool = False  # /metrics on this port too
@@ -113,6 +116,28 @@ class InferenceSettings:
     cors_allowed_origin: str = ""
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""
+
+
+@dataclass(frozen=True)
+class AsynchronousSettings:
+    """Predictions that are asked for with ``Prefer: respond-async``, and answered later. Seconds and bytes."""
+
+    __pydantic_config__ = _STRICT
+    enabled: bool = True  # false: they are answered at once, whatever they prefer
+    keep: Annotated[float, pydantic.Field(gt=0)] = 3600.0  # for which an answer is kept
+    patience: Annotated[float, pydantic.Field(ge=0)] = 600.0  # for which one is tried that nobody has room for
+    concurrency: Annotated[int, pydantic.Field(ge=1)] = 64  # that run at once
+    model_concurrency: Annotated[int, pydantic.Field(ge=1)] = 16  # of one model
+    max_predictions: Annotated[int, pydantic.Field(ge=1)] = 20_000  # that wait, run or are kept
+    max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1024 * MIB  # of their requests and answers
+    max_result_size: Annotated[int, pydantic.Field(ge=1)] = 64 * MIB  # of one answer
+    inline: Annotated[int, pydantic.Field(ge=0)] = 1 * MIB  # what is larger lies in ``results``, not in the database
+    results: str = ""  # a folder, as a URL of fsspec's; empty: one in state_dir
+    webhook_urls: tuple[str, ...] = ()  # patterns of what may be told of an end; empty: nothing may
+    webhook_secret: str = ""  # "env:NAME"
+    webhook_attempts: Annotated[int, pydantic.Field(ge=1)] = 8
+    webhook_pause: Annotated[float, pydantic.Field(gt=0)] = 1.0  # before the second attempt; then doubled
+    webhook_timeout: Annotated[float, pydantic.Field(gt=0)] = 10.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +153,28 @@ class ManagementSettings:
     also_metrics: bool = False  # /metrics on the management port too
     certificate_file: str = ""  # PEM, with its chain: TLS on these listeners
     private_key_file: str = ""  # PEM, without a password
+
+
+@dataclass(frozen=True)
+class GrpcSettings:
+    """The gRPC ports: inference beside each gateway replica, management beside the Management deployment.
+
+    Ages of connections are in seconds; 0: without end.
+    """
+
+    __pydantic_config__ = _STRICT
+    host: str = "127.0.0.1"
+    port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 7070  # 0: none
+    management_host: str = "127.0.0.1"
+    management_port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 7071  # 0: none
+    certificate_file: str = ""  # PEM, with its chain: TLS on both ports
+    private_key_file: str = ""  # PEM, without a password
+    max_connection_age: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    management_max_connection_age: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    management_max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = 10_000  # of one port at once; more are refused
+    reflection: bool = True  # the ports tell tools like grpcurl what they speak
 
 
 @dataclass(frozen=True)
@@ -205,7 +252,9 @@ class Settings:
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     control: ControlSettings = field(default_factory=ControlSettings)
     inference: InferenceSettings = field(default_factory=InferenceSettings)
+    asynchronous: AsynchronousSettings = field(default_factory=AsynchronousSettings)
     management: ManagementSettings = field(default_factory=ManagementSettings)
+    grpc: GrpcSettings = field(default_factory=GrpcSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     home: str = ""  # what relative paths start from; empty: the working directory
@@ -219,12 +268,21 @@ class Settings:
         return self.root / self.store.model_store
 
     @property
+    def workflow_store(self) -> Path:
+        return self.root / (self.store.workflow_store or self.store.model_store)
+
+    @property
     def state_dir(self) -> Path:
         return self.root / self.control.state_dir
 
     @property
     def access_log(self) -> Path | None:
         return self.log_dir / self.telemetry.access_log if self.telemetry.access_log else None
+
+    @property
+    def results(self) -> str:
+        """The folder of what is too large for the database, as a URL."""
+        return self.asynchronous.results or str(self.state_dir / "asynchronous")
 
     @property
     def last_words(self) -> Path:
@@ -245,8 +303,10 @@ class Settings:
 
     def is_open(self, *inference_hosts: str) -> bool:
         """Whether others than this machine reach one of the server's addresses."""
-        m = self.management
-        return not all(map(is_loopback, (*inference_hosts, m.host, m.metrics_host)))
+        m, g = self.management, self.grpc
+        hosts = [*inference_hosts, m.host, m.metrics_host]
+        hosts += [host for host, port in ((g.host, g.port), (g.management_host, g.management_port)) if port]
+        return not all(map(is_loopback, hosts))
 
     def wants_keys(self, *inference_hosts: str) -> bool:
         """Whether requests must show a key, where the inference port listens on ``inference_hosts``.

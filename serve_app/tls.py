@@ -8,8 +8,6 @@ from pathlib import Path
 from serve_app.errors import ConfigurationError
 from serve_app.settings import Settings
 
-_CERTIFICATE, _KEY = "management.certificate_file", "management.private_key_file"
-
 
 def of_management(settings: Settings) -> ssl.SSLContext | None:
     """What the management and the metrics port speak: TLS 1.2 or newer; None where no certificate is named.
@@ -17,12 +15,24 @@ def of_management(settings: Settings) -> ssl.SSLContext | None:
     Raises ConfigurationError, which names the setting, the file and the cure.
     """
     m = settings.management
-    if not m.certificate_file and not m.private_key_file:
+    return _of(settings.root, "management", m.certificate_file, m.private_key_file, "HTTP")
+
+
+def of_grpc(settings: Settings) -> ssl.SSLContext | None:
+    """What the gRPC ports speak; None where no certificate is named. Raises ConfigurationError likewise."""
+    g = settings.grpc
+    return _of(settings.root, "grpc", g.certificate_file, g.private_key_file, "gRPC without TLS")
+
+
+def _of(root: Path, room: str, certificate: str, key: str, without: str) -> ssl.SSLContext | None:
+    if not certificate and not key:
         return None
-    for given, missing in ((m.certificate_file, _CERTIFICATE), (m.private_key_file, _KEY)):
+    names = (f"{room}.certificate_file", f"{room}.private_key_file")
+    for given, missing in ((certificate, names[0]), (key, names[1])):
         if not given:
-            raise ConfigurationError(missing, "TLS wants a certificate and its key; name both, or neither for HTTP")
-    return server(settings.root / m.certificate_file, settings.root / m.private_key_file, (_CERTIFICATE, _KEY))
+            cure = f"name both, or neither for {without}"
+            raise ConfigurationError(missing, f"TLS wants a certificate and its key; {cure}")
+    return server(root / certificate, root / key, names)
 
 
 def server(certificate: Path, key: Path, names: tuple[str, str]) -> ssl.SSLContext:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import orjson
 
+from serve_app import sequence
 from serve_app.errors import ModelNotFound, VersionNotFound
 from serve_app.json_path import find
 from serve_app.policy import WHOLE, Key, Trial
@@ -72,6 +73,8 @@ def unit(key: Key, call: Call) -> str:
 def choose(table: Table, call: Call, lot: int = 0) -> Choice:
     """The version that answers ``call``: the one it names, else what its model's trial or policy picks.
 
+    The calls of a sequence stay with the version that it began with; its first one alone counts in a trial.
+
     Raises ModelNotFound and VersionNotFound.
     """
     model = table.models.get(call.model)
@@ -86,6 +89,11 @@ def choose(table: Table, call: Call, lot: int = 0) -> Choice:
         if row is None:
             raise VersionNotFound(call.model, named)
         return Choice(row)
+    if model.sequences and (name := call.headers.get(model.sequences)):
+        replica = sequence.replica_of(name)
+        if replica and (home := next((row for row in model.versions.values() if replica in row.ids), None)):
+            return Choice(home)  # where it began, whatever is dealt out now
+        lot = bucket(call.model, name)
     if model.trial is not None:
         return _of_trial(model, model.trial, call, lot)
     version = model.default

@@ -9,11 +9,14 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, Literal
 
-from serve_app import autoscaling
+from serve_app import autoscaling, signature
 from serve_app.autoscaling import Autoscaling
+from serve_app.graph import Graph
 from serve_app.policy import Policy, Trial
+from serve_app.signature import Signature
 
-Kind = Literal["predict", "explain", "describe"]
+# Of a call of "tensors" the inputs are tensors (see tensors.py), and so is what it is answered with.
+Kind = Literal["predict", "explain", "describe", "tensors"]
 Priority = Literal["high", "normal", "low", "shadow"]  # a caller may ask for the first three
 Phase = Literal["stopped", "idle", "loading", "ready", "failed"]  # idle: without replicas, until a call wakes it
 
@@ -81,12 +84,24 @@ class ModelSpec:
     fast_path: Literal["torchserve", "oip"] = "torchserve"
     loaded_at_startup: bool = False
     autoscaling: Autoscaling | None = None  # what was said of it; None: nothing
+    graph: Graph | None = None  # of a workflow, whose own workers run its functions alone
     config: Mapping[str, Any] = field(default_factory=dict)  # model-config.yaml, whole, for the handler
 
     @property
     def ranks(self) -> int:
         """The processes that one replica is; each of them claims ``num_cpus`` and ``num_gpus``."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def tensors(self) -> bool:
+        """Whether a row is ``{name: array}``, whatever form its call had."""
+        return self.config.get("tensors") is True
+
+    @property
+    def signature(self) -> Signature | None:
+        """What it takes and gives, where its file says so."""
+        said = self.config.get("signature")
+        return signature.read(said) if said is not None else None
 
     @property
     def scaling(self) -> Autoscaling | None:
@@ -98,6 +113,11 @@ class ModelSpec:
     @property
     def ref(self) -> ModelRef:
         return ModelRef(self.name, self.version)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it has no workers, and so cannot answer; a workflow without functions needs none."""
+        return self.max_workers == 0 and (self.graph is None or bool(self.handler))
 
     @property
     def default_route(self) -> str:
@@ -262,6 +282,7 @@ class ModelStatus:
     error_time: float = 0.0  # of it, in seconds since the epoch
     workers: tuple[Worker, ...] = ()
     start_seconds: float = 0.0  # from none to the first that was ready, when that was last seen
+    signature: Signature | None = None  # what its handler says that it takes and gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +303,9 @@ class VersionRow:
     last_error: str = ""
     loaded_at_startup: bool = False
     wake_timeout: float = 0.0  # seconds that a call waits for a replica of a version that may sleep
+    stateful: bool = False  # its calls belong to sequences
+    graph: Graph | None = None  # of a workflow: its replicas, if any, run its functions
+    signature: Signature | None = None  # what it takes and gives, where file or handler say it
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +316,7 @@ class ModelRow:
     versions: Mapping[str, VersionRow]
     policy: Policy = Policy()
     trial: Trial | None = None  # an experiment or a rollout that is on
+    sequences: str = ""  # the header in which a call names its sequence; empty where no version is stateful
 
 
 Right = Literal["infer", "observe", "manage", "token"]
@@ -395,6 +420,24 @@ class Progress:
     state: Literal["done", "processing", "partial"]
     between: tuple[int, int] | None = None  # autoscaling holds from now on, between so many
     was_between: tuple[int, int] | None = None  # autoscaling held until now, and is off
+    advice: str = ""  # how there is more to be had of the version
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the whole cluster has counted of one version, since it was first asked."""
+
+    model: str
+    version: str
+    answered: int  # calls
+    failed: int
+    seconds: float  # from the calls' arrival to their answers, all together
+    rows: int
+    queue_seconds: float  # that they waited for their batches
+    batches: int
+    inference_seconds: float  # that these were in the handler
+    last: float = 0.0  # when the last batch ran, in seconds since the epoch; 0: none has
+    sizes: tuple[tuple[int, int, float], ...] = ()  # rows of a batch, how many such, and their seconds in the handler
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from parts import Server
+from xdist.scheduler import LoadScopeScheduling
+
+os.environ.pop("COLUMNS", None)  # rich's consoles, made when they are imported, would keep it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of the cluster, which take longest, come first."""
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """One process runs all tests of the cluster, of which there is one; the others take what is left, file by file."""
+    return ClusterApart(config, log)
+
+
+class ClusterApart(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "cluster" if _of_cluster(self.config.rootpath / file) else file
+
+
+@cache
+def _of_cluster(file: Path) -> bool:
+    return "pytest.mark.cluster" in file.read_text()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -121,6 +121,7 @@ class Server:
         document["applications"][0]["args"] = {
             "home": str(home),
             "management": {"port": free_port(), "metrics_port": free_port()},
+            "grpc": {"port": free_port(), "management_port": free_port()},
             **settings,
         }
         self._config = home / "app.yaml"

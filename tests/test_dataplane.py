@@ -8,14 +8,17 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from serve_app import tensors
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.errors import (
     CannotMeetDeadline,
     ClientTimeout,
     DeadlineExceeded,
     HandlerFailed,
+    InvalidInput,
     Loading,
     ModelNotFound,
     NoWorker,
@@ -27,8 +30,9 @@ from serve_app.errors import (
     WorkerDied,
 )
 from serve_app.policy import Key, Trial, allocate
+from serve_app.signature import Port, Signature
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, ModelRef, ModelRow, Reply, ReplyStream, Table, VersionRow
+from serve_app.types import Call, Input, ModelRef, ModelRow, Reply, ReplyStream, Table, VersionRow
 
 
 class Echo:
@@ -68,6 +72,27 @@ def test_the_default_version_answers_and_a_named_one_when_named() -> None:
             await p.infer(Call("other"))
         with pytest.raises(VersionNotFound):
             await p.infer(Call("m", "v9"))
+
+    asyncio.run(main())
+
+
+def test_tensors_are_held_against_the_signature_of_the_version_that_answers() -> None:
+    async def main() -> None:
+        versions = {
+            version: VersionRow(version, "ready", 1, signature=Signature((Port("x", "FP32", (width,)),)))
+            for version, width in (("v1", 2), ("v2", 3))
+        }
+        meters = Meters()
+        p = plane(TableReader(Table(1, {"m": ModelRow("v1", versions)})), meters)
+        x = tensors.of("x", np.zeros(3, np.float32))
+        inputs = (Input(x.name, bytes(x.data), x.content_type),)
+        assert (await p.infer(Call("m", "v2", inputs, kind="tensors"))).body == b"remote v2"
+        with pytest.raises(InvalidInput, match=r"x is FP32 \[3\], and is to be FP32 \[2\]") as refused:
+            await p.infer(Call("m", None, inputs, kind="tensors"))
+        assert refused.value.version == "v1"
+        assert (await p.infer(Call("m", None, inputs))).body == b"remote v1"  # no tensors, whatever they look like
+        counted = {labels: value for name, labels, value in meters.samples() if name == "torchrelay_requests_total"}
+        assert counted[(("model", "m"), ("status", "invalid_input"), ("version", "v1"))] == 1
 
     asyncio.run(main())
 

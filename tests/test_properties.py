@@ -166,6 +166,7 @@ class TestKeys:
             ("job_queue_size=1000", "runtime.job_queue_size", 1000),
             ("decode_input_request=false", "runtime.decode_input_request", False),
             ("limit_max_image_pixels=false", "runtime.limit_max_image_pixels", False),
+            ("cpu_launcher_enable=true", "runtime.pin", True),
             ("blacklist_env_vars=AWS_.*", "runtime.blacklist_env_vars", "AWS_.*"),
             ("max_request_size=1", "inference.max_request_size", 1),
             ("max_response_size=2", "runtime.max_response_size", 2),
@@ -244,13 +245,17 @@ class TestKeys:
         )
 
     def test_what_is_not_served_is_said_and_what_is_not_needed_is_not(self) -> None:
-        reading = read("ipex_enable=true\nnumber_of_netty_threads=32\ncpu_launcher_enable=false\nvmargs=-Xmx4g", "c")
-        assert reading.warnings == ("c: line 1: ipex_enable is not served: PyTorch's own oneDNN kernels run",)
+        reading = read("ipex_enable=true\nnumber_of_netty_threads=32\ncpu_launcher_args=--x\nvmargs=-Xmx4g", "c")
+        assert reading.warnings == (
+            "c: line 1: ipex_enable is not served: PyTorch's own oneDNN kernels run",
+            "c: line 3: cpu_launcher_args is not served: "
+            "`runtime.pin` finds the cores itself; `threads` of a model says how many",
+        )
         fates = {note.key: note.fate for note in reading.notes}
         assert fates == {
             "ipex_enable": "unserved",
             "number_of_netty_threads": "unneeded",
-            "cpu_launcher_enable": "unserved",
+            "cpu_launcher_args": "unserved",
             "vmargs": "unneeded",
         }
 
@@ -286,6 +291,24 @@ class TestAddresses:
         assert (m.certificate_file, m.private_key_file) == ("c.pem", "k.pem")
         assert (secure.certificate_file, secure.private_key_file) == ("c.pem", "k.pem")
 
+    def test_of_grpc(self) -> None:
+        g = read("").settings.grpc
+        assert (g.host, g.port, g.management_host, g.management_port) == ("127.0.0.1", 7070, "127.0.0.1", 7071)
+        text = "grpc_inference_address=0.0.0.0\ngrpc_inference_port=9070\ngrpc_management_port=9071\n"
+        text += "grpc_inference_max_connection_age_ms=1500\ngrpc_management_max_connection_age_ms=9223372036854775807\n"
+        g = read(text + "grpc_inference_max_connection_age_grace_ms=20").settings.grpc
+        assert (g.host, g.port, g.management_host, g.management_port) == ("0.0.0.0", 9070, "127.0.0.1", 9071)
+        assert (g.max_connection_age, g.max_connection_age_grace, g.management_max_connection_age) == (1.5, 0.02, 0.0)
+        assert g.certificate_file == ""
+
+    def test_grpc_speaks_tls_where_it_is_asked_to(self) -> None:
+        text = "certificate_file=c.pem\nprivate_key_file=k.pem\n"
+        assert read(text).settings.grpc.certificate_file == ""
+        reading = read(text + "enable_grpc_ssl=true")
+        g = reading.settings.grpc
+        assert (g.certificate_file, g.private_key_file) == ("c.pem", "k.pem")
+        assert not any("no address is https" in note.remark for note in reading.notes)
+
     def test_that_coincide_share_a_port(self) -> None:
         one = "http://0.0.0.0:8085"
         s = read(f"inference_address={one}\nmanagement_address={one}\nmetrics_address={one}").settings
@@ -305,6 +328,9 @@ class TestAddresses:
             ("inference_address=unix:/tmp/a.sock", ["inference_address", "Unix socket", "http://127.0.0.1"]),
             ("metrics_address=ftp://a", ["metrics_address", "is no address"]),
             ("metrics_address=http://a:99999", ["metrics_address", "99999", "65535"]),
+            ("grpc_inference_port=99999", ["grpc_inference_port", "99999", "65535"]),
+            ("enable_grpc_ssl=true", ["enable_grpc_ssl", "certificate_file", "openssl req"]),
+            ("enable_grpc_ssl=true\nkeystore=k.p12", ["keystore", "openssl pkcs12"]),
             ("inference_address=8080", ["inference_address", "http://127.0.0.1:8080"]),
             (
                 "inference_address=http://0.0.0.0:8081",

@@ -17,14 +17,22 @@ BELOW: dict[str, set[str]] = {
     "serve_app.ports": set(),
     "serve_app.documents": set(),
     "serve_app.json_path": set(),
+    "serve_app.sequence": set(),
+    "serve_app.deferral": set(),
 }
 # What operators ask of traffic: frozen words, read from JSON.
 BELOW["serve_app.policy"] = {"serve_app.errors", "serve_app.documents", "serve_app.json_path"}
 BELOW["serve_app.experiment"] = BELOW["serve_app.rollout"] = {*BELOW["serve_app.policy"], "serve_app.policy"}
+BELOW["serve_app.graph"] = {"serve_app.errors", "serve_app.documents"}
 BELOW["serve_app.autoscaling"] = {"serve_app.errors", "serve_app.documents"}
+# What tensors are, and which of them a model takes.
+BELOW["serve_app.signature"] = {"serve_app.errors", "serve_app.documents"}
+BELOW["serve_app.tensors"] = {"serve_app.errors", "serve_app.signature"}
 _WORDS = {*BELOW["serve_app.experiment"], "serve_app.experiment", "serve_app.rollout", "serve_app.autoscaling"}
+_WORDS |= {"serve_app.graph", "serve_app.signature", "serve_app.tensors"}
+_WORDS |= {"serve_app.sequence", "serve_app.deferral"}
 BELOW |= {
-    "serve_app.types": _WORDS,
+    "serve_app.types": _WORDS - {"serve_app.tensors"},
     "serve_app.settings": {*_WORDS, "serve_app.types"},
     "serve_app.traffic": {*_WORDS, "serve_app.types"},
     "serve_app.tls": {"serve_app.errors", "serve_app.settings"},
@@ -35,6 +43,10 @@ BELOW["serve_app.runtime"] = set(BELOW)
 # Beside the data plane, on its floor; control stores its figures.
 BELOW["serve_app.shadow"] = {*_WORDS, "serve_app.types", "serve_app.traffic", "serve_app.telemetry"}
 BELOW["serve_app.control"] = set(BELOW) - {"serve_app.runtime"}
+# Beside the data plane too: what it asks for a workflow. The form of lists and functions is the authors' side's.
+BELOW["serve_app.handover"] = {*_WORDS, "handlers", "serve_app.types"}
+BELOW["serve_app.ends"] = {"serve_app.graph", "serve_app.signature", "serve_app.tensors"}
+BELOW["serve_app.workflow"] = {*BELOW["serve_app.handover"], "serve_app.handover", "serve_app.telemetry"}
 BELOW["serve_app.dataplane"] = BELOW["serve_app.controlplane"] = {
     *_WORDS,
     "serve_app.types",
@@ -42,6 +54,8 @@ BELOW["serve_app.dataplane"] = BELOW["serve_app.controlplane"] = {
     "serve_app.traffic",
     "serve_app.telemetry",
     "serve_app.shadow",
+    "serve_app.ends",
+    "serve_app.workflow",
 }
 BELOW["serve_app.doors"] = {
     "serve_app",
@@ -56,7 +70,7 @@ BELOW["serve_app.deployments"] = set(BELOW)
 BELOW["serve_app.main"] = set(BELOW)
 # A tower of its own: what stands outside the server and speaks to it.
 BELOW["serve_app.properties"] = {*_WORDS, "serve_app.types", "serve_app.settings"}
-BELOW["serve_app.client"] = set()
+BELOW["serve_app.client"] = {"serve_app.tensors"}
 BELOW["serve_app.bench"] = {"serve_app", "serve_app.client", "handlers"}
 BELOW["serve_app.bench.assignment"] = {*_WORDS, "serve_app.types", "serve_app.traffic"}  # it measures them alone
 BELOW["serve_app.cli"] = {
@@ -76,7 +90,7 @@ WALLS = {
     "ray": {"serve_app.deployments", "serve_app.control.reconciler", "serve_app.main"},
     "starlette": {"serve_app.doors", "serve_app.deployments"},
     "fastapi": {"serve_app.doors", "serve_app.deployments", "serve_app.bench.bare"},
-    "grpc": {"serve_app.doors", "serve_app.deployments"},
+    "grpc": {"serve_app.doors", "serve_app.deployments", "serve_app.bench.streaming"},
     "torch": {"handlers", "serve_app.runtime", "serve_app.bench"},
     "sqlalchemy": {"serve_app.control"},
 }

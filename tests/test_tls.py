@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 import pytest
 from cryptography import x509
@@ -18,9 +20,11 @@ from cryptography.x509.oid import NameOID
 from parts import free_port
 
 from serve_app import tls
+from serve_app.deployments.grpc_listener import GrpcListener
 from serve_app.deployments.listener import Listener
+from serve_app.doors.grpc.server import Server
 from serve_app.errors import ConfigurationError
-from serve_app.settings import ManagementSettings, Settings
+from serve_app.settings import GrpcSettings, ManagementSettings, Settings
 
 DAY = datetime.timedelta(days=1)
 
@@ -116,3 +120,38 @@ def test_what_wrong_files_are_told(make: Callable[..., tuple[Path, Path]], tmp_p
         with pytest.raises(ConfigurationError) as caught:
             tls.of_management(settings(given, private))
         assert str(caught.value).startswith(said)
+
+
+def test_grpc_has_a_pair_of_its_own(make: Callable[..., tuple[Path, Path]]) -> None:
+    certificate, key = make("localhost")
+    context = tls.of_grpc(Settings(grpc=GrpcSettings(certificate_file=str(certificate), private_key_file=str(key))))
+    assert tls.of_grpc(Settings()) is None
+
+    async def word(data: bytes, context: Any) -> bytes:
+        return b"here"
+
+    async def main() -> bytes:
+        server = Server()
+        server.add_registered_method_handlers("test.Test", {"Say": grpc.unary_unary_rpc_method_handler(word)})
+        listener = GrpcListener(server, "127.0.0.1", free_port(), "grpc.port", context)
+        await listener.open()
+        trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
+        name = [("grpc.ssl_target_name_override", "localhost.example.com")]
+        async with grpc.aio.secure_channel(f"127.0.0.1:{listener.port}", trusted, name) as channel:
+            said = await channel.unary_unary("/test.Test/Say")(b"", timeout=10)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{listener.port}") as channel:
+            with pytest.raises(grpc.RpcError):
+                await channel.unary_unary("/test.Test/Say")(b"", timeout=10)
+        await listener.close()
+        return said
+
+    assert asyncio.run(main()) == b"here"
+
+
+def test_half_a_pair_of_grpcs_is_refused(make: Callable[..., tuple[Path, Path]]) -> None:
+    certificate, _ = make()
+    with pytest.raises(ConfigurationError) as raised:
+        tls.of_grpc(Settings(grpc=GrpcSettings(certificate_file=str(certificate))))
+    assert str(raised.value) == (
+        "grpc.private_key_file: TLS wants a certificate and its key; name both, or neither for gRPC without TLS"
+    )

@@ -31,6 +31,21 @@ def _number(text: str) -> float:
     return float(text)
 
 
+def _port(text: str) -> int:
+    if not re.fullmatch(r"\d+", text) or not 0 < int(text) < 65536:
+        raise ValueError("a port from 1 to 65535")
+    return int(text)
+
+
+_LONGEST = 2**31  # milliseconds: TorchServe's own default is the largest number that it knows
+
+
+def _seconds(text: str) -> float:
+    """Milliseconds as seconds; as many as nobody waits for are without end."""
+    milliseconds = whole(1)(text)
+    return milliseconds / 1000 if milliseconds < _LONGEST else 0.0
+
+
 def flag(text: str) -> bool:
     return text.lower() == "true"  # like TorchServe: whatever else it says is false
 
@@ -103,7 +118,6 @@ def _unserved(name: str, default: str, why: str, **more: Any) -> Key:
 
 
 _PORT = "Ray hands out the ports between its processes"
-_GRPC = "no gRPC port is opened yet"
 _LOOPS = "every process has one event loop; `inference.gateways` adds gateways"
 
 KEYS = (
@@ -127,19 +141,24 @@ KEYS = (
     ),
     _unserved("keystore_pass", "changeit", "see `keystore`"),
     _unserved("keystore_type", "PKCS12", "see `keystore`"),
-    _unserved("grpc_inference_address", "127.0.0.1", _GRPC),
-    _unserved("grpc_management_address", "127.0.0.1", _GRPC),
-    _unserved("grpc_inference_port", "7070", _GRPC, read=whole(1)),
-    _unserved("grpc_management_port", "7071", _GRPC, read=whole(1)),
-    _unserved("grpc_inference_max_connection_age_ms", "", _GRPC),
-    _unserved("grpc_management_max_connection_age_ms", "", _GRPC),
-    _unserved("grpc_inference_max_connection_age_grace_ms", "", _GRPC),
-    _unserved("grpc_management_max_connection_age_grace_ms", "", _GRPC),
-    _unserved("enable_grpc_ssl", "false", _GRPC),
-    _unserved(
+    Key("grpc_inference_address", "127.0.0.1", "`grpc.host`", read=_text),
+    Key("grpc_management_address", "127.0.0.1", "`grpc.management_host`", read=_text),
+    Key("grpc_inference_port", "7070", "`grpc.port`", read=_port),
+    Key("grpc_management_port", "7071", "`grpc.management_port`", read=_port),
+    Key("grpc_inference_max_connection_age_ms", "", "`grpc.max_connection_age`", read=_seconds),
+    Key("grpc_management_max_connection_age_ms", "", "`grpc.management_max_connection_age`", read=_seconds),
+    Key("grpc_inference_max_connection_age_grace_ms", "", "`grpc.max_connection_age_grace`", read=_seconds),
+    Key("grpc_management_max_connection_age_grace_ms", "", "`grpc.management_max_connection_age_grace`", read=_seconds),
+    Key(
+        "enable_grpc_ssl",
+        "false",
+        "`grpc.certificate_file` and `.private_key_file`",
+        remark="true: `certificate_file` and `private_key_file` are these, too",
+    ),
+    _unneeded(
         "ts_open_inference_protocol",
         "",
-        "the protocol's routes are not there yet",
+        "the protocol is always served",
         variable="TS_OPEN_INFERENCE_PROTOCOL",
     ),
     # Models
@@ -165,7 +184,7 @@ KEYS = (
     _unneeded(
         "use_env_allowed_urls", "false", "read with the environment: `TS_ALLOWED_URLS` counts only when it is true"
     ),
-    _unserved("workflow_store", "", "workflows are not there yet"),
+    Key("workflow_store", "", "`store.workflow_store`", read=_text, remark="model_store, where nothing is said"),
     # What a model gets
     Key(
         "default_workers_per_model",
@@ -262,8 +281,8 @@ KEYS = (
     _unserved("cpp_log_config", "", "there is no C++ backend"),
     _unserved("ipex_enable", "false", "PyTorch's own oneDNN kernels run"),
     _unserved("ipex_gpu_enable", "false", "PyTorch's own kernels run"),
-    _unserved("cpu_launcher_enable", "false", "`threads: auto` of a model divides the cores among its replicas"),
-    _unserved("cpu_launcher_args", "", "see `cpu_launcher_enable`"),
+    Key("cpu_launcher_enable", "false", "`runtime.pin`", read=flag),
+    _unserved("cpu_launcher_args", "", "`runtime.pin` finds the cores itself; `threads` of a model says how many"),
 )
 BY_NAME = {key.name: key for key in KEYS}
 

@@ -137,8 +137,7 @@ class _Reader:
         return self._said[name].place if name in self._said else "default"
 
     def _differs(self, key: Key) -> bool:
-        default = self._get("model_store") if key.name == "workflow_store" else key.default  # what snapshots write
-        return key.name in self._said and self._said[key.name].value != default
+        return key.name in self._said and self._said[key.name].value != key.default
 
     def _refuse(self, name: str, what: str) -> ConfigurationError:
         return ConfigurationError(self._where, f"{self._place(name)}: {name}: {what}")
@@ -295,7 +294,15 @@ class _Reader:
             if self._get("keystore"):
                 raise self._refuse("keystore", _from_keystore(self._get("keystore")))
             raise self._refuse(secure[0], f"https wants certificate_file and private_key_file; {_MAKE_PAIR}")
-        if there and not secure:
+        if over_grpc := flag(self._get("enable_grpc_ssl")):
+            if not there:
+                if self._get("keystore"):
+                    raise self._refuse("keystore", _from_keystore(self._get("keystore")))
+                cure = f"true wants certificate_file and private_key_file; {_MAKE_PAIR}"
+                raise self._refuse("enable_grpc_ssl", cure)
+            for name in pair:
+                self._settings[f"grpc.{name}"] = self._get(name)
+        if there and not secure and not over_grpc:
             for name in there:
                 self._remarks[name] = "no address is https, so it is not read"
         if self._get("keystore") and there:

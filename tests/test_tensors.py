@@ -1,0 +1,204 @@
+"""Tensors in their three forms: each way and back is the identity; what is wrong is refused before it costs memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from serve_app import tensors
+from serve_app.errors import InvalidInput
+from serve_app.signature import DATATYPES
+from serve_app.tensors import Tensor
+
+_NUMPY = {
+    "BOOL": np.bool_,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    **{f"{kind.upper()}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}
+_SHAPES = arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+
+
+@st.composite
+def made(draw: st.DrawFn, datatypes: list[str]) -> Tensor:
+    datatype, shape = draw(st.sampled_from(datatypes)), draw(_SHAPES)
+    if datatype == "BYTES":
+        texts = st.text(st.characters(exclude_categories=["Cs"])).map(str.encode)
+        elements = draw(st.lists(texts, min_size=math.prod(shape), max_size=math.prod(shape)))
+        return tensors.raw("x", datatype, shape, tensors.joined(elements))
+    if datatype == "BF16":
+        bits = draw(arrays.arrays(np.uint16, shape).filter(lambda b: not ((b & 0x7FFF) > 0x7F80).any()))  # of NaNs: one
+        return tensors.raw("x", datatype, shape, bits.tobytes())
+    return tensors.of("x", draw(arrays.arrays(_NUMPY[datatype], shape)))
+
+
+@given(made(list(DATATYPES)))
+def test_arrays_and_back(tensor: Tensor) -> None:
+    array = tensor.array()
+    assert array.shape == tensor.shape
+    assert array.flags.writeable
+    again = tensors.of("x", array, tensor.datatype)
+    assert again == tensor or np.isnan(array.astype(np.float64)).any()
+    np.testing.assert_array_equal(again.array(), array)
+
+
+@given(made(list(DATATYPES)))
+def test_raw_bytes_and_back(tensor: Tensor) -> None:
+    assert tensors.raw("x", tensor.datatype, list(tensor.shape), tensor.data) == tensor
+    assert tensors.received("x", tensor.data, tensor.content_type) == tensor
+    assert tensors.listed("x", tensor.datatype, tensor.shape, tensor.values()) == tensor if _finite(tensor) else True
+
+
+@given(made([name for name in DATATYPES if name not in ("FP16", "BF16")]), st.booleans())
+def test_json_and_back(tensor: Tensor, nested: bool) -> None:
+    data = json.loads(tensor.json())
+    if nested and 0 not in tensor.shape:
+        array = np.array(data, object)
+        data = array.reshape(tensor.shape).tolist()
+    again = tensors.listed("x", tensor.datatype, tensor.shape, data)
+    if tensor.datatype == "BYTES":
+        assert again == tensor
+    else:
+        np.testing.assert_array_equal(again.array(), tensor.array())
+
+
+@given(st.lists(made(list(DATATYPES)), max_size=4))
+def test_packed_and_back(several: list[Tensor]) -> None:
+    assert tensors.unpack(tensors.pack(several)) == tuple(several)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return tensor.datatype not in ("FP16", "BF16")
+
+
+@given(st.binary(max_size=64), st.sampled_from(list(DATATYPES)), st.lists(st.integers(-1, 2**70), max_size=3))
+@settings(max_examples=300)
+def test_whatever_comes_is_a_tensor_or_refused(data: bytes, datatype: str, shape: list[int]) -> None:
+    try:
+        tensor = tensors.raw("x", datatype, shape, data)
+    except InvalidInput:
+        return
+    assert tensor.array().shape == tuple(shape)
+
+
+_JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=8)
+
+
+@given(_JSON, st.sampled_from(list(DATATYPES)), st.lists(st.integers(0, 3), max_size=3))
+@settings(max_examples=300)
+def test_whatever_json_says_is_a_tensor_or_refused(data: object, datatype: str, shape: list[int]) -> None:
+    try:
+        tensor = tensors.listed("x", datatype, shape, data)
+    except InvalidInput:
+        return
+    assert tensor.array().shape == tuple(shape)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "data", "words"),
+    [
+        ("FP32", [2, 2], [1, 2, 3], "4 elements, and 3 came"),
+        ("FP32", [2, 2], [[1, 2], [3]], "not nested as its shape [2, 2] says"),
+        ("FP32", [2], [[1], [2]], "not nested"),
+        ("FP32", [1], [True], "True in its data is none"),
+        ("FP32", [1], [1e39], "no room for"),
+        ("INT8", [1], [128], "INT8 has no room for"),
+        ("UINT8", [1], [-1], "no room for"),
+        ("INT32", [1], [1.5], "1.5 in its data is none"),
+        ("FP64", [1], [10**400], "no room for"),
+        ("BOOL", [1], [1], "is BOOL, and 1"),
+        ("BYTES", [1], [5], "is BYTES, and 5"),
+        ("BYTES", [1], ["\ud800"], "no Unicode"),
+        ("FP16", [1], [1.0], "binary_data_size"),
+        ("FP8", [1], [1.0], "there are BOOL"),
+        (["FP32"], [1], [1.0], "datatype is"),
+        ("FP32", [-1], [1.0], "lengths from 0"),
+        ("FP32", [True], [1.0], "lengths from 0"),
+        ("FP32", "1", [1.0], "lengths from 0"),
+        ("FP32", [1] * 33, [1.0], "at most 32"),
+        ("FP32", [2**62], [], "no memory holds"),
+        ("FP32", [1], "1", "it is a list"),
+        ("FP32", [1], None, "it is a list"),
+    ],
+)
+def test_json_that_is_refused(datatype: str, shape: list, data: object, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words.replace("[", r"\[").replace("]", r"\]")) as refused:
+        tensors.listed("x", datatype, shape, data)
+    assert "input x" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "data"),
+    [
+        ("FP32", [2], b"\0" * 7),
+        ("FP32", [2], b"\0" * 9),
+        ("BYTES", [1], b"\5\0\0\0abcd"),
+        ("BYTES", [1], b"\1\0\0\0a\0"),
+        ("BYTES", [2], b"\1\0\0\0a"),
+        ("BYTES", [1], b"\xff\xff\xff\xffa"),
+        ("BYTES", [10**15], b"\0\0\0\0"),
+    ],
+)
+def test_bytes_that_are_refused(datatype: str, shape: list[int], data: bytes) -> None:
+    with pytest.raises(InvalidInput, match="bytes"):
+        tensors.raw("x", datatype, shape, data)
+
+
+def test_an_absurd_shape_costs_nothing() -> None:
+    tracemalloc.start()
+    for shape in ([2**30, 2**30], [2**61], [10**9]):
+        with pytest.raises(InvalidInput):
+            tensors.raw("x", "FP32", shape, b"\0\0\0\0")
+        with pytest.raises(InvalidInput):
+            tensors.listed("x", "BYTES", shape, ["a"])
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+
+
+def test_numbers_that_json_does_not_know() -> None:
+    tensor = tensors.of("x", np.array([np.nan, np.inf, 1.5], np.float32))
+    assert tensor.json() == b"[NaN, Infinity, 1.5]"
+
+
+def test_a_view_at_any_place_is_json() -> None:
+    data = b"." + np.array([0.1, 2], np.float32).tobytes()
+    assert Tensor("x", "FP32", (2,), memoryview(data)[1:]).json() == b"[0.1,2.0]"
+    assert Tensor("x", "BOOL", (2,), b"\0\2").json() == b"[false,true]"
+    assert Tensor("x", "FP64", (0,), b"").json() == b"[]"
+
+
+@pytest.mark.parametrize("tensor", [tensors.of("x", np.zeros(1, np.float16)), tensors.text(b"\xff", "x")])
+def test_outputs_without_a_form_in_json(tensor: Tensor) -> None:
+    with pytest.raises(InvalidInput, match="output x .*binary_data"):
+        tensor.json()
+
+
+def test_of_keeps_numbers_or_refuses() -> None:
+    assert tensors.of("x", np.array([7]), "INT8").data == b"\7"
+    assert tensors.of("x", np.array([1.5]), "FP32").datatype == "FP32"
+    assert tensors.of("x", np.array([[1]], ">i4")).data == b"\1\0\0\0"
+    for value, datatype in (
+        ([300], "INT8"),
+        ([1.5], "INT8"),
+        ([1], "BYTES"),
+        (["a"], "FP32"),
+        ([1j], None),
+        ([{}], None),
+    ):
+        with pytest.raises(ValueError, match="x|element"):
+            tensors.of("x", np.array(value), datatype)
+
+
+def test_bfloat16_rounds_to_the_nearest() -> None:
+    numbers = np.array([1.0, 1.00390625, 1.01171875, 3.4e38, np.nan, -np.inf], np.float32)
+    torch = pytest.importorskip("torch")
+    theirs = torch.from_numpy(numbers).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(tensors.of("x", numbers, "BF16").array(), theirs)
