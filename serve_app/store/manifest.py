@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
-from serve_app import autoscaling
+from serve_app import autoscaling, documents, signature
 from serve_app.autoscaling import Autoscaling
 from serve_app.documents import near_miss
 from serve_app.errors import BadRequest, ConfigurationError, InvalidArchive
+from serve_app.signature import Signature
+from serve_app.store import ranks
 from serve_app.telemetry.logs import LEVELS
 
 MANIFEST = "MAR-INF/MANIFEST.json"
@@ -127,6 +127,13 @@ def _autoscaling(value: Any) -> Autoscaling:
         raise ValueError(str(error)) from None
 
 
+def _signature(value: Any) -> Signature:
+    try:
+        return signature.read(value)
+    except BadRequest as error:
+        raise ValueError(str(error)) from None
+
+
 def _profile(value: Any) -> int:
     from handlers import profiling  # late: reading a manifest needs no handler
 
@@ -198,27 +205,29 @@ class ModelConfig:
     samples: tuple[str, ...] | None = _ours(_list("a list of file names", str))
     trusted: bool | None = _ours(_FLAG)
     threads: int | Literal["auto"] | None = _ours(_THREADS)
+    pin: bool | None = _ours(_FLAG)
     task: str | None = _ours(_type("a task's name", lambda value: isinstance(value, str) and bool(value)))
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = _ours(_words(*LEVELS))
     envelope: Literal["body", "json", "kserve", "kservev2"] | None = _ours(_words("body", "json", "kserve", "kservev2"))
     autoscaling: Autoscaling | None = _ours(_Type("a mapping", _autoscaling))
+    tensors: bool | None = _ours(_FLAG)  # a row is {name: array}
+    signature: Signature | None = _ours(_Type("a mapping of inputs and outputs", _signature))
     profile: int | None = _ours(_Type("true, false or a mapping", _profile))  # batches
 
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def sharded(self) -> bool:
+        """Whether a replica of it lies in more processes than one."""
+        return (self.tensor_parallel or 1) * (self.pipeline_parallel or 1) > 1
+
+    @property
     def unserved(self) -> list[str]:
         """The keys that ask for something which is not served, as the file writes them."""
         asked = {
-            "torchrun": self.torchrun is not None,
-            "parallelType": self.parallel_type not in (None, "custom"),
+            "torchrun": self.torchrun is not None and not self.sharded,
+            "parallelType": self.parallel_type not in (None, "custom") and not self.sharded,
             "deviceIds": self.device_ids is not None,
-            "continuousBatching": self.continuous_batching,
-            "sequenceBatching": self.sequence_batching,
-            "sequenceMaxIdleMSec": self.sequence_max_idle,
-            "sequenceTimeoutMSec": self.sequence_timeout,
-            "maxNumSequence": self.max_num_sequence,
-            "maxSequenceJobQueueSize": self.max_sequence_job_queue_size,
         }
         return [key for key, set_ in asked.items() if set_]
 
@@ -249,6 +258,8 @@ class ModelConfig:
                 if "ours" in entry.metadata:
                     raise ConfigurationError(where, str(error) or f"{key}: {value!r} must be {wants}") from None
                 log.warning("%s: %s: %r is ignored, it must be %s", where, key, value, wants)
+        if values.get("tensors") and values.get("envelope"):
+            raise ConfigurationError(where, "tensors and envelope: a model of tensors needs no envelope; take one off")
         return cls(**values, raw=raw)
 
 
@@ -263,12 +274,14 @@ _HANDLERS_KEYS = (
     "pippy",
     "deepspeed",
     "engine",
+    "device_map",
+    "max_memory",
+    "offload_folder",
     "parameters",
 )
 
 _REBUILD = "rebuild the archive with torch-model-archiver"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_NODES = 100_000  # values in a configuration once its aliases are written out
 
 
 def is_folder(directory: Path) -> bool:
@@ -307,6 +320,10 @@ def check(directory: Path, manifest: Manifest, task: str | None = None) -> Model
         _compiles(directory / manifest.model_file, manifest)
     if _module(manifest.handler) == HUGGING_FACE and handler_file(directory, manifest.handler) is None:
         task = _task(directory, manifest, task, config)
+    if _module(manifest.handler) in ranks.HANDLERS and handler_file(directory, manifest.handler) is None:
+        config = ranks.translated(config)
+        ranks.check(directory, config, manifest.config_file or CONFIG)
+    _check_weights(directory, manifest, config.trusted is True)
     return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
 
 
@@ -350,6 +367,19 @@ def _check_handler(directory: Path, manifest: Manifest) -> None:
     hint = f"did you mean {near!r}?" if near else f"there are {', '.join(HANDLERS)}"
     missing = f"the handler {manifest.handler!r} is neither a file of the archive nor built in"
     raise InvalidArchive(manifest.archive, f"{missing}; put it into the archive, or name a built-in one: {hint}")
+
+
+def _check_weights(directory: Path, manifest: Manifest, trusted: bool) -> None:
+    """The weights are what a built-in handler reads. How one of the archive's own loads, only loading tells."""
+    from handlers import HANDLERS, OF_FOLDERS, pickles
+
+    own = handler_file(directory, manifest.handler) is not None
+    if own or manifest.serialized_file is None or _module(manifest.handler) not in HANDLERS.keys() - OF_FOLDERS:
+        return
+    why = pickles.refusal(directory / manifest.serialized_file, manifest.model_file is not None, trusted)
+    # torch.serialization.add_safe_globals in the model's own code may let in what its weights name.
+    if why is not None and not any(b"safe_globals" in file.read_bytes() for file in directory.glob("*.py")):
+        raise InvalidArchive(manifest.archive, f"{manifest.serialized_file}: {why}")
 
 
 def _task(directory: Path, manifest: Manifest, asked: str | None, config: ModelConfig) -> str:
@@ -402,27 +432,6 @@ def _where(manifest: Manifest) -> str:
 
 def _yaml(text: str | bytes, where: str) -> dict[Any, Any]:
     try:
-        raw = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f"line {mark.line + 1}: " if mark else ""
-        raise ConfigurationError(where, f"{line}{error.problem or error.context}; mend the YAML") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, bytes that are no text
-        raise ConfigurationError(where, f"is not YAML ({error})") from None
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        raise ConfigurationError(where, f"line 1: holds a {type(raw).__name__} and must be a mapping of keys to values")
-    if _size(raw, _NODES) < 0:
-        raise ConfigurationError(where, f"holds more than {_NODES} values once its aliases are written out; use fewer")
-    return raw
-
-
-def _size(value: Any, left: int) -> int:
-    """What is left of ``left`` after counting ``value``; below 0 also for one that contains itself."""
-    pending = [value]
-    while pending and left >= 0:
-        left -= 1
-        value = pending.pop()
-        pending.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
-    return left
+        return documents.from_yaml(text)
+    except documents.Misread as error:
+        raise ConfigurationError(where, str(error)) from None

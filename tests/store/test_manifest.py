@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,45 @@ def test_pickles_in_a_folder_that_is_trusted(write):
     assert check(directory, Manifest.read(directory, "entities")).task == "token-classification"
 
 
+def weights(directory, held="GLOBAL", name="model.pt"):
+    """What torch.save writes, as far as it is looked at: a pickle that names ``held``."""
+    with zipfile.ZipFile(directory / name, "w") as file:
+        file.writestr("model/data.pkl", b"\x80\x02c" + held.encode() + b"\n.")
+
+
+BUILT_IN = MODEL | {"handler": "base_handler", "serializedFile": "model.pt", "modelFile": "model.py"}
+
+
+def test_a_pickle_that_is_not_trusted_is_refused_before_anything_starts(write):
+    directory = write(BUILT_IN, {"model.py": ""})
+    weights(directory, "model\nNet")
+    refused(directory, "model.pt: it holds more than tensors", "model.Net", "trusted: true in model-config.yaml")
+    weights(directory, "torch._utils\n_rebuild_tensor_v2")
+    check(directory, read(directory))
+
+
+def test_a_pickle_is_left_to_who_trusts_or_loads_it(write):
+    trusting = BUILT_IN | {"configFile": "model-config.yaml"}
+    files = {"model.py": "", "model-config.yaml": "trusted: true"}
+    for model, more in (
+        (trusting, files),
+        (BUILT_IN | {"handler": "handler.py"}, {}),
+        (BUILT_IN, {"model.py": "import torch\ntorch.serialization.add_safe_globals([dict])"}),
+    ):
+        directory = write(model, {**files, **more})
+        weights(directory, "model\nNet")
+        check(directory, read(directory))
+
+
+def test_weights_that_a_built_in_handler_never_loads(write):
+    directory = write({key: value for key, value in BUILT_IN.items() if key != "modelFile"})
+    weights(directory, "torch._utils\n_rebuild_tensor_v2")
+    refused(directory, "model.pt: this is no TorchScript model", "--model-file model.py")
+    weights(directory, name="model.pt2")
+    directory = write(MODEL | {"handler": "base_handler", "serializedFile": "model.pt2"})
+    refused(directory, "model.pt2: a .pt2 file", "write trusted: true in model-config.yaml")
+
+
 def test_a_registrations_task_reaches_a_handler_of_the_archives_own(write):
     directory = write()
     assert check(directory, read(directory), "translation").raw == {"task": "translation"}
@@ -379,6 +419,43 @@ def test_what_the_real_archiver_makes(tmp_path, form, file):
 
 
 def test_an_archive_with_an_async_handler_is_not_told_that_it_is_not_served():
-    config = ModelConfig.parse("asyncCommunication: true\ncontinuousBatching: true")
+    config = ModelConfig.parse("asyncCommunication: true\nparallelType: tp")
     assert config.async_communication is True
-    assert config.unserved == ["continuousBatching"]
+    assert config.unserved == ["parallelType"]
+
+
+LLAMA = {"config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}'}
+
+
+@pytest.mark.parametrize("handler", ["causal_lm", "llm"])
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("tensor_parallel: 3", "config.json: tensor_parallel: 3 does not divide 4 attention heads and 2 key-value"),
+        ("pipeline_parallel: 4", "pipeline_parallel: 4 is more than the model's 3 layers"),
+        ("parallelType: tp\nparallelLevel: 4", "tensor_parallel: 4 does not divide"),
+        ("device_map: auto\ntensor_parallel: 2", "device_map lays the model out .* Take one of the two away"),
+        ("max_memry: {cpu: 2GB}", "unknown key 'max_memry'; did you mean 'max_memory'"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused(write, handler, said, words):
+    model = MODEL | {"handler": handler, "configFile": "c.yaml"}
+    folder = write(model, LLAMA | {"c.yaml": said})
+    with pytest.raises(ConfigurationError, match=words):
+        check(folder, read(folder))
+
+
+def test_a_cut_of_torchserves(write):
+    """``parallelType`` is understood where a built-in handler is cut up, and unserved where the archive's own is."""
+
+    def read_with(said, handler="llm", **files):
+        folder = write(MODEL | {"handler": handler, "configFile": "c.yaml"}, LLAMA | {"c.yaml": said} | files)
+        config = check(folder, read(folder))
+        return config.tensor_parallel, config.pipeline_parallel, config.unserved
+
+    assert read_with("parallelType: tp\nparallelLevel: 2") == (2, None, [])
+    assert read_with("parallelType: pp\ntorchrun: {nproc-per-node: 3}") == (None, 3, [])
+    assert read_with("parallelType: tp\nparallelLevel: 2\ntensor_parallel: 1") == (1, None, ["parallelType"])
+    assert read_with("parallelType: pptp\nparallelLevel: 2") == (None, None, ["parallelType"])
+    assert read_with("parallelType: tp\nparallelLevel: 2", "handler.py") == (None, None, ["parallelType"])
+    assert read_with("parallelType: tp\nparallelLevel: 2", **{"llm.py": HANDLER}) == (None, None, ["parallelType"])
