@@ -6,8 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from serve_app.errors import RelayError
-from serve_app.types import Reply, ReplyStream, Timings
+from serve_app.errors import CallerTooSlow, RelayError
+from serve_app.types import Call, Reply, ReplyStream, Timings
+
+_UNREAD = 64 * 1024 * 1024  # bytes of one answer that are kept for a caller that reads slowly
+
+Emit = Callable[[int, "bytes | Reply"], None]  # a row's place among those that run, and a piece of its answer
 
 
 def _nobody() -> None:
@@ -15,19 +19,31 @@ def _nobody() -> None:
 
 
 class Pieces(AsyncIterator[bytes]):
-    """A streamed reply's pieces, each as it was emitted; ``on_leave`` is called when the caller leaves."""
+    """A streamed reply's pieces, each as it was emitted; ``on_leave`` is called when the caller leaves.
 
-    __slots__ = ("_ended", "_error", "_on_leave", "_ready", "_waiter")
+    One who falls behind by more than ``unread`` bytes is told CallerTooSlow, and taken for one who left.
+    """
 
-    def __init__(self, on_leave: Callable[[], None] = _nobody) -> None:
+    __slots__ = ("_ended", "_error", "_held", "_on_leave", "_ready", "_unread", "_waiter")
+
+    def __init__(self, on_leave: Callable[[], None] = _nobody, unread: int = _UNREAD) -> None:
         self._on_leave = on_leave
+        self._unread = unread
+        self._held = 0  # bytes that are ready
         self._ready: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
         self._error: RelayError | None = None
 
     def put(self, piece: bytes) -> None:
-        if not self._ended:
+        if self._ended:
+            return
+        self._held += len(piece)
+        if self._held > self._unread:
+            self._ready.clear()
+            self.end(CallerTooSlow(self._unread))
+            self._on_leave()
+        else:
             self._ready.append(piece)
             self._wake()
 
@@ -47,7 +63,9 @@ class Pieces(AsyncIterator[bytes]):
                 raise error or StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._ready.popleft()
+        piece = self._ready.popleft()
+        self._held -= len(piece)
+        return piece
 
     async def aclose(self) -> None:
         """The caller left: nothing more is kept for it."""
@@ -57,13 +75,19 @@ class Pieces(AsyncIterator[bytes]):
 
 
 class Answer:
-    """``future`` is what the caller awaits; ``pieces`` goes on after it where the reply streams."""
+    """``future`` is what the caller of ``call`` awaits; ``pieces`` goes on after it where the reply streams.
 
-    __slots__ = ("future", "pieces")
+    ``expiry`` is the timer that ends its time, where that is bounded.
+    """
 
-    def __init__(self, future: asyncio.Future[Reply | ReplyStream]) -> None:
+    __slots__ = ("arrived", "call", "expiry", "future", "pieces")
+
+    def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream], arrived: float) -> None:
+        self.call = call
         self.future = future
+        self.arrived = arrived
         self.pieces: Pieces | None = None
+        self.expiry: asyncio.TimerHandle | None = None
 
     def piece(self, piece: bytes | Reply, on_leave: Callable[[], None] = _nobody) -> None:
         """An intermediate value: the first is a Reply, which has the stream's status and headers."""

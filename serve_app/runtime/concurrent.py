@@ -15,26 +15,15 @@ from functools import partial
 from math import ceil
 from typing import Any
 
-from serve_app.errors import (
-    DeadlineExceeded,
-    HandlerFailed,
-    Loading,
-    QueueFull,
-    RelayError,
-    ResponseTimeout,
-    WorkerDied,
-)
-from serve_app.runtime.answer import Answer, timed
-from serve_app.runtime.author import Author
-from serve_app.runtime.batcher import Emit
-from serve_app.runtime.pace import Pace
+from serve_app.errors import DeadlineExceeded, HandlerFailed, RelayError, ResponseTimeout, WorkerDied
+from serve_app.runtime.admission import SHADOWS, Admission
+from serve_app.runtime.answer import Answer, Emit, timed
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, ModelRef, Reply, ReplyStream, Timings
 
 log = logging.getLogger("torchrelay.concurrent")
 
 _GRACE = 2.0  # seconds in which the author's loop must give a sign of life after a response_timeout
-_SHADOWS = 16  # that may be under way at once
 
 RunAsync = Callable[[Sequence[Call], Emit], Awaitable["list[Reply | RelayError]"]]
 
@@ -42,22 +31,19 @@ RunAsync = Callable[[Sequence[Call], Emit], Awaitable["list[Reply | RelayError]"
 class _Row(Answer):
     """A call that was begun: ``task`` is the handler's, on the author's loop."""
 
-    __slots__ = ("arrived", "call", "task", "watch")
+    __slots__ = ("task",)
 
-    def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream]) -> None:
-        super().__init__(future)
-        self.call = call
-        self.arrived = time.perf_counter()
+    def __init__(self, call: Call, future: asyncio.Future[Reply | ReplyStream], arrived: float) -> None:
+        super().__init__(call, future, arrived)
         self.task: asyncio.Task[None] | None = None
-        self.watch: asyncio.TimerHandle | None = None
 
 
-class ConcurrentBatcher:
+class ConcurrentBatcher(Admission[_Row]):
     """``run`` is Runner.run_async on ``author_loop``, which gets the author's thread for good.
 
     At most ``queue_size`` calls are under way; each is a batch of one row. ``response_timeout``
     (seconds) bounds each: its handler is cancelled. Where the loop does not take even that, because
-    somebody blocks it, ``on_hung`` is called once, after everybody who waited was told.
+    somebody blocks it, ``on_hung`` is called. ``bounds`` are Admission's.
 
     No call waits here, so there is no order for priorities to change, and a deadline refuses nobody beforehand: it
     cancels the handler when it passes. Shadows are begun only while no caller's request is under way, a few at once,
@@ -65,39 +51,14 @@ class ConcurrentBatcher:
     """
 
     def __init__(
-        self,
-        run: RunAsync,
-        author_loop: asyncio.AbstractEventLoop,
-        ref: ModelRef,
-        meters: Meters,
-        *,
-        author: Author,
-        queue_size: int = 100,
-        response_timeout: float = 120,
-        on_hung: Callable[[str], None] = lambda why: None,
+        self, run: RunAsync, author_loop: asyncio.AbstractEventLoop, ref: ModelRef, meters: Meters, **bounds: Any
     ) -> None:
+        super().__init__(ref, meters, **bounds)
         self._run = run
         self._author_loop = author_loop
-        self._ref = ref
-        self._meters = meters
-        self.author = author
-        self._queue_size = queue_size
-        self._timeout = response_timeout
-        self._on_hung = on_hung
         self._rows: set[_Row] = set()
         self._shadows = 0  # of them
-        self._pace = Pace()
-        self._refusal = ""
-        self._drained = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        author.post(_run_until_stopped, author_loop)
-
-    def configure(
-        self, *, queue_size: int | None = None, response_timeout: float | None = None, **others: Any
-    ) -> None:
-        """Take new limits for the calls that come; ``others`` are of batches, which are not formed here."""
-        self._queue_size = self._queue_size if queue_size is None else queue_size
-        self._timeout = self._timeout if response_timeout is None else response_timeout
+        self.author.post(run_until_stopped, author_loop)
 
     @property
     def pending(self) -> int:
@@ -111,62 +72,44 @@ class ConcurrentBatcher:
         """The seconds, from 1, in which one of the calls under way will have ended."""
         return max(1, ceil(self._pace.seconds(1) / max(1, self.pending)))
 
-    async def submit(self, call: Call) -> Reply | ReplyStream:
-        """The call's answer. Raises RelayError; a caller that is cancelled cancels the handler."""
-        row = self._begin(call)
-        try:
-            return await row.future
-        except asyncio.CancelledError:
-            self._left(row)
-            raise
-
-    def enqueue(self, call: Call) -> asyncio.Future[Reply | ReplyStream]:
-        """The future of the call's answer; cancelling it cancels the handler. Raises RelayError at once."""
-        row = self._begin(call)
-        row.future.add_done_callback(lambda future: self._left(row) if future.cancelled() else None)
-        return row.future
-
-    async def submit_all(self, calls: Sequence[Call]) -> list[Any]:
-        """For each call its Reply, its ReplyStream or its RelayError."""
-        answers = await asyncio.gather(*(self.submit(call) for call in calls), return_exceptions=True)
-        return [answer if not isinstance(answer, asyncio.CancelledError) else WorkerDied() for answer in answers]
-
     async def close(self) -> None:
         """Take no more calls, let those under way end, then end the author's loop and thread."""
-        self._refusal = self._refusal or "its replica is stopping"
-        if self._rows:
-            await self._drained.wait()
+        await super().close()
         self._in_authors_loop(self._author_loop.stop)
-        self.author.shutdown(wait=False)
 
-    def _begin(self, call: Call) -> _Row:
+    def abandon(self, failure: WorkerDied, refusal: str) -> None:
+        self._refusal = refusal
+        for row in list(self._rows):
+            row.settle(failure)
+            self._forget(row)
+
+    @property
+    def _idle(self) -> bool:
+        return not self._rows
+
+    def _take_in(self, call: Call) -> _Row:
         if self._refusal:
-            raise Loading(self._ref.name, call.version, self._refusal)
+            raise self._closed(call)
         shadow = call.priority == "shadow"
         if shadow and self.pending:
             raise self._full(call, "shadows are begun only while no other call is under way")
-        if shadow and self._shadows >= _SHADOWS:
+        if shadow and self._shadows >= SHADOWS:
             raise self._full(call, f"{self._shadows} shadows are under way")
         if not shadow and self.pending >= self._queue_size:
             raise self._full(call, f"{self.pending} calls are under way (job_queue_size)")
         if call.expired:
             raise DeadlineExceeded(self._ref.name, 0.0)
         loop = self._loop = self._loop or asyncio.get_running_loop()
-        row = _Row(call, loop.create_future())
+        row = _Row(call, loop.create_future(), self._clock())
         self._rows.add(row)
         self._shadows += shadow
         limits = [self._timeout] if self._timeout > 0 else []
         if call.deadline is not None:
             limits.append(call.deadline - time.time())
         if limits:
-            row.watch = loop.call_later(min(limits), self._too_late, row)
+            row.expiry = loop.call_later(min(limits), self._too_late, row)
         self._in_authors_loop(self._spawn, row)
         return row
-
-    def _full(self, call: Call, why: str) -> QueueFull:
-        error = QueueFull(self._ref.name, call.version, why)
-        error.retry_after = self.retry_after
-        return error
 
     def _in_authors_loop(self, callback: Callable[..., object], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # closed: whoever waited there was told
@@ -184,19 +127,12 @@ class ConcurrentBatcher:
 
     async def _answer(self, row: _Row) -> None:
         def emit(index: int, piece: bytes | Reply) -> None:
-            self._tell(row.piece, piece, partial(self._cancel, row))
+            self._tell(row.piece, piece, partial(self._drop, row))
 
-        began = time.perf_counter()
+        began = self._clock()
         results = await self._run([row.call], emit)
-        seconds = time.perf_counter() - began
+        seconds = self._clock() - began
         self._tell(self._end, row, results[0], seconds, began - row.arrived)
-
-    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            log.debug("%s: the event loop is closed, nobody waits any more", self._ref.app)
 
     # On the event loop again
 
@@ -209,27 +145,20 @@ class ConcurrentBatcher:
         if answer is not None:
             live = row.call.priority != "shadow"
             self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited], live)
-            self._meters.overhead(time.perf_counter() - row.arrived - waited - seconds)
+            self._meters.overhead(self._clock() - row.arrived - waited - seconds)
             self._pace.note(1, seconds)
         row.settle(answer or HandlerFailed("the handler was cancelled"))
 
     def _forget(self, row: _Row) -> None:
         self._rows.discard(row)
         self._shadows -= row.call.priority == "shadow"
-        if row.watch is not None:
-            row.watch.cancel()
+        if row.expiry is not None:
+            row.expiry.cancel()
         self._meters.depth(self._ref.name, self._ref.version, self.pending)
-        if not self._rows:
-            self._drained.set()
-            self._drained = self._drained if self._refusal else asyncio.Event()
+        self._look_drained()
 
-    def _left(self, row: _Row) -> None:
-        if row.pieces is not None:
-            row.pieces.end()
-        self._cancel(row)
-
-    def _cancel(self, row: _Row) -> None:
-        """Nobody waits for the row any more: its handler is told so, and the row counts until it has heard it."""
+    def _drop(self, row: _Row) -> None:
+        """Its handler is told so, and the row counts until it has heard it."""
 
         def cancel() -> None:
             if row.task is not None:
@@ -241,35 +170,27 @@ class ConcurrentBatcher:
     def _too_late(self, row: _Row) -> None:
         """The row's time is over: its caller's, or the handler's."""
         if row.call.expired:
-            error: RelayError = DeadlineExceeded(self._ref.name, time.perf_counter() - row.arrived)
+            error: RelayError = self._late(row)
         else:
             error = ResponseTimeout(f"the handler gave no answer within response_timeout ({self._timeout:g} s)")
             log.error("%s: %s; it is cancelled (request %s)", self._ref.app, error.detail, row.call.request_id)
             self._look_for_life()
         row.settle(error)
-        self._cancel(row)
+        self._drop(row)
 
     def _look_for_life(self) -> None:
         """End the replica unless the author's loop answers: one call may be slow, a blocked loop stops them all."""
         assert self._loop is not None
-        blocked = self._loop.call_later(_GRACE, self._give_up)
+        blocked = self._loop.call_later(_GRACE, self._blocked)
         self._in_authors_loop(self._tell, blocked.cancel)
 
-    def _give_up(self) -> None:
+    def _blocked(self) -> None:
         """A handler that was cancelled did not come back: the loop that all of them run on is blocked."""
-        if self._refusal:
-            return
-        self._refusal = "its replica hangs and is being replaced"
-        why = "the handler's event loop is blocked"
-        where = self.author.where
-        log.error("%s: %s; its replica ends. It stands at\n%s", self._ref.app, why, where)
-        for row in list(self._rows):
-            row.settle(ResponseTimeout(why))
-            self._forget(row)
-        self._on_hung(f"{why}; it stood at\n{where}")
+        if not self._refusal:
+            self._give_up("the handler's event loop is blocked", list(self._rows))
 
 
-def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
     """The author's thread belongs to ``loop`` until it is stopped; what an engine still runs there is cancelled."""
     try:
         loop.run_forever()

@@ -15,8 +15,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ import handlers
 from handlers import profiling, torchserve_names
 from handlers.context import Context
 from handlers.metrics import MetricCache, outlet
-from serve_app.errors import OutOfResources, RelayError, StartFailed, StartOutOfMemory
-from serve_app.runtime import rows, threads
+from serve_app import signature
+from serve_app.errors import BadRequest, OutOfResources, RelayError, StartFailed, StartOutOfMemory
+from serve_app.runtime import cores, rows, threads
+from serve_app.runtime.row_form import RowForm
+from serve_app.runtime.step import Step
 from serve_app.runtime.turn import Emit, Turn, out_of_memory, trace
 from serve_app.settings import RuntimeSettings
+from serve_app.signature import Signature
 from serve_app.telemetry import logs
-from serve_app.types import Call, Input, ModelSpec, Reply
+from serve_app.types import Call, Chunk, Input, ModelSpec, Reply
 
 log = logging.getLogger("torchrelay.runner")
 
@@ -55,7 +60,6 @@ class Runner:
         self._spec = spec
         self._directory = Path(directory)
         self._manifest = manifest
-        self._decoded = settings.decode_input_request
         self._context = Context(
             spec.name,
             str(directory),
@@ -73,13 +77,20 @@ class Runner:
         self._profiles = profiles
         self._hidden = settings.blacklist_env_vars
         self._largest = settings.max_response_size
-        self._envelope = spec.config.get("envelope") or settings.service_envelope
+        self._pin = settings.pin
+        self._envelope = spec.config.get("envelope") or ("" if spec.tensors else settings.service_envelope)
+        self._settings = settings
+        self._form = RowForm(decoded=settings.decode_input_request)
+        self.signature: Signature | None = spec.signature  # what the model takes, as far as file or handler say it
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous handler; set by ``load``
+        self._check: Callable[[], Awaitable[None]] | None = None  # an asynchronous handler's own check_health
         self._prepare_row: Callable[[Any], Any] | None = None
         self._length: Callable[[Any], int] | None = None
         self._preparing: ThreadPoolExecutor | None = None
         self._logged: tuple[str, float] = ("", 0.0)
+        self._turns = Step if spec.continuous_batching else Turn
+        self._sequence_ended: Callable[[str, str], Any] | None = None
 
     def load(self) -> None:
         """Import the handler and let it load its model. Raises StartFailed or StartOutOfMemory.
@@ -88,12 +99,16 @@ class Runner:
         the working directory is the archive's, and threads change over more often.
         """
         sys.setswitchinterval(_TURN)
+        available = _cores()  # before the model's threads are pinned to some of them
         try:
             torchserve_names.install()
             os.chdir(self._directory)
             hide(self._hidden)
-            if (number := threads.intra_op(self._spec, _cores())) is not None:
+            pinned = self._spec.config.get("pin", self._pin and self._gpu is None)
+            if (number := threads.intra_op(self._spec, available, pinned)) is not None:
                 threads.limit(number)
+                if pinned:
+                    cores.pin(number, self._spec.ref.app)
             if self._gpu is not None and 0 < self._spec.num_gpus < 1:
                 from handlers import device  # torch, which most processes of CPU models never import
 
@@ -102,26 +117,46 @@ class Runner:
             if entry.asynchronous:
                 self.loop = asyncio.new_event_loop()
                 self.loop.run_until_complete(_initialize(entry, self._context))
+                check = getattr(entry.instance, "check_health", None)
+                self._check = check if inspect.iscoroutinefunction(check) else None
             else:
                 entry.initialize(self._context)
             self._handle = handlers.load_envelope(self._envelope)(entry).handle if self._envelope else entry
         except BaseException as error:
             raise self._start_failed(trace(error), out_of_memory(error)) from None
+        self._form = self._form_of(entry.instance)
         if not self._envelope:  # a handler behind one never sees the row as it came
             self._prepare_row = getattr(entry.instance, "prepare_row", None)
             length = getattr(entry.instance, "length", None) if self._spec.bucket_by_length else None
             self._length = length if callable(length) else None
+        ended = getattr(entry.instance, "sequence_ended", None)
+        self._sequence_ended = ended if callable(ended) else None
+        if self.loop is not None:
+            self._turns = Turn  # an asynchronous handler streams by itself
         if (self._prepare_row is not None or self._length is not None) and self.loop is None:
-            self._preparing = ThreadPoolExecutor(_cores(), thread_name_prefix="prepare")
+            self._preparing = ThreadPoolExecutor(available, thread_name_prefix="prepare")
 
     @property
     def prepare(self) -> Callable[[Call], Future[Any]] | None:
         """Begins a call's row ahead of its batch, from any thread; ``run`` takes the future. None: nothing to begin."""
         return self._begin if self._preparing is not None else None
 
+    @property
+    def hears_of_ends(self) -> bool:
+        """Whether the handler has a method ``sequence_ended(sequence_id, why)``."""
+        return self._sequence_ended is not None
+
+    def sequence_ended(self, name: str, why: str) -> None:
+        """Tell the handler that nothing more comes of a sequence; what it raises is logged."""
+        assert self._sequence_ended is not None
+        try:
+            self._sequence_ended(name, why)
+        except Exception as error:
+            log.error("%s: sequence_ended(%r, %r) failed\n%s", self._spec.ref.app, name, why, trace(error))
+
     def _begin(self, call: Call) -> Future[Any]:
         assert self._preparing is not None
-        return self._preparing.submit(rows.prepared, call, self._decoded, self._prepare_row, self._length)
+        return self._preparing.submit(rows.prepared, call, self._form.read, self._prepare_row, self._length)
 
     def warm_up(self) -> None:
         """Answer the archive's sample requests, each alone and then a full batch of them. Raises StartFailed.
@@ -160,7 +195,8 @@ class Runner:
         assert self._handle is not None, "load() comes first"
         spoken_for = logs.REQUESTS.set(tuple(call.request_id for call in calls))
         try:
-            results = turn.close(self._handle(turn.open(ahead), turn.context))
+            data = turn.open(ahead)
+            results = turn.close(self._handle(data, turn.context) if data else [])
         except BaseException as error:  # SystemExit too: an author's code does not end the thread
             results = turn.fail(error)
         finally:
@@ -176,14 +212,34 @@ class Runner:
         assert self._handle is not None, "load() comes first"
         logs.REQUESTS.set(tuple(call.request_id for call in calls))  # of this task alone
         try:
-            results = turn.close(await self._handle(turn.open(), turn.context))
+            data = turn.open()
+            results = turn.close(await self._handle(data, turn.context) if data else [])
         except BaseException as error:
             results = turn.fail(error)
         self._report(turn)
         return results
 
     def _turn(self, context: Context, calls: Sequence[Call], emit: Emit) -> Turn:
-        return Turn(context, calls, emit, self._spec.version, self._decoded, self._largest)
+        return self._turns(context, calls, emit, self._spec.version, self._form, self._largest)
+
+    def _form_of(self, handler: Any) -> RowForm:
+        """How this handler takes its rows. What it says of its signature holds where the file says nothing."""
+        if self.signature is None:
+            try:
+                offered = getattr(handler, "signature", None)
+                self.signature = signature.read(offered) if isinstance(offered, Mapping) else None
+            except BadRequest as error:
+                raise self._start_failed(f"what the handler offers as its signature: {error}") from None
+        decoded = self._settings.decode_input_request
+        if self._envelope == "kservev2":
+            return RowForm("document", decoded, self.signature)
+        arrays = self._spec.tensors or (not self._envelope and getattr(handler, "takes_tensors", None) is True)
+        return RowForm("arrays" if arrays else "values", decoded, self.signature, self._spec.tensors)
+
+    async def check_health(self) -> None:
+        """Raise what an asynchronous handler's own ``check_health`` raises; from any event loop but the handler's."""
+        if self._check is not None and self.loop is not None:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._check(), self.loop))
 
     def _report(self, turn: Turn) -> None:
         """Log what failed in full, unless it was said just now: a batch run again in halves fails the same way."""
@@ -256,16 +312,31 @@ class Runner:
         turn = self._turn(self._context, calls, lambda index, piece: None)
         assert self._handle is not None, "load() comes first"
         try:
-            values = self._handle(turn.open(), turn.context)
+            if not (data := turn.open()):
+                return turn.close([])
+            values = self._handle(data, turn.context)
             return turn.close(self.loop.run_until_complete(values) if self.loop is not None else values)
         except BaseException as error:
             return turn.fail(error)
 
     def _try(self, what: str, calls: list[Call]) -> None:
-        for result in self._once(calls):
-            if isinstance(result, RelayError):
-                detail = getattr(result, "detail", "")
-                raise self._start_failed(f"{what}: {result}\n{detail}", isinstance(result, OutOfResources))
+        names = [f"warm-up-{number}" for number in range(len(calls))]  # of sequences, and of requests that go on
+        if self._spec.continuous_batching or self._spec.sequence_batching:
+            key, start = self._context.header_key_sequence_id, self._context.header_key_sequence_start
+            headers = [{key: name, start: "true"} if self._spec.sequence_batching else {} for name in names]
+            calls = [replace(c, request_id=n, headers=h) for c, n, h in zip(calls, names, headers, strict=True)]
+        going = calls
+        while going:
+            results = self._once(going)
+            for result in results:
+                if isinstance(result, RelayError):
+                    detail = getattr(result, "detail", "")
+                    raise self._start_failed(f"{what}: {result}\n{detail}", isinstance(result, OutOfResources))
+            stays = [isinstance(result, Chunk) and not result.last for result in results]
+            going = [replace(c, inputs=()) for c, more in zip(going, stays, strict=True) if more]
+        if self._spec.sequence_batching and self.hears_of_ends:
+            for name in names:
+                self.sequence_ended(name, "ended")
 
     def _start_failed(self, why: str, out_of_memory: bool = False) -> StartFailed:
         failed = StartOutOfMemory if out_of_memory else StartFailed
@@ -288,4 +359,4 @@ def hide(pattern: str) -> None:
 
 def _cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,13 +7,14 @@ import os
 from serve_app.types import ModelSpec
 
 
-def intra_op(spec: ModelSpec, cores: int) -> int | None:
+def intra_op(spec: ModelSpec, cores: int, pinned: bool = False) -> int | None:
     """``threads`` of model-config.yaml; None where it says nothing, and the process stays as it was started.
 
-    ``auto`` is this node's cores divided by the version's replicas, at least one. Where the load decides how
-    many there are, those that there may be count, so that none takes a core from another.
+    ``auto``, which a replica that is to be ``pinned`` has where it says nothing, is this node's cores divided by the
+    version's replicas, at least one. Where the load decides how many there are, those that there may be count, so
+    that none takes a core from another.
     """
-    asked = spec.config.get("threads")
+    asked = spec.config.get("threads") or ("auto" if pinned else None)
     if asked != "auto":
         return asked
     return max(1, cores // max(1, spec.min_workers, spec.max_workers))

@@ -919,6 +919,21 @@ async def test_close_answers_what_was_taken_and_refuses_more():
 
 
 @asynchronous
+async def test_answers_of_a_long_batch_leave_when_the_next_has_begun_and_the_end_waits_for_them():
+    made, model, _ = await paced(1.0)
+    told = []
+    rows = submitted(made, *"ab")
+    for row, name in zip(rows, "ab"):
+        row.add_done_callback(lambda _, name=name: told.append(name))
+    await model.began.get()
+    model.let(2)  # b has nothing behind it and is told at once, before a's moment is over
+    await made.close()
+    assert [row.done() for row in rows] == [True, True]
+    assert bodies(await asyncio.gather(*rows)) == ["a", "b"]
+    assert told == ["b", "a"]
+
+
+@asynchronous
 async def test_timings_are_on_every_reply_and_in_the_meters():
     clock, meters = Clock(), Meters()
     model = Model(held=True)

@@ -15,12 +15,17 @@ from serve_app.types import Call, Input, ModelRef, ReplyStream
 
 # An engine: `meet` answers when as many calls are under way as it says; the others do as they say.
 ENGINE = """
-import asyncio, time
+import asyncio, threading, time
 from ts.handler_utils.utils import send_intermediate_predict_response
 from ts.utils.util import PredictionException
 
 class Engine:
+    async def check_health(self):
+        if self.ill:
+            raise RuntimeError(f"it is ill, in {threading.current_thread().name}")
+
     async def initialize(self, context):
+        self.ill = False
         self.waiting = 0
         self.met = asyncio.Event()
         self.cancelled = []
@@ -284,5 +289,37 @@ def test_a_refusal_says_when_a_place_will_be_free(engine):
                 await made.submit(call("more"))
             assert caught.value.retry_after == 2
             live.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_who_is_abandoned_is_told_at_once(engine):
+    async def scenario():
+        async with engine() as made:
+            asked = call("streams", stream=["a"], hang=True)
+            stream = aiter(await made.submit(asked))
+            assert await stream.__anext__() == b"a"
+            live = asyncio.ensure_future(made.submit(call("live", hang=True)))
+            await until(lambda: made.pending == 2)
+            made.abandon(WorkerDied("a rank is lost"), "its replica is being replaced")
+            for waits in (live, stream.__anext__()):
+                with pytest.raises(WorkerDied) as caught:
+                    await waits
+                assert caught.value.args == ("a rank is lost",)
+            with pytest.raises(Loading):
+                await made.submit(call("next"))
+            assert made.pending == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_handler_says_in_its_own_thread_that_it_is_not_well(engine):
+    async def scenario():
+        served = engine()
+        async with served as made:
+            await served.runner.check_health()
+            made.handler.ill = True
+            with pytest.raises(RuntimeError, match="it is ill, in author"):
+                await served.runner.check_health()
 
     asyncio.run(scenario())

@@ -190,3 +190,28 @@ def test_the_kind_of_call_is_a_header_as_torchserve_injects_it():
     assert rows.headers(Call("m", headers=sent, kind="explain")) == {"X-Mine": "1", "explain": "True"}
     assert rows.headers(Call("m", headers=sent, kind="describe")) == {"X-Mine": "1", "describe": "True"}
     assert sent == {"X-Mine": "1"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [0.5, 1.25e-05, -3e-07, 10.00001, 1e16, -0.0, 1e-300],
+        {"cat": 0.9, "dog": 1e-05, "e1": 2e-05, "0.0000": [1e-05]},
+        [{"a": [1e-05, True, False]}, 0.00001],
+        1e-05,
+        {"text": "0.00001", "score": 1e-05},
+        {"text": 'a": 0.00001', "score": 1e-05},
+        ["0.00001", 'x": 1e-5', 1e-05],
+        {'key": 0.00001': 1e-05},
+        {'0.00001": ': 2, "more": 1e-05},
+    ],
+)
+def test_small_floats_are_json_dumps_whatever_stands_beside_them(value):
+    assert rows.encode(value) == json.dumps(value, indent=2).encode()
+
+
+def test_a_vector_with_small_numbers_takes_the_fast_way(monkeypatch):
+    vector = [0.05, -0.00001, 3e-07] * 100
+    expected = json.dumps(vector, indent=2).encode()
+    monkeypatch.setattr(json, "dumps", None)
+    assert rows.encode(vector) == expected

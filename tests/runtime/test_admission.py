@@ -1,0 +1,161 @@
+"""What every batcher does with the calls that come to it, whatever runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from serve_app.errors import DeadlineExceeded, Loading, ResponseTimeout
+from serve_app.runtime.author import Author
+from serve_app.runtime.batcher import Batcher
+from serve_app.runtime.concurrent import ConcurrentBatcher
+from serve_app.runtime.continuous import ContinuousBatcher
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, Input, ModelRef, Reply
+
+REF = ModelRef("m", "1.0")
+
+
+def call(name: str, **more) -> Call:
+    return Call("m", None, (Input("body", b"x", "text/plain"),), request_id=name, **more)
+
+
+class Model:
+    """Answers with the row's name when ``turn`` lets it; a row "stream" says something before."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Semaphore(0)
+        self.runs: list[list[str]] = []
+
+    def run(self, calls, emit) -> list[Reply]:
+        self.runs.append([call.request_id for call in calls])
+        for i, asked in enumerate(calls):
+            if asked.request_id == "stream":
+                emit(i, Reply(b"first"))
+        assert self.turn.acquire(timeout=20)
+        return [Reply(call.request_id.encode()) for call in calls]
+
+    async def run_async(self, calls, emit) -> list[Reply]:
+        self.runs.append([calls[0].request_id])
+        if calls[0].request_id == "stream":
+            emit(0, Reply(b"first"))
+        while not self.turn.acquire(blocking=False):
+            await asyncio.sleep(0)
+        return [Reply(calls[0].request_id.encode())]
+
+
+def queued(kind, model: Model, **bounds):
+    return kind(model.run, REF, Meters(), **bounds)
+
+
+def concurrent(model: Model, **bounds) -> ConcurrentBatcher:
+    return ConcurrentBatcher(model.run_async, asyncio.new_event_loop(), REF, Meters(), author=Author(), **bounds)
+
+
+EVERY = pytest.mark.parametrize(
+    "make",
+    [lambda *a, **k: queued(Batcher, *a, **k), lambda *a, **k: queued(ContinuousBatcher, *a, **k), concurrent],
+    ids=["batches", "continuous", "concurrent"],
+)
+QUEUED = pytest.mark.parametrize("kind", [Batcher, ContinuousBatcher])
+
+
+async def until(condition) -> None:
+    async def turn() -> None:
+        while not condition():
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(turn(), 20)
+
+
+@EVERY
+def test_calls_that_came_together_are_answered_each_by_its_own(make) -> None:
+    async def scenario() -> None:
+        model = Model()
+        model.turn.release(9)
+        batcher = make(model)
+        late = call("late", deadline=time.time() - 1)
+        first, second, third = await batcher.submit_all([call("a"), late, call("b")])
+        assert (first.body, third.body) == (b"a", b"b") and isinstance(second, DeadlineExceeded)
+        assert await batcher.submit_all([]) == []
+        await batcher.close()
+        [refused] = await batcher.submit_all([call("c")])
+        assert isinstance(refused, Loading) and "its replica is stopping" in str(refused.args)
+
+    asyncio.run(scenario())
+
+
+@EVERY
+def test_who_leaves_with_all_his_calls_leaves_nothing_behind(make) -> None:
+    """Also a stream that began, which nobody will read any more."""
+
+    async def scenario() -> None:
+        model = Model()
+        batcher = make(model)
+        together = asyncio.ensure_future(batcher.submit_all([call("stream"), call("a"), call("b")]))
+        await until(lambda: model.runs)
+        together.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await together
+        model.turn.release(9)
+        await until(lambda: batcher.ongoing == 0)
+        assert (await batcher.submit(call("next"))).body == b"next"
+        await asyncio.wait_for(batcher.close(), 20)
+
+    asyncio.run(scenario())
+
+
+@EVERY
+def test_who_is_too_late_hears_when_to_come_again(make) -> None:
+    async def scenario() -> None:
+        model = Model()
+        batcher = make(model)
+        asked = [asyncio.ensure_future(batcher.submit(call("a")))]
+        await until(lambda: model.runs)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await batcher.submit(call("late", deadline=time.time() + 0.02))
+        assert caught.value.__dict__["retry_after"] >= 1
+        model.turn.release(9)
+        await asyncio.gather(*asked)
+        await batcher.close()
+
+    asyncio.run(scenario())
+
+
+@QUEUED
+def test_a_new_time_limit_holds_for_what_runs_already(kind) -> None:
+    async def scenario() -> None:
+        model, hung = Model(), []
+        batcher = queued(kind, model, response_timeout=1000, on_hung=hung.append)
+        waits = asyncio.ensure_future(batcher.submit(call("a")))
+        await until(lambda: model.runs)
+        batcher.configure(response_timeout=0.01)
+        with pytest.raises(ResponseTimeout):
+            await asyncio.wait_for(waits, 20)
+        assert len(hung) == 1 and "response_timeout (0.01 s)" in hung[0]
+        model.turn.release()
+
+    asyncio.run(scenario())
+
+
+@QUEUED
+def test_shadows_are_let_in_as_far_as_two_batches_go(kind) -> None:
+    async def scenario() -> None:
+        model = Model()
+        batcher = queued(kind, model, max_batch_size=20)
+        live = asyncio.ensure_future(batcher.submit(call("a")))
+        await until(lambda: model.runs)
+        copies = [asyncio.ensure_future(batcher.submit(call("copy", priority="shadow"))) for _ in range(41)]
+        await until(lambda: copies[40].done())
+        assert "40 shadows wait" in copies[40].exception().detail and not any(copy.done() for copy in copies[:40])
+        closing = asyncio.ensure_future(batcher.close())
+        for refused in await asyncio.gather(*copies[:40], return_exceptions=True):
+            assert isinstance(refused, Loading)
+        model.turn.release()
+        assert (await live).body == b"a"
+        await closing
+
+    asyncio.run(scenario())
