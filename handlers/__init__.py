@@ -20,7 +20,7 @@ from handlers.errors import HandlerLoadError, PredictionException
 from handlers.source import failure, list_classes_from_module, load_source, open_archive
 from handlers.torchserve_names import INSTEAD
 
-__all__ = ["HANDLERS", "Entry", "HandlerLoadError", "PredictionException", "load", "load_envelope"]
+__all__ = ["HANDLERS", "OF_FOLDERS", "Entry", "HandlerLoadError", "PredictionException", "load", "load_envelope"]
 
 # The built-in handlers: a name that a manifest may hold -> "module:Class", imported when asked for.
 HANDLERS: dict[str, str] = {
@@ -36,6 +36,7 @@ HANDLERS: dict[str, str] = {
     "onnx": "handlers.onnx_handler:OnnxHandler",
     "text_classifier": "handlers.text_classifier:TextClassifier",
 }
+OF_FOLDERS = frozenset(("causal_lm", "huggingface", "llm"))  # those that read a model's folder, and no weights file
 
 
 @dataclass(frozen=True)

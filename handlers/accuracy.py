@@ -31,6 +31,7 @@ class Tolerance:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Tolerance:
         """From ``accuracy:``; without a word rtol and atol are 0.01 both. Raises HandlerLoadError."""
+        values = {key: _number(value) for key, value in values.items()}
         for key in ("rtol", "atol", "cosine"):
             value = values.get(key)
             most = 1 if key == "cosine" else math.inf
@@ -145,6 +146,14 @@ class Gate:
                 f"{found.cosine:.5f}. Take that option out of optimize, or allow more under accuracy."
             )
         return found
+
+
+def _number(value: Any) -> Any:
+    """YAML takes 1e-6, which has no point, for a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _cosine(old: torch.Tensor, new: torch.Tensor) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from handlers import device, sharding
+from handlers import placement
+from handlers.degrees import degrees
 from handlers.errors import HandlerLoadError, PredictionException
 
 _NEW_TOKENS = 64  # where a row does not say
@@ -28,6 +29,8 @@ class _Asked:
 class CausalLM:
     """Serves the archive's Hugging Face folder, greedily; ``tensor_parallel`` and ``pipeline_parallel`` cut it up.
 
+    ``engine`` in model-config.yaml says by whom. A whole one may lie on several devices, by ``device_map``.
+
     A row is JSON, ``{"prompt": a text or a list of token ids, "max_new_tokens": 64}``; the answer is
     ``{"tokens", "text"}``, the text where the folder has a tokenizer. ``{"prompt", "logits": true}`` answers
     ``{"logits"}``: a score for each token of the vocabulary, of what comes after the prompt. The rows of a batch
@@ -40,21 +43,12 @@ class CausalLM:
         self._in_pipeline = False
 
     def initialize(self, context: Any) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         folder = _folder(Path(context.system_properties["model_dir"]))
-        tensor, pipeline = sharding.degrees(context.model_yaml_config)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        sharding.must_divide(config, tensor, pipeline, folder)
+        _, pipeline = degrees(context.model_yaml_config)
         self._in_pipeline = pipeline > 1
-        if tensor * pipeline > 1:
-            from transformers.distributed import DistributedConfig
-
-            sizes = {name: size for name, size in (("tp_size", tensor), ("pp_size", pipeline)) if size > 1}
-            how = {"distributed_config": DistributedConfig(**sizes)}
-        else:
-            how = {"device_map": device.choose(context.system_properties["gpu_id"])}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **how).eval()
+        self.model = placement.load(folder, context.system_properties["gpu_id"], context.model_yaml_config)
         if (folder / "tokenizer_config.json").is_file():
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         end = self.model.generation_config.eos_token_id
@@ -106,7 +100,8 @@ class CausalLM:
         length = max(len(one.tokens) for one in asked)
         tokens = torch.tensor([[0] * (length - len(one.tokens)) + one.tokens for one in asked])
         mask = torch.tensor([[0] * (length - len(one.tokens)) + [1] * len(one.tokens) for one in asked])
-        return {"input_ids": tokens.to(self.model.device), "attention_mask": mask.to(self.model.device)}
+        device = placement.entrance(self.model)
+        return {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
 
     def _logits(self, asked: list[_Asked]) -> list[Any]:
         inputs = self._padded(asked)

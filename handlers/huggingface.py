@@ -10,8 +10,9 @@ import torch
 from handlers import compilation, device, explanations, tasks
 from handlers.base import BaseHandler
 from handlers.errors import HandlerLoadError, PredictionException
-from handlers.tasks.base import Example, ImageTask
+from handlers.tasks.base import Example, ImageTask, TextTask
 from handlers.timer import timed
+from handlers.vision import heed_pixel_limit
 
 
 class HuggingFace(BaseHandler):
@@ -22,6 +23,7 @@ class HuggingFace(BaseHandler):
     """
 
     prepare_row: Any = None  # images are decoded ahead; a text is read faster than handed over
+    length: Any = None  # in tokens, of a text where model-config.yaml has bucket_by_length
 
     def initialize(self, context: Any) -> None:
         self.context = context
@@ -43,6 +45,9 @@ class HuggingFace(BaseHandler):
         self._optimise(directory)
         if isinstance(self.task, ImageTask):
             self.prepare_row = self.task.read
+            heed_pixel_limit(context)
+        elif isinstance(self.task, TextTask) and config.get("bucket_by_length") is True:
+            self.length = self.task.length()
         self._micro_batch()
         self.initialized = True
 
@@ -65,8 +70,8 @@ class HuggingFace(BaseHandler):
 
     def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
         """Each row by itself: an attribution for each token of a text, or for each number of an image's tensor."""
-        if self.task_name not in ("text-classification", "image-classification"):
-            raise PredictionException(f"Classifications are explained, and the task is {self.task_name}.", 501)
+        if self.task_name != "text-classification" and not isinstance(self.task, ImageTask):
+            raise PredictionException(f"What has labels is explained, and the task is {self.task_name}.", 501)
         examples, _ = data_preprocess
         return self._insights_by_row(examples, raw_data)
 
@@ -77,7 +82,7 @@ class HuggingFace(BaseHandler):
         question = self.question.of(self.asked, labels.get(target, target) if isinstance(target, str) else target)
         if isinstance(self.task, ImageTask):
             pixels = self.task.encode([tensor_data])["pixel_values"].to(self.device, self.model.dtype)
-            return explanations.attributions(self.model, pixels, question).tolist()
+            return explanations.attributions(lambda x: self.task.scores(self.model(x)), pixels, question).tolist()
         text, pair, _ = tensor_data
         return [explanations.of_text(self.model, self.task.tokenizer, text, question, pair, self.task.limit)]
 

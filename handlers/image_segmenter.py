@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from handlers import explanations
 from handlers.image_classifier import ImageClassifier
 from handlers.timer import timed
 from handlers.vision import VisionHandler
@@ -24,3 +25,12 @@ class ImageSegmenter(VisionHandler):
     def postprocess(self, data: dict[str, torch.Tensor]) -> list[Any]:
         probabilities, classes = torch.softmax(data["out"], dim=1).max(dim=1)
         return torch.stack([classes.to(probabilities.dtype), probabilities], dim=3).tolist()
+
+    def get_insights(self, tensor_data: torch.Tensor, raw_data: Any, target: Any = 0) -> list[Any]:
+        """For each row what each pixel had to do with the part of the image that class ``target`` has: its mean
+        probability."""
+
+        def parts(images: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(self.model(images)["out"], dim=1).mean(dim=(2, 3))
+
+        return explanations.attributions(parts, tensor_data, self.question.of(self.asked, target)).tolist()

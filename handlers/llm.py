@@ -6,14 +6,15 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from handlers import engines
+from handlers import engines, openai
+from handlers.degrees import degrees, layout
 from handlers.engines.detokenizer import Detokenizer
-from handlers.engines.engine import Engine, GenerationRequest, Sampling
+from handlers.engines.engine import Engine, GenerationRequest, Logprob, Sampling
 from handlers.errors import HandlerLoadError, PredictionException
 
 _NEW_TOKENS = 256  # where neither request nor configuration says how many
@@ -33,12 +34,29 @@ class Wish:
     stream: bool
 
 
+@dataclass(frozen=True)
+class Told:
+    """What became of a wish: ``prompt`` and ``tokens`` are numbers, ``rest`` and ``logprobs`` what was not said yet.
+
+    ``ids`` are the answer's tokens, without the one that ends it.
+    """
+
+    ids: Sequence[int]
+    text: str
+    rest: str
+    logprobs: Sequence[Logprob]
+    prompt: int
+    tokens: int
+    finish_reason: str | None
+
+
 class LanguageModel:
     """Serves a Hugging Face folder of a causal language model with the engine that model-config.yaml names.
 
     A row is a text, or JSON ``{"prompt", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop",
     "stream"}``. The answer is ``{"text", "usage", "finish_reason"}``; with ``stream``, the text in pieces as it
-    comes. The folder is the archive itself, or where its ``serializedFile`` lies.
+    comes. Where the header ``url_path`` says so, a row is a body of OpenAI's API (``openai.py``). The folder is the
+    archive itself, or where its ``serializedFile`` lies.
     """
 
     def __init__(self) -> None:
@@ -65,7 +83,23 @@ class LanguageModel:
         except (ValueError, OSError, KeyError) as error:
             raise HandlerLoadError(f"{folder}: there is no tokenizer in it: {error}") from error
         self.default, self.end = _generation(folder, self.tokenizer)
-        self.engine = await engines.start(folder, context.system_properties.get("gpu_id"), options)
+        tensor, pipeline = degrees(context.model_yaml_config)
+        if pipeline > 1:
+            raise HandlerLoadError(
+                "model-config.yaml: llm generates for many requests at once, which a pipeline of layers cannot. Take "
+                "tensor_parallel, or the handler causal_lm."
+            )
+        if said := layout(context.model_yaml_config):
+            raise HandlerLoadError(
+                f"model-config.yaml: llm keeps its whole model on the device that generates, without "
+                f"{next(iter(said))}. Take tensor_parallel, or the handler causal_lm."
+            )
+        self.engine = await engines.start(folder, context.system_properties.get("gpu_id"), options, tensor)
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError, with the reason, where this process can generate no more."""
+        assert self.engine is not None
+        await self.engine.check_health()
 
     async def handle(self, data: list[Any], context: Any) -> list[Any]:
         if context.get_request_header(0, "describe") == "True":
@@ -78,15 +112,112 @@ class LanguageModel:
         return {"input": ["prompt", *_WORDS], "room": self.engine.capacity, "max_new_tokens": self.max_new_tokens}
 
     async def _answer(self, index: int, row: Any, context: Any) -> Any:
+        path = context.get_request_header(index, "url_path")
         try:
-            wish = read(row, self.default)
-            return await self._generate(index, wish, context)
+            if path:
+                return await self._converse(index, path, row, context)
+            return await self._generate(index, read(row, self.default), context)
         except PredictionException as error:
             return error
 
     async def _generate(self, index: int, wish: Wish, context: Any) -> Any:
+        if wish.stream:
+            context.set_response_content_type(index, "text/plain; charset=utf-8")
+            return (await self._tell(index, wish, context, lambda piece, _: context.emit(index, piece))).rest
+        told = await self._tell(index, wish, context)
+        return {"text": told.text, "usage": _usage([told.prompt], [told]), "finish_reason": told.finish_reason}
+
+    async def _converse(self, index: int, path: str, row: Any, context: Any) -> Any:
+        """The answer in OpenAI's API; all choices are generated at once."""
+        if path == openai.MODELS:
+            return openai.models(context.model_name)
+        question = openai.read(path, row, self.default)
+        answer = openai.Answer(question, context.model_name, self._decode)
+        prompts = [self._chat(question)] if question.chat else [self._encode(prompt) for prompt in question.prompts]
+        if question.stream:
+            context.set_response_content_type(index, openai.EVENT_STREAM)
+
+        calls: dict[int, list[Any]] = {}
+
+        async def choose(number: int) -> Told:
+            prompt = prompts[number // question.n]
+            sampling, echo = question.sampling, self._decode(prompt) if question.echo else ""
+            if sampling.seed is not None:
+                sampling = replace(sampling, seed=sampling.seed + number % question.n)
+            wish = Wish(prompt, question.max_new_tokens, sampling, question.stops, question.stream)
+
+            def say(piece: str, logprobs: Sequence[Logprob]) -> None:
+                nonlocal echo
+                context.emit(index, answer.piece(number, echo + piece, logprobs))
+                echo = ""
+
+            # A call of a tool is seen once it is whole, and nothing is said before.
+            told = await self._tell(index, wish, context, say if question.stream and not question.tools else None)
+            if told.finish_reason == "abort":
+                raise PredictionException("The model is being unloaded: send the request again.", 503)
+            if question.tools:
+                text, calls[number] = self._called(prompt, told, question)
+                told = replace(told, text=text, rest=text)
+            else:
+                told = replace(told, text=echo + told.text, rest=echo + told.rest)
+            if question.stream:
+                end = answer.end(number, told.rest, told.logprobs, told.finish_reason, calls.get(number, ()))
+                context.emit(index, end)
+            return told
+
+        choices = [asyncio.ensure_future(choose(number)) for number in range(len(prompts) * question.n)]
+        try:
+            told = await asyncio.gather(*choices)
+        finally:
+            for choice in choices:
+                choice.cancel()
+        usage = _usage(map(len, prompts), told)
+        if question.stream:
+            return answer.done(usage)
+        said = [
+            answer.choice(i, one.text, one.logprobs, one.finish_reason, calls.get(i, ())) for i, one in enumerate(told)
+        ]
+        return answer.whole(said, usage)
+
+    def _chat(self, question: openai.Question) -> list[int]:
+        """The messages as the tokens that the model's chat template makes of them."""
+        from jinja2.exceptions import TemplateError
+
+        if not self.tokenizer.chat_template:
+            cure = f"archive a tokenizer with one, or ask {openai.COMPLETIONS}"
+            raise PredictionException(f"This model's tokenizer has no chat template: {cure}.", 400)
+        if question.tools and getattr(self.tokenizer, "response_template", None) is None:
+            cure = "it is transformers' response_template in tokenizer_config.json"
+            raise PredictionException(f"tools: nothing says how a call stands in this model's answers; {cure}.", 400)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(question.messages),
+                tools=list(question.tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise PredictionException(f"The model's chat template does not take these messages: {error}", 400) from None
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _called(self, prompt: list[int], told: Told, question: openai.Question) -> tuple[str, list[Any]]:
+        """What an answer says and the tools that it calls; all of it as text where it is no whole call."""
+        said = told.text if question.stops else list(told.ids)
+        try:
+            parsed = self.tokenizer.parse_response(said, prefix=list(prompt), tools=list(question.tools))
+            return openai.called(parsed)
+        except (ValueError, KeyError, TypeError):
+            return told.text, []
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    async def _tell(
+        self, index: int, wish: Wish, context: Any, say: Callable[[str, Sequence[Logprob]], None] | None = None
+    ) -> Told:
+        """Generate; ``say`` gets each piece of the text as it comes, all but the last."""
         assert self.engine is not None
-        prompt = self.tokenizer.encode(wish.prompt) if isinstance(wish.prompt, str) else wish.prompt
+        prompt = self._encode(wish.prompt)
         count = wish.max_new_tokens
         if count is None:  # nobody asked for a number, so it may be what there is room for
             count = max(1, min(self.max_new_tokens or _NEW_TOKENS, self.engine.capacity - len(prompt)))
@@ -94,15 +225,18 @@ class LanguageModel:
         text = Detokenizer(self._decode, wish.stops)
         times = _Times(context, index, self.engine)
         reason = None
-        if wish.stream:
-            context.set_response_content_type(index, "text/plain; charset=utf-8")
+        logprobs: list[Logprob] = []
+        ids: list[int] = []
         chunks = self.engine.generate(request)
         try:
             async for chunk in chunks:
                 times.came(len(chunk.tokens))
+                ids += chunk.tokens
                 piece = text.push(chunk.tokens)
-                if wish.stream and piece:
-                    context.emit(index, piece)
+                logprobs += [one for one in chunk.logprobs if one.token not in self.end]
+                if say is not None and piece:
+                    say(piece, logprobs)
+                    logprobs = []
                 reason = "stop" if text.stopped else chunk.finish_reason
                 if reason is not None:
                     break
@@ -110,17 +244,17 @@ class LanguageModel:
             await chunks.aclose()  # which frees its place where it was not at its end
         rest = text.finish()
         times.ended(len(prompt))
-        if wish.stream:
-            return rest
-        usage = {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": times.tokens,
-            "total_tokens": len(prompt) + times.tokens,
-        }
-        return {"text": text.text, "usage": usage, "finish_reason": "stop" if text.stopped else reason}
+        reason = "stop" if text.stopped else reason
+        ended = bool(ids) and ids[-1] in self.end
+        return Told(ids[:-1] if ended else ids, text.text, rest, logprobs, len(prompt), times.tokens, reason)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _usage(prompts: Iterable[int], told: Iterable[Told]) -> dict[str, int]:
+    read, made = sum(prompts), sum(one.tokens for one in told)
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
 class _Times:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
+from handlers import explanations
 from handlers.errors import PredictionException
 from handlers.labels import map_class_to_label
 from handlers.timer import timed
@@ -44,4 +46,18 @@ class ObjectDetector(VisionHandler):
         ]
 
     def get_insights(self, tensor_data: Any, raw_data: Any, target: Any = 0) -> list[Any]:
-        raise PredictionException("A detector's answers are boxes, which integrated gradients cannot explain.", 501)
+        """For each row what each pixel had to do with the surest box of label ``target``, a number."""
+        if type(target) is not int:
+            raise PredictionException(f"The target must be a label's number, and is {target!r:.100}.", 400)
+
+        def surest(images: torch.Tensor) -> torch.Tensor:
+            scores = [found["scores"][found["labels"] == target] for found in self.model(images)]
+            return torch.stack([score.max() if len(score) else score.new_zeros(()) for score in scores])
+
+        question = self.question.of(self.asked, 0)
+        if question.method is None:  # which boxes there are has no gradient
+            question = dataclasses.replace(question, method="feature_ablation")
+        return explanations.attributions(surest, tensor_data, question).tolist()
+
+    def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
+        return self._insights_by_row([image[None] for image in data_preprocess], raw_data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,17 @@ _DTYPES = {
     "tensor(bool)": np.bool_,
     "tensor(string)": np.object_,
 }
+# The Open Inference Protocol's names for them; BYTES, which may be texts, is looked at row by row.
+_OIP = {
+    "BOOL": np.bool_,
+    **{
+        f"{kind}{8 * size}": f"{letter}{size}"
+        for kind, letter in (("UINT", "u"), ("INT", "i"))
+        for size in (1, 2, 4, 8)
+    },
+    **{f"FP{8 * size}": f"f{size}" for size in (2, 4, 8)},
+}
+ANY = -1  # an axis of any length, in the same protocol
 _OUT_OF_MEMORY = ("Failed to allocate memory", "bad_alloc", "bad allocation", "Available memory of", "out of memory")
 
 
@@ -50,7 +61,7 @@ class OnnxModel:
     Takes torch tensors, numpy arrays and lists; gives a torch tensor on the CPU, or where the graph has several
     outputs a dict of them by name. Numbers become the graph's format where nothing is lost but digits: integers
     floats, int64 int32; never floats integers. What does not fit raises PredictionException (400) that says what
-    the graph wants. A graph whose batch axis is 1 is run row by row.
+    the graph wants. A graph whose batch axis is 1 is run row by row (``row_by_row``).
 
     It runs in as many threads as torch does in this process. Raises HandlerLoadError for a file that is no graph
     which can be run, and where ``device`` is a GPU and ONNX Runtime does not get there: it never runs elsewhere.
@@ -68,7 +79,7 @@ class OnnxModel:
                 )
         self._dtypes = {put.name: np.dtype(_DTYPES[put.type]) for put in self.session.get_inputs()}
         batched = [port.shape[0] for port in self.inputs if port.shape]
-        self._row_by_row = bool(batched) and all(length == 1 and type(length) is int for length in batched)
+        self.row_by_row = bool(batched) and all(length == 1 and type(length) is int for length in batched)
 
     @property
     def provider(self) -> str:
@@ -81,7 +92,7 @@ class OnnxModel:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         arrays = self._arrays(inputs, named)
         lengths = {len(array) for array in arrays.values() if array.ndim}
-        if self._row_by_row and len(lengths) == 1 and (length := lengths.pop()) > 1:
+        if self.row_by_row and len(lengths) == 1 and (length := lengths.pop()) > 1:
             runs = [
                 self._run({name: array[row : row + 1] if array.ndim else array for name, array in arrays.items()})
                 for row in range(length)
@@ -126,7 +137,7 @@ class OnnxModel:
         self.check_names(given)
         arrays = {port.name: self.array(port, given[port.name]) for port in self.inputs}
         for port in self.inputs:
-            if not fits(arrays[port.name].shape, port.shape, 1 if self._row_by_row else 0):
+            if not fits(arrays[port.name].shape, port.shape, 1 if self.row_by_row else 0):
                 raise self._refused(f"the input {port.name} has the shape {list(arrays[port.name].shape)}")
         return arrays
 
@@ -137,6 +148,27 @@ class OnnxModel:
             raise self._refused(f"the input {missing[0]} is missing")
         if unknown := [name for name in given if name not in names]:
             raise self._refused(f"there is no input {unknown[0]!r}")
+
+    def check_signature(self, ports: Iterable[Mapping[str, Any]]) -> None:
+        """Raises HandlerLoadError where these inputs of a model-config.yaml's ``signature`` are not the graph's.
+
+        The first axis is the batch's; -1 is an axis of any length, and so is one that the graph only names.
+        """
+        said = {port["name"]: port for port in ports}
+        if said and said.keys() != {port.name for port in self.inputs}:
+            raise self._unlike(f"signature has the inputs {', '.join(said)}")
+        for port in self.inputs if said else ():
+            datatype, shape = said[port.name].get("datatype"), said[port.name].get("shape")
+            if datatype in _OIP and not _becomes(np.empty(1, _OIP[datatype]), self._dtypes[port.name]):
+                raise self._unlike(f"signature has {port.name} as {datatype}")
+            if shape is None or not port.shape:
+                continue
+            alike = all(ANY in (axis, own) or axis == own for axis, own in zip(shape[1:], map(_length, port.shape[1:])))
+            if len(shape) != len(port.shape) or not alike:
+                raise self._unlike(f"signature has {port.name} with the shape {list(shape)}")
+
+    def _unlike(self, what: str) -> HandlerLoadError:
+        return HandlerLoadError(f"model-config.yaml: {what}, and the graph takes {self}. Write it as the graph has it.")
 
     def _run(self, arrays: dict[str, np.ndarray]) -> list[Any]:
         try:
@@ -215,6 +247,10 @@ def _unreadable(file: Path, why: str) -> HandlerLoadError:
 def _port(put: Any) -> Port:
     shape = tuple(axis if isinstance(axis, (int, str)) else "?" for axis in put.shape or ())
     return Port(put.name, put.type.removeprefix("tensor(").removesuffix(")"), shape)
+
+
+def _length(axis: int | str) -> int:
+    return axis if isinstance(axis, int) else ANY
 
 
 def _becomes(array: np.ndarray, wanted: np.dtype) -> bool:

@@ -7,16 +7,15 @@ stops them all.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from math import gcd
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from handlers.errors import HandlerLoadError
+from handlers.degrees import must_divide
 
 _RENDEZVOUS = timedelta(minutes=5)  # for all ranks to come
 
@@ -65,24 +64,17 @@ class Rendezvous:
         dist.init_process_group(backend, store=self._store, rank=place.rank, world_size=place.world)
 
 
-def must_divide(config: Any, tensor: int, pipeline: int, where: object) -> None:
-    """Raise HandlerLoadError where a model with this Hugging Face configuration cannot be cut into so many parts."""
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads and kv_heads and (heads % tensor or kv_heads % tensor):
-        common = gcd(heads, kv_heads)
-        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise HandlerLoadError(
-            f"{where}: tensor_parallel: {tensor} does not divide {heads} attention heads and {kv_heads} key-value "
-            f"heads. These do: {fits}."
-        )
-    layers = getattr(config, "num_hidden_layers", None)
-    if layers and layers < pipeline:
-        raise HandlerLoadError(
-            f"{where}: pipeline_parallel: {pipeline} is more than the model's {layers} layers. Ask for fewer."
-        )
+def plan(folder: Path, tensor: int, pipeline: int) -> Any:
+    """How transformers cuts the model in ``folder`` up: each rank reads its own part. Raises HandlerLoadError."""
+    from transformers.distributed import DistributedConfig
+
+    check(folder, tensor, pipeline)
+    sizes = {name: size for name, size in (("tp_size", tensor), ("pp_size", pipeline)) if size > 1}
+    return DistributedConfig(**sizes)
 
 
-def degrees(config: Mapping[str, Any]) -> tuple[int, int]:
-    """``tensor_parallel`` and ``pipeline_parallel`` of a model-config.yaml, 1 where it does not say."""
-    return config.get("tensor_parallel") or 1, config.get("pipeline_parallel") or 1
+def check(folder: Path, tensor: int, pipeline: int) -> None:
+    """Raise HandlerLoadError where the model in ``folder`` cannot be cut into so many parts."""
+    from transformers import AutoConfig
+
+    must_divide(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(), tensor, pipeline, folder)

@@ -7,6 +7,7 @@ server would load it: what is timed is the handler's ``inference``, and what is 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -25,6 +26,7 @@ import yaml
 from torch.utils import _pytree as pytree
 
 import handlers
+from handlers import weights
 from handlers.accuracy import Difference, Tolerance, difference, tensors
 from handlers.base import BaseHandler
 from handlers.context import Context, Row
@@ -33,15 +35,19 @@ from handlers.optimisation import quantize_graph
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 PLAIN = "plain"
-# Each name -> what its model-config.yaml has under optimize:, and whether an ONNX graph takes the class's place.
-VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
-    PLAIN: ({}, False),
-    "bfloat16": ({"dtype": "bfloat16"}, False),
-    "int8": ({"quantize": "int8"}, False),
-    "compile": ({"compile": True}, False),
-    "compile-bfloat16": ({"compile": True, "dtype": "bfloat16"}, False),
-    "onnx": ({}, True),
-    "onnx-int8": ({"quantize": "int8"}, True),
+# Each name -> what its model-config.yaml has under optimize:, and the graph's file that takes the class's place.
+VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
+    PLAIN: ({}, ""),
+    "bfloat16": ({"dtype": "bfloat16"}, ""),
+    "int8": ({"quantize": "int8"}, ""),
+    "compile": ({"compile": True}, ""),
+    "compile-bfloat16": ({"compile": True, "dtype": "bfloat16"}, ""),
+    "channels-last": ({"channels_last": True}, ""),
+    "onnx": ({}, "model.onnx"),
+    "onnx-int8": ({"quantize": "int8"}, "model.onnx"),
+    "torchscript": ({}, "model.pt"),
+    "export": ({}, "model.pt2"),
+    "aotinductor": ({}, "model.pt2"),
 }
 _INPUTS = "accuracy-samples.pt"  # in a winner's archive
 _ROUND_S = 0.1  # of calls, for each variant and size in a round
@@ -138,15 +144,18 @@ def _loaded(job: Job, name: str, rows: list[Row], sizes: list[int], plain: Varia
     manifest = {**job.manifest, "model": dict(job.manifest.get("model") or {})}
     if graph:
         assert plain is not None
-        _make_graph(job, plain, directory, bool(optimize))
         for key in ("modelFile", "serializedFile"):
             if manifest["model"].get(key):
                 (directory / manifest["model"].pop(key)).unlink(missing_ok=True)
-        manifest["model"]["serializedFile"] = _GRAPH
+        _make_graph(job, plain, directory / graph, name)
+        manifest["model"]["serializedFile"] = graph
+        if graph.endswith(".pt2"):
+            config["trusted"] = True  # it was made here, of what was trusted to run here
     elif optimize:
         config["optimize"] = optimize
     handler = _handler(job, directory, manifest, {k: v for k, v in config.items() if k != "accuracy"})
-    if graph and isinstance(handler.model, torch.nn.Module) or optimize and not graph and handler.optimisation is None:
+    stubborn = type(handler.model) is type(plain.handler.model) if graph and plain else handler.optimisation is None
+    if stubborn and (graph or optimize):
         raise HandlerLoadError("the handler loads its model by itself, so nothing can be done to it")
     _write(directory, manifest, config)
     prepared, output = {}, None
@@ -234,23 +243,26 @@ def _gate(job: Job, plain: Variant, best: Variant) -> None:
 
 # Graphs
 
-_GRAPH = "model.onnx"
 
-
-def _make_graph(job: Job, plain: Variant, directory: Path, int8: bool) -> None:
-    """The plain model as an ONNX graph in ``directory``; it is exported once, and with ``int8`` quantized."""
-    exported = job.work / "exported" / _GRAPH
+def _make_graph(job: Job, plain: Variant, file: Path, name: str) -> None:
+    """The plain model as a graph in ``file``. That of ONNX is exported once, and with int8 quantized."""
+    if not file.name.endswith(".onnx"):
+        return _GRAPHS[name](plain.handler.model, *_example(plain), file)
+    exported = job.work / "exported" / file.name
     if not exported.is_file():
         exported.parent.mkdir()
-        _export(plain, exported)
-    if int8:
-        quantize_graph(exported, directory / _GRAPH)
+        _onnx(plain.handler.model, *_example(plain), exported)
+    if name == "onnx-int8":
+        quantize_graph(exported, file)
     else:
-        shutil.copytree(exported.parent, directory, dirs_exist_ok=True)  # no links: ONNX refuses them as hostile
+        shutil.copytree(exported.parent, file.parent, dirs_exist_ok=True)  # no links: ONNX refuses them as hostile
 
 
-def _export(plain: Variant, file: Path) -> None:
-    """The graph of what the handler's inference calls, every dimension as free as the model leaves it."""
+Args, Kwargs = tuple[Any, ...], dict[str, Any]
+
+
+def _example(plain: Variant) -> tuple[Args, Kwargs]:
+    """What the handler's inference calls the model with, at least two rows of it."""
     model = plain.handler.model
     if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise HandlerLoadError(f"a {type(model).__name__} is a graph already")
@@ -258,18 +270,64 @@ def _export(plain: Variant, file: Path) -> None:
     if len(calls) != 1:
         raise HandlerLoadError(f"inference calls the model {len(calls)} times, and a graph stands for one call")
     with torch.no_grad():
-        args, kwargs = pytree.tree_map(_twice, calls[0])
+        return pytree.tree_map(_twice, calls[0])
 
-    def free(value: Any) -> Any:
-        return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) if isinstance(value, torch.Tensor) else None
 
-    # By forward's order and names, as the exporter wants it.
-    shapes = (*(free(value) for value in args), *(free(value) for value in kwargs.values()))
+def _onnx(model: torch.nn.Module, args: Args, kwargs: Kwargs, file: Path) -> None:
+    shapes = _free(args, kwargs)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of the exporter about itself
         torch.onnx.export(
             model, args, str(file), kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False, optimize=True
         )
+
+
+def _torchscript(model: torch.nn.Module, args: Args, kwargs: Kwargs, file: Path) -> None:
+    """Not frozen: it keeps its gradients, and the number format of its parameters is known."""
+    example = {"example_inputs": args}
+    if kwargs:
+        example = {"example_kwarg_inputs": dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and tracing warns of each constant
+        torch.jit.trace(model, **example, strict=False, check_trace=False).save(str(file))
+
+
+def _export(model: torch.nn.Module, args: Args, kwargs: Kwargs, file: Path) -> None:
+    torch.export.save(_program(model, args, kwargs), file)
+
+
+def _aotinductor(model: torch.nn.Module, args: Args, kwargs: Kwargs, file: Path) -> None:
+    program = _program(model, args, kwargs)
+    floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    looks_up = any(isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) for module in model.modules())
+    said = {} if floats is None or looks_up else {weights.FLOATS: str(floats).removeprefix("torch.")}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of the compiler about itself
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(file), inductor_configs={"aot_inductor.metadata": said}
+        )
+
+
+_GRAPHS: dict[str, Callable[[torch.nn.Module, Args, Kwargs, Path], None]] = {
+    "torchscript": _torchscript,
+    "export": _export,
+    "aotinductor": _aotinductor,
+}
+
+
+def _program(model: torch.nn.Module, args: Args, kwargs: Kwargs) -> torch.export.ExportedProgram:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return torch.export.export(model, args, kwargs, dynamic_shapes=_free(args, kwargs))
+
+
+def _free(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """Every dimension as free as the model leaves it, by forward's order and names, as the exporters want it."""
+
+    def free(value: Any) -> Any:
+        return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) if isinstance(value, torch.Tensor) else None
+
+    return (*(free(value) for value in args), *(free(value) for value in kwargs.values()))
 
 
 def _calls(variant: Variant) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -335,7 +393,7 @@ def _weights(variant: Variant) -> int:
     if isinstance(model, torch.nn.Module):
         held = [t for t in pytree.tree_leaves(dict(model.state_dict())) if isinstance(t, torch.Tensor)]
         return sum({(t.data_ptr() if not t.is_quantized else id(t)): t.nbytes for t in held}.values())
-    return sum(file.stat().st_size for file in variant.directory.glob(f"{_GRAPH}*"))
+    return sum(file.stat().st_size for file in variant.directory.glob(f"{VARIANTS[variant.name][1]}*"))
 
 
 def _short(error: Exception) -> str:

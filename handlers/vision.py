@@ -116,8 +116,7 @@ class VisionHandler(BaseHandler):
 
     def initialize(self, context: Any) -> None:
         super().initialize(context)
-        if not context.system_properties.get("limit_max_image_pixels"):
-            Image.MAX_IMAGE_PIXELS = None  # Pillow's guard against decompression bombs is the process's
+        heed_pixel_limit(context)
 
     @timed
     def preprocess(self, data: list[Any]) -> torch.Tensor:
@@ -155,6 +154,12 @@ class VisionHandler(BaseHandler):
             return torch.tensor(value, dtype=torch.float32)
         except (TypeError, ValueError) as error:
             raise PredictionException(f"The input is neither image nor JSON list of numbers: {error}", 400) from error
+
+
+def heed_pixel_limit(context: Any) -> None:
+    """Take away Pillow's guard against decompression bombs, which is the process's, where the server has no limit."""
+    if not context.system_properties.get("limit_max_image_pixels"):
+        Image.MAX_IMAGE_PIXELS = None
 
 
 def from_base64(text: str) -> bytes:

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from handlers import pickles
 from handlers.errors import HandlerLoadError
 from handlers.source import list_classes_from_module, load_source
+
+FLOATS = "torchrelay.floats"  # in the metadata of a package of AOTInductor's: the format of numbers that it takes
 
 
 def eager(model_file: Path, weights: Path | None, trusted: bool = False) -> torch.nn.Module:
@@ -75,19 +78,13 @@ def torchscript(weights: Path, device: torch.device, trusted: bool = False) -> t
     except RuntimeError as error:
         if "PytorchStreamReader" not in str(error):
             raise
-        raise HandlerLoadError(
-            f"{weights}: this is no TorchScript model. For a state dict, add the file of the model's class "
-            "(--model-file model.py); else save the model with torch.jit.save."
-        ) from error
+        raise HandlerLoadError(f"{weights}: {pickles.NO_TORCHSCRIPT}") from error
 
 
 def exported(weights: Path, device: torch.device, trusted: bool) -> Callable[..., Any]:
     """A model that torch.export saved, or that AOTInductor compiled for this kind of device, as its content tells."""
     if not trusted:
-        raise HandlerLoadError(
-            f"{weights}: a .pt2 file holds pickles, expressions or machine code that run as it is read. If you trust "
-            "it, write trusted: true in model-config.yaml; else archive an .onnx file, or the class and its state dict."
-        )
+        raise HandlerLoadError(f"{weights}: {pickles.RUNS_AS_IT_IS_READ}")
     try:
         with zipfile.ZipFile(weights) as file:
             compiled = [name for name in file.namelist() if "/data/aotinductor/" in name]
@@ -125,7 +122,11 @@ def _compiled(weights: Path, device: torch.device, targets: set[str]) -> Callabl
             f"{weights}: AOTInductor compiled this for {', '.join(sorted(targets))}, and it is to run on {device}. "
             f"Compile it for {device.type}, or change what the model claims (num_gpus in model-config.yaml)."
         )
-    return aoti_load_package(str(weights), device_index=-1 if device.index is None else device.index)
+    model = aoti_load_package(str(weights), device_index=-1 if device.index is None else device.index)
+    model.floats = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}.get(
+        model.get_metadata().get(FLOATS, "")
+    )
+    return model
 
 
 def onnx(weights: Path, device: torch.device, trusted: bool = False) -> Any:
@@ -149,9 +150,7 @@ def _pickled(weights: Path, trusted: bool) -> Mapping[str, torch.Tensor]:
         raise
     except Exception as error:  # damaged bytes fail in as many ways as there are opcodes
         raise HandlerLoadError(
-            f"{weights}: this cannot be read as a state dict: it is damaged, or holds more than tensors. Save "
-            "model.state_dict(); or, if you trust the file to run code as it loads, write trusted: true in "
-            "model-config.yaml."
+            f"{weights}: this cannot be read as a state dict: it is damaged, or holds more than tensors. {pickles.CURE}"
         ) from error
 
 
@@ -195,4 +194,3 @@ def _existing(file: Path, what: str, option: str) -> Path:
             f"Archive the model again with {option} {file.name}."
         )
     return file
-

@@ -2,6 +2,10 @@
 
 Its loop is not to be trusted with what it cannot do: a request that does not fit, or a token that is not in the
 vocabulary, ends it for everybody. So requests are checked before, and a loop that has ended is made anew.
+
+Of a model over several ranks each has such a loop. Before every step rank 0's tells the others what came and who
+left, so all of them make the same steps; they wait for each other, and a loop that has ended on one of them has on
+all: no rank can make another alone, and the ranks are replaced.
 """
 
 from __future__ import annotations
@@ -12,17 +16,18 @@ import logging
 import math
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from handlers import device
-from handlers.engines.engine import Chunk, GenerationRequest, Sampling, admit
+from handlers import device, sharding
+from handlers.engines.engine import Chunk, GenerationRequest, Logprob, Sampling, admit
 from handlers.errors import HandlerLoadError, PredictionException
 
 logger = logging.getLogger(__name__)
@@ -38,10 +43,20 @@ class _Answer:
     manager: Any
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     sent: int = 0
+    logprobs: list[Logprob] = field(default_factory=list)  # of all tokens so far, where they were asked for
+
+
+class _Awake(threading.Event):
+    """Never slept on: a rank that follows waits in its collective for rank 0, which comes by ten times a second."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
 
 
 class ContinuousBatching:
     """transformers' continuous batching, for any causal language model that it can page; greedy equals ``generate``.
+
+    Over several ranks each one has this engine, and rank 0 alone is asked to ``generate``.
 
     ``start`` loads the model. Options: ``num_blocks`` and ``page_size`` (tokens), whose product is the room for
     tokens of all requests together; ``max_batch_tokens``, of one step; ``dtype`` (``float32`` ...).
@@ -49,8 +64,9 @@ class ContinuousBatching:
 
     OPTIONS = ("num_blocks", "page_size", "max_batch_tokens", "dtype")
 
-    def __init__(self, model: Any, sizes: Mapping[str, int]) -> None:
+    def __init__(self, model: Any, sizes: Mapping[str, int], sharded: bool = False) -> None:
         self.model = model
+        self.sharded = sharded
         self.sizes = dict(sizes)
         self.capacity = 0
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
@@ -61,19 +77,22 @@ class ContinuousBatching:
         self._closed = False
 
     @classmethod
-    async def start(cls, folder: Path, gpu_id: int | None, options: Mapping[str, Any]) -> ContinuousBatching:
-        """The engine, with its loop running."""
+    async def start(
+        cls, folder: Path, gpu_id: int | None, options: Mapping[str, Any], tensor_parallel: int = 1
+    ) -> ContinuousBatching:
+        """The engine, with its loop running; on every one of ``tensor_parallel`` ranks at the same time."""
         import transformers
 
-        where = device.choose(gpu_id)
+        how: dict[str, Any] = {"dtype": options.get("dtype", "auto"), "local_files_only": True}
+        if tensor_parallel > 1:
+            how["distributed_config"] = sharding.plan(folder, tensor_parallel, 1)
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=options.get("dtype", "auto"), local_files_only=True
-            )
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise HandlerLoadError(f"{folder}: this is no language model that generates text: {error}") from error
-        model.to(where).eval()
-        engine = cls(model, sizes(model, options))
+        if tensor_parallel == 1:
+            model.to(device.choose(gpu_id))
+        engine = cls(model.eval(), sizes(model, options, tensor_parallel), tensor_parallel > 1)
         try:
             await engine._running()
         except PredictionException as error:
@@ -100,15 +119,16 @@ class ContinuousBatching:
                     yield Chunk([], "abort")
                     return
                 if isinstance(output, str) or output.error:
-                    raise _failed(output if isinstance(output, str) else output.error)
+                    raise _lost() if self.sharded else _failed(output if isinstance(output, str) else output.error)
                 tokens = output.generated_tokens[answer.sent :]
+                logprobs = answer.logprobs[answer.sent : answer.sent + len(tokens)]
                 answer.sent += len(tokens)
                 if output.is_finished():
                     self._forget(answer)
                     ended = bool(tokens) and tokens[-1] in request.end
-                    yield Chunk(tokens, "stop" if ended else "length")
+                    yield Chunk(tokens, "stop" if ended else "length", logprobs)
                     return
-                yield Chunk(tokens)
+                yield Chunk(tokens, None, logprobs)
         finally:
             self._cancel(answer)
 
@@ -121,7 +141,10 @@ class ContinuousBatching:
     async def check_health(self) -> None:
         if self._closed:
             raise RuntimeError("the engine was shut down")
-        await self._running()
+        try:
+            await self._running()
+        except PredictionException as error:
+            raise RuntimeError(error.message) from error
 
     async def shutdown(self) -> None:
         self._closed = True
@@ -134,9 +157,14 @@ class ContinuousBatching:
     # The loop of transformers
 
     async def _submit(self, request: GenerationRequest) -> _Answer:
+        sampling = request.sampling
+        if sampling.seed is None:  # here, for all ranks
+            sampling = replace(sampling, seed=secrets.randbits(63))
         while True:
             manager = await self._running()
             answer = self._answers[request.id] = _Answer(request, manager)
+            if request.sampling.logprobs is not None:
+                answer.logprobs = self._sampler.follow(request.id)
             manager.register_result_handler(request.id, answer.outputs.put_nowait)
             taken = manager.add_request(
                 list(request.prompt),
@@ -144,11 +172,13 @@ class ContinuousBatching:
                 max_new_tokens=request.max_new_tokens,
                 streaming=True,
                 eos_token_id=list(request.end),
-                sampling=request.sampling,
+                sampling=sampling,
             )
             if taken is not None:
                 return answer
             self._forget(answer)
+            if self.sharded:
+                raise _lost()
             await asyncio.sleep(0.01)  # it fails at this moment: once it has ended another is made
 
     def _cancel(self, answer: _Answer) -> None:
@@ -171,18 +201,23 @@ class ContinuousBatching:
         async with self._lock:
             if self._closed:
                 raise PredictionException("The model is being unloaded: send the request again.", 503)
-            if self._manager is None or not self._manager.is_running():
+            if self.sharded and self._manager is not None:
+                ending = self._manager.background_thread_status.can_accept_new_requests() is not None
+                if ending or not self._manager.is_running():
+                    raise _lost()
+            elif self._manager is None or not self._manager.is_running():
                 await self._begin()
             return self._manager
 
     async def _begin(self) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
+        from handlers.engines import attention
         from handlers.engines.sampler import Sampler
 
         if self._manager is not None:
             self._manager.stop()  # it has ended: this frees its cache before there is another
-        self._sampler = Sampler()
+        attention.leave(self.model)  # init_continuous_batching knows transformers' own alone
         manager = self.model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1),
             continuous_batching_config=ContinuousBatchingConfig(
@@ -191,11 +226,15 @@ class ContinuousBatching:
                 use_cuda_graph=False,  # a graph would draw the same random numbers each time
             ),
         )
+        attention.use(self.model)
         processors = manager.logit_processor
+        self._sampler = Sampler()
         processors.logits_processor.append(self._sampler)
         processors.tensors_required += 1
         processors.supported_keys["sampling"] = Sampling
         processors.do_processing = True
+        if not manager.is_tp_driver:
+            manager._wake_up_loop = _Awake()
         threading.Thread(target=self._watch, args=(manager, asyncio.get_running_loop()), daemon=True).start()
         while manager.batch_processor is None:
             await asyncio.sleep(0.01)
@@ -219,17 +258,18 @@ class ContinuousBatching:
     def _ended(self, manager: Any) -> None:
         error = manager.background_thread_status.fatal_error
         if error is not None:
-            logger.error("The generation loop has failed and is made anew: %s: %s", type(error).__name__, error)
+            logger.error("The generation loop has failed: %s: %s", type(error).__name__, error)
         for answer in list(self._answers.values()):
             if answer.manager is manager:
                 answer.outputs.put_nowait(str(error or "it has ended"))
 
 
-def sizes(model: Any, options: Mapping[str, Any]) -> dict[str, int]:
+def sizes(model: Any, options: Mapping[str, Any], ranks: int = 1) -> dict[str, int]:
     """``num_blocks``, ``page_size`` and ``max_batch_tokens``: the options', or what suits the model and its memory.
 
     Without options there is room for eight requests of the model's context (of 4,096 tokens at most), in at most a
-    quarter of the memory that is free on a CPU, 60 % on a GPU.
+    quarter of the memory that is free on a CPU, 60 % on a GPU. Of a model over ``ranks`` each keeps its own heads'
+    part of every token.
     """
     chosen = {key: options[key] for key in ("num_blocks", "page_size", "max_batch_tokens") if key in options}
     for key, value in chosen.items():
@@ -243,7 +283,7 @@ def sizes(model: Any, options: Mapping[str, Any]) -> dict[str, int]:
         config = model.config.get_text_config()
         context = min(getattr(config, "max_position_embeddings", None) or _CONTEXT, _CONTEXT)
         wanted = _TOGETHER * math.ceil(context / page)
-        possible = int(_free(model.device) / (page * _bytes_of_a_token(model, config)))
+        possible = int(_free(model.device) / (page * _bytes_of_a_token(model, config) / ranks))
         if possible < 1:
             raise HandlerLoadError("There is no memory left for the tokens of a single page: give the model more.")
         chosen["num_blocks"] = min(wanted, possible)
@@ -260,8 +300,14 @@ def _bytes_of_a_token(model: Any, config: Any) -> int:
 def _free(where: torch.device) -> float:
     if where.type == "cuda":
         return _MEMORY["cuda"] * torch.cuda.mem_get_info(where)[0]
-    return _MEMORY["cpu"] * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine, which share its memory
+    return _MEMORY["cpu"] / here * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _failed(why: str) -> PredictionException:
     return PredictionException(f"The generation loop failed ({why}). It is made anew: send the request again.", 503)
+
+
+def _lost() -> PredictionException:
+    why = "The ranks of this model do not generate together any more, because one is lost or its loop has failed. "
+    return PredictionException(f"{why}All of them start anew: send the request again in some seconds.", 503)

@@ -14,12 +14,23 @@ class Sampling:
     """How a token is drawn. ``temperature`` 0: the likeliest. ``top_k`` 0 and ``top_p`` 1: from all tokens.
 
     The same ``seed`` draws the same tokens again, whoever else is in the batch; None draws others each time.
+    ``logprobs`` asks how likely each token was, beside so many of the likeliest; None does not ask.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """How likely ``token`` was: the natural logarithm, before temperature, top k and top p; ``likeliest`` in order."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,10 +46,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The ``tokens`` that are new. The last chunk alone has a ``finish_reason``: ``stop``, ``length`` or ``abort``."""
+    """The ``tokens`` that are new. The last chunk alone has a ``finish_reason``: ``stop``, ``length`` or ``abort``.
+
+    ``logprobs`` are the tokens', one each, where the request asked for them.
+    """
 
     tokens: list[int]
     finish_reason: str | None = None
+    logprobs: Sequence[Logprob] = ()
 
 
 class Engine(Protocol):

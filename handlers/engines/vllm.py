@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from handlers.engines.engine import Chunk, GenerationRequest, admit
+from handlers.engines.engine import Chunk, GenerationRequest, Logprob, admit
 from handlers.errors import HandlerLoadError, PredictionException
 
 
@@ -22,8 +22,15 @@ class VLLM:
         self._engine = engine
 
     @classmethod
-    async def start(cls, folder: Path, gpu_id: int | None, options: Mapping[str, Any]) -> VLLM:
+    async def start(
+        cls, folder: Path, gpu_id: int | None, options: Mapping[str, Any], tensor_parallel: int = 1
+    ) -> VLLM:
         """The engine, its model loaded; the GPU is the one that the replica was given."""
+        if tensor_parallel > 1:
+            raise HandlerLoadError(
+                "model-config.yaml: tensor_parallel makes ranks, and engine: vllm makes processes of its own. Take "
+                "tensor_parallel away, and give engine: arguments: {tensor_parallel_size}, with as many num_gpus."
+            )
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -57,6 +64,7 @@ class VLLM:
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 seed=sampling.seed,
+                logprobs=sampling.logprobs,
                 max_tokens=request.max_new_tokens,
                 stop_token_ids=list(request.end),
                 detokenize=False,
@@ -65,7 +73,7 @@ class VLLM:
             async with contextlib.aclosing(self._engine.generate(prompt, wanted, request.id)) as outputs:
                 async for output in outputs:
                     piece = output.outputs[0]
-                    yield Chunk(list(piece.token_ids), piece.finish_reason)
+                    yield Chunk(list(piece.token_ids), piece.finish_reason, _logprobs(piece, sampling.logprobs))
         except Exception as error:  # of its own kinds, which are no RuntimeErrors
             if self._engine.errored:
                 raise PredictionException(f"vLLM's engine has failed: {error}. Send the request again.", 503) from error
@@ -84,3 +92,14 @@ class VLLM:
 
     async def shutdown(self) -> None:
         self._engine.shutdown()
+
+
+def _logprobs(piece: Any, count: int | None) -> list[Logprob]:
+    """vLLM's own, which hold the token's beside the likeliest ones'."""
+    if count is None:
+        return []
+    told = []
+    for token, chances in zip(piece.token_ids, piece.logprobs):
+        ordered = sorted(chances.items(), key=lambda chance: -chance[1].logprob)[:count]
+        told.append(Logprob(token, chances[token].logprob, tuple((other, one.logprob) for other, one in ordered)))
+    return told

@@ -170,6 +170,24 @@ class TextTask(Task):
     def fit(self, model: Any) -> None:
         self._takes = set(inspect.signature(model.forward).parameters)
 
+    def length(self) -> Callable[[Any], int] | None:
+        """What tells a row's length in tokens, in any thread; None where the tokenizer has no fast core.
+
+        It has a core of its own: the tokenizer's is changed for each batch, by who pads it and cuts it off.
+        """
+        core = getattr(self.tokenizer, "backend_tokenizer", None)
+        if core is None:
+            return None
+        core = type(core).from_str(core.to_str())
+        core.no_padding()
+        core.no_truncation()
+
+        def length(row: Any) -> int:
+            tokens = len(core.encode(*self.inputs(_said(row)[0])).ids)
+            return tokens if self.limit is None else min(tokens, self.limit)
+
+        return length
+
     def inputs(self, value: Any) -> tuple[Any, str | None]:
         first, second = self.fields
         pair = None
@@ -225,6 +243,10 @@ class ImageTask(Task):
     def forward(self, model: Any, encoded: Any, device: Any) -> Any:
         return model(**encoded.to(device, model.dtype))
 
+    def scores(self, output: Any) -> torch.Tensor:
+        """How much of each label a model's output says that there is, rows x labels: what is explained."""
+        return output.logits
+
     @staticmethod
     def sizes(examples: Sequence[Example]) -> list[tuple[int, int]]:
         """(height, width) of each image as it came."""
@@ -243,15 +265,17 @@ def _said(row: Any) -> tuple[Any, Any]:
         value = next((row[name] for name in ("data", "body") if row.get(name) is not None), row)
     if isinstance(value, (bytes, bytearray)) and value[:1] == b"{":
         value = _parsed(value)
-    if not isinstance(value, Mapping):
-        return value, {}
-    parameters = value.get("parameters")
+    if isinstance(value, Mapping):
+        parameters = value.get("parameters")
+    else:  # beside it, as a field of its own
+        parameters = row.get("parameters") if isinstance(row, Mapping) else None
     if isinstance(parameters, (str, bytes, bytearray)):  # a field of a form
         parameters = _parsed(parameters)
+    parameters = {} if parameters is None else parameters
+    if not isinstance(value, Mapping):
+        return value, parameters
     rest = {name: item for name, item in value.items() if name != "parameters"}
-    if set(rest) == {"inputs"}:
-        rest = rest["inputs"]
-    return rest, {} if parameters is None else parameters
+    return rest["inputs"] if set(rest) == {"inputs"} else rest, parameters
 
 
 def _parsed(text: str | bytes | bytearray) -> Any:

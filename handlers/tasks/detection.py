@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from handlers.tasks.base import FRACTION, Example, ImageTask
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
@@ -15,6 +17,10 @@ class ObjectDetection(ImageTask):
 
     auto = "AutoModelForObjectDetection"
     parameters = {"threshold": FRACTION}
+
+    def scores(self, output: Any) -> torch.Tensor:
+        """The probability of each label's surest box."""
+        return output.logits.softmax(-1).amax(1)
 
     def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
         least = [example.parameters.get("threshold", 0.5) for example in examples]

@@ -28,12 +28,13 @@ class FeatureExtraction(TextTask):
 class SentenceEmbedding(TextTask):
     """One vector for the text, a list of floats of length 1: the mean of its tokens', or as ``1_Pooling`` says.
 
-    ``normalize: false`` leaves its length as it is. sentence-transformers' folders say more in modules.json.
+    ``normalize: false`` leaves its length as it is. With ``tokens: true`` it is ``{"embedding", "tokens"}``, which says
+    how many tokens of the text the model read. sentence-transformers' folders say more in modules.json.
     """
 
     auto = "AutoModel"
     unneeded = ("pooler.",)
-    parameters = {"normalize": FLAG}
+    parameters = {"normalize": FLAG, "tokens": FLAG}
 
     def __init__(self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         super().__init__(directory, config, options, defaults)
@@ -52,10 +53,14 @@ class SentenceEmbedding(TextTask):
         mask = encoded["attention_mask"].unsqueeze(-1).to(hidden.dtype)
         vectors = torch.cat([pool(hidden, mask) for pool in self._pools], dim=-1)
         unit = torch.nn.functional.normalize(vectors, dim=-1).tolist()
-        if all(example.parameters.get("normalize", True) for example in examples):
+        if not any(example.parameters for example in examples):
             return unit
-        plain = vectors.tolist()
-        return [(unit if example.parameters.get("normalize", True) else plain)[i] for i, example in enumerate(examples)]
+        plain, counts = vectors.tolist(), encoded["attention_mask"].sum(dim=1).tolist()
+        answers: list[Any] = []
+        for example, normal, own, count in zip(examples, unit, plain, counts):
+            vector = normal if example.parameters.get("normalize", True) else own
+            answers.append({"embedding": vector, "tokens": count} if example.parameters.get("tokens") else vector)
+        return answers
 
 
 def _cls(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from handlers.errors import PredictionException
+from handlers.errors import HandlerLoadError, PredictionException
 from handlers.tasks.base import COUNT, FLAG, FRACTION, POSITIVE, TEXT, Example, TextTask
 
 _NEW_TOKENS = 64  # where neither the request nor the folder's generation_config.json says
@@ -38,7 +40,7 @@ class _Generation(TextTask):
         "repetition_penalty": POSITIVE,
         "no_repeat_ngram_size": COUNT,
     }
-    _ours = ("prefix", "return_full_text")  # parameters that are not generate's
+    _ours = ("prefix", "return_full_text", "src_lang", "tgt_lang")  # parameters that are not generate's
 
     def fit(self, model: Any) -> None:
         super().fit(model)
@@ -84,6 +86,12 @@ class TextGeneration(_Generation):
         super().__init__(directory, config, options, defaults)
         self.tokenizer.padding_side = "left"  # what is written must follow what was said
 
+    def inputs(self, value: Any) -> tuple[Any, str | None]:
+        if isinstance(value, Mapping) and not value.keys().isdisjoint(("messages", "prompt")):
+            cure = "register the same folder with handler=llm to be answered this, in streams and by OpenAI's API"
+            raise PredictionException(f'The task text-generation wants a text, or JSON with "inputs"; {cure}.', 400)
+        return super().inputs(value)
+
     def read(self, row: Any) -> Example:
         example = super().read(row)
         length = len(self.tokenizer(example.value).input_ids)
@@ -101,7 +109,7 @@ class TextGeneration(_Generation):
 
 
 class Text2TextGeneration(_Generation):
-    """``{"generated_text"}``; before every text stands ``prefix``, else what config.json has for the task."""
+    """``{"generated_text"}``; before every text stands ``prefix``, else config.json's, of the task or of all."""
 
     auto = "AutoModelForSeq2SeqLM"
     task: ClassVar[str] = "text2text-generation"
@@ -109,12 +117,16 @@ class Text2TextGeneration(_Generation):
 
     def __init__(self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         super().__init__(directory, config, options, defaults)
-        said = json.loads((directory / "config.json").read_bytes()).get("task_specific_params") or {}
-        self._prefix = (said.get(self.task) or {}).get("prefix") or ""
+        said = json.loads((directory / "config.json").read_bytes())
+        self._specific: Mapping[str, Any] = said.get("task_specific_params") or {}
+        self._prefix: str = (self._specific.get(self.task) or {}).get("prefix") or said.get("prefix") or ""
 
     def encode(self, examples: Sequence[Example]) -> list[Group]:
-        prefixes = [example.parameters.get("prefix", self._prefix) for example in examples]
-        return super().encode([e._replace(value=prefix + e.value) for e, prefix in zip(examples, prefixes)])
+        return super().encode([e._replace(value=self._before(e.parameters) + e.value) for e in examples])
+
+    def _before(self, parameters: Mapping[str, Any]) -> str:
+        """What stands before a text with these parameters."""
+        return parameters.get("prefix", self._prefix)
 
 
 class Summarization(Text2TextGeneration):
@@ -125,7 +137,98 @@ class Summarization(Text2TextGeneration):
 
 
 class Translation(Text2TextGeneration):
-    """``{"translation_text"}``"""
+    """``{"translation_text"}``. ``src_lang`` and ``tgt_lang`` are for models of several languages: for tokenizers that
+    mark texts by them (NLLB's, M2M100's, mBART's), in whose words, and for models that are told by a prefix (T5's), in
+    those of config.json's ``task_specific_params``: ``translation_en_to_de``."""
 
     key = "translation_text"
     task = "translation"
+    parameters = {**Text2TextGeneration.parameters, "src_lang": TEXT, "tgt_lang": TEXT}
+
+    def __init__(self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__(directory, config, options, defaults)
+        self._marks = hasattr(self.tokenizer, "_build_translation_inputs")  # as transformers' own pipeline tells them
+        self._pairs = _pairs(self._specific)
+        if len(self._pairs) == 1 and not self._prefix:
+            [self._prefix] = self._pairs.values()
+        try:
+            self._check_languages(self.defaults)
+        except PredictionException as error:
+            raise HandlerLoadError(f"{directory}: parameters in model-config.yaml: {error.message}") from None
+
+    def fit(self, model: Any) -> None:
+        super().fit(model)
+        self._target_known = getattr(model.generation_config, "forced_bos_token_id", None) is not None
+
+    def read(self, row: Any) -> Example:
+        example = super().read(row)
+        self._check_languages(example.parameters)
+        if not self._marks:
+            return example
+        for name, known in (("src_lang", self.tokenizer.src_lang), ("tgt_lang", self._target_known)):
+            if not known and name not in example.parameters:
+                raise PredictionException(f"This model has many languages; say which one with {name}.", 400)
+        return example
+
+    def _check_languages(self, parameters: Mapping[str, Any]) -> None:
+        if self._pairs and not self._marks:
+            self._before(parameters)
+            return
+        for name in ("src_lang", "tgt_lang"):
+            said = parameters.get(name)
+            if said is None:
+                continue
+            if not self._marks:
+                raise PredictionException(
+                    f"There is no parameter {name!r} here; the model has one pair of languages.", 400
+                )
+            if self._language(said) is None:
+                near = difflib.get_close_matches(said, self.tokenizer.all_special_tokens, 1)
+                hint = f"did you mean {near[0]!r}?" if near else "write it as the model's tokenizer does."
+                raise PredictionException(f"The {name} {said!r:.100} is no language of this model; {hint}", 400)
+
+    def _before(self, parameters: Mapping[str, Any]) -> str:
+        source, target = parameters.get("src_lang"), parameters.get("tgt_lang")
+        if self._marks or not self._pairs or "prefix" in parameters or source is target is None:
+            return super()._before(parameters)
+        fits = [pair for pair in self._pairs if source in (None, pair[0]) and target in (None, pair[1])]
+        if len(fits) != 1:
+            said = f"src_lang {source!r:.100} and tgt_lang {target!r:.100} are"
+            able = ", ".join(f"{one} to {other}" for one, other in self._pairs)
+            why = "too little" if fits else "no pair of this model"
+            raise PredictionException(f"{said} {why}; it has {able}.", 400)
+        return self._pairs[fits[0]]
+
+    def _language(self, code: str) -> int | None:
+        """The token that stands for a language."""
+        if hasattr(self.tokenizer, "get_lang_id"):
+            try:
+                return self.tokenizer.get_lang_id(code)
+            except KeyError:
+                return None
+        known = code in self.tokenizer.all_special_tokens
+        return self.tokenizer.convert_tokens_to_ids(code) if known else None
+
+    def _group(self, rows: list[int], examples: Sequence[Example]) -> Group:
+        if not self._marks:
+            return super()._group(rows, examples)
+        source, target = (examples[0].parameters.get(name) for name in ("src_lang", "tgt_lang"))
+        usual = self.tokenizer.src_lang
+        try:
+            self.tokenizer.src_lang = source or usual
+            group = super()._group(rows, examples)
+        finally:
+            self.tokenizer.src_lang = usual
+        if target is not None:
+            group.how["forced_bos_token_id"] = self._language(target)
+        return group
+
+
+def _pairs(specific: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """From which language to which, and the prefix that says so."""
+    found = {}
+    for task, said in specific.items():
+        languages = re.fullmatch(r"translation_(.+)_to_(.+)", task)
+        if languages and isinstance(said, Mapping) and isinstance(said.get("prefix"), str):
+            found[languages[1], languages[2]] = said["prefix"]
+    return found

@@ -10,17 +10,26 @@ from typing import Any
 import torch
 from PIL import Image
 
-from handlers.tasks.base import FRACTION, Example, ImageTask
+from handlers.errors import PredictionException
+from handlers.tasks.base import FRACTION, Example, ImageTask, one_of
+
+_KINDS = ("panoptic", "instance", "semantic")
 
 
 class ImageSegmentation(ImageTask):
     """``[{"score", "label", "mask"}]``: each mask a PNG in base64, as large as the image, white where the label holds.
 
-    Panoptic segments where the model has them, else instances, else classes (their score is None).
-    ``threshold`` (0.9), ``mask_threshold`` and ``overlap_mask_area_threshold`` (0.5) are for the first two.
+    Panoptic segments where the model has them, else instances, else classes (their score is None), or what
+    ``subtask`` says: panoptic, instance or semantic. ``threshold`` (0.9), ``mask_threshold`` and
+    ``overlap_mask_area_threshold`` (0.5) are for the first two.
     """
 
-    parameters = {"threshold": FRACTION, "mask_threshold": FRACTION, "overlap_mask_area_threshold": FRACTION}
+    parameters = {
+        "threshold": FRACTION,
+        "mask_threshold": FRACTION,
+        "overlap_mask_area_threshold": FRACTION,
+        "subtask": one_of(*_KINDS),
+    }
 
     @classmethod
     def model_class(cls, config: Any) -> str:
@@ -30,19 +39,38 @@ class ImageSegmentation(ImageTask):
                 return f"AutoModelFor{kind}"
         return "AutoModelForImageSegmentation"
 
-    def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
-        sizes = self.sizes(examples)
-        for kind in ("panoptic", "instance"):
-            if function := getattr(self.processor, f"post_process_{kind}_segmentation", None):
-                return [
-                    self._segments(function, _one(output, row), size, example)
-                    for row, (size, example) in enumerate(zip(sizes, examples))
-                ]
-        return [self._classes(found) for found in self.processor.post_process_semantic_segmentation(output, sizes)]
+    def scores(self, output: Any) -> torch.Tensor:
+        """The mean probability of each label over the pixels, or that of each label's surest segment."""
+        if "class_queries_logits" in output:
+            return output.class_queries_logits.softmax(-1).amax(1)
+        return output.logits.softmax(1).mean((2, 3))
 
-    def _segments(self, function: Any, output: Any, size: tuple[int, int], example: Example) -> list[dict[str, Any]]:
+    def read(self, row: Any) -> Example:
+        example = super().read(row)
+        kind = example.parameters.get("subtask")
+        if kind is not None and self._function(kind) is None:
+            able = ", ".join(other for other in _KINDS if self._function(other) is not None)
+            raise PredictionException(f"This model has no {kind} segments; the subtask may be {able}.", 400)
+        return example
+
+    def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
+        first = next(kind for kind in _KINDS if self._function(kind) is not None)
+        return [
+            self._answer(example.parameters.get("subtask", first), _one(output, row), size, example)
+            for row, (size, example) in enumerate(zip(self.sizes(examples), examples))
+        ]
+
+    def _function(self, kind: str) -> Any:
+        """What makes such segments of a model's output."""
+        return getattr(self.processor, f"post_process_{kind}_segmentation", None)
+
+    def _answer(self, kind: str, output: Any, size: tuple[int, int], example: Example) -> list[dict[str, Any]]:
+        if kind == "semantic":
+            [found] = self._function(kind)(output, target_sizes=[size])
+            return self._classes(found)
         limits = {"threshold": 0.9, "mask_threshold": 0.5, "overlap_mask_area_threshold": 0.5, **example.parameters}
-        [found] = function(output, target_sizes=[size], **limits)
+        limits.pop("subtask", None)
+        [found] = self._function(kind)(output, target_sizes=[size], **limits)
         return [
             {
                 "score": segment["score"],

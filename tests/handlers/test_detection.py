@@ -109,7 +109,26 @@ def test_a_subclass_chooses_its_threshold(archive: Any, ask: Any) -> None:
     ]
 
 
-def test_a_detector_explains_nothing(ask: Any) -> None:
-    with pytest.raises(PredictionException, match="boxes") as raised:
-        ask("object_detector", DETECTOR, [{"data": plain(204)}], explain="True")
-    assert raised.value.error_code == 501
+def test_a_box_is_explained_by_the_pixels_that_its_score_is_of(ask: Any) -> None:
+    pytest.importorskip("captum")
+    rows = [{"data": plain(204, 8, 6), "target": "2"}, {"data": plain(51, 4, 4), "target": "2"}]
+    wide, small = map(np.array, ask("object_detector", DETECTOR, rows, explain="True"))
+    assert (wide.shape, small.shape) == ((3, 6, 8), (3, 4, 4))
+    assert [wide.sum(), small.sum()] == pytest.approx([0.8, 0.2], abs=1e-5), "the score is the mean red"
+    [other] = ask("object_detector", DETECTOR, [{"data": plain(204, 8, 6), "target": "7"}], explain="True")
+    assert not np.any(other), "no such thing is there"
+    [wrong] = ask("object_detector", DETECTOR, [{"data": plain(204), "target": "car"}, rows[0]], explain="True")[:1]
+    assert wrong.error_code == 400 and "a label's number" in wrong.message
+
+
+def test_a_segment_is_explained_by_pixel(ask: Any) -> None:
+    pytest.importorskip("captum")
+    tensor = np.random.default_rng(0).normal(size=(3, 8, 8))
+    row = {"body": tensor.tolist(), "target": 1, "steps": 200}
+    [found] = ask("image_segmenter", SEGMENTER, [row], explain="True")
+
+    def part(image: np.ndarray) -> float:
+        each = np.exp(np.concatenate([image, image - 10]))
+        return float((each[1] / each.sum(0)).mean())
+
+    assert np.sum(found) == pytest.approx(part(tensor) - part(tensor * 0), abs=1e-3)

@@ -15,7 +15,7 @@ import torch
 
 from handlers import engines
 from handlers.engines.detokenizer import Detokenizer
-from handlers.engines.engine import Engine, GenerationRequest, Sampling
+from handlers.engines.engine import Chunk, Engine, GenerationRequest, Logprob, Sampling
 from handlers.errors import HandlerLoadError, PredictionException
 
 SIZES = {"num_blocks": 24, "page_size": 16, "max_batch_tokens": 64}  # 384 tokens: less than eight requests want
@@ -114,6 +114,34 @@ def test_each_request_is_drawn_as_it_asks(language_model: Path) -> None:
     assert likeliest == [greedy] * 3
     assert seven == seven_again, "a seed means the same alone as in company"
     assert len({tuple(tokens) for tokens in (greedy, seven, eight, whatever, whatever_again)}) == 5
+
+
+@pytest.mark.parametrize("sampling", [Sampling(logprobs=3), Sampling(1.0, 5, 0.9, 7, 0)], ids=["greedy", "drawn"])
+def test_how_likely_each_token_was(language_model: Path, sampling: Sampling) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = prompts()[1]
+
+    async def ask(engine: Any) -> list[Chunk]:
+        beside = asyncio.create_task(said(engine, GenerationRequest("beside", prompts()[2], 20)))
+        made = [chunk async for chunk in engine.generate(GenerationRequest("asks", prompt, 20, sampling))]
+        await beside
+        assert engine._sampler._followed == {}, "it is forgotten"
+        return made
+
+    chunks = with_engine(language_model, ask)
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    told = [logprob for chunk in chunks for logprob in chunk.logprobs]
+    assert [one.token for one in told] == tokens
+    ids = torch.tensor([prompt + tokens])
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(language_model)(ids).logits[0, len(prompt) - 1 : -1]
+    chances = logits.log_softmax(-1)
+    for one, token, row in zip(told, tokens, chances, strict=True):
+        assert one.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        values, likeliest = row.topk(sampling.logprobs)
+        assert [token for token, _ in one.likeliest] == likeliest.tolist()
+        assert [value for _, value in one.likeliest] == pytest.approx(values.tolist(), abs=1e-4)
 
 
 def test_what_ends_an_answer(language_model: Path) -> None:
@@ -283,12 +311,14 @@ VLLM = {
             DELTA = 1
 
         class SamplingParams:
-            def __init__(self, *, temperature, top_k, top_p, seed, max_tokens, stop_token_ids, detokenize, output_kind):
+            def __init__(
+                self, *, temperature, top_k, top_p, seed, logprobs, max_tokens, stop_token_ids, detokenize, output_kind
+            ):
                 if top_p == 0:
                     raise ValueError("top_p must be in (0, 1]")
                 assert output_kind is RequestOutputKind.DELTA and detokenize is False
                 self.asked = (temperature, top_k, top_p, seed, stop_token_ids)
-                self.max_tokens = max_tokens
+                self.max_tokens, self.logprobs = max_tokens, logprobs
     """,
     "engine/__init__": "",
     "engine/arg_utils": """
@@ -321,7 +351,10 @@ VLLM = {
                         raise EngineDeadError("it is dead")
                     reason = "length" if count + 1 == sampling_params.max_tokens else None
                     token = prompt["prompt_token_ids"][-1] + 1 + count
-                    yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token], finish_reason=reason)])
+                    said = SimpleNamespace(token_ids=[token], finish_reason=reason, logprobs=None)
+                    if sampling_params.logprobs is not None:
+                        said.logprobs = [{token: SimpleNamespace(logprob=-2.0), 3: SimpleNamespace(logprob=-0.5)}]
+                    yield SimpleNamespace(outputs=[said])
 
             async def abort(self, request_id):
                 self.aborted.append(request_id)
@@ -355,6 +388,9 @@ def test_vllm_is_asked_in_its_own_words(tmp_path: Path) -> None:
         request = GenerationRequest("one", [5, 6], 3, Sampling(0.5, 4, 0.9, 7), end=(99,))
         assert await said(engine, request) == ([7, 8, 9], "length")
         assert own.asked == (0.5, 4, 0.9, 7, [99])
+        wished = GenerationRequest("likely", [5], 1, Sampling(logprobs=1))
+        [chunk] = [chunk async for chunk in engine.generate(wished)]
+        assert list(chunk.logprobs) == [Logprob(6, -2.0, ((3, -0.5),))]
         await engine.abort("one")
         assert own.aborted == ["one"]
         await engine.check_health()

@@ -222,6 +222,8 @@ def test_a_decoder_without_a_padding_token_embeds_and_writes(tmp_path: Path) -> 
     assert SHORT + rest["generated_text"] == wanted[0]["generated_text"]
     bad = served({"text": LONG, "parameters": {"max_new_tokens": 40}}, "", {"text": SHORT, "parameters": ask})
     assert [getattr(row, "error_code", 200) for row in bad] == [400, 400, 200]
+    chat = served({"messages": [{"role": "user", "content": "hello"}]}, {"prompt": "hello"})
+    assert all(row.error_code == 400 and "register the same folder with handler=llm" in row.message for row in chat)
 
     embedded = Served(tmp_path, task="sentence-embedding")
     close(embedded(*TEXTS), [embedded(text)[0] for text in TEXTS])
@@ -236,24 +238,138 @@ def test_a_decoder_without_a_padding_token_embeds_and_writes(tmp_path: Path) -> 
     ],
 )
 def test_sequence_to_sequence(tmp_path: Path, task: str, key: str) -> None:
-    torch.manual_seed(0)
     prefix = "it is nice " if task == "summarization" else ""
-    config = transformers.T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
-        eos_token_id=3, pad_token_id=0, initializer_factor=8.0,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    model.save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**said, "task_specific_params": {task: {"prefix": prefix}}}))
-    words = tokenizer()
-    words.save_pretrained(tmp_path)
+    t5(tmp_path, task_specific_params={task: {"prefix": prefix}})
+    model, words = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval(), tokenizer()
     found = Served(tmp_path, task=task, parameters={"max_new_tokens": 7})(*TEXTS)
+    if task == "translation":
+        [foreign] = Served(tmp_path, task=task)({"inputs": SHORT, "parameters": {"src_lang": "de"}})
+        assert foreign.error_code == 400 and "one pair of languages" in foreign.message
     for text, answer in zip(TEXTS, found):
         encoded = words(prefix + text, return_tensors="pt", return_token_type_ids=False)
         ids = model.generate(**encoded, max_new_tokens=7)
         assert answer == {key: words.decode(ids[0], skip_special_tokens=True)}
     assert any(answer[key] for answer in found)
+
+
+def t5(folder: Path, **config: Any) -> Path:
+    torch.manual_seed(0)
+    tiny = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
+        eos_token_id=3, pad_token_id=0, initializer_factor=8.0,
+    )  # fmt: skip
+    transformers.T5ForConditionalGeneration(tiny).eval().save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, **config}))
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_languages_that_a_prefix_says(tmp_path: Path) -> None:
+    prefixes = {("en", "de"): "this is red ", ("en", "fr"): "who sat in Paris ", ("fr", "en"): "bad politics ? "}
+    specific = {f"translation_{one}_to_{two}": {"prefix": prefix} for (one, two), prefix in prefixes.items()}
+    folder = t5(tmp_path, task_specific_params={**specific, "summarization": {"prefix": "nice "}})
+    served = Served(folder, task="translation", parameters={"max_new_tokens": 7})
+
+    def asked(**languages: str) -> dict[str, Any]:
+        return {"inputs": SHORT, "parameters": languages}
+
+    found = served(*(asked(src_lang=one, tgt_lang=two) for one, two in prefixes), asked(tgt_lang="de"), SHORT)
+    plain = Served(folder, task="text2text-generation", parameters={"max_new_tokens": 7})
+    wanted = [answer["generated_text"] for answer in plain(*(prefix + SHORT for prefix in prefixes.values()), SHORT)]
+    assert [answer["translation_text"] for answer in found] == [*wanted[:3], wanted[0], wanted[3]]
+    assert len(set(wanted)) == 4
+    assert served({"inputs": SHORT, "parameters": {"prefix": "this is red ", "tgt_lang": "fr"}}) == found[:1]
+
+    many, none = served(asked(src_lang="en"), asked(src_lang="de", tgt_lang="fr"))
+    assert many.error_code == none.error_code == 400
+    assert "src_lang 'en' and tgt_lang None are too little; it has en to de, en to fr, fr to en." in many.message
+    assert "src_lang 'de' and tgt_lang 'fr' are no pair of this model; it has en to de" in none.message
+    assert "tgt_lang 'klingon' are no pair" in refused(folder, "translation", parameters={"tgt_lang": "klingon"})
+    usual = Served(folder, task="translation", parameters={"max_new_tokens": 7, "src_lang": "en", "tgt_lang": "fr"})
+    assert usual(SHORT, asked(tgt_lang="de")) == [found[1], found[0]]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"prefix": "this is red "}, {"task_specific_params": {"translation_en_to_de": {"prefix": "this is red "}}}],
+)
+def test_the_one_prefix_of_a_folder_stands_before_every_text(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder = t5(tmp_path, **config)
+    before, without = "this is red " + SHORT, {"prefix": ""}
+    [found] = Served(folder, task="translation")(SHORT)
+    assert found == Served(folder, task="translation")({"inputs": before, "parameters": without})[0]
+    assert found != Served(folder, task="translation")({"inputs": SHORT, "parameters": without})[0]
+
+
+def test_languages_of_a_translation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    letters = ["<s>", "<pad>", "</s>", "<unk>", "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+    codes = ["eng_Latn", "deu_Latn", "fra_Latn"]
+    vocabulary = {token: place for place, token in enumerate(letters)}
+    words = transformers.NllbTokenizer(vocab=vocabulary, merges=[], extra_special_tokens=codes)
+    words.save_pretrained(tmp_path)
+    config = transformers.M2M100Config(
+        vocab_size=len(words), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, init_std=1.0,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
+        pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
+    )  # fmt: skip
+    model = transformers.M2M100ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+
+    def wanted(text: str, source: str, target: str) -> dict[str, str]:
+        words.src_lang = source
+        ids = model.generate(
+            **words(text, return_tensors="pt"), max_new_tokens=8,
+            forced_bos_token_id=words.convert_tokens_to_ids(target),
+        )  # fmt: skip
+        return {"translation_text": words.decode(ids[0], skip_special_tokens=True)}
+
+    def asked(text: str, **languages: str) -> dict[str, Any]:
+        return {"inputs": text, "parameters": languages}
+
+    served = Served(tmp_path, task="translation", parameters={"max_new_tokens": 8, "src_lang": "eng_Latn"})
+    german, french = {"tgt_lang": "deu_Latn"}, {"src_lang": "deu_Latn", "tgt_lang": "fra_Latn"}
+    found = served(asked("the cat", **german), asked("die katze", **french), asked("a dog", **german))
+    assert found == [
+        wanted("the cat", "eng_Latn", "deu_Latn"),
+        wanted("die katze", "deu_Latn", "fra_Latn"),
+        wanted("a dog", "eng_Latn", "deu_Latn"),
+    ]
+    assert served(asked("the cat", **german))[0] != served(asked("the cat", tgt_lang="fra_Latn"))[0]
+    silent, wrong, token = served("the cat", asked("the cat", tgt_lang="deu_Latm"), asked("the cat", tgt_lang="a"))
+    assert [row.error_code for row in (silent, wrong, token)] == [400] * 3
+    assert "say which one with tgt_lang" in silent.message
+    assert "'deu_Latm' is no language of this model; did you mean 'deu_Latn'?" in wrong.message
+    assert "'klingon' is no language" in refused(tmp_path, "translation", parameters={"tgt_lang": "klingon"})
+
+
+def test_lengths_are_tokens_where_rows_of_similar_length_run_together(tmp_path: Path) -> None:
+    folder = bert("BertForSequenceClassification", tmp_path, limit=12)
+    assert Served(folder).entry.instance.length is None
+    served = Served(folder, bucket_by_length=True)
+    length = served.entry.instance.length
+    pair = {"inputs": {"text": SHORT, "text_pair": "who ?"}}
+    rows = [SHORT, "what ?", b"what ?", {"inputs": SHORT}, pair, LONG]
+    assert [length({"body": row}) for row in rows] == [8, 4, 4, 8, 11, 12], "with the frame, and cut at the limit"
+    answers = served(*rows)
+    assert [length({"body": row}) for row in rows] == [8, 4, 4, 8, 11, 12], "whatever the batches do to the tokenizer"
+    assert answers[1] == answers[2]
+    with pytest.raises(PredictionException):
+        length({"body": 3})
+
+
+def test_the_limit_of_pixels_is_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = vit(tmp_path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    [refusal] = Served(folder)(bytearray(png(image(0))))
+    assert refusal.error_code == 400 and "limit_max_image_pixels: false lifts this limit" in refusal.message
+    context = Context("m", str(folder), {}, limit_max_image_pixels=False)
+    entry = handlers.load("huggingface", folder, {})
+    entry.initialize(context)
+    context.begin(["1"], [{}], [{}])
+    [answer] = entry([Row({"body": bytearray(png(image(0)))})], context)
+    assert len(answer) == 5
 
 
 def vit(folder: Path) -> Path:
@@ -278,13 +394,18 @@ def test_image_classification(tmp_path: Path) -> None:
     close(served.entry([row], served.context), [first])
 
 
-def test_object_detection(tmp_path: Path) -> None:
+def yolos(folder: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.YolosConfig(
         image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=3, initializer_range=0.2, **TINY
     )
-    transformers.YolosForObjectDetection(config).save_pretrained(tmp_path)
-    transformers.YolosImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    transformers.YolosForObjectDetection(config).save_pretrained(folder)
+    transformers.YolosImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def test_object_detection(tmp_path: Path) -> None:
+    yolos(tmp_path)
     pictures = [image(0), image(1)]
     own = pipeline("object-detection", tmp_path)
     rows = [{"inputs": base64.b64encode(png(p)).decode(), "parameters": {"threshold": 0.01}} for p in pictures]
@@ -293,14 +414,19 @@ def test_object_detection(tmp_path: Path) -> None:
     assert found[0]
 
 
-def test_image_segmentation(tmp_path: Path) -> None:
+def segformer(folder: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.SegformerConfig(
         num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2],
         num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3, initializer_range=0.8,
     )  # fmt: skip
-    transformers.SegformerForSemanticSegmentation(config).save_pretrained(tmp_path)
-    transformers.SegformerImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    transformers.SegformerForSemanticSegmentation(config).save_pretrained(folder)
+    transformers.SegformerImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def test_image_segmentation(tmp_path: Path) -> None:
+    segformer(tmp_path)
     own = pipeline("image-segmentation", tmp_path)
     pictures = [image(0), image(1, 20, 50)]
     for answer, picture in zip(Served(tmp_path)(*(bytearray(png(p)) for p in pictures)), pictures):
@@ -308,6 +434,41 @@ def test_image_segmentation(tmp_path: Path) -> None:
             mask = Image.open(io.BytesIO(base64.b64decode(segment.pop("mask"))))
             assert np.array_equal(np.asarray(mask), np.asarray(wanted.pop("mask")))
             assert mask.size == picture.size and segment == wanted
+
+
+def test_panoptic_instance_and_semantic_segments(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ones = [1, 1, 1, 1]
+    backbone = transformers.SwinConfig(
+        image_size=64, patch_size=4, embed_dim=8, depths=ones, num_heads=ones, window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = transformers.Mask2FormerConfig(
+        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
+        dim_feedforward=16, encoder_layers=1, decoder_layers=2, num_attention_heads=2, num_queries=6, num_labels=3,
+        init_std=1.0, init_xavier_std=3.0,
+    )  # fmt: skip
+    transformers.Mask2FormerForUniversalSegmentation(config).save_pretrained(tmp_path)
+    processor = transformers.Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}, ignore_index=255)
+    processor.save_pretrained(tmp_path)
+    own, served = pipeline("image-segmentation", tmp_path), Served(tmp_path)
+    pictures = [image(0), image(1, 20, 50)]
+    limits = {"threshold": 0.3, "mask_threshold": 0.3, "overlap_mask_area_threshold": 0.1}
+    asked = [(picture, kind) for kind in ("panoptic", "instance", "semantic") for picture in pictures]
+    rows = [
+        {"inputs": base64.b64encode(png(picture)).decode(), "parameters": {"subtask": kind, **limits}}
+        for picture, kind in asked
+    ]
+    found, kinds = served(*rows), set()
+    for answer, (picture, kind) in zip(found, asked, strict=True):
+        for segment, wanted in zip(answer, own(picture, subtask=kind, **limits), strict=True):
+            mask = Image.open(io.BytesIO(base64.b64decode(segment.pop("mask"))))
+            assert np.array_equal(np.asarray(mask), np.asarray(wanted.pop("mask"))) and mask.size == picture.size
+            close(segment, wanted)
+            kinds.add(kind)
+    assert kinds == {"panoptic", "instance", "semantic"}, "some segments of each"
+    [whole] = Served(segformer(tmp_path / "classes"))({**rows[0], "parameters": {"subtask": "panoptic"}})
+    assert whole.error_code == 400 and "no panoptic segments; the subtask may be semantic" in whole.message
 
 
 # Real weights.
@@ -506,6 +667,21 @@ def test_an_image_s_label_is_explained_by_pixel(tmp_path: Path) -> None:
     served = Served(vit(tmp_path), task="image-classification")
     found = np.array(explained(served, data=png(image(1)), method="feature_ablation"))
     assert found.ndim == 3 and len(found) == 3 and np.isfinite(found).all() and found.any()
+
+
+def test_detections_and_segments_are_explained_by_pixel(tmp_path: Path) -> None:
+    pytest.importorskip("captum")
+    for folder in (yolos(tmp_path / "boxes"), segformer(tmp_path / "segments")):
+        served = Served(folder)
+        handler = served.entry.instance
+        picture = image(1, 32, 32)
+        found = np.array(explained(served, data=png(picture), target="LABEL_1", steps="200"))
+        pixels = handler.task.processor(images=[picture], return_tensors="pt")["pixel_values"]
+        with torch.inference_mode():
+            scores = handler.task.scores(handler.model(torch.cat([pixels, pixels * 0])))[:, 1].tolist()
+        assert found.shape == pixels.shape[1:] and found.any()
+        assert found.sum() == pytest.approx(scores[0] - scores[1], abs=0.02 * np.abs(found).sum())
+        assert np.array(explained(served, data=png(picture), target="1", method="feature_ablation")).any()
 
 
 def test_what_no_label_answers_is_not_explained() -> None:

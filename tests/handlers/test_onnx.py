@@ -264,3 +264,40 @@ def test_an_output_that_belongs_to_no_row_is_said(answers: Any) -> None:
     )
     with pytest.raises(ValueError, match=r"the output y of 2 rows has the shape \[\]"):
         answers(total, bodies([1, 2, 3], [4, 5, 6]))
+
+
+def test_a_signature_that_is_not_the_graphs_stops_the_start(tmp_path: Path, begin: Callable[..., Context]) -> None:
+    onnx.save(linear(), tmp_path / "model.onnx")
+    manifest = {"model": {"serializedFile": "model.onnx"}}
+
+    def started(*ports: dict[str, Any]) -> Any:
+        entry = handlers.load("onnx", tmp_path, manifest)
+        config = {"signature": {"inputs": list(ports)}}
+        entry.initialize(Context("net", str(tmp_path), manifest, model_yaml_config=config))
+        return entry.instance.initialized
+
+    x = {"name": "x", "datatype": "FP32", "shape": [-1, 3]}
+    for changes, why in (
+        ({"name": "z"}, "the inputs z"),
+        ({"shape": [-1, 4]}, r"x with the shape \[-1, 4\]"),
+        ({"shape": [3]}, r"x with the shape \[3\]"),
+    ):
+        with pytest.raises(HandlerLoadError, match=rf"signature has {why}, and the graph takes x: float\[batch, 3\]"):
+            started({**x, **changes})
+    assert started(x) and started({**x, "shape": [-1, -1]}) and started({"name": "x", "datatype": "INT64"})
+    onnx.save(linear(dtype=TensorProto.INT32), tmp_path / "model.onnx")
+    with pytest.raises(HandlerLoadError, match=r"signature has x as FP32, and the graph takes x: int32\[batch, 3\]"):
+        started(x)
+    assert started()
+
+
+def test_what_a_graph_answers_is_explained_by_number(answers: Any) -> None:
+    pytest.importorskip("captum")
+    rows = [{"body": [1, 2, 3], "target": target} for target in (0, 1)] + [{"body": [1, 2]}]
+    first, second, wrong = answers(linear(), rows, explain="True")
+    assert first == pytest.approx([1, 0, 9]) and second == pytest.approx([0, 4, 0])
+    assert wrong.error_code == 400 and "has the shape [2]" in wrong.message
+    [found] = answers(two(), [{"body": {"ids": [5, 6], "mask": [1, 0]}, "target": 0}], explain="True")
+    assert found == {"ids": [5, 0], "mask": [5, 0]}, "of ids times mask"
+    [beyond] = answers(linear(), [{"body": [1, 2, 3], "target": 7}, rows[0]], explain="True")[:1]
+    assert beyond.error_code == 400

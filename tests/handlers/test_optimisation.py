@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 import handlers
@@ -285,3 +286,12 @@ def test_a_difference() -> None:
     broken = difference(plain, plain | {"logits": torch.full((2, 2), torch.nan)}, Tolerance(0.01, 0.01))
     assert broken.largest == float("inf") and not broken.within
     assert "shapes" in difference(plain, torch.ones(2), Tolerance(1.0, 1.0)).outside
+
+
+def test_a_tolerance_as_yaml_reads_it() -> None:
+    block = yaml.safe_load("{rtol: 1e-6, atol: 1.0e-6}")
+    assert block["rtol"] == "1e-6", "YAML wants a point in a number"
+    assert Tolerance.of(block) == Tolerance(1e-6, 1e-6)
+    for wrong in ("much", "-1e-6", "nan"):
+        with pytest.raises(HandlerLoadError, match=r"accuracy\.rtol is .*write a number from 0"):
+            Tolerance.of({"rtol": wrong})

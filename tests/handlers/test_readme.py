@@ -62,6 +62,8 @@ FILES: dict[str, tuple[list[Any], list[Any]]] = {
     "reasons": ([[1.0, 2.0]], [[1.0, 2.0]]),
     "squares": ([3, 4], [9, 16]),
     "sentences": (["of three words", "one"], [0, 2]),
+    "total": (["one", "three"], [3, 8]),
+    "countdown": (["3", "1"], [3, 1]),
     "whoami": ([""], [[os.getpid()]]),
 }
 SENT = {"words": ["one ", "two "]}

@@ -1,0 +1,146 @@
+"""Rows of named arrays: joined along the first axis where they are alike, and taken apart again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from handlers import tensor_rows
+from handlers.base import BaseHandler
+from handlers.context import Context
+from handlers.errors import PredictionException
+
+
+def doubled(calls: list[int]) -> Any:
+    def model(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        calls.append(len(arrays["x"]) if arrays["x"].ndim else -1)
+        return {"y": arrays["x"] * 2}
+
+    return model
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2)), min_size=1, max_size=6))
+def test_rows_of_any_size_never_mix(shapes: list[tuple[int, int]]) -> None:
+    rows = [{"x": np.full(shape, index)} for index, shape in enumerate(shapes)]
+    calls: list[int] = []
+    answers = tensor_rows.run(rows, doubled(calls))
+    for row, answer in zip(rows, answers):
+        np.testing.assert_array_equal(answer["y"], row["x"] * 2)
+    assert len(calls) == len({width for _, width in shapes})  # one call for those that are alike
+
+
+def test_rows_that_cannot_be_joined_run_alone() -> None:
+    calls: list[int] = []
+    rows = [{"x": np.array(1)}, {"x": np.array(2)}, {"x": np.ones(2), "z": np.ones(3)}]
+    assert [a["y"].tolist() for a in tensor_rows.run(rows, doubled(calls))] == [2, 4, [2, 2]]
+    assert calls == [-1, -1, 2]
+    calls.clear()
+    tensor_rows.run([{"x": np.ones(1)}] * 3, doubled(calls), apart=True)
+    assert calls == [1, 1, 1]
+
+
+def test_outputs_that_are_not_by_row_are_asked_for_alone() -> None:
+    answers = tensor_rows.run([{"x": np.ones(1)}, {"x": np.ones(2)}], lambda arrays: {"sum": arrays["x"].sum()})
+    assert [answer["sum"] for answer in answers] == [1, 2]
+
+
+def test_a_guilty_row_fails_alone() -> None:
+    def model(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if (arrays["x"] < 0).any():
+            raise PredictionException("negative", 400)
+        return {"y": arrays["x"]}
+
+    first, second = tensor_rows.run([{"x": np.array([1])}, {"x": np.array([-1])}], model)
+    assert first["y"].tolist() == [1]
+    assert isinstance(second, PredictionException)
+
+
+def test_which_rows_are_such() -> None:
+    assert tensor_rows.are([{"x": np.ones(1)}])
+    for data in ([], [{}], [{"body": [1.0]}], ["x"]):
+        assert not tensor_rows.are(data)
+
+
+def opened(handler: BaseHandler, rows: int, config: dict | None = None) -> Context:
+    context = Context("m", ".", {}, model_yaml_config=config or {})
+    context.begin([str(i) for i in range(rows)], [{}] * rows, [{}] * rows)
+    handler.device = torch.device("cpu")
+    handler.model_yaml_config = config or {}
+    return context
+
+
+def test_a_module_takes_tensors_in_the_order_of_its_signature() -> None:
+    handler = BaseHandler()
+    handler.model = _Minus()
+    ports = {"inputs": [{"name": "a"}, {"name": "b"}], "outputs": [{"name": "difference"}]}
+    rows = [{"b": np.full((n, 1), 1.0, np.float32), "a": np.full((n, 1), 3.0, np.float32)} for n in (1, 2)]
+    answers = handler.handle(rows, opened(handler, 2, {"signature": ports}))
+    assert [answer["difference"].tolist() for answer in answers] == [[[2.0]], [[2.0], [2.0]]]
+    assert [answer["output-1"].shape for answer in answers] == [(1, 1), (2, 1)]
+
+
+def test_a_module_refuses_text() -> None:
+    handler = BaseHandler()
+    handler.model = torch.nn.Linear(1, 1)
+    [refused] = handler.handle([{"t": np.array([b"x"], object)}], opened(handler, 1))
+    assert isinstance(refused, PredictionException)
+    assert "t is BYTES" in str(refused)
+
+
+def test_an_author_s_stage_keeps_its_rows() -> None:
+    class Own(BaseHandler):
+        def preprocess(self, data: Any) -> Any:
+            return torch.from_numpy(np.concatenate([row["x"] for row in data]))
+
+    handler = Own()
+    handler.model = torch.nn.Identity()
+    assert not handler.takes_tensors
+    assert handler.handle([{"x": np.array([[1.0]])}], opened(handler, 1)) == [[1.0]]
+
+
+class _Minus(torch.nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a - b, a
+
+
+def test_an_onnx_graph_says_its_signature_and_takes_arrays(tmp_path: Any) -> None:
+    import onnx
+
+    import handlers
+
+    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "length"])
+    out = helper.make_tensor_value_info("twice", TensorProto.INT64, ["batch", "length"])
+    graph = helper.make_graph([helper.make_node("Add", ["ids", "ids"], ["twice"])], "g", [ids], [out])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "model.onnx")
+    manifest = {"model": {"serializedFile": "model.onnx", "handler": "onnx"}}
+    entry = handlers.load("onnx", tmp_path, manifest)
+    context = Context("m", str(tmp_path), manifest)
+    entry.initialize(context)
+    assert entry.instance.signature == {
+        "inputs": [{"name": "ids", "datatype": "INT64", "shape": [-1, -1]}],
+        "outputs": [{"name": "twice", "datatype": "INT64", "shape": [-1, -1]}],
+    }
+    context.begin(["a", "b", "c"], [{}] * 3, [{}] * 3)
+    answers = entry([{"ids": np.ones(shape, np.int64)} for shape in ((1, 2), (3, 2), (1, 5))], context)
+    assert [tuple(answer["twice"].shape) for answer in answers] == [(1, 2), (3, 2), (1, 5)]
+    context.begin(["a"], [{}], [{}])
+    assert entry([{"body": [1, 2]}], context) == [[2, 4]]
+
+
+def test_the_guide_s_handler() -> None:
+    guide = (Path(__file__).parents[2] / "handlers/README.md").read_text()
+    [code] = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "class Norms" in code]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    handler = names["Norms"]()
+    handler.initialize(None)
+    answers = handler.handle([{"x": np.ones((n, 4))} for n in (1, 3)], None)
+    assert [answer["norm"].tolist() for answer in answers] == [[4.0], [4.0] * 3]
