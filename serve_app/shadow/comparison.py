@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from serve_app import json_path
+from serve_app import json_path, tensors
 from serve_app.policy import Compare
 from serve_app.types import Reply
 
@@ -45,8 +45,8 @@ def compare(how: Compare, live: Reply, other: Reply) -> Comparison:
         return _apart("status")
     if _media_type(live) != _media_type(other):
         return _apart("content_type")
-    first = _document(live.body)
-    second = first if other.body == live.body else _document(other.body)
+    first = _document(live)
+    second = first if other.body == live.body else _document(other)
     if first is _NOTHING or second is _NOTHING:
         return _texts(how, _text(live.body), _text(other.body))
     if json_path.steps(how.at):
@@ -59,6 +59,12 @@ def compare(how: Compare, live: Reply, other: Reply) -> Comparison:
         return Comparison(True) if live.body == other.body else _apart("body")
 
 
+def _plain(tensor: tensors.Tensor) -> Any:
+    if tensor.datatype == "BYTES":
+        return [element.decode("utf-8", "replace") for element in tensors.elements(tensor)]
+    return tensor.array().tolist()
+
+
 def _apart(why: str, **measures: float) -> Comparison:
     return Comparison(False, APART, why, measures)
 
@@ -67,10 +73,16 @@ def _media_type(reply: Reply) -> str:
     return (reply.content_type or "").partition(";")[0].strip().lower()
 
 
-def _document(body: bytes) -> Any:
-    """The JSON that ``body`` is, with NaN and infinities as handlers write them; else _NOTHING."""
+def _document(reply: Reply) -> Any:
+    """The JSON that a body is, with NaN and infinities as handlers write them; ``{name: nested list}`` of tensors.
+
+    Else _NOTHING.
+    """
+    body = reply.body
     if len(body) > MAX_BYTES:
         return _NOTHING
+    if reply.content_type == tensors.PACKED:
+        return {tensor.name: _plain(tensor) for tensor in tensors.unpack(body)}
     try:
         return orjson.loads(body)
     except ValueError:

@@ -7,16 +7,18 @@ process that happened to answer it. TorchServe's metrics (torchserve/) go the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric as Metrics
 
+from serve_app.telemetry.batches import Batches
 from serve_app.telemetry.torchserve.catalogue import Family
 from serve_app.telemetry.torchserve.meters import Child, Reading, TorchServeMeters
 from serve_app.telemetry.torchserve.page import Page
+from serve_app.types import Figures
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -31,6 +33,8 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
+_STEP = ("model", "version", "step")
+
 METRICS = (
     Metric("torchrelay_request_latency_seconds", "histogram", "From a call's arrival to its answer.", buckets=_SECONDS),
     Metric("torchrelay_queue_seconds", "histogram", "A row's wait for its batch.", buckets=_SECONDS),
@@ -38,9 +42,18 @@ METRICS = (
     Metric("torchrelay_batch_size", "histogram", "Rows that ran together.", buckets=_ROWS),
     Metric("torchrelay_requests", "counter", "Answered calls; status: ok, or why not.", ("model", "version", "status")),
     Metric("torchrelay_http_responses", "counter", "HTTP answers of the inference port.", ("code",)),
+    Metric("torchrelay_grpc_responses", "counter", "Answers of the gRPC ports.", ("code",)),
     Metric("torchrelay_queue_depth", "gauge", "Rows waiting for a batch now."),
+    Metric("torchrelay_sequences", "gauge", "Sequences that are open now."),
+    Metric("torchrelay_sequences_ended", "counter", "Sequences that ended, by why.", ("model", "version", "why")),
     Metric("torchrelay_replicas", "gauge", "Replicas that run now."),
     Metric("torchrelay_replicas_wanted", "gauge", "Replicas that there should be."),
+    Metric("torchrelay_workflow_ongoing", "gauge", "Calls that a workflow is answering now."),
+    Metric("torchrelay_workflow_steps", "counter", "Steps that ended; status as of requests.", (*_STEP, "status")),
+    Metric("torchrelay_workflow_step_seconds", "histogram", "A step, with its retries.", _STEP, _SECONDS),
+    Metric("torchrelay_asynchronous", "gauge", "Asynchronous predictions: queued, running.", ("model", "state")),
+    Metric("torchrelay_asynchronous_ended", "counter", "Asynchronous predictions that ended.", ("model", "state")),
+    Metric("torchrelay_webhooks", "counter", "Webhooks, by outcome: delivered, failed.", ("outcome",)),
     Metric("torchrelay_shadow_calls", "counter", "Copies for a shadow, by outcome.", ("model", "version", "outcome")),
     Metric("torchrelay_shadow_latency_seconds", "histogram", "A copy's way to a shadow and back.", buckets=_SECONDS),
     Metric("torchrelay_shadow_label_flips", "counter", "Copies whose first label differed from the live one."),
@@ -48,6 +61,15 @@ METRICS = (
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+# The samples of which ``Sum.figures`` is made.
+_OF_FIGURES = {
+    "torchrelay_requests_total": "answered",
+    "torchrelay_request_latency_seconds_sum": "seconds",
+    "torchrelay_batch_size_sum": "rows",
+    "torchrelay_queue_seconds_sum": "queue",
+    "torchrelay_inference_seconds_count": "batches",
+    "torchrelay_inference_seconds_sum": "inference",
+}
 
 
 class _Calls:
@@ -72,6 +94,7 @@ class Meters:
         self._children: dict[tuple[str, ...], Counter | Gauge | Histogram] = {}
         self._calls: dict[tuple[str, str, str, str | None], _Calls] = {}
         self._batches: dict[tuple[str, str], tuple[Callable[[float], None], ...]] = {}
+        self._ran: dict[tuple[str, str], Batches] = {}
         self._codes: dict[int, Counter] = {}
         self._rest: dict[int, Child] = {}
         self._thread_time = self.torchserve.child("WorkerThreadTime", "Host")
@@ -129,6 +152,10 @@ class Meters:
         counter.inc()
         self.rest(code)
 
+    def grpc_response(self, code: str) -> None:
+        """An answer left a gRPC port, with the status of that name."""
+        self._child("torchrelay_grpc_responses", code).inc()
+
     def rest(self, code: int) -> None:
         """An HTTP answer left some port."""
         child = self._rest.get(code)
@@ -145,12 +172,41 @@ class Meters:
         if bound is None:
             names = ("torchrelay_batch_size", "torchrelay_inference_seconds", "torchrelay_queue_seconds")
             bound = self._batches[model, version] = tuple(self._child(name, model, version).observe for name in names)
+            self._ran[model, version] = Batches()
         self.on_batch(seconds, waits, live)
+        self._ran[model, version].note(rows, seconds)
         size, inference, queue = bound
         size(rows)
         inference(seconds)
         for wait in waits:
             queue(wait)
+
+    def workflow(self, model: str, version: str, change: int) -> None:
+        """So many more calls are with a workflow, or fewer."""
+        self._child("torchrelay_workflow_ongoing", model, version).inc(change)
+
+    def step(self, model: str, version: str, step: str, status: str, seconds: float) -> None:
+        """A workflow's step ended after ``seconds``."""
+        self._child("torchrelay_workflow_steps", model, version, step, status).inc()
+        self._child("torchrelay_workflow_step_seconds", model, version, step).observe(seconds)
+
+    def sequences(self, model: str, version: str, count: int) -> None:
+        """So many sequences are open."""
+        self._child("torchrelay_sequences", model, version).set(count)
+
+    def sequence_ended(self, model: str, version: str, why: str) -> None:
+        self._child("torchrelay_sequences_ended", model, version, why).inc()
+
+    def deferrals(self, model: str, queued: int, running: int) -> None:
+        """So many asynchronous predictions of a model wait, and so many run."""
+        self._child("torchrelay_asynchronous", model, "queued").set(queued)
+        self._child("torchrelay_asynchronous", model, "running").set(running)
+
+    def deferral_ended(self, model: str, state: str) -> None:
+        self._child("torchrelay_asynchronous_ended", model, state).inc()
+
+    def webhook(self, outcome: str) -> None:
+        self._child("torchrelay_webhooks", outcome).inc()
 
     def shadow(self, model: str, version: str, outcome: str) -> None:
         """What became of a copy that was meant for the shadow ``version``."""
@@ -191,14 +247,15 @@ class Meters:
 
     def report(self) -> Report:
         """Everything as plain data, for another process to add up."""
-        return Report(self.samples(), self.torchserve.readings())
+        return Report(self.samples(), self.torchserve.readings(), self._ran)
 
 
 class Report(NamedTuple):
-    """What a process has measured: our own samples, and what is shown under TorchServe's names."""
+    """What a process has measured: our own samples, what is shown under TorchServe's names, and batches by size."""
 
     samples: list[Sample]
     readings: list[Reading]
+    batches: Mapping[tuple[str, str], Batches]  # by model and version
 
 
 class Sum:
@@ -210,10 +267,13 @@ class Sum:
     def __init__(self, shown: Iterable[Family] = ()) -> None:
         self._live: dict[str, list[Sample]] = {}
         self._ended: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._batches: dict[str, Mapping[tuple[str, str], Batches]] = {}
+        self._past: dict[tuple[str, str], Batches] = {}  # of processes that ended
         self._page = Page(shown)
 
     def put(self, source: str, report: Report) -> None:
         self._live[source] = report.samples
+        self._batches[source] = report.batches
         self._page.put(source, report.readings)
 
     def end(self, source: str) -> None:
@@ -222,6 +282,7 @@ class Sum:
         for name, labels, value in self._live.pop(source, []):
             if name not in gauges:
                 self._ended[name, labels] = self._ended.get((name, labels), 0.0) + value
+        _add(self._past, self._batches.pop(source, {}))
         self._page.end(source)
 
     @property
@@ -232,6 +293,35 @@ class Sum:
         """The sum of one of our own metrics over the samples that carry ``labels``."""
         wanted = set(labels.items())
         return sum(v for (n, have), v in self._summed().items() if n == name and wanted <= set(have))
+
+    def figures(self) -> list[Figures]:
+        """What was counted of every version that has answered or refused a call, by name."""
+        sums: dict[tuple[str, str], dict[str, float]] = {}
+        for (name, labels), value in self._summed().items():
+            said = dict(labels)
+            if name in _OF_FIGURES and said["version"]:
+                none = dict.fromkeys((*_OF_FIGURES.values(), "failed"), 0.0)
+                of = sums.setdefault((said["model"], said["version"]), none)
+                of["failed" if said.get("status", "ok") != "ok" else _OF_FIGURES[name]] += value
+        ran: dict[tuple[str, str], Batches] = {}
+        for batches in (self._past, *self._batches.values()):
+            _add(ran, batches)
+        none_ran = Batches()
+        return [
+            Figures(
+                *version,
+                int(of["answered"]),
+                int(of["failed"]),
+                of["seconds"],
+                int(of["rows"]),
+                of["queue"],
+                int(of["batches"]),
+                of["inference"],
+                ran.get(version, none_ran).last,
+                tuple((rows, *said) for rows, said in sorted(ran.get(version, none_ran).sizes.items())),
+            )
+            for version, of in sorted(sums.items())
+        ]
 
     def render(self, names: Collection[str] | None = None) -> bytes:
         """The Prometheus text (format 0.0.4) of the sums; with ``names`` the samples that are called so alone."""
@@ -256,6 +346,11 @@ class Sum:
                 base = base.removesuffix(suffix) if base not in families else base
             families[base].add_sample(name, dict(labels), value)
         return [family for family in families.values() if names is None or family.samples]
+
+
+def _add(to: dict[tuple[str, str], Batches], others: Mapping[tuple[str, str], Batches]) -> None:
+    for version, batches in others.items():
+        to.setdefault(version, Batches()).add(batches)
 
 
 class _Families:

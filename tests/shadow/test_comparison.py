@@ -6,8 +6,10 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
+from serve_app import tensors
 from serve_app.policy import Compare
 from serve_app.shadow.comparison import APART, MAX_BYTES, Comparison, compare
 from serve_app.types import Reply
@@ -26,6 +28,17 @@ def test_status_and_media_type_come_first() -> None:
     assert compare(Compare(), reply, Reply(b"1", "application/json; charset=utf-8")).agreed
     assert compare(Compare(), reply, Reply(b"1", "application/json", 201)) == Comparison(False, APART, "status")
     assert compare(Compare(), reply, Reply(b"1", "text/plain")) == Comparison(False, APART, "content_type")
+
+
+def test_tensors_are_compared_as_numbers() -> None:
+    def said(*numbers: float) -> Reply:
+        y = tensors.of("y", np.array([numbers], np.float32))
+        return Reply(tensors.pack([y, tensors.text("é".encode(), "t")]), tensors.PACKED)
+
+    how = Compare(at="$.y", rtol=0.01)
+    assert compare(how, said(1.0, 2.0), said(1.001, 2.0)).agreed
+    assert not compare(how, said(1.0, 2.0), said(1.5, 2.0)).agreed
+    assert compare(Compare(at="$.t"), said(1.0), said(2.0)).agreed
 
 
 @pytest.mark.parametrize("kind", ["auto", "allclose", "label", "text"])

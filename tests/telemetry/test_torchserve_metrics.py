@@ -104,7 +104,7 @@ def test_a_file_declares_what_there_is(mine: Path) -> None:
     assert read.model["Load"] == catalogue.Family(
         "Load", "gauge", "things", ("Shelf", "ModelName", "Level", "Hostname")
     )
-    assert {f.name for f in catalogue.PROFILE} <= set(read.model), "a profile is accepted with every file"
+    assert {f.name for f in catalogue.OURS} <= set(read.model), "a profile and a text are measured with every file"
 
 
 @pytest.mark.parametrize(

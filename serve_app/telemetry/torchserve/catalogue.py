@@ -79,17 +79,26 @@ MODEL = (
     Family("HandlerTime", "gauge", "ms", _HANDLER),
     Family("PredictionTime", "gauge", "ms", _HANDLER),
 )
-# What `handler: {profile: true}` measures, known whatever a file declares.
+# What `handler: {profile: true}` measures.
 PROFILE = tuple(
     Family(f"ts_handler_{stage}", "gauge", "ms", _HANDLER) for stage in ("preprocess", "inference", "postprocess")
 )
+# What the handler `llm` measures.
+GENERATION = (
+    Family("TimeToFirstToken", "gauge", "ms", _HANDLER),
+    Family("TokensPerSecond", "gauge", "tokens", _HANDLER),
+    Family("PromptTokens", "counter", "count", _HANDLER),
+    Family("GeneratedTokens", "counter", "count", _HANDLER),
+    Family("CacheUse", "gauge", "percent", _HANDLER),
+)
+OURS = (*PROFILE, *GENERATION)  # known whatever a file declares
 
 
 def _by_name(*families: Family) -> dict[str, Family]:
     return {family.name: family for family in families}
 
 
-DEFAULT = Catalogue(_by_name(*SERVER), _by_name(*MODEL, *PROFILE))
+DEFAULT = Catalogue(_by_name(*SERVER), _by_name(*MODEL, *OURS))
 
 
 def complaint(name: str, dimensions: tuple[str, ...]) -> str:
@@ -107,7 +116,7 @@ def complaint(name: str, dimensions: tuple[str, ...]) -> str:
 
 
 def read(path: Path) -> Catalogue:
-    """What a file in the form of TorchServe's metrics.yaml declares, and nothing else but the profiling times.
+    """What a file in the form of TorchServe's metrics.yaml declares, and besides only what handlers of ours measure.
 
     Raises ConfigurationError, which names the place and the cure.
     """
@@ -137,8 +146,8 @@ def parse(text: str, where: str) -> Catalogue:
             raise ConfigurationError(f"{where}: ts_metrics", f"{name} has the dimensions {wanted}, in this order")
         if name in model:
             raise ConfigurationError(where, f"{name} stands in both sections; take it out of one")
-    profile = {family.name: family for family in PROFILE if family.name not in server}
-    return Catalogue(server, profile | model)
+    ours = {family.name: family for family in OURS if family.name not in server}
+    return Catalogue(server, ours | model)
 
 
 def _section(where: str, section: Any, more: tuple[str, ...]) -> dict[str, Family]:

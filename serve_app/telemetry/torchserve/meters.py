@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 from handlers.metrics import CachingMetric, MetricCache, MetricTypes, send_to
 from serve_app.telemetry.logs import Stamp
 from serve_app.telemetry.sink import Drain
-from serve_app.telemetry.torchserve.catalogue import DEFAULT, HOSTNAME, PROFILE, Catalogue, Family, complaint
+from serve_app.telemetry.torchserve.catalogue import DEFAULT, HOSTNAME, OURS, Catalogue, Family, complaint
 
 log = logging.getLogger("torchrelay.metrics")
 
@@ -172,7 +172,7 @@ class TorchServeMeters:
     def shown(self) -> Iterator[Family]:
         """What stands on the page from the beginning, in this mode: what TorchServe's own page shows then."""
         for family in self.catalogue:
-            if family in PROFILE:
+            if family in OURS:
                 continue
             if self._mode == "prometheus" or (self._mode == "legacy" and family.name in LEGACY):
                 yield family
