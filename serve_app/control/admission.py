@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_app.control.specs import spec_from
+from serve_app.control.specs import spec_from, workflow_spec
+from serve_app.errors import ArchiveNotFound, WorkflowArchiveNotFound
 from serve_app.settings import Settings
-from serve_app.store.cache import Cache
+from serve_app.store import war
+from serve_app.store.cache import Cache, Stored
 from serve_app.store.manifest import Manifest, check, is_folder
 from serve_app.store.sources import fetch, file_path
 from serve_app.types import ModelSpec, Registration
@@ -42,27 +44,14 @@ class Admission:
         InvalidArchive, ConfigurationError and BadRequest.
         """
         settings = self._settings
-        with tempfile.TemporaryDirectory(prefix="torchrelay-") as into:
-            source = fetch(
-                registration.url,
-                settings.store,
-                settings.model_store,
-                Path(into),
-                lambda done, total: tell("downloading", bytes=done, total=total),
-                registration.s3_sse_kms,
-            )
-            stored = self._cache.store(
-                source, source.name, lambda done, total: tell("unpacking", bytes=done, total=total)
-            )
-        tell("checking")
-        self._loose.add(stored.digest)
-        manifest = Manifest.read(stored.directory, source.name, settings.store.default_service_handler)
+        stored, source = self._stored(registration, settings.model_store, tell)
+        manifest = Manifest.read(stored.directory, source, settings.store.default_service_handler)
         asked = {"model_name": registration.model_name, "handler": registration.handler}
         manifest = dataclasses.replace(manifest, **{key: value for key, value in asked.items() if value})
         config = check(stored.directory, manifest, registration.task)
         if config.unserved:
             keys = ", ".join(config.unserved)
-            log.warning("%s: %s in its %s: not served, and without effect", source.name, keys, manifest.config_file)
+            log.warning("%s: %s in its %s: not served, and without effect", source, keys, manifest.config_file)
         spec = spec_from(
             registration,
             manifest,
@@ -74,11 +63,61 @@ class Admission:
         )
         if manifest.requirements_file is not None and not spec.requirements:
             cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
-            log.warning("%s: its %s is not installed; %s", source.name, manifest.requirements_file, cure)
+            log.warning("%s: its %s is not installed; %s", source, manifest.requirements_file, cure)
         if spec.device_type == "gpu" and not spec.num_gpus:
             cure = "num_gpus in the same file, or runtime.num_gpus, does"
-            log.warning("%s: deviceType gpu alone claims no GPU, so its replicas see none; %s", source.name, cure)
+            log.warning("%s: deviceType gpu alone claims no GPU, so its replicas see none; %s", source, cure)
         return spec
+
+    def admit_workflow(
+        self, registration: Registration
+    ) -> tuple[ModelSpec, list[Registration], tuple[war.Member, ...]]:
+        """The spec of the workflow in a .war, and what to register its models with, beside what it says of each.
+
+        Raises WorkflowArchiveNotFound, InvalidWorkflow and what ``admit`` raises.
+        """
+        url = registration.url
+        try:
+            stored, source = self._stored(registration, self._settings.workflow_store, _tell_nobody)
+        except ArchiveNotFound as error:
+            where = "at" if "://" in url or url.startswith("/") else "in workflow store"
+            unknown = str(error).startswith("Model not found at: ")
+            raise WorkflowArchiveNotFound(f"Workflow not found {where}: {url}" if unknown else str(error)) from None
+        found = war.read(stored.directory, source, registration.model_name)
+        spec = workflow_spec(
+            registration, found.graph, self._settings, digest=stored.digest, archive=stored.uri, file=found.file
+        )
+        asked = [
+            dataclasses.replace(
+                registration,
+                url=member.url,
+                model_name=member.name,
+                batch_size=member.batch_size,
+                max_batch_delay=member.max_batch_delay,
+                initial_workers=member.max_workers,
+                id=None,
+            )
+            for member in found.members
+        ]
+        return spec, asked, found.members
+
+    def _stored(self, registration: Registration, store: Path, tell: Tell) -> tuple[Stored, str]:
+        """What ``registration`` names, in the cache from now on, and the archive's file name."""
+        with tempfile.TemporaryDirectory(prefix="torchrelay-") as into:
+            source = fetch(
+                registration.url,
+                self._settings.store,
+                store,
+                Path(into),
+                lambda done, total: tell("downloading", bytes=done, total=total),
+                registration.s3_sse_kms,
+            )
+            stored = self._cache.store(
+                source, source.name, lambda done, total: tell("unpacking", bytes=done, total=total)
+            )
+        tell("checking")
+        self._loose.add(stored.digest)
+        return stored, source.name
 
     def directory(self, spec: ModelSpec) -> Path:
         """Where an admitted version's archive is unpacked on this node."""

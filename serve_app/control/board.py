@@ -33,10 +33,13 @@ class Board:
     ``patience`` is how long a poll is held, in seconds; a reader not seen for three of them is gone.
     """
 
-    def __init__(self, total: Sum, patience: float = 5.0) -> None:
+    def __init__(
+        self, total: Sum, patience: float = 5.0, on_hang: Callable[[Table], None] = lambda table: None
+    ) -> None:
         self.table = Table()
         self._total = total
         self._patience = patience
+        self._on_hang = on_hang  # a reader in this process
         self._readers: dict[str, _Reader] = {}
         self._collection = 0
         self._heard = asyncio.Event()
@@ -79,6 +82,7 @@ class Board:
     def hang(self, table: Table) -> None:
         """Put up a new table; every waiting reader gets it at once."""
         self.table = table
+        self._on_hang(table)
         for reader in self._readers.values():
             reader.wake.set()
 

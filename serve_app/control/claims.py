@@ -6,7 +6,7 @@ where nothing does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from serve_app.experiment import Experiment
 from serve_app.policy import WHOLE, Policy
@@ -23,8 +23,24 @@ def wrong(policy: Policy, default: str, versions: Mapping[str, ModelSpec]) -> st
     if shares.get(shadow) == WHOLE:
         return f"shadow.version {shadow} answers every call itself; name another version, or leave the shadow out"
     for version in [*(version for version, weight in policy.versions.items() if weight), *filter(None, [shadow])]:
-        if versions[version].max_workers == 0:
+        if versions[version].sleeps:
             return f"version {version} has no workers, so its calls would all fail; scale it first"
+    return ""
+
+
+def of_workflows(model: str, left: Collection[str], workflows: Mapping[str, Iterable[ModelSpec]]) -> str:
+    """Which workflow asks a model of which only the versions ``left`` would stay."""
+    for name, versions in workflows.items():
+        for spec in versions:
+            assert spec.graph is not None
+            if model in spec.graph.owned:
+                return f"it was registered with the workflow {name} and goes with it: DELETE /workflows/{name}"
+            for step, (asked, version) in spec.graph.models.items():
+                if asked == model and (not left or (version is not None and version not in left)):
+                    return (
+                        f"the workflow {name} (version {spec.version}) asks it in its step {step}; "
+                        f"remove that first: DELETE /workflows/{name}"
+                    )
     return ""
 
 

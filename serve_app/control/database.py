@@ -25,6 +25,7 @@ from serve_app.autoscaling import Autoscaling
 from serve_app.control.registry import Record, Registry
 from serve_app.errors import ConfigurationError, Unavailable
 from serve_app.experiment import Experiment
+from serve_app.graph import Graph
 from serve_app.policy import Policy
 from serve_app.rollout import Rollout
 from serve_app.types import ModelRef, ModelSpec
@@ -120,6 +121,15 @@ DISAGREEMENTS = sa.Table(
     sa.Column("input", sa.Text, primary_key=True),
     sa.Column("distance", sa.Float, nullable=False),
     sa.Column("document", sa.LargeBinary, nullable=False),
+)
+
+# Predictions that are answered later (see deferrals.py): the request, then the answer; NULL where an object has it.
+DEFERRALS = sa.Table(
+    "torchrelay_deferrals",
+    SCHEMA,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("document", sa.JSON, nullable=False),
+    sa.Column("parcel", sa.LargeBinary, nullable=True),
 )
 
 CHANGES = sa.Table(
@@ -346,6 +356,7 @@ def _is(table: sa.Table, name: str, version: str) -> tuple[sa.ColumnElement[bool
 def _columns(spec: ModelSpec) -> dict[str, Any]:
     apart = ("name", "version", "config")
     fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name not in apart}
+    fields["graph"] = documents.write(spec.graph) if spec.graph is not None else None
     fields["autoscaling"] = dataclasses.asdict(spec.autoscaling) if spec.autoscaling is not None else None
     return {"spec": fields, "config": yaml.safe_dump(dict(spec.config), sort_keys=False)}
 
@@ -358,4 +369,6 @@ def _spec(row: Any) -> ModelSpec:
     }
     if (said := fields.get("autoscaling")) is not None:
         fields["autoscaling"] = Autoscaling(**{key: said[key] for key in autoscaling.KEYS if key in said})
+    if (said := fields.get("graph")) is not None:
+        fields["graph"] = documents.read(Graph, said)
     return ModelSpec(name=row.model, version=row.version, config=yaml.safe_load(row.config), **fields)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
+from ray._private.state import available_resources_per_node
 from ray.serve.context import _get_global_client
 
 from serve_app.control.registry import Desired
@@ -157,9 +158,14 @@ class Reconciler:
             if not states or str(getattr(replica["state"], "value", replica["state"])) in states
         }
 
-    def free(self) -> dict[str, float]:
-        """The CPUs, GPUs and what else nobody in the cluster has claimed."""
-        return ray.available_resources()
+    def free(self) -> dict[str, dict[str, float]]:
+        """The CPUs, GPUs and what else nobody has claimed on each machine, by its address."""
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        free: dict[str, dict[str, float]] = {}
+        for node, has in available_resources_per_node().items():
+            address = addresses.get(node, node)
+            free[f"{address} ({node[:6]})" if address in free else address] = has  # several nodes on one machine
+        return free
 
     def act(self, desired: Mapping[str, Desired], seen: Mapping[str, Seen]) -> int:
         """Take the steps that ``plan`` names; how many there were."""

@@ -7,11 +7,12 @@ cluster agree with it in reconciler.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
-from serve_app import autoscaling, traffic
+from serve_app import autoscaling, documents, traffic
 from serve_app import policy as policies
 from serve_app.control import claims
 from serve_app.control.specs import check_word
@@ -20,15 +21,19 @@ from serve_app.errors import (
     CannotRemoveDefault,
     ExperimentNotFound,
     InUse,
+    InvalidGraph,
+    InvalidWorkflow,
     ModelNotFound,
     UnknownDefault,
     VersionExists,
     VersionNotFound,
+    WorkflowExists,
+    WorkflowNotFound,
 )
 from serve_app.experiment import Experiment
 from serve_app.policy import WHOLE, Policy, Trial, allocate
 from serve_app.rollout import Rollout
-from serve_app.types import ModelRef, ModelRow, ModelSpec, ModelStatus, Table, VersionRow
+from serve_app.types import ModelRef, ModelRow, ModelSpec, ModelStatus, Phase, Table, VersionRow
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,13 @@ class Registry:
 
 @dataclass(frozen=True)
 class Desired:
-    """An application that should run: ``low`` to ``high`` replicas of a version behind one route."""
+    """An application that should run: ``low`` to ``high`` replicas of a version behind one route.
+
+    A workflow's functions have no route: its steps ask them.
+    """
 
     spec: ModelSpec
-    route: str
+    route: str | None
 
     @property
     def low(self) -> int:
@@ -87,6 +95,9 @@ def register(registry: Registry, spec: ModelSpec) -> Registry:
     Raises VersionExists, and BadRequest where the version's application would have another's name.
     """
     record = registry.models.get(spec.name)
+    if record is not None and is_workflow(record) != (spec.graph is not None):
+        kind, other = ("model", "workflow") if spec.graph is None else ("workflow", "model")
+        raise InUse(f"{spec.name} is a {other}, so no {kind} can be called so; give it another name.")
     if record is not None and spec.version in record.versions:
         raise VersionExists(spec.name, spec.version)
     if record is not None and spec.version in record.policy.labels:
@@ -116,6 +127,8 @@ def put(registry: Registry, spec: ModelSpec, default: bool = False) -> Registry:
     if record is None or spec.version not in record.versions:
         after = register(registry, spec)
         return set_default(after, spec.name, spec.version)[0] if default else after
+    if is_workflow(record):
+        raise InUse(f"{spec.name} is a workflow, so no model can be called so; give it another name.")
     return _with_version(registry, spec)
 
 
@@ -126,6 +139,20 @@ def unregister(registry: Registry, name: str, version: str | None) -> tuple[Regi
     these needs the version, and CannotRemoveDefault while other versions stand.
     """
     spec = find(registry, name, version)
+    if spec.graph is not None:
+        raise InUse(f"{name} is a workflow; remove it as one: DELETE /workflows/{name}")
+    if claim := claims.of_workflows(name, _left(registry, spec), workflows(registry)):
+        raise InUse(f"Version {spec.version} of model {name} cannot be removed: {claim}")
+    return _without(registry, spec)
+
+
+def _left(registry: Registry, spec: ModelSpec) -> set[str]:
+    """The versions that are left of a model without this one."""
+    return set(registry.models[spec.name].versions) - {spec.version}
+
+
+def _without(registry: Registry, spec: ModelSpec) -> tuple[Registry, ModelRef]:
+    name = spec.name
     record = registry.models[name]
     last = len(record.versions) == 1
     experiment, rollout = experiment_of(registry, name), registry.rollouts.get(name)
@@ -140,6 +167,79 @@ def unregister(registry: Registry, name: str, version: str | None) -> tuple[Regi
         raise CannotRemoveDefault(name)
     rest = {key: value for key, value in record.versions.items() if key != spec.version}
     return _with(registry, name, replace(record, versions=rest)), spec.ref
+
+
+def register_workflow(registry: Registry, spec: ModelSpec, models: Iterable[ModelSpec] = ()) -> Registry:
+    """The registry with a workflow, or one version of it more, and the models that come with it: all, or none.
+
+    Raises WorkflowExists, InvalidWorkflow where a step asks a model that is not there, InvalidGraph where workflows
+    would ask each other in a circle, and what ``register`` raises.
+    """
+    assert spec.graph is not None
+    is_new_workflow(registry, spec)
+    for model in models:
+        registry = register(registry, model)
+    for step, (name, version) in spec.graph.models.items():
+        place = f"steps.{step}.model"
+        if name == spec.name:
+            raise InvalidGraph(f"Workflow {spec.name}", f"{place}: it asks itself; name a model")
+        known = registry.models.get(name)
+        if known is None:
+            near = documents.near_miss(name, registry.models)
+            hint = f"did you mean {near!r}?" if near else "register it first: POST /models?url=..."
+            raise InvalidWorkflow(f"Workflow {spec.name}", f"{place}: there is no model {name!r}; {hint}")
+        if version is not None and version not in known.versions:
+            there = ", ".join(sorted(known.versions))
+            raise InvalidWorkflow(
+                f"Workflow {spec.name}", f"{place}: model {name} has no version {version!r}; it has {there}"
+            )
+        if path := _path(registry, name, spec.name):
+            told = " → ".join([spec.name, *path])
+            raise InvalidGraph(f"Workflow {spec.name}", f"{place}: workflows would ask each other: {told}")
+    return register(registry, spec)
+
+
+def is_new_workflow(registry: Registry, spec: ModelSpec) -> None:
+    """Raises WorkflowExists. TorchServe's form knows no versions: there is one."""
+    assert spec.graph is not None
+    record = registry.models.get(spec.name)
+    if record is not None and is_workflow(record) and (spec.graph.torchserve or spec.version in record.versions):
+        raise WorkflowExists(spec.name, "" if spec.graph.torchserve else spec.version)
+
+
+def unregister_workflow(registry: Registry, name: str, version: str | None) -> tuple[Registry, list[ModelSpec]]:
+    """The registry without a workflow (with ``version``: without this one of several), and all that went with it.
+
+    Raises WorkflowNotFound, VersionNotFound, and InUse where another workflow, an experiment or a rollout needs it.
+    """
+    record = registry.models.get(name)
+    if record is None or not is_workflow(record):
+        raise WorkflowNotFound(name)
+    if version is not None and version not in record.versions:
+        raise VersionNotFound(name, version)
+    if version is not None and len(record.versions) > 1:
+        spec = record.versions[version]
+        if claim := claims.of_workflows(name, _left(registry, spec), workflows(registry)):
+            raise InUse(f"Version {version} of workflow {name} cannot be removed: {claim}")
+        return _without(registry, spec)[0], [spec]
+    gone: list[ModelSpec] = []
+    graphs = [spec.graph for spec in record.versions.values() if spec.graph is not None]
+    for model in [name, *(owned for graph in graphs for owned in graph.owned)]:
+        gone += registry.models[model].versions.values()
+        registry = _without_all(registry, model)
+    for spec in gone:
+        if claim := claims.of_workflows(spec.name, (), workflows(registry)):
+            raise InUse(f"Workflow {name} cannot be removed: {spec.name} is needed, {claim}")
+    return registry, gone
+
+
+def _without_all(registry: Registry, name: str) -> Registry:
+    """The registry without any version of a model, its policy gone before them."""
+    registry = _with(registry, name, replace(registry.models[name], policy=Policy()))
+    record = registry.models[name]
+    for version in [*(v for v in sorted(record.versions) if v != record.default), record.default]:
+        registry, _ = _without(registry, record.versions[version])
+    return registry
 
 
 def scale(
@@ -160,6 +260,8 @@ def scale(
     high = spec.max_workers if high is None else high
     if low < 0 or high < low:
         raise BadRequest(f"A model cannot have {low} to {high} workers.")
+    if spec.graph is not None and not spec.handler:
+        raise BadRequest(f"{name} is a workflow without functions of its own, so it has no workers; scale its models.")
     known = spec.autoscaling or autoscaling.read(spec.config.get("autoscaling") or {})
     if scaling:
         if low == high:
@@ -202,6 +304,8 @@ def set_policy(registry: Registry, name: str, policy: Policy) -> Registry:
         raise VersionNotFound(name, min(unknown))
     for label in policy.labels:
         check_word(label, "labels have")
+    if policy.shadow is not None and is_workflow(record):
+        raise BadRequest(f"{name} is a workflow, which has no shadow; let one of its models have one.")
     if wrong := claims.wrong(policy, record.default, record.versions):
         raise BadRequest(f"Traffic policy of model {name}: {wrong}")
     if claim := claims.on_model(name, experiment_of(registry, name), registry.rollouts.get(name)):
@@ -231,7 +335,7 @@ def begin_experiment(registry: Registry, experiment: Experiment) -> Registry:
     experiment or a rollout deals the calls out already.
     """
     for version in sorted(experiment.versions):
-        if find(registry, experiment.model, version).max_workers == 0:
+        if find(registry, experiment.model, version).sleeps:
             raise BadRequest(
                 f"Version {version} of model {experiment.model} has no workers, so its arm's calls would all fail; "
                 f"give it some first: PUT /models/{experiment.model}/{version}?min_worker=1&synchronous=true"
@@ -295,10 +399,31 @@ def desired(registry: Registry) -> dict[str, Desired]:
     }
 
 
-def _route(registry: Registry, name: str, spec: ModelSpec) -> str:
+def _route(registry: Registry, name: str, spec: ModelSpec) -> str | None:
+    if spec.graph is not None:
+        return None
     record = registry.models[name]
     whole = traffic.whole(ModelRow(record.default, {}, record.policy, trial(registry, name)))
     return spec.default_route if spec.version == whole else spec.route
+
+
+def is_workflow(record: Record) -> bool:
+    return any(spec.graph is not None for spec in record.versions.values())
+
+
+def workflows(registry: Registry) -> dict[str, list[ModelSpec]]:
+    """Every version of every workflow, by name."""
+    return {name: list(record.versions.values()) for name, record in registry.models.items() if is_workflow(record)}
+
+
+def _path(registry: Registry, start: str, end: str) -> list[str]:
+    """A way from one workflow to another by the models that they ask; empty where there is none."""
+    record = registry.models.get(start)
+    if start == end:
+        return [end]
+    graphs = [spec.graph for spec in record.versions.values() if spec.graph is not None] if record else []
+    asked = chain.from_iterable(graph.models.values() for graph in graphs)
+    return next(([start, *path] for name, _ in asked if (path := _path(registry, name, end))), [])
 
 
 def experiment_of(registry: Registry, name: str) -> Experiment | None:
@@ -329,14 +454,19 @@ def table(
     healthy: Mapping[ModelRef, bool],
     generation: int,
     settled: bool,
+    sequence_header: str = "",
 ) -> Table:
-    """What the data plane reads. A version that nobody has looked at yet counts as healthy."""
+    """What the data plane reads. A version that nobody has looked at yet counts as healthy.
+
+    ``sequence_header`` is the header, in lower case, in which calls name their sequence.
+    """
     models = {
         name: ModelRow(
             default=record.default,
             versions={v: _row(s, statuses.get(s.ref), healthy.get(s.ref, True)) for v, s in record.versions.items()},
             policy=record.policy,
             trial=trial(registry, name),
+            sequences=sequence_header if any(s.sequence_batching for s in record.versions.values()) else "",
         )
         for name, record in registry.models.items()
     }
@@ -347,9 +477,12 @@ def _row(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionR
     status = status or ModelStatus()
     # Asked for and not begun is loading: its callers wait for it rather than hear that nobody serves.
     begun = status.phase != "stopped" or not (spec.min_workers or spec.max_workers)
+    phase: Phase = status.phase if begun else "loading"
+    if spec.graph is not None and not spec.handler:
+        phase = "ready"  # its models answer, and each says for itself whether it can
     return VersionRow(
         version=spec.version,
-        phase=status.phase if begun else "loading",
+        phase=phase,
         replicas=status.replicas,
         job_queue_size=spec.job_queue_size,
         max_batch_size=spec.batch_size,
@@ -362,6 +495,9 @@ def _row(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionR
         last_error=status.last_error if status.phase == "failed" else "",
         loaded_at_startup=spec.loaded_at_startup,
         wake_timeout=float(spec.startup_timeout) if spec.min_workers == 0 < spec.max_workers else 0.0,
+        stateful=spec.sequence_batching,
+        graph=spec.graph,
+        signature=spec.signature or status.signature,
     )
 
 

@@ -7,10 +7,13 @@ from math import ceil
 from typing import Any
 
 from serve_app.errors import BadRequest, ConfigurationError
+from serve_app.graph import Graph
 from serve_app.settings import Settings, VersionSettings
 from serve_app.store.manifest import Manifest, ModelConfig
+from serve_app.store.war import Member
 from serve_app.types import ModelRef, ModelSpec, Registration
 
+FUNCTIONS = "handlers.functions:Functions"  # the handler of a workflow's functions
 RUNTIMES = ("python", "python3", "LSP")
 
 # A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.
@@ -48,6 +51,10 @@ _OF_THE_FILE = (
 )
 
 
+# What a stateful model has where its file does not say; times in milliseconds.
+_OF_SEQUENCES = {"sequence_max_idle": 60_000, "max_num_sequence": 100, "max_sequence_job_queue_size": 16}
+
+
 def spec_from(
     registration: Registration,
     manifest: Manifest,
@@ -79,6 +86,10 @@ def spec_from(
         "num_gpus": _gpus(config, defaults.num_gpus),
         **{key: getattr(config, key) for key in _OF_THE_FILE if getattr(config, key) is not None},
     }
+    if config.sequence_batching:
+        said |= {key: value for key, value in _OF_SEQUENCES.items() if not said.get(key)}
+    if config.retries is None and (config.sequence_batching or config.continuous_batching):
+        said["retries"] = False  # what ran has changed the state already
     return ModelSpec(
         name=ref.name,
         version=ref.version,
@@ -101,6 +112,39 @@ def spec_from(
         config=dict(config.raw),
         **said,
     )
+
+
+def workflow_spec(
+    registration: Registration, graph: Graph, settings: Settings, *, digest: str = "", archive: str = "", file: str = ""
+) -> ModelSpec:
+    """The spec of a workflow; ``file`` of its archive has its functions, where it has any. Raises BadRequest."""
+    ref = _ref(graph.name, graph.version)
+    defaults = settings.runtime
+    functions = {"file": file, "names": list(graph.functions), "plain": bool(graph.torchserve)}
+    workers = graph.workers if file else 0
+    return ModelSpec(
+        name=ref.name,
+        version=ref.version,
+        url=registration.url,
+        digest=digest,
+        archive=archive,
+        handler=FUNCTIONS if file else "",
+        min_workers=workers,
+        max_workers=workers,
+        response_timeout=registration.response_timeout or defaults.default_response_timeout,
+        startup_timeout=registration.startup_timeout or defaults.default_startup_timeout,
+        client_timeout=ceil(graph.timeout_s * 1000) if graph.timeout_s is not None else 0,
+        job_queue_size=defaults.job_queue_size,
+        num_cpus=defaults.num_cpus,
+        graph=graph,
+        config={"functions": functions} if file else {},
+    )
+
+
+def member_spec(spec: ModelSpec, member: Member) -> ModelSpec:
+    """The spec of a model that comes with a workflow, which says how many workers it has."""
+    low, high = member.min_workers, member.max_workers
+    return spec.with_(min_workers=low, max_workers=high, autoscaling=spec.autoscaling if low < high else None)
 
 
 def _first(*numbers: int | None) -> int | None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from serve_app.control.registry import Desired
 from serve_app.errors import StartFailed, StartOutOfMemory
+from serve_app.signature import Signature
 from serve_app.telemetry.last_words import Death
 from serve_app.types import ModelRef, ModelSpec, ModelStatus, Phase, Worker
 
@@ -60,6 +61,7 @@ class Vitals:
         self._last_errors: dict[ModelRef, tuple[str, float]] = {}
         self._loading_since: dict[ModelRef, float] = {}
         self._starts: dict[ModelRef, float] = {}  # seconds of the last one; kept while a version does not run
+        self._offered: dict[ModelRef, Signature] = {}  # kept likewise
 
     def note(self, desired: Mapping[str, Desired], seen: Mapping[str, App], before: Mapping[str, App]) -> None:
         """Draw conclusions from what is seen now, and what was seen the time before."""
@@ -88,7 +90,7 @@ class Vitals:
             error, at = self._last_errors.get(ref, ("", 0.0))
             workers = have.workers if have is not None else ()
             took = self._start_seconds(ref, phase, now)
-            self.statuses[ref] = ModelStatus(phase, running, error, at, workers, took)
+            self.statuses[ref] = ModelStatus(phase, running, error, at, workers, took, self._offered.get(ref))
         kept = {want.spec.ref for want in desired.values()}
         for ref in self.statuses.keys() - kept:
             self.forget(ref)
@@ -100,6 +102,13 @@ class Vitals:
         elif (since := self._loading_since.pop(ref, None)) is not None and phase == "ready":
             self._starts[ref] = now - since
         return self._starts.get(ref, 0.0)
+
+    def offered(self, ref: ModelRef, signature: Signature | None) -> None:
+        """A replica is ready, and this is what its handler takes and gives."""
+        if signature is not None:
+            self._offered[ref] = signature
+        else:
+            self._offered.pop(ref, None)
 
     def failed(self, spec: ModelSpec, error: StartFailed) -> None:
         """A replica could not start. It is tried again, later each time, until ``max_retry_timeout`` is over."""

@@ -80,10 +80,10 @@ def test_it_tells_how_far_it_has_come(store: Path, admission: Admission) -> None
 def test_what_a_file_asks_for_and_nobody_serves_is_said_once(
     store: Path, admission: Admission, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = {"continuousBatching": True, "sequenceBatching": False, "maxNumSequence": 4, "torchrun": {}, "batchSize": 2}
+    asked = {"continuousBatching": True, "deviceIds": [0], "maxNumSequence": 4, "torchrun": {}, "batchSize": 2}
     make_archive(store, "m", ECHO, config=asked)
     admission.admit(Registration("m-1.0.mar"))
-    keys = "torchrun, continuousBatching, maxNumSequence"
+    keys = "torchrun, deviceIds"
     assert caplog.messages == [f"m-1.0.mar: {keys} in its model-config.yaml: not served, and without effect"]
 
 

@@ -8,6 +8,7 @@ from serve_app.control.reconciler import Seen
 from serve_app.control.registry import Desired
 from serve_app.control.vitals import PAUSES, Vitals
 from serve_app.errors import StartFailed, StartOutOfMemory
+from serve_app.signature import Port, Signature
 from serve_app.telemetry.last_words import Death
 from serve_app.types import ModelSpec, Worker
 
@@ -44,6 +45,19 @@ def test_loading_then_ready(vitals: Vitals) -> None:
     assert vitals.statuses[SPEC.ref].phase == "ready" and not vitals.settled(WANT)
     vitals.note(WANT, app("a", "b"), app("a"))
     assert vitals.settled(WANT) and vitals.pause(SPEC.ref) == 0
+
+
+def test_what_a_handler_offers_is_known_until_it_offers_something_else(vitals: Vitals) -> None:
+    signature = Signature((Port("x", "FP32", (-1,)),))
+    vitals.offered(SPEC.ref, signature)
+    vitals.note(WANT, app("a"), {})
+    assert vitals.statuses[SPEC.ref].signature is signature
+    vitals.note({}, {}, app("a"))  # it sleeps, and is asked about all the same
+    vitals.note(WANT, app("a"), {})
+    assert vitals.statuses[SPEC.ref].signature is signature
+    vitals.offered(SPEC.ref, None)
+    vitals.note(WANT, app("a"), {})
+    assert vitals.statuses[SPEC.ref].signature is None
 
 
 def test_a_failure_is_told_and_tried_again_later_each_time_then_no_more(vitals: Vitals, clock: Clock) -> None:
