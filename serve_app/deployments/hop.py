@@ -7,6 +7,7 @@ streams travel beside everything else.
 
 A frame is four bytes of length and a pickled list. To the replica: ``(row, Call)``, or ``(row, None)``
 when the caller left. From it: ``(row, Reply | RelayError)``, or ``(row, Chunk)`` until a chunk is the last.
+``(row, name)`` asks whether the state of the sequence of this name is there; the answer is ``(row, bool)``.
 Pickle is trusted here: the sockets lie in a directory that only this user can enter.
 """
 
@@ -94,10 +95,18 @@ class _Wire:
 
 
 class HopServer:
-    """A replica's end. ``enqueue`` takes a call in and gives the future of its answer; cancelling it withdraws it."""
+    """A replica's end. ``enqueue`` takes a call in and gives the future of its answer; cancelling it withdraws it.
 
-    def __init__(self, enqueue: Callable[[Call], asyncio.Future[Reply | ReplyStream]]) -> None:
+    ``holds`` says whether the state of a sequence is here.
+    """
+
+    def __init__(
+        self,
+        enqueue: Callable[[Call], asyncio.Future[Reply | ReplyStream]],
+        holds: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         self._enqueue = enqueue
+        self._holds = holds
         self._wires: set[_Wire] = set()
         self._server: asyncio.AbstractServer | None = None
         self._path: Path | None = None
@@ -122,7 +131,9 @@ class HopServer:
         try:
             while True:
                 for number, call in await wire.hear():
-                    if call is not None:
+                    if isinstance(call, str):
+                        wire.say((number, self._holds(call)))
+                    elif call is not None:
                         self._take(wire, rows, number, call)
                     elif number in rows:
                         rows[number].cancel()
@@ -190,12 +201,20 @@ class HopClient:
     async def connect(cls, path: Path) -> HopClient | None:
         """A connection to the replica behind ``path``; None where none listens."""
         try:
+            return await cls.reach(path)
+        except HopLost:
+            _forget(path)
+            return None
+
+    @classmethod
+    async def reach(cls, path: Path) -> HopClient | None:
+        """The same, but raises HopLost where a replica listened that is dead."""
+        try:
             return cls(_Wire(*await asyncio.open_unix_connection(path)))
         except ConnectionRefusedError:
-            _forget(path)  # a dead replica's
+            raise HopLost from None
         except OSError:
-            pass
-        return None
+            return None
 
     @property
     def busy(self) -> int:
@@ -204,13 +223,20 @@ class HopClient:
 
     async def infer(self, call: Call) -> Reply | ReplyStream:
         """The replica's answer. Raises RelayError, and HopLost."""
+        return await self._ask(call)
+
+    async def holds(self, sequence: str) -> bool:
+        """Whether the replica has the state of this sequence. Raises HopLost."""
+        return await self._ask(sequence)
+
+    async def _ask(self, question: Call | str) -> Any:
         if self.lost:
             raise HopLost
         number = self._next
         self._next += 1
         answer: asyncio.Future[Reply | ReplyStream] = asyncio.get_running_loop().create_future()
         self._rows[number] = answer
-        self._wire.say((number, call))
+        self._wire.say((number, question))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -275,6 +301,7 @@ class ShortHops:
         self._allowed = allowed
         self._clients: dict[str, HopClient] = {}
         self._connecting: dict[str, asyncio.Future[None]] = {}
+        self._reaching: dict[str, asyncio.Future[HopClient | None]] = {}
 
     def best(self, replicas: tuple[str, ...]) -> HopClient | None:
         """The least busy of exactly these replicas; None unless every one of them is within reach."""
@@ -289,6 +316,25 @@ class ShortHops:
             if best is None or client.busy < best.busy:
                 best = client
         return best
+
+    async def to(self, replica: str) -> HopClient | None:
+        """The way to this very replica; None where it does not run on this machine. Raises HopLost where it is dead."""
+        if not self._allowed:
+            return None
+        client = self._clients.get(replica)
+        if client is None:
+            # Whoever asks meanwhile waits for the same connection, so that calls stay in the order in which they came.
+            reaching = self._reaching.get(replica)
+            if reaching is None:
+                reaching = self._reaching[replica] = asyncio.ensure_future(HopClient.reach(socket_path(replica)))
+                reaching.add_done_callback(lambda _: self._reaching.pop(replica, None))
+            client = await asyncio.shield(reaching)
+            if client is not None:
+                kept = self._clients.setdefault(replica, client)
+                if kept is not client:
+                    client.close()
+                return kept
+        return client
 
     def keep(self, replicas: tuple[str, ...]) -> None:
         """Forget the replicas that are no more."""

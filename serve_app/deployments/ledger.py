@@ -18,7 +18,8 @@ from serve_app.errors import NotYet, Unavailable
 class Ledger:
     """The registry, and the table made of it. ``writing`` is held by whoever changes it, from reading to committing.
 
-    ``alive`` tells which processes read the table, ``on_change`` hears of each change, ``patience`` is in seconds.
+    ``alive`` tells which processes read the table, ``on_change`` hears of each change, ``patience`` is in seconds,
+    ``sequence_header`` names the sequence that a call belongs to.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Ledger:
         alive: Callable[[], Awaitable[set[str]]],
         on_change: Callable[[], None],
         patience: float,
+        sequence_header: str = "",
     ) -> None:
         self.registry = registry
         self.writing = asyncio.Lock()
@@ -42,6 +44,7 @@ class Ledger:
         self._alive = alive
         self._on_change = on_change
         self._patience = patience
+        self._sequence_header = sequence_header
 
     async def commit(self, after: Registry) -> None:
         """Store a change, put it in force (and wait until it is), and only then return.
@@ -64,7 +67,8 @@ class Ledger:
         """Hang up the table of this moment, where it says anything new."""
         healthy = {spec.ref: self._vitals.healthy(spec) for spec in self.registry}
         now = self._board.table
-        table = change.table(self.registry, self._vitals.statuses, healthy, now.generation, self.settled)
+        seen = self._vitals.statuses, healthy, now.generation, self.settled
+        table = change.table(self.registry, *seen, self._sequence_header)
         table = replace(table, access=self._keys.access if self._keys is not None else None)
         if table != now or now.generation == 0:
             self._board.hang(replace(table, generation=self._board.next_generation()))

@@ -72,6 +72,7 @@ class Link:
 
     def __init__(self, reader: TableReader, meters: Meters) -> None:
         self.refresh: Callable[[], None] = lambda: None  # called before samples are taken
+        self.greet: Callable[[], None] = lambda: None  # called when Management is there, and is there again
         self._outbox = Outbox(self._observe)
         self.observed = self._outbox.observed  # what Management is told every half second: by name, what is new
         self._handle = serve.get_deployment_handle(MANAGEMENT, SERVER)
@@ -109,6 +110,7 @@ class Link:
 
     async def _poll(self) -> None:
         samples: Report | None = self._samples()
+        known = False  # to Management, since it last began
         while True:
             try:
                 answer = await self._handle.poll.remote(self._source, self._reader.table.generation, samples)
@@ -116,8 +118,12 @@ class Link:
                 raise
             except Exception as error:  # Management is down or being replaced: the last table goes on holding
                 log.info("no answer from Management (%s); asking again", type(error).__name__)
+                known = False
                 await asyncio.sleep(_RETRY)
                 continue
+            if not known:
+                known = True
+                self.greet()
             samples = self._samples() if answer == "samples" else None
             if isinstance(answer, Table):
                 self._reader.put(answer)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import logging
-import socket
 import ssl
 from typing import Any
 
 import uvicorn
 
-from serve_app.errors import ConfigurationError
-from serve_app.ports import holder
-
-log = logging.getLogger("torchrelay.listener")
+from serve_app.deployments.port import PATIENCE, bind
 
 
 class _Server(uvicorn.Server):
@@ -37,12 +31,12 @@ class Listener:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, patience: float = 15.0) -> None:
+    async def open(self, patience: float = PATIENCE) -> None:
         """Bind and serve. A port that a predecessor still holds is waited for, ``patience`` seconds at most.
 
         Raises ConfigurationError, which names who holds the port and which setting moves it.
         """
-        sock = await self._bind(patience)
+        sock = await bind(self._host, self._port, self._setting, patience)
         config = uvicorn.Config(self._app, lifespan="off", access_log=False, log_config=None, timeout_keep_alive=75)
         config.load()
         config.ssl = self._tls
@@ -54,25 +48,3 @@ class Listener:
             self._server.should_exit = True
             self._server.force_exit = True
             await self._task
-
-    async def _bind(self, patience: float) -> socket.socket:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience
-        waited = False
-        while True:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((self._host, self._port))
-                return sock
-            except OSError as error:
-                sock.close()
-                where = f"{self._host}:{self._port}"
-                if error.errno != errno.EADDRINUSE or loop.time() > deadline:
-                    cure = f"set {self._setting} to another one"
-                    raise ConfigurationError(where, f"{error.strerror}{holder(self._port)}; {cure}") from None
-                if not waited:
-                    log.warning("%s is in use%s; waiting for it", where, holder(self._port))
-                    waited = True
-                await asyncio.sleep(0.1)

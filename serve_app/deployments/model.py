@@ -8,7 +8,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from typing import Any
 import ray
 from ray import serve
 
+from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.deployments import error_page
 from serve_app.deployments.archive import Archive
+from serve_app.deployments.homes import Here, Homes, sequence_keys
 from serve_app.deployments.hop import HopServer, socket_path
+from serve_app.deployments.keeper import RemoteKeeper
 from serve_app.deployments.link import Link
 from serve_app.deployments.options import grace
 from serve_app.deployments.ray_batcher import RayBatcher
@@ -31,8 +34,10 @@ from serve_app.errors import RelayError, StartFailed, WorkerDied
 from serve_app.runtime.author import Author
 from serve_app.runtime.batcher import Batcher
 from serve_app.runtime.concurrent import ConcurrentBatcher
+from serve_app.runtime.continuous import ContinuousBatcher
 from serve_app.runtime.quota import Quota
 from serve_app.runtime.runner import Runner
+from serve_app.runtime.sequences import Sequences
 from serve_app.settings import Settings
 from serve_app.shadow.mirror import Mirror
 from serve_app.telemetry import access_log, last_words, logs, system, torchserve
@@ -47,6 +52,9 @@ log = logging.getLogger("torchrelay.model")
 _FAREWELL = 0.3  # seconds that the last answers of a replica get to leave before its process ends
 _LEAVING = 4.0  # seconds of a replica's grace that its other steps need
 _EXIT_HUNG = 70
+
+
+AnyBatcher = Batcher | RayBatcher | ConcurrentBatcher | ContinuousBatcher
 
 
 class LocalTarget:
@@ -68,6 +76,9 @@ class ModelReplica:
         self._settings = settings
         self._hung = False
         self._group: Group | None = None  # of a sharded version
+        self._replica = replica
+        self._keys = sequence_keys(settings)
+        self._sequences: Sequences | None = None  # of a stateful version
         self._meters = Meters(torchserve.meters_of(settings))
         self._autoscaled = Load()
         self._meters.on_batch = self._autoscaled.batch
@@ -102,11 +113,20 @@ class ModelReplica:
         local = (spec.ref, LocalTarget(self._quota))
         remotes = Remotes(reader, settings)
         self._mirror = Mirror(lambda: reader.table, remotes, self._meters)
-        self._plane = DataPlane(reader, self._meters, remotes, local, wake=remotes.wake, mirror=self._mirror)
+        self._plane = DataPlane(
+            reader,
+            self._meters,
+            remotes,
+            local,
+            wake=remotes.wake,
+            mirror=self._mirror,
+            homes=Homes(reader, remotes, self._keys, self._here()),
+            most_items=settings.inference.max_workflow_items,
+        )
         self._link.observed["trials"] = self._plane.observations.take
         self._link.observed["shadow"] = self._mirror.take
         self._access = access_log.access(settings)
-        self._hops = HopServer(self._quota.enqueue)
+        self._hops = HopServer(self._quota.enqueue, self._has)
         await self._hops.open(socket_path(replica))
         self._link.refresh = lambda: self._meters.depth(spec.name, spec.version, self._batcher.pending)
         self._machine = system.collect(self._meters.torchserve, settings)
@@ -119,6 +139,17 @@ class ModelReplica:
         row = model.versions.get(self._spec.version) if model is not None else None
         if row is not None:
             self._quota.allot(row.max_concurrent_requests, row.replicas)
+            if self._sequences is not None:
+                self._sequences.allot(row.replicas)
+
+    def _here(self) -> Here | None:
+        """This replica, as one where sequences are; None where its version has none."""
+        if self._sequences is None:
+            return None
+        return Here(self._spec.ref, self._replica, self._sequences, LocalTarget(self._quota))
+
+    def _has(self, sequence: str) -> bool:
+        return self._sequences is not None and self._sequences.holds(sequence)
 
     async def _tell_of_the_dead(self, replica: str) -> None:
         """Management sees why replicas of its own node died; of those on other nodes the next one there tells it."""
@@ -174,11 +205,45 @@ class ModelReplica:
                 raise
             why = "\n".join(filter(None, (str(error), getattr(error, "detail", ""))))
             raise StartFailed(spec.name, spec.version, why) from None
+        self._runner = runner
         self._batcher = self._batcher_of(runner, author)
+        if spec.signature is None:
+            self._link.greet = lambda: management.offers.remote(spec.ref, spec.digest, runner.signature)
         if self._group is not None:
             self._mourning = loop.create_task(self._end_with(self._group))
 
-    def _batcher_of(self, runner: Runner, author: Author) -> Batcher | RayBatcher | ConcurrentBatcher:
+    def _batcher_of(self, runner: Runner, author: Author) -> AnyBatcher | Sequences:
+        """What takes this version's calls in; ``author`` is the handler's thread."""
+        batcher = self._rows_of(runner, author)
+        spec = self._spec
+        if not spec.sequence_batching:
+            return batcher
+        self._sequences = Sequences(
+            batcher,
+            spec.ref,
+            self._meters,
+            self._replica,
+            keys=self._keys,
+            most=spec.max_num_sequence,
+            least=spec.batch_size,
+            queue_size=spec.max_sequence_job_queue_size,
+            max_idle=spec.sequence_max_idle / 1000,
+            timeout=spec.sequence_timeout / 1000,
+            overlap=spec.continuous_batching,
+            grace=(grace(spec) - _LEAVING) / 2,
+            on_end=self._told_of_ends(runner, author),
+        )
+        return self._sequences
+
+    def _told_of_ends(self, runner: Runner, author: Author) -> Callable[[str, str], None]:
+        """What brings the end of a sequence to the handler, in its own thread."""
+        if not runner.hears_of_ends:
+            return lambda name, why: None
+        if runner.loop is not None:
+            return partial(runner.loop.call_soon_threadsafe, runner.sequence_ended)
+        return partial(author.post, runner.sequence_ended if self._group is None else self._group.sequence_ended)
+
+    def _rows_of(self, runner: Runner, author: Author) -> AnyBatcher:
         spec = self._spec
         limits: dict[str, Any] = {
             "author": author,
@@ -188,6 +253,14 @@ class ModelReplica:
         }
         if runner.loop is not None:
             return ConcurrentBatcher(runner.run_async, runner.loop, spec.ref, self._meters, **limits)
+        if spec.continuous_batching:
+            # Twice as many where there are sequences: what is said to a stream that runs needs a place beside it.
+            size = spec.batch_size * (2 if spec.sequence_batching else 1)
+            run = runner.run if self._group is None else self._group.run
+            delay = spec.max_batch_delay
+            return ContinuousBatcher(
+                run, spec.ref, self._meters, max_batch_size=size, max_batch_delay=delay, **limits
+            )
         batcher = Batcher(
             runner.run if self._group is None else self._group.run,
             spec.ref,
@@ -209,16 +282,20 @@ class ModelReplica:
         self._link.management.stage.remote(self._spec.ref, stage)
 
     def __serve_build_asgi_app__(self) -> Any:
-        doors = inference_app(self._plane, self._settings, self._meters, self._access)
-        middleware.answer_with(doors)
+        # Predictions are put aside here too; and the route of fast_path oip is asked for statistics.
+        keeper = RemoteKeeper(self._link.management)
+        control = ControlPlane(keeper, self._settings, lambda: self._plane.access)
+        doors = inference_app(self._plane, self._settings, self._meters, self._access, control)
+        middleware.answer_with(doors, self._settings.inference.max_request_size)
         return doors
 
     def reconfigure(self, config: dict[str, Any]) -> None:
         """Take over what needs no restart."""
         self._autoscaled.period = config.get("look_back_period_s", self._autoscaled.period)
         tunables = config["torchrelay"]
+        places = 2 if self._spec.continuous_batching and self._spec.sequence_batching else 1  # as in _rows_of
         self._batcher.configure(
-            max_batch_size=tunables["batch_size"],
+            max_batch_size=tunables["batch_size"] * places,
             max_batch_delay=tunables["max_batch_delay"],
             queue_size=tunables["job_queue_size"],
             response_timeout=tunables["response_timeout"],
@@ -268,6 +345,10 @@ class ModelReplica:
         finally:
             await reply.aclose()
 
+    async def holds(self, sequence: str) -> bool:
+        """Whether the state of a sequence is here."""
+        return self._has(sequence)
+
     def _end_hung(self, why: str) -> None:
         """The handler does not come back: let the answers leave, then end; Serve starts another replica."""
         self._words.say(why)
@@ -286,10 +367,12 @@ class ModelReplica:
             raise RuntimeError("the handler hangs")
         if self._group is not None:
             await self._group.check()
+        else:
+            await self._runner.check_health()
 
     async def _finish(self) -> None:
         """Answer what came over the short hop, of which Ray Serve does not know; what still comes goes elsewhere."""
-        if not self._hung and self._batcher.ongoing:
+        if not self._hung and (self._batcher.ongoing or (self._sequences is not None and self._sequences.open)):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._batcher.close(), grace(self._spec) - _LEAVING)
             await asyncio.sleep(_FAREWELL)

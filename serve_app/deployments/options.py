@@ -30,9 +30,10 @@ _OUTSIDE = (
     "loaded_at_startup",
     "max_retry_timeout",
     "max_concurrent_requests",  # the table says it to everybody
+    "graph",
 )
 # Settings that only Management and the gateway read: another key must not restart every model.
-_MANAGEMENTS = ("auth", "management")
+_MANAGEMENTS = ("auth", "management", "grpc")
 
 # Seconds between what a replica, or a handle with calls that wait, tells the autoscaler. Ray's 10 are as long as we
 # look back. (Ray means to read it from the environment one day and warns; as of 2.60 it reads it here alone.)

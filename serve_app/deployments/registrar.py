@@ -24,7 +24,7 @@ from serve_app.deployments.rounds import Rounds
 from serve_app.errors import HandlerFailed, InUse, NotYet, NoWorker, RelayError, StartFailed, WrongModel
 from serve_app.runtime.environments import Environments
 from serve_app.settings import Settings
-from serve_app.store.manifest import stem
+from serve_app.store.manifest import HUGGING_FACE, stem
 from serve_app.telemetry.metrics import Sum
 from serve_app.types import (
     Call,
@@ -79,30 +79,31 @@ class Registrar:
     # Changes
 
     async def register(self, registration: Registration) -> Progress:
-        story = self._story(registration)
+        story = self.story(registration)
         with self._events.told(story):
             return await self._register(registration, story)
 
     async def _register(self, registration: Registration, story: Story) -> Progress:
         ledger = self._ledger
-        async with self._admitted(registration, story) as spec:
+        async with self.admitted(registration, story) as spec:
             if not matches(spec.name, registration.within):
                 raise WrongModel(spec.name)
             change.register(ledger.registry, spec)  # refused before anything is installed for it
-            await self._install(spec, story)
+            await self.install(spec, story)
             while self._rounds.leaving(spec.ref):
                 await self._rounds.next()
             async with ledger.writing:
                 with contextlib.suppress(NotYet):  # a reader that has not heard of it only says so a little longer
                     await ledger.commit(change.register(ledger.registry, spec))
+        advice = "" if registration.handler else _advice(spec)
         if spec.min_workers == 0:
             self._events.put(story, "ready", workers=0)
-            return Progress(spec.ref, 0, "done", _between(spec))
+            return Progress(spec.ref, 0, "done", _between(spec), advice=advice)
         if not registration.wait:
             self._watch(story, spec)
-            return Progress(spec.ref, 0, "processing", _between(spec))
+            return Progress(spec.ref, 0, "processing", _between(spec), advice=advice)
         try:
-            return await self._started(story, spec)
+            return replace(await self.started(story, spec), advice=advice)
         except StartFailed:
             async with ledger.writing:
                 with contextlib.suppress(InUse):  # traffic was dealt out to it meanwhile: it stays, and is tried again
@@ -133,7 +134,7 @@ class Registrar:
             self._watch(story, spec)
             return Progress(ref, self._rounds.running(ref), "processing", _between(spec), ended)
         with self._events.told(story):
-            return replace(await self._started(story, spec), was_between=ended)
+            return replace(await self.started(story, spec), was_between=ended)
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         async with self._ledger.writing:
@@ -162,7 +163,7 @@ class Registrar:
         """Register what the model store holds: what is new there, and what has changed; ``then`` the start is over."""
         try:
             for archive in await asyncio.to_thread(self._admission.at_startup):
-                story = self._story(archive)
+                story = self.story(archive)
                 try:
                     with self._events.told(story):
                         spec = await self._put(archive, story)
@@ -181,11 +182,11 @@ class Registrar:
     async def _put(self, archive: Registration, story: Story) -> ModelSpec | None:
         """Register an archive of the model store where it is new or has changed; the spec that holds, if one does."""
         ledger = self._ledger
-        async with self._admitted(archive, story, at_startup=True) as spec:
+        async with self.admitted(archive, story, at_startup=True) as spec:
             own = self._settings.control.models.get(spec.name, {}).get(spec.version)
             first = own is not None and own.default_version
             if change.put(ledger.registry, spec, first) is not ledger.registry:
-                await self._install(spec, story)
+                await self.install(spec, story)
             async with ledger.writing:
                 after = change.put(ledger.registry, spec, first)
                 if after is not ledger.registry:
@@ -231,7 +232,8 @@ class Registrar:
         return sorted(self._ledger.registry.models[model].versions)
 
     async def models(self) -> list[tuple[str, str]]:
-        records = sorted(self._ledger.registry.models.items())
+        models = self._ledger.registry.models.items()
+        records = sorted((name, record) for name, record in models if not change.is_workflow(record))
         return [(name, record.versions[record.default].url) for name, record in records]
 
     async def events(self, model: str, registration: str | None, since: int | None, patience: float) -> list[Event]:
@@ -244,7 +246,7 @@ class Registrar:
     # On the way to a spec
 
     @contextlib.asynccontextmanager
-    async def _admitted(
+    async def admitted(
         self, registration: Registration, story: Story, at_startup: bool = False
     ) -> AsyncIterator[ModelSpec]:
         """A new version's spec; until the end of the block its archive stays where it is."""
@@ -253,7 +255,7 @@ class Registrar:
             self._events.named(story, spec.name, spec.version)
             yield spec
 
-    async def _install(self, spec: ModelSpec, story: Story) -> None:
+    async def install(self, spec: ModelSpec, story: Story) -> None:
         """What the archive requires, on this node, before anything is changed. Raises InstallFailed."""
         if spec.requirements:
             tell = self._events.teller(story)
@@ -269,7 +271,8 @@ class Registrar:
 
     # Stories
 
-    def _story(self, registration: Registration) -> Story:
+    def story(self, registration: Registration) -> Story:
+        """The story of a registration, which begins."""
         archive = registration.url.partition("?")[0].rstrip("/").rpartition("/")[2]
         name = registration.model_name or stem(archive)
         return self._events.begin(name[:_LINE], registration.id, url=registration.url[:_LINE])
@@ -279,19 +282,17 @@ class Registrar:
 
         async def watch() -> None:
             with contextlib.suppress(RelayError), self._events.told(story):
-                await self._started(story, spec)
+                await self.started(story, spec)
 
         task = asyncio.create_task(watch())
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
 
-    async def _started(self, story: Story, spec: ModelSpec) -> Progress:
+    async def started(self, story: Story, spec: ModelSpec) -> Progress:
         """Wait until a version has the workers that ``spec`` says; its story goes on meanwhile. Raises StartFailed."""
         self._events.put(story, "starting", workers=spec.min_workers)
         progress = await self._rounds.until_running(
-            spec.ref,
-            spec.min_workers,
-            spec.max_workers,
+            spec,
             spec.startup_timeout + (self._settings.runtime.install_timeout if spec.requirements else 0),
             partial(self._tell_of_placement, story, spec),
         )
@@ -304,6 +305,13 @@ class Registrar:
             return
         if lacking := await self._rounds.lacking(spec):
             self._events.put(story, "starting", workers=spec.min_workers, waiting_for=lacking)
+
+
+def _advice(spec: ModelSpec) -> str:
+    """What to do where a folder's usual handler is not what most callers of such a model are after."""
+    if spec.handler == HUGGING_FACE and spec.config.get("task") == "text-generation":
+        return "It answers as transformers' pipeline; registered with handler=llm it streams, and speaks OpenAI's API"
+    return ""
 
 
 def _between(spec: ModelSpec) -> tuple[int, int] | None:

@@ -19,6 +19,7 @@ from ray import serve
 from ray.serve.exceptions import BackPressureError
 
 from serve_app.dataplane import TableReader
+from serve_app.deployments.direct import Direct
 from serve_app.deployments.hop import HopLost, ShortHops
 from serve_app.errors import DeadlineExceeded, HandlerFailed, Loading, NoWorker, QueueFull, RelayError, WorkerDied
 from serve_app.runtime.queue import Queue
@@ -64,6 +65,7 @@ class RemoteTarget:
         handle = serve.get_deployment_handle(ref.app, ref.app)
         self._unary = handle.infer
         self._streaming = handle.options(stream=True).stream
+        self._direct = Direct(ref.app)
         self._ref = ref
         self._near = ShortHops(short_hops)
         self._row = row
@@ -98,6 +100,16 @@ class RemoteTarget:
             except Loading:
                 break  # it is stopping, or being replaced: the handle knows who else there is
         return await self._far(call)
+
+    async def infer_at(self, replica: str, call: Call) -> Reply | ReplyStream:
+        """The answer of this very replica. Raises RelayError, and HopLost where it is dead."""
+        near = await self._near.to(replica)
+        return await (self._direct.infer(replica, call) if near is None else near.infer(call))
+
+    async def holds(self, replica: str, sequence: str) -> bool:
+        """Whether this replica has the state of a sequence. Raises HopLost where it is dead."""
+        near = await self._near.to(replica)
+        return await (self._direct.holds(replica, sequence) if near is None else near.holds(sequence))
 
     def wake(self) -> None:
         """Let one call wait for a replica: Ray Serve starts one for it. Whoever waits hears of it from the table."""

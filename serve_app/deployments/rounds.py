@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from serve_app.control import capacity
 from serve_app.control import registry as change
 from serve_app.control.admission import Admission
 from serve_app.control.reconciler import ATTEMPT, Deploy, Reconciler, Seen, is_dead
@@ -46,6 +47,7 @@ class Rounds:
         self._serve = ThreadPoolExecutor(1, thread_name_prefix="serve")  # Serve's client is not thread-safe
         self._reconciler = Reconciler(self._application, self._config_of, options.autoscaling)
         self._seen: dict[str, Seen] = {}
+        self._lingering: dict[str, Desired] = {}  # applications of removed workflows that still answer calls
         self._leaving: dict[str, str] = {}  # applications of removed versions, and the digests that they may still need
         self._tidying = asyncio.Lock()
         self._admitting = 0
@@ -63,10 +65,11 @@ class Rounds:
                 log.exception("a round failed; the next one follows")
                 busy = False
             period = _BUSY_PERIOD if busy else self._settings.control.reconcile_period
+            kicked = asyncio.ensure_future(self._kick.wait())
             try:
-                await asyncio.wait_for(self._kick.wait(), period)
-            except asyncio.TimeoutError:
-                continue
+                await asyncio.wait({kicked}, timeout=period)  # wait_for may lose a cancel that comes with the kick
+            finally:
+                kicked.cancel()
 
     def soon(self) -> None:
         """Begin the next round at once."""
@@ -105,13 +108,25 @@ class Rounds:
         self._vitals.forget(spec.ref)
         self._leaving[spec.ref.app] = spec.digest
 
+    def linger(self, spec: ModelSpec) -> None:
+        """Let what runs of a version stay, whatever becomes of it in the registry, until ``let_go``."""
+        if spec.min_workers or spec.max_workers:
+            self._lingering[spec.ref.app] = Desired(spec, None)
+
+    def let_go(self, spec: ModelSpec) -> None:
+        """A version that lingered has nothing more to do: what was known of it is forgotten, and it goes."""
+        self._lingering.pop(spec.ref.app, None)
+        if spec.digest:
+            self.removed(spec)
+        self.soon()
+
     def forgive(self, ref: ModelRef) -> None:
         """Begin anew with a version: somebody has changed what was asked of it."""
         self._vitals.forgive(ref)
 
     def leaving(self, ref: ModelRef) -> bool:
         """Whether what runs under the version's name is still one that was removed."""
-        return ref.app in self._leaving
+        return ref.app in self._leaving or ref.app in self._lingering
 
     def running(self, ref: ModelRef) -> int:
         seen = self._seen.get(ref.app)
@@ -129,9 +144,10 @@ class Rounds:
         return replace(status, phase=phase, replicas=running, workers=workers)
 
     async def until_running(
-        self, ref: ModelRef, low: int, high: int, startup_timeout: float, meanwhile: Callable[[], Awaitable[None]]
+        self, spec: ModelSpec, startup_timeout: float, meanwhile: Callable[[], Awaitable[None]]
     ) -> Progress:
-        """Wait until ``low`` to ``high`` replicas run, no more and no fewer. Raises StartFailed."""
+        """Wait until as many replicas run as ``spec`` says, no more and no fewer. Raises StartFailed."""
+        ref, low, high = spec.ref, spec.min_workers, spec.max_workers
         deadline = time.monotonic() + startup_timeout + _PLACEMENT
         while True:
             if (error := self._vitals.failure(ref)) is not None:
@@ -142,19 +158,16 @@ class Rounds:
             if time.monotonic() > deadline:
                 if running:
                     return Progress(ref, running, "partial")
-                raise StartFailed(ref.name, ref.version, self._why_not(ref))
+                raise StartFailed(ref.name, ref.version, await self._why_not(spec))
             await meanwhile()
             await self.next()
 
-    async def lacking(self, spec: ModelSpec) -> dict[str, dict[str, float]]:
+    async def lacking(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
         """What is not free of that which a version without a place asks for, by kind of resource."""
         seen = self._seen.get(spec.ref.app)
         if seen is None or sum(worker.pid > 0 for worker in seen.workers) >= spec.min_workers:
             return {}
-        free = await self.in_serve(self._reconciler.free)
-        wanted = {"CPU": spec.num_cpus * spec.ranks, "GPU": spec.num_gpus * spec.ranks}
-        short = [kind for kind, amount in wanted.items() if amount > free.get(kind, 0.0)]
-        return {kind: {"wanted": wanted[kind], "free": free.get(kind, 0.0)} for kind in short}
+        return capacity.lacking(spec, await self.in_serve(self._reconciler.free))
 
     def bury(self, deaths: Iterable[Death], desired: Mapping[str, Desired] | None = None) -> None:
         """Keep why replicas died, of versions that should run."""
@@ -165,16 +178,19 @@ class Rounds:
                 log.error("%s: replica %s died. %s", death.app, death.replica, death.why)
                 self._vitals.died(want.spec, death)
 
-    def _why_not(self, ref: ModelRef) -> str:
-        seen = self._seen.get(ref.app)
-        said = seen.message if seen is not None else "Ray Serve has not begun"
+    async def _why_not(self, spec: ModelSpec) -> str:
+        seen = self._seen.get(spec.ref.app)
+        if short := await self.lacking(spec):
+            said = capacity.in_words(spec, short)
+        else:
+            said = seen.message if seen is not None else "Ray Serve has not begun"
         return f"no replica runs: {said or 'it waits for a place with enough free CPUs and GPUs'}"
 
     # One round
 
     async def _round(self) -> bool:
         """Look, note, act. True while something is on its way."""
-        desired = change.desired(self.ledger.registry)
+        desired = {**self._lingering, **change.desired(self.ledger.registry)}
         seen = await self.in_serve(self._reconciler.look)
         self.bury(await asyncio.to_thread(last_words.dead, self._settings.last_words), desired)
         self._note(desired, seen)
@@ -213,7 +229,8 @@ class Rounds:
             self._admission.discard(self._leaving.pop(app))
         async with self._tidying:
             if not self._admitting:
-                used = frozenset([*(spec.digest for spec in self.ledger.registry), *self._leaving.values()])
+                specs = [*self.ledger.registry, *(want.spec for want in self._lingering.values())]
+                used = frozenset([*(spec.digest for spec in specs), *self._leaving.values()])
                 await asyncio.to_thread(self._admission.tidy, used)
 
     def _application(self, step: Deploy) -> Any:

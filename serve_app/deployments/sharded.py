@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util import get_current_placement_group, get_node_ip_address
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serve_app.deployments.archive import Archive
 from serve_app.errors import HandlerFailed, HandlerSaid, RelayError, StartFailed, WorkerDied
+from serve_app.runtime.answer import Emit
 from serve_app.runtime.author import Author
-from serve_app.runtime.batcher import Emit
+from serve_app.runtime.concurrent import run_until_stopped
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.telemetry import logs, torchserve
@@ -39,7 +39,10 @@ _SIGN_OF_LIFE = 5.0  # seconds in which every rank answers a look at its health
 
 
 class Rank:
-    """One of the ranks from 1 on: rank 0's archive, handler and batches. What its handler answers goes nowhere."""
+    """One of the ranks from 1 on: rank 0's archive, handler and batches. What its handler answers goes nowhere.
+
+    An asynchronous handler is asked at rank 0 alone, and keeps its ranks in step itself, as an engine does.
+    """
 
     def __init__(self, spec: ModelSpec, settings: Settings, management: Any, replica: str, rank: int) -> None:
         speaker = Speaker.of_replica(spec.name, spec.version, f"{replica}-rank{rank}")
@@ -71,15 +74,22 @@ class Rank:
 
         Rendezvous(place, port).join()
         self._runner.load()
-        self._runner.warm_up()
+        if self._runner.loop is None:
+            self._runner.warm_up()
+        else:  # rank 0 alone is asked; what the others do in the handler's own loop goes on in this thread
+            self._author.post(run_until_stopped, self._runner.loop)
 
     async def run(self, sent: bytes) -> bool:
         """The handler's part in a batch of pickled calls; whether it failed."""
         loop = asyncio.get_running_loop()
         return failed(await loop.run_in_executor(self._author, self._runner.run, pickle.loads(sent), _nobody))
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def check_health(self) -> None:
+        """Answered while this process lives and its handler is well."""
+        await self._runner.check_health()
+
+    async def sequence_ended(self, name: str, why: str) -> None:
+        self._author.post(self._runner.sequence_ended, name, why)
 
     async def watch(self) -> None:
         """Never answered; it fails when this process ends."""
@@ -133,9 +143,6 @@ class Group:
         if not loading.done():
             raise StartFailed(spec.name, spec.version, self._lost.result())
         self._runner: Runner = (await loading)[0]
-        if self._runner.loop is not None:
-            why = "an asynchronous handler cannot be sharded, because its calls overlap; write handle without async"
-            raise StartFailed(spec.name, spec.version, why)
         return self._runner
 
     def _places(self) -> list[Place]:
@@ -162,6 +169,12 @@ class Group:
         if not self._together(others, failed(answers)):
             return [WorkerDied(self._broken)] * len(calls)
         return answers
+
+    def sequence_ended(self, name: str, why: str) -> None:
+        """``Runner.sequence_ended`` on every rank, between two batches."""
+        for rank in self._ranks:
+            rank.sequence_ended.remote(name, why)
+        self._runner.sequence_ended(name, why)
 
     def _together(self, others: Sequence[Any], mine: bool) -> bool:
         """Wait for the other ranks; whether they ended a batch as rank 0 did."""
@@ -203,8 +216,18 @@ class Group:
         return await asyncio.shield(self._lost)
 
     async def check(self) -> None:
-        """Raise where a rank does not say within seconds that it lives."""
-        await asyncio.wait_for(asyncio.gather(*(_pid(rank) for rank in self._ranks)), _SIGN_OF_LIFE)
+        """Raise where a rank does not say within seconds that it lives; lost is one whose handler is not well."""
+        looks = [self._look(0, self._runner.check_health())]
+        looks += [self._look(number, _health(rank)) for number, rank in enumerate(self._ranks, 1)]
+        await asyncio.wait_for(asyncio.gather(*looks), _SIGN_OF_LIFE)
+
+    async def _look(self, number: int, health: Awaitable[None]) -> None:
+        try:
+            await health
+        except RayActorError:
+            self._lose(number, "ended")
+        except Exception as error:
+            self._lose(number, f"is not well ({error.cause if isinstance(error, RayTaskError) else error})")
 
     def close(self) -> None:
         """End the other ranks."""
@@ -225,8 +248,8 @@ def _rendezvous(place: Place) -> Any:
     return Rendezvous(place)
 
 
-async def _pid(rank: Any) -> int:
-    return await rank.pid.remote()
+async def _health(rank: Any) -> None:
+    await rank.check_health.remote()
 
 
 def _nobody(index: int, piece: bytes | Reply) -> None:

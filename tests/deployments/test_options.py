@@ -81,7 +81,7 @@ def test_settings_are_part_of_the_version() -> None:
     assert code_version(SPEC, load({"runtime": {"decode_input_request": False}})) != code_version(SPEC, Settings())
 
 
-@pytest.mark.parametrize("change", [{"auth": {"mode": "on"}}, {"management": {"port": 9}}])
+@pytest.mark.parametrize("change", [{"auth": {"mode": "on"}}, {"management": {"port": 9}}, {"grpc": {"port": 9}}])
 def test_what_no_replica_reads_is_not(change) -> None:
     assert code_version(SPEC, load(change)) == code_version(SPEC, Settings())
 

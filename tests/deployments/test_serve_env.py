@@ -1,13 +1,17 @@
-"""What is said at start-up where configs/serve.env was not read."""
+"""What is said at start-up where configs/serve.env was not read, and what its limits leave room for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
+
 from serve_app.cli.process import read_env
 from serve_app.deployments.serve_env import complaint
+from serve_app.settings import Settings
 
-ENV = read_env(Path(__file__).parents[2] / "configs/serve.env")
+CONFIGS = Path(__file__).parents[2] / "configs"
+ENV = read_env(CONFIGS / "serve.env")
 NAMES = (
     "RAY_SERVE_ENABLE_HA_PROXY",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED",
@@ -25,3 +29,17 @@ def test_each_variable_that_is_missing_is_named_with_the_file() -> None:
         said = complaint({key: value for key, value in ENV.items() if key != name})
         assert [other for other in NAMES if other in said] == [name]
     assert "RAY_SERVE_ENABLE_HA_PROXY" in complaint({**ENV, "RAY_SERVE_ENABLE_HA_PROXY": "0"})
+
+
+def test_an_old_haproxy_lives_until_its_last_client_has_been_answered() -> None:
+    kept = yaml.safe_load((CONFIGS / "app.yaml").read_text())["http_options"]["keep_alive_timeout_s"]
+    runtime = Settings().runtime
+    # A connection may lie idle until just before its end, then ask; its call waits for a replica, and then runs.
+    longest = kept + runtime.default_startup_timeout + runtime.default_response_timeout
+    assert int(ENV["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= 5 * longest
+    assert float(ENV["RAY_SERVE_PORT_QUARANTINE_S"]) >= 2 * kept, "it may still be asked for by a client that it has"
+
+
+def test_a_busy_machine_does_not_cost_haproxy_its_life() -> None:
+    """Ray kills HAProxy when the process beside it is silent three times in a row."""
+    assert float(ENV.get("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", 10)) >= 10

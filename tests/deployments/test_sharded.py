@@ -21,7 +21,7 @@ from handlers.errors import HandlerLoadError
 
 PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42], list(range(40, 60))]
 
-# "ranks" answers with every rank's process and how many parameters lie there.
+# "ranks" answers with every rank's process, how many parameters lie there, and the cores that it computes on.
 HANDLER = """
 import os
 import torch.distributed as dist
@@ -33,7 +33,8 @@ class Sharded(CausalLM):
             return super().handle(data, context)
         held = sum(getattr(p, "to_local", lambda: p)().numel() for p in self.model.parameters())
         ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, {"rank": dist.get_rank(), "pid": os.getpid(), "held": held})
+        mine = {"rank": dist.get_rank(), "pid": os.getpid(), "held": held, "cores": [*os.sched_getaffinity(0)]}
+        dist.all_gather_object(ranks, mine)
         return [ranks] * len(data)
 """
 
@@ -117,14 +118,36 @@ def test_two_ranks_answer_as_one_and_are_replaced_together(server: Server, llama
         assert server.management.delete(f"/models/{model}").status_code == 200
 
 
+@pytest.mark.cluster
+def test_deepspeeds_ranks_answer_as_one_each_on_a_core_of_its_own(server: Server, llama: Path, tmp_path: Path) -> None:
+    config = {"tensor_parallel": 2, "engine": {"name": "deepspeed"}, "pin": True, "threads": 1}
+    answer = server.register(archive(llama, tmp_path, "deep", **config))
+    assert answer.status_code == 200, answer.text
+    whole = CausalLM()
+    whole.initialize(Context("m", str(llama), {}))
+    for prompt in PROMPTS[:2]:
+        rows = [{"prompt": prompt, "logits": True}, {"prompt": prompt, "max_new_tokens": 8}]
+        logits, tokens = whole.handle([{"body": row} for row in rows], None)
+        assert ask(server, "deep", **rows[0])["logits"] == pytest.approx(logits["logits"], abs=1e-4)
+        assert ask(server, "deep", **rows[1]) == tokens
+
+    ranks = held(server, "deep")
+    every = sum(parameter.numel() for parameter in whole.model.parameters())
+    assert [rank["rank"] for rank in ranks] == [0, 1] and len({rank["pid"] for rank in ranks}) == 2
+    assert all(rank["held"] < 0.7 * every for rank in ranks), "half of each layer, and the embeddings"
+    assert [len(rank["cores"]) for rank in ranks] == [1, 1]
+    assert os.cpu_count() == 1 or ranks[0]["cores"] != ranks[1]["cores"]
+    assert server.management.delete("/models/deep").status_code == 200
+
+
 def ask(server: Server, model: str, **asked: Any) -> Any:
     answer = server.http.post(f"/predictions/{model}", json=asked)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def held(server: Server) -> list[dict[str, int]]:
-    return server.http.post("/predictions/halves", content="ranks", headers={"content-type": "text/plain"}).json()
+def held(server: Server, model: str = "halves") -> list[dict[str, Any]]:
+    return server.http.post(f"/predictions/{model}", content="ranks", headers={"content-type": "text/plain"}).json()
 
 
 class Generation:

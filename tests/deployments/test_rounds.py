@@ -1,0 +1,79 @@
+"""What a version is told that got no place in time, and how the rounds end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+import ray
+
+from serve_app.control import reconciler
+from serve_app.control.admission import Admission
+from serve_app.control.reconciler import Seen
+from serve_app.control.vitals import Vitals
+from serve_app.deployments.rounds import Rounds
+from serve_app.errors import StartFailed
+from serve_app.settings import Settings
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import ModelSpec
+
+SPEC = ModelSpec(
+    "m", "1.0", "m.mar", "d" * 64, "file:///m.mar", "", "python", 1, 1, num_cpus=2, num_gpus=1, tensor_parallel=2
+)
+WAITS = "Deploying"
+
+
+@pytest.mark.parametrize(
+    ("free", "why"),
+    [
+        ({"CPU": 1.5, "GPU": 8.0}, r"a replica of 2 ranks \(4 CPU asked, 1.5 free\). Make room"),
+        ({"CPU": 4.0}, r"a replica of 2 ranks \(2 GPU asked, 0 free\)"),
+        ({"CPU": 3.0, "GPU": 1.0}, r"\(4 CPU asked, 3 free; 2 GPU asked, 1 free\)"),
+        ({"CPU": 4.0, "GPU": 2.0}, f"no replica runs: {WAITS}"),
+    ],
+)
+def test_more_ranks_than_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, float], why: str
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "f" * 56, "NodeManagerAddress": "10.0.0.1"}])
+    monkeypatch.setattr(reconciler, "available_resources_per_node", lambda: {"f" * 56: free})
+    settings = Settings(home=str(tmp_path))
+    rounds = Rounds(Vitals(), Admission(settings), Meters(), settings)
+    rounds._seen = {SPEC.ref.app: Seen(SPEC.ref.app, None, 1, {}, 0, "DEPLOYING", WAITS, ())}
+
+    async def meanwhile() -> None:
+        raise AssertionError("its time is over")
+
+    async def wait() -> None:
+        with pytest.raises(StartFailed) as failed:
+            await rounds.until_running(SPEC, -60, meanwhile)
+        assert failed.match("Failed to start workers for model m version: 1.0")
+        assert re.search(why, failed.value.detail), failed.value.detail
+
+    asyncio.run(wait())
+
+
+def test_rounds_end_at_once_when_they_are_kicked_in_the_same_moment(tmp_path: Path) -> None:
+    settings = Settings(home=str(tmp_path))
+
+    async def run() -> None:
+        rounds = Rounds(Vitals(), Admission(settings), Meters(), settings)
+        waits = asyncio.Event()
+
+        async def round_() -> bool:
+            asyncio.get_running_loop().call_soon(waits.set)
+            return False
+
+        rounds._round = round_  # type: ignore[method-assign]
+        task = asyncio.ensure_future(rounds.run())
+        await waits.wait()
+        await asyncio.sleep(0)
+        rounds.soon()
+        await asyncio.sleep(0)  # the wait for the kick has ended, and who waited has not heard of it
+        task.cancel()
+        await asyncio.wait({task}, timeout=5)
+        assert task.cancelled()
+
+    asyncio.run(run())

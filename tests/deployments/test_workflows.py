@@ -1,0 +1,395 @@
+"""Workflows in Management: the real ledger, rounds, registrar and database over a Serve that the test is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parts import ECHO, make_archive
+
+from serve_app import graph
+from serve_app.control import registry as change
+from serve_app.control.admission import Admission
+from serve_app.control.board import Board
+from serve_app.control.database import Database
+from serve_app.control.events import Events
+from serve_app.control.reconciler import Seen
+from serve_app.control.registry import Desired
+from serve_app.control.vitals import Vitals
+from serve_app.controlplane import ControlPlane
+from serve_app.deployments.ledger import Ledger
+from serve_app.deployments.registrar import Registrar
+from serve_app.deployments.rounds import Rounds
+from serve_app.deployments.traffic import Traffic
+from serve_app.deployments.workflows import Workflows
+from serve_app.errors import (
+    BadRequest,
+    CannotRemoveDefault,
+    InUse,
+    InvalidGraph,
+    InvalidWorkflow,
+    MethodNotAllowed,
+    MissingParameter,
+    StartFailed,
+    VersionNotFound,
+    WorkflowArchiveNotFound,
+    WorkflowExists,
+    WorkflowFailed,
+    WorkflowNotFound,
+    WrongModel,
+)
+from serve_app.policy import Policy, Shadow
+from serve_app.runtime.environments import Environments
+from serve_app.settings import ControlSettings, Settings
+from serve_app.store.war_archiver import WarRecipe, make
+from serve_app.telemetry.metrics import Meters, Sum
+from serve_app.types import ModelRef, Registration, Worker
+
+FUNCTIONS = """
+def pre(data, context):
+    return data and [row["body"] for row in data]
+
+def join(data, context):
+    return data and ["joined"] * len(data)
+"""
+SPEC = """
+models:
+  timeout-ms: 2000
+  left: {url: left-1.0.mar, min-workers: 2, max-workers: 2, batch-size: 4}
+  right: {url: right-1.0.mar}
+dag:
+  pre: [left, right]
+  left: [join]
+  right: [join]
+"""
+READING = {"name": "reading", "steps": {"a": {"model": "m:1.0"}, "b": {"model": "n", "inputs": "a"}}}
+
+
+class Serve:
+    """What Ray Serve would be asked: applications run as soon as they should, but for those that are ``broken``."""
+
+    def __init__(self, vitals: Vitals) -> None:
+        self.apps: dict[str, Desired] = {}
+        self.broken: set[str] = set()
+        self._vitals = vitals
+
+    def look(self) -> dict[str, Seen]:
+        return {app: self._seen(app, want) for app, want in self.apps.items()}
+
+    def act(self, desired: Mapping[str, Desired], seen: Mapping[str, Seen]) -> int:
+        steps = len(desired.keys() ^ self.apps.keys())
+        self.apps = dict(desired)
+        for app in desired.keys() & self.broken:
+            spec = desired[app].spec
+            self._vitals.failed(spec, StartFailed(spec.name, spec.version, f"Traceback of {app}"))
+        return steps
+
+    def sources(self, states: tuple[str, ...] = ()) -> set[str]:
+        return set()
+
+    def _seen(self, app: str, want: Desired) -> Seen:
+        count = 0 if app in self.broken else want.low
+        workers = tuple(Worker(f"{app}#{n}", 1, 0.0, True) for n in range(count))
+        return Seen(app, want.route, want.low, {}, 0, "RUNNING", "", workers)
+
+
+class Cluster:
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        (home / "model_store").mkdir(exist_ok=True)
+        self.settings = Settings(home=str(home), control=ControlSettings(acknowledge_timeout=0.2))
+        self.meters = Meters()
+        self.total = Sum()
+        self.board = Board(self.total)
+        vitals = Vitals()
+        events = Events()
+        admission = Admission(self.settings)
+        self.rounds = Rounds(vitals, admission, self.meters, self.settings)
+        self.serve = self.rounds._reconciler = Serve(vitals)  # type: ignore[assignment]
+        self.database = Database(self.settings.database_url)
+        environments = Environments(self.settings.state_dir / "environments", self.settings.runtime)
+        self.ledger = self.rounds.ledger = Ledger(
+            self.database, self.database.load(), self.board, vitals, None, self.rounds.alive, self.rounds.soon, 0.2
+        )
+        self.registrar = Registrar(
+            self.ledger, self.rounds, self.board, self.total, admission, environments, events, None, None, self.settings
+        )  # type: ignore[arg-type]
+        self.owner = Workflows(
+            self.ledger, self.rounds, self.registrar, events, admission, self.board, self.total, self.settings
+        )
+        self.control = ControlPlane(self.owner, self.settings)  # type: ignore[arg-type]
+        self.loop = asyncio.new_event_loop()
+        self._task = self.loop.create_task(self.rounds.run())
+        self.ledger.publish()
+
+    def __call__(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 20))
+
+    def close(self) -> None:
+        self.owner.close()
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            self.loop.run_until_complete(self._task)
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.database.close()
+        self.loop.close()
+
+    def model(self, name: str, version: str = "1.0", workers: int = 1) -> None:
+        archive = make_archive(self.home / "model_store", name, ECHO, version)
+        self(self.registrar.register(Registration(archive.name, initial_workers=workers)))
+
+    def war(self, name: str = "wf", spec: str = SPEC, functions: str | None = FUNCTIONS) -> str:
+        for model in ("left", "right"):
+            make_archive(self.home / "model_store", model, ECHO)
+        (self.home / "spec.yaml").write_text(spec)
+        (self.home / "steps.py").write_text(functions or "")
+        handler = str(self.home / "steps.py") if functions else None
+        recipe = WarRecipe(name, str(self.home / "spec.yaml"), handler, str(self.home / "model_store"), force=True)
+        return make(recipe).path.name
+
+    def register(self, url: str = "", document: Any = None, **said: Any) -> ModelRef:
+        return self(self.control.register_workflow(Registration(url, **said), document))
+
+    def until(self, condition: Any) -> None:
+        async def wait() -> None:
+            while not condition():
+                await asyncio.sleep(0.005)
+
+        self(wait())
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.ledger.registry.models)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+def test_a_war_comes_with_its_models_and_its_functions(cluster: Cluster) -> None:
+    assert cluster.register(cluster.war()) == ModelRef("wf", "1.0")
+    assert set(cluster.serve.apps) == {"wf--1.0", "wf__left--1.0", "wf__right--1.0"}
+    assert cluster.serve.apps["wf--1.0"].route is None
+    left = change.find(cluster.ledger.registry, "wf__left", None)
+    assert (left.min_workers, left.max_workers, left.batch_size, left.max_batch_delay) == (2, 2, 4, 50)
+    functions = change.find(cluster.ledger.registry, "wf", None)
+    assert functions.config["functions"] == {"file": "steps.py", "names": ["pre", "join"], "plain": True}
+    row = cluster.board.table.models["wf"].versions["1.0"]
+    assert row.phase == "ready" and row.graph is not None and row.graph.owned == ("wf__left", "wf__right")
+    [said] = cluster(cluster.control.workflow("wf"))
+    assert said["workflowUrl"] == "wf.war" and said["workflowDag"] == "{pre=[left, right], left=[join], right=[join]}"
+    assert (said["minWorkers"], said["batchSize"], said["functions"]) == (1, 1, {"phase": "ready", "workers": 1})
+    assert said["steps"]["left"] == {"model": "wf__left", "inputs": "pre", "retries": 1, "timeout_s": 2.0}
+    assert cluster(cluster.control.workflows()) == ([("wf", "wf.war")], None)
+    # In the list of models stand those that came with it, and not itself.
+    assert [name for name, _ in cluster(cluster.registrar.models())] == ["wf__left", "wf__right"]
+    with pytest.raises(WorkflowExists, match="^Workflow wf is already registered.$"):
+        cluster.register("wf.war")
+    other = cluster.register("wf.war", model_name="other")
+    assert other.name == "other" and "other__left" in cluster.names
+
+
+def test_it_survives_a_restart(cluster: Cluster) -> None:
+    cluster.model("m")
+    cluster.model("n")
+    cluster.register(document={**READING, "timeout_s": 2.5})
+    cluster.register(cluster.war())
+    before = cluster.ledger.registry
+    database = Database(cluster.settings.database_url)
+    try:
+        assert database.load() == before
+    finally:
+        database.close()
+
+
+def test_a_document_asks_models_that_are_registered(cluster: Cluster) -> None:
+    with pytest.raises(InvalidWorkflow, match="Workflow reading: steps.a.model: there is no model 'm'; register it"):
+        cluster.register(document=READING)
+    cluster.model("m")
+    cluster.model("nn")
+    with pytest.raises(InvalidWorkflow, match="steps.b.model: there is no model 'n'; did you mean 'nn'?"):
+        cluster.register(document=READING)
+    cluster.model("n")
+    with pytest.raises(InvalidWorkflow, match="steps.a.model: model m has no version '3.0'; it has 1.0"):
+        cluster.register(document={"name": "x", "steps": {"a": {"model": "m:3.0"}}})
+    with pytest.raises(InvalidWorkflow, match="its steps call f, and a document brings no functions; pack it"):
+        cluster.register(document={"name": "x", "steps": {"a": {"function": "f"}}})
+    with pytest.raises(InvalidWorkflow, match="name: it has none"):
+        cluster.register(document={"steps": {"a": {"model": "m"}}})
+    with pytest.raises(BadRequest, match="cannot be part of a route"):
+        cluster.register(document={"name": "x/y", "steps": {"a": {"model": "m"}}})
+    with pytest.raises(WrongModel):
+        cluster.register(document=READING, within=("reading", "m"))
+    with pytest.raises(MissingParameter):
+        cluster.register()
+    assert cluster.names == {"m", "n", "nn"}
+    assert cluster.register(document=READING, model_name="named").name == "named"
+    row = cluster.board.table.models["named"].versions["1.0"]
+    assert (row.phase, row.replicas) == ("ready", 0)
+    [said] = cluster(cluster.control.workflow("named"))
+    assert (said["workflowDag"], said["output"], said["maxWorkers"]) == ("{a=[b]}", ["b"], 0)
+    assert "functions" not in said
+
+
+def test_workflows_do_not_ask_each_other_in_a_circle(cluster: Cluster) -> None:
+    cluster.model("m")
+    cluster.register(document={"name": "one", "steps": {"a": {"model": "m"}}})
+    cluster.register(document={"name": "two", "steps": {"a": {"model": "one"}}})
+    with pytest.raises(InvalidGraph, match="workflows would ask each other: one → two → one"):
+        cluster.register(document={"name": "one", "version": "2.0", "steps": {"a": {"model": "two"}}})
+    with pytest.raises(InvalidGraph, match="steps.a.model: it asks itself"):
+        cluster.register(document={"name": "one", "version": "2.0", "steps": {"a": {"model": "one:1.0"}}})
+    with pytest.raises(InUse, match="the workflow two .version 1.0. asks it in its step a"):
+        cluster(cluster.control.unregister_workflow("one"))
+    cluster(cluster.control.unregister_workflow("two"))
+    cluster(cluster.control.unregister_workflow("one"))
+
+
+def test_what_a_workflow_asks_cannot_be_removed(cluster: Cluster) -> None:
+    for version in ("1.0", "2.0"):
+        cluster.model("m", version)
+    cluster.model("n")
+    cluster.register(document=READING)
+    cluster(cluster.registrar.set_default("m", "2.0"))
+    with pytest.raises(
+        InUse, match=r"Version 1.0 of model m cannot be removed: the workflow reading \(version 1.0\)"
+    ):
+        cluster(cluster.registrar.unregister("m", "1.0"))
+    with pytest.raises(InUse, match="Version 1.0 of model n cannot be removed: the workflow reading"):
+        cluster(cluster.registrar.unregister("n", None))
+    cluster(cluster.registrar.set_default("m", "1.0"))
+    cluster(cluster.registrar.unregister("m", "2.0"))
+    with pytest.raises(InUse, match="reading is a workflow; remove it as one: DELETE /workflows/reading"):
+        cluster(cluster.registrar.unregister("reading", None))
+    cluster.register(cluster.war())
+    with pytest.raises(InUse, match="wf__left cannot be removed: it was registered with the workflow wf and goes with"):
+        cluster(cluster.registrar.unregister("wf__left", None))
+    with pytest.raises(InUse, match="wf is a workflow, so no model can be called so"):
+        cluster.model("wf", "2.0")
+    with pytest.raises(InUse, match="m is a model, so no workflow can be called so"):
+        cluster.register(document={"name": "m", "version": "7", "steps": {"a": {"model": "n"}}})
+    cluster.register(document={"name": "user", "steps": {"a": {"model": "wf__left"}}})
+    with pytest.raises(InUse, match="Workflow wf cannot be removed: wf__left is needed, the workflow user"):
+        cluster(cluster.control.unregister_workflow("wf"))
+
+
+def test_versions_of_a_workflow_have_policies_as_those_of_models(cluster: Cluster) -> None:
+    cluster.model("m")
+    cluster.model("n")
+    cluster.register(document=READING)
+    with pytest.raises(WorkflowExists, match="Workflow reading version 1.0 is already registered."):
+        cluster.register(document=READING)
+    cluster.register(document={**READING, "version": "2.0"})
+    shares = Policy("weighted", {"1.0": 9000, "2.0": 1000})
+    cluster(Traffic(cluster.ledger).set_traffic("reading", shares))
+    assert [said["workflowVersion"] for said in cluster(cluster.control.workflow("reading"))] == ["1.0", "2.0"]
+    with pytest.raises(BadRequest, match="reading is a workflow, which has no shadow"):
+        cluster(Traffic(cluster.ledger).set_traffic("reading", Policy(shadow=Shadow("2.0"))))
+    with pytest.raises(BadRequest, match="reading is a workflow without functions of its own, so it has no workers"):
+        cluster(cluster.registrar.scale("reading", None, 1, 1, False))
+    with pytest.raises(InUse, match="Version 2.0 of model reading cannot be removed: the model's traffic policy"):
+        cluster(cluster.control.unregister_workflow("reading", "2.0"))
+    with pytest.raises(VersionNotFound):
+        cluster(cluster.control.unregister_workflow("reading", "3.0"))
+    cluster(Traffic(cluster.ledger).set_traffic("reading", Policy()))
+    with pytest.raises(CannotRemoveDefault):
+        cluster(cluster.control.unregister_workflow("reading", "1.0"))
+    cluster(cluster.control.unregister_workflow("reading", "2.0"))
+    cluster(cluster.control.unregister_workflow("reading"))
+    assert cluster.names == {"m", "n"}
+
+
+@pytest.mark.parametrize("broken", ["wf__right--1.0", "wf--1.0"])
+def test_a_failure_leaves_nothing_behind(cluster: Cluster, broken: str) -> None:
+    url = cluster.war()
+    cluster.serve.broken.add(broken)
+    node = broken.partition("--")[0]
+    with pytest.raises(WorkflowFailed) as raised:
+        cluster.register(url)
+    assert str(raised.value) == (
+        f"Workflow wf has failed to register. Failures: [Workflow Node {node} failed to register. "
+        f"Details: Failed to start workers for model {node} version: 1.0]"
+    )
+    assert raised.value.detail == f"Traceback of {broken}"
+    assert not cluster.names
+    cluster.until(lambda: not cluster.serve.apps)
+    cluster.serve.broken.clear()
+    assert cluster.register(url).name == "wf"
+
+
+def test_a_model_that_is_not_there_leaves_nothing_behind(cluster: Cluster) -> None:
+    url = cluster.war(spec=SPEC.replace("right-1.0.mar", "gone.mar"))
+    with pytest.raises(WorkflowFailed, match="Workflow Node wf__right failed to register. Details: Model not found at"):
+        cluster.register(url)
+    assert not cluster.names and not cluster.serve.apps
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("no.war", "Workflow not found in workflow store: no.war"),
+        ("file:///nowhere/no.war", "Workflow not found at: file:///nowhere/no.war"),
+        ("../no.war", "Relative path is not allowed in url: ../no.war"),
+    ],
+)
+def test_an_archive_that_is_not_there(cluster: Cluster, url: str, words: str) -> None:
+    with pytest.raises(WorkflowArchiveNotFound) as raised:
+        cluster.register(url)
+    assert str(raised.value) == words
+
+
+def test_calls_that_had_begun_end_before_the_parts_go(cluster: Cluster) -> None:
+    cluster.register(cluster.war())
+    cluster.meters.workflow("wf", "1.0", 1)
+    cluster.total.put("gateway", cluster.meters.report())
+    cluster(cluster.control.unregister_workflow("wf"))
+    assert not cluster.names and "wf" not in cluster.board.table.models
+    cluster(asyncio.sleep(0.3))
+    assert set(cluster.serve.apps) == {"wf--1.0", "wf__left--1.0", "wf__right--1.0"}
+    again = threading.Event()
+
+    async def register() -> None:
+        await cluster.control.register_workflow(Registration("wf.war"))
+        again.set()
+
+    task = cluster.loop.create_task(register())
+    cluster(asyncio.sleep(0.2))
+    assert not again.is_set()  # what still answers is not replaced under its callers
+    cluster.meters.workflow("wf", "1.0", -1)
+    cluster.total.put("gateway", cluster.meters.report())
+    cluster(task)
+    assert set(cluster.serve.apps) == {"wf--1.0", "wf__left--1.0", "wf__right--1.0"}
+    cluster(cluster.control.unregister_workflow("wf"))
+    cluster.until(lambda: not cluster.serve.apps)
+
+
+@pytest.mark.parametrize("question", ["workflow", "unregister_workflow"])
+def test_what_is_no_workflow_is_not_found(cluster: Cluster, question: str) -> None:
+    cluster.model("m")
+    for name in ("m", "nobody"):
+        with pytest.raises(WorkflowNotFound, match=f"^Workflow not found: {name}$"):
+            cluster(getattr(cluster.control, question)(name))
+
+
+def test_nothing_changes_where_the_model_api_is_off(cluster: Cluster) -> None:
+    control = ControlPlane(cluster.owner, Settings(control=ControlSettings(enable_model_api=False)))  # type: ignore
+    for change_ in (control.register_workflow(Registration("x.war")), control.unregister_workflow("x")):
+        with pytest.raises(MethodNotAllowed):
+            cluster(change_)
+
+
+def test_an_archives_file_takes_no_workflows_name_at_start(cluster: Cluster) -> None:
+    cluster.model("m")
+    cluster.register(document={"name": "reading", "steps": {"a": {"model": "m"}}})
+    spec = change.find(cluster.ledger.registry, "m", None).with_(name="reading", digest="e" * 64)
+    with pytest.raises(InUse, match="reading is a workflow"):
+        change.put(cluster.ledger.registry, spec)
+    assert graph.read({"steps": {"a": {"model": "m"}}}).leaves == ("a",)
