@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane
+from serve_app.doors import openapi
+from serve_app.doors.deferrals import DeferralDoor, Replay
 from serve_app.doors.exchange import EVERY_ANSWER, CallerLeft, Exchange, Receive, Scope, Send, every_answer
 from serve_app.doors.metrics import MetricsDoor, Render
+from serve_app.doors.oip.rest import OpenInferenceDoor
+from serve_app.doors.openai.inference import OpenAIDoor
+from serve_app.doors.openapi.door import OpenAPIDoor
 from serve_app.doors.torchserve.inference import InferenceDoor
 from serve_app.doors.torchserve.management import ManagementDoor
+from serve_app.doors.torchserve.socket import SocketDoor
+from serve_app.doors.torchserve.workflows import WorkflowDoor
 from serve_app.errors import RelayError
 from serve_app.settings import Settings
 from serve_app.telemetry.access_log import AccessLog
@@ -52,7 +59,10 @@ class Doors:
         await self._of(exchange).refuse(exchange, error)
 
     def _of(self, exchange: Exchange) -> Door:
-        return next((door for door in self._doors if door.knows(exchange)), self._doors[0])
+        for door in self._doors:
+            if door.knows(exchange):
+                return door
+        return self._doors[0]
 
 
 class App:
@@ -64,15 +74,18 @@ class App:
         count: Callable[[int], None] | None,
         access: AccessLog | None,
         always: tuple[tuple[bytes, bytes], ...] = EVERY_ANSWER,
+        sockets: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None,
     ) -> None:
         self._door = door
+        self._sockets = sockets  # what answers where a WebSocket is asked for
         self._count = count  # a status that was answered
         self._access = access
         self._always = always
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await _decline(scope, receive, send)
+            other = self._sockets if scope["type"] == "websocket" and self._sockets is not None else _decline
+            return await other(scope, receive, send)
         started = time.perf_counter()
         exchange = Exchange(scope, receive, send, self._always)
         try:
@@ -130,12 +143,23 @@ def inference_app(
     where the settings say so. It may have the metrics (``render``) as well.
     """
     door: Door = InferenceDoor(plane, settings, control)
-    others: list[Door] = []
+    others: list[Door] = [OpenInferenceDoor(plane, settings, control)]
     if control is not None and settings.inference.also_management:
-        others.append(ManagementDoor(control, settings))
+        others += ManagementDoor(control, settings), WorkflowDoor(control, settings)
+    if control is not None:
+        others.append(DeferralDoor(plane, control))
+    others.append(OpenAIDoor(plane, settings))
+    others.append(OpenAPIDoor(openapi.inference(settings.inference.also_management)))
     if render is not None:
         others.append(MetricsDoor(render, settings, lambda: plane.access))
-    return App(Doors(door, *others) if others else door, meters.response, access, every_answer(settings.inference))
+    sockets = SocketDoor(plane, settings, meters.response, access)
+    return App(Doors(door, *others), meters.response, access, every_answer(settings.inference), sockets)
+
+
+def replay(plane: DataPlane, settings: Settings) -> Replay:
+    """What answers predictions that were put aside, as ``inference_app`` would have answered them."""
+    doors = Doors(InferenceDoor(plane, settings), OpenInferenceDoor(plane, settings))
+    return Replay(doors, settings.asynchronous.max_result_size)
 
 
 def management_app(
@@ -146,17 +170,19 @@ def management_app(
     meters: Meters | None = None,
 ) -> App:
     """What answers on the management port; with ``render``, the metrics too."""
-    door: Door = ManagementDoor(control, settings)
+    doors: list[Door] = [ManagementDoor(control, settings), WorkflowDoor(control, settings)]
+    doors.append(OpenAPIDoor(openapi.management()))
     if render is not None:
-        door = Doors(door, MetricsDoor(render, settings, lambda: control.access))
-    return App(door, meters and meters.rest, access, every_answer(settings.inference))
+        doors.append(MetricsDoor(render, settings, lambda: control.access))
+    return App(Doors(*doors), meters and meters.rest, access, every_answer(settings.inference))
 
 
 def metrics_app(
     render: Render, settings: Settings, access: Callable[[], Access | None], meters: Meters | None = None
 ) -> App:
     """What answers on the metrics port."""
-    return App(MetricsDoor(render, settings, access), meters and meters.rest, None, every_answer(settings.inference))
+    doors = Doors(MetricsDoor(render, settings, access), OpenAPIDoor(openapi.metrics()))
+    return App(doors, meters and meters.rest, None, every_answer(settings.inference))
 
 
 async def _decline(scope: Scope, receive: Receive, send: Send) -> None:

@@ -7,15 +7,17 @@ many awaits as ASGI asks for. Each answer carries the headers that TorchServe pu
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from functools import lru_cache
 from random import getrandbits
 from typing import Any
 
-from serve_app.errors import TooLarge
+from serve_app.errors import BadRequest, OfStep, RelayError, TooLarge, reason
 from serve_app.settings import InferenceSettings
-from serve_app.types import Grant, ReplyStream
+from serve_app.types import Grant, Priority, Reply, ReplyStream
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -27,6 +29,7 @@ EVERY_ANSWER = (
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 )
+JSON = (b"content-type", b"application/json")
 # What a handler may not set: the headers above, and what frames the body or the connection.
 _OURS = {name for name, _ in EVERY_ANSWER} | {
     b"x-request-id",
@@ -35,7 +38,10 @@ _OURS = {name for name, _ in EVERY_ANSWER} | {
     b"connection",
     b"x-model-version",
     b"x-torchrelay-arm",
+    b"x-torchrelay-step",
 }
+TIMEOUT = "x-request-timeout-seconds"
+PRIORITY = "x-request-priority"
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _BODILESS = (204, 304)
 _SLOW = 0.05  # seconds after which it is worth to look whether the caller is still there
@@ -204,9 +210,65 @@ def author_headers(content_type: str | None, headers: Iterable[tuple[str, str]])
     return sent
 
 
+def reply_headers(reply: Reply, typed: bool = True) -> Headers:
+    """What the handler set, the timings, which version answered, and in which arm of a trial.
+
+    Not ``typed``: the content type is the door's to say.
+    """
+    content_type = reply.content_type if typed else None
+    sent = author_headers(content_type, reply.headers) if content_type or reply.headers else []
+    times = reply.timings
+    if times.batch_size:
+        said = "queue;dur=%.3f, inference;dur=%.3f, batch;desc=%d"
+        sent.append(
+            (b"server-timing", (said % (times.queue * 1000, times.inference * 1000, times.batch_size)).encode())
+        )
+    sent.append(by_version(reply.version))
+    if reply.arm:
+        sent.append(by_arm(reply.arm))
+    return sent
+
+
+def refusal_headers(error: Exception) -> Headers:
+    """What every dialect tells beside its words: why in one word, when to come again, which version, arm and step."""
+    sent = [(b"x-torchrelay-reason", reason(error).encode())]
+    if isinstance(error, RelayError):
+        if error.retry_after is not None:
+            sent.append((b"retry-after", b"%d" % error.retry_after))
+        if error.version:
+            sent.append(by_version(error.version))
+        if error.arm:
+            sent.append(by_arm(error.arm))
+        if isinstance(error, OfStep):
+            sent.append((b"x-torchrelay-step", field_value(error.step)))  # the steps before it have run
+    return sent
+
+
 def field_value(text: str) -> bytes:
     """``text`` as a header's value: Latin-1, on one line."""
     return text.encode("latin-1", "replace").translate(_ON_ONE_LINE).strip()
+
+
+def deadline(headers: Mapping[str, str]) -> float | None:
+    """When the caller stops waiting; 0 seconds are without end, as Ray Serve has it for this header."""
+    seconds = headers.get(TIMEOUT)
+    if seconds is None:
+        return None
+    try:
+        limit = float(seconds)
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < math.inf:
+        raise BadRequest(f"Header {TIMEOUT} must be a number of seconds, 0 for no limit; got {seconds!r}.")
+    return time.time() + limit if limit else None
+
+
+def priority(headers: Mapping[str, str]) -> Priority:
+    """How urgent it is."""
+    word = headers.get(PRIORITY, "normal")
+    if word == "high" or word == "normal" or word == "low":
+        return word
+    raise BadRequest(f"Header {PRIORITY} must be high, normal or low; got {word!r}.")
 
 
 @lru_cache(maxsize=1024)

@@ -22,6 +22,7 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
+from serve_app.doors import websocket
 from serve_app.doors.exchange import EVERY_ANSWER
 from serve_app.doors.torchserve import errors
 from serve_app.errors import WorkerDied
@@ -29,10 +30,14 @@ from serve_app.errors import WorkerDied
 _doors: Any = None
 
 
-def answer_with(doors: Any) -> None:
-    """This process answers what reaches its port with ``doors``, an ASGI application."""
+def answer_with(doors: Any, largest: int) -> None:
+    """This process answers what reaches its port with ``doors``, an ASGI application.
+
+    ``largest``: the bytes of a WebSocket's message.
+    """
     global _doors
     _doors = doors
+    websocket.bound(largest)
 
 
 class ShortWay:
@@ -42,11 +47,10 @@ class ShortWay:
         self._ray = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._ray(scope, receive, send)
-        elif _doors is None:
+        kind = scope["type"]
+        if kind == "http" and _doors is None:
             await self._ray(scope, receive, _in_our_words(send))
-        elif scope["path"].startswith("/-/"):
+        elif _doors is None or kind not in ("http", "websocket") or scope["path"].startswith("/-/"):
             await self._ray(scope, receive, send)
         else:
             await _doors(scope, receive, send)
@@ -93,5 +97,6 @@ _LOST = _lost()
 
 
 def build() -> list[Middleware]:
-    """Ray Serve's callback: the middlewares of its HTTP servers."""
+    """Ray Serve's callback, before it starts an HTTP server: its middlewares."""
+    websocket.install()
     return [Middleware(ShortWay)]

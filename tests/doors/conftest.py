@@ -5,18 +5,27 @@ a keeper in memory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc
 import pytest
+import uvicorn
+from parts import free_port
 
 from serve_app.control.admission import Admission
 from serve_app.controlplane import ControlPlane, Keeper
 from serve_app.dataplane import DataPlane, TableReader
+from serve_app.deployments.grpc_listener import GrpcListener
 from serve_app.doors.app import App, inference_app, management_app
+from serve_app.doors.grpc.app import inference_server, management_server
 from serve_app.errors import CannotRemoveDefault, ModelNotFound, UnknownDefault, VersionExists, VersionNotFound
-from serve_app.settings import ControlSettings, InferenceSettings, Settings
+from serve_app.graph import Graph
+from serve_app.settings import ControlSettings, InferenceSettings, Settings, load
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import (
     Access,
@@ -67,18 +76,26 @@ def ask(
     scope: dict[str, Any] | None = None,
     raises: bool = False,
     loop: asyncio.AbstractEventLoop | None = None,
+    leaves: bool = False,
 ) -> Answer:
-    """One request over the bare ASGI interface; a body that is a list comes in as many pieces."""
+    """One request over the bare ASGI interface; a body that is a list comes in as many pieces.
+
+    The caller stays until it has its answer; one that ``leaves`` is gone when it has sent its body.
+    """
     run = asyncio.run if loop is None else loop.run_until_complete
-    return run(_ask(app, method, target, body, headers or {}, scope or {}, raises))
+    return run(_ask(app, method, target, body, headers or {}, scope or {}, raises, leaves))
 
 
-async def _ask(app, method, target, body, headers, scope, raises) -> Answer:
+async def _ask(app, method, target, body, headers, scope, raises, leaves) -> Answer:
     answer = Answer()
     pieces = list(body) if isinstance(body, list) else [body]
+    gone = asyncio.Event()
+    if leaves:
+        gone.set()
 
     async def receive() -> dict[str, Any]:
         if not pieces:
+            await gone.wait()
             return {"type": "http.disconnect"}
         piece = pieces.pop(0)
         return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
@@ -92,6 +109,8 @@ async def _ask(app, method, target, body, headers, scope, raises) -> Answer:
             assert not answer.ended
             answer.pieces.append(message.get("body", b""))
             answer.ended = not message.get("more_body", False)
+            if answer.ended:
+                gone.set()
 
     path, _, query = target.partition("?")
     full = {
@@ -147,6 +166,7 @@ class Inference:
     meters: Meters
     access: list[tuple]
     reader: TableReader
+    plane: DataPlane
 
     def __call__(self, method: str, target: str, *args: Any, **named: Any) -> Answer:
         return ask(self.app, method, target, *args, **named)
@@ -170,10 +190,12 @@ def inference() -> Callable[..., Inference]:
         target, meters, access = Says(infer), Meters(), Lines()
         settings = Settings(inference=InferenceSettings(**settings_))
         reader = TableReader(two_versions() if table is None else table)
-        plane = DataPlane(reader, meters, lambda ref, row: target.at(ref))
+        plane = DataPlane(
+            reader, meters, lambda ref, row: target.at(ref), most_items=settings.inference.max_workflow_items
+        )
         control = ControlPlane(keeper or Shelf(), settings, lambda: None)
         app = inference_app(plane, settings, meters, access, control)
-        return Inference(app, target, meters, access.lines, reader)
+        return Inference(app, target, meters, access.lines, reader, plane)
 
     return build
 
@@ -281,6 +303,10 @@ class Shelf:
 
         return answer
 
+    async def register_workflow(self, registration: Registration, graph: Graph | None) -> ModelRef:
+        self.asked.append(("register_workflow", registration, graph))
+        return ModelRef(registration.model_name or (graph.name if graph is not None else "w"), "1.0")
+
     async def renew_key(self, kind: str) -> None:
         self.asked.append(("renew_key", kind))
 
@@ -321,3 +347,108 @@ def management() -> Callable[..., Management]:
         return Management(management_app(control, settings), shelf)
 
     return build
+
+
+@pytest.fixture
+def over_http() -> Iterator[Callable[..., str]]:
+    """Puts an app on a port of its own, in a thread, and says its URL; more is for uvicorn."""
+    with contextlib.ExitStack() as stack:
+        yield lambda app, **more: stack.enter_context(_over_http(app, **more))
+
+
+@contextlib.contextmanager
+def _over_http(app: App, **more: Any) -> Iterator[str]:
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="off", **more))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.005)
+        yield f"{'https' if more.get('ssl_certfile') else 'http'}://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def listening(make: Callable[[], Any], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A gRPC server on a port of its own, in a thread; gives its address."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+
+    async def open_() -> GrpcListener:
+        listener = GrpcListener(make(), "127.0.0.1", 0, "grpc.port", tls)
+        await listener.open()
+        return listener
+
+    try:
+        listener = run(open_())
+        yield f"127.0.0.1:{listener.port}"
+        run(listener.close(0))
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture
+def grpc_listening() -> Callable[[Callable[[], Any]], contextlib.AbstractContextManager[str]]:
+    return listening
+
+
+@dataclass
+class GrpcInference:
+    """``address`` is where it listens; ``channel`` is open to it."""
+
+    address: str
+    channel: grpc.Channel
+    target: Says
+    meters: Meters
+    access: list[tuple]
+    reader: TableReader
+
+
+@dataclass
+class GrpcManagement:
+    address: str
+    channel: grpc.Channel
+    shelf: Shelf
+    access: list[tuple]
+
+
+@pytest.fixture
+def over_grpc() -> Iterator[Callable[..., GrpcInference]]:
+    """The inference port's gRPC server over a target that the test writes; settings as an app.yaml has them."""
+    with contextlib.ExitStack() as stack:
+
+        def build(infer: Infer = echo, table: Table | None = None, keeper: Any = None, **said: Any) -> GrpcInference:
+            target, meters, access, settings = Says(infer), Meters(), Lines(), load(said)
+            reader = TableReader(two_versions() if table is None else table)
+            plane = DataPlane(reader, meters, lambda ref, row: target.at(ref))
+            control = ControlPlane(keeper or Shelf(), settings, lambda: reader.table.access)
+            address = stack.enter_context(listening(lambda: inference_server(plane, control, settings, meters, access)))
+            channel = stack.enter_context(grpc.insecure_channel(address))
+            return GrpcInference(address, channel, target, meters, access.lines, reader)
+
+        yield build
+
+
+@pytest.fixture
+def managed_by_grpc() -> Iterator[Callable[..., GrpcManagement]]:
+    """The management port's gRPC server over a keeper in memory; settings as an app.yaml has them."""
+    with contextlib.ExitStack() as stack:
+
+        def build(access: Access | None = None, **said: Any) -> GrpcManagement:
+            shelf, settings, log = Shelf(), load(said), Lines()
+            control = ControlPlane(shelf, settings, lambda: access)
+            address = stack.enter_context(listening(lambda: management_server(control, settings, Meters(), log)))
+            channel = stack.enter_context(grpc.insecure_channel(address))
+            return GrpcManagement(address, channel, shelf, log.lines)
+
+        yield build

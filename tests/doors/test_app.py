@@ -31,7 +31,7 @@ def test_lifespan_is_acknowledged(inference) -> None:
     assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
-def test_websockets_are_closed(inference) -> None:
+def test_websockets_are_closed_where_nobody_speaks_them(management) -> None:
     said = []
 
     async def receive():
@@ -40,7 +40,7 @@ def test_websockets_are_closed(inference) -> None:
     async def send(message):
         said.append(message["type"])
 
-    asyncio.run(inference().app({"type": "websocket", "path": "/"}, receive, send))
+    asyncio.run(management().app({"type": "websocket", "path": "/"}, receive, send))
     assert said == ["websocket.close"]
 
 

@@ -148,7 +148,7 @@ def test_no_handler_sees_the_key_that_was_asked_for(locked: Any, inference: Call
 def test_a_new_table_counts_for_the_next_request(inference: Callable[..., Any]) -> None:
     built = inference(table=TABLE)
     assert built("POST", "/predictions/m", b"hi").status == 200
-    reader = built.app._door._plane._reader
+    reader = built.reader
     reader.put(replace(TABLE, access=ACCESS))
     refused(built("POST", "/predictions/m", b"hi"), "missing_token")
     reader.put(replace(TABLE, access=Access({})))
@@ -246,7 +246,7 @@ PATHS = ["/models", "/models/m", "/models/m/1.0", "/models/m/1.0/set-default", "
 ASKS = ["/predictions/m", "/explanations/m/1.0", "/invocations?model_name=m", "/models/m/invoke", "/m/predict"]
 
 
-@pytest.mark.parametrize("path", [*PATHS, *ASKS, "/v1/models/m:predict", "/v2/models/m/infer"])
+@pytest.mark.parametrize("path", [*PATHS, *ASKS, "/v1/models/m:predict", "/v2/models/m/explain"])
 def test_options_wants_no_key_and_does_nothing(managed: Any, locked: Any, path: str) -> None:
     managed("OPTIONS", path)
     locked("OPTIONS", path, b"hi")
@@ -254,7 +254,7 @@ def test_options_wants_no_key_and_does_nothing(managed: Any, locked: Any, path: 
     assert locked.target.calls == []
 
 
-@pytest.mark.parametrize("path", [*ASKS, "/v1/models/m:predict", "/v2/models/m/infer"])
+@pytest.mark.parametrize("path", [*ASKS, "/v1/models/m:predict", "/v2/models/m/explain"])
 def test_every_way_to_ask_a_model_wants_a_key_for_it(locked: Any, path: str) -> None:
     refused(locked("POST", path, b"hi"), "missing_token")
     refused(locked("POST", path, b"hi", bearer("team")), "wrong_model")
@@ -297,7 +297,7 @@ def test_metrics_are_open_unless_the_settings_say_otherwise(managed: Any, wanted
 def together(locked: Any, managed: Any) -> Any:
     """All three APIs on the inference port."""
     settings = Settings(inference=InferenceSettings(also_management=True))
-    plane = locked.app._door._plane
+    plane = locked.app._door._doors[0]._plane
     control = ControlPlane(managed.shelf, settings, lambda: ACCESS)
     return replace(managed, app=inference_app(plane, settings, locked.meters, None, control, numbers))
 

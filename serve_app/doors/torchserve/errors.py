@@ -7,9 +7,7 @@ from typing import Any, Literal
 import orjson
 
 from serve_app import errors
-from serve_app.doors.exchange import Exchange, Headers, by_arm, by_version
-
-JSON = (b"content-type", b"application/json")
+from serve_app.doors.exchange import JSON, Exchange, refusal_headers
 
 
 class TokenRefused(errors.AccessDenied):
@@ -27,14 +25,30 @@ class JsonSyntaxError(errors.InvalidBody):
     """``JsonSyntaxError(message)``: a registration's JSON body that cannot be read; TorchServe takes it on itself."""
 
 
+class NodeFailed(errors.OfStep, errors.WorkerDied):
+    """A step of a workflow that was asked by TorchServe's own route, which has one sentence for whatever went wrong."""
+
+    @classmethod
+    def like(cls, error: errors.OfStep) -> NodeFailed:
+        """The same failure, whose detail is the step's own sentence."""
+        *what, _ = error.args
+        return cls(*what, str(error))
+
+    def __str__(self) -> str:
+        return f"Error executing {self.step}"
+
+
 # Looked up along the MRO, so a class without a line of its own answers as its parent does.
 TABLE: dict[type[BaseException], tuple[int, str]] = {
     Exception: (500, "InternalServerException"),
     errors.BadRequest: (400, "BadRequestException"),
     JsonSyntaxError: (500, "JsonSyntaxException"),
     errors.InvalidArchive: (400, "InvalidModelException"),
+    errors.InvalidWorkflow: (400, "InvalidWorkflowException"),
+    errors.InvalidGraph: (400, "InvalidDAGException"),
     errors.DownloadFailed: (400, "DownloadArchiveException"),
     errors.InstallFailed: (400, "ModelException"),
+    errors.KeyReused: (422, "IdempotencyKeyException"),
     errors.AccessDenied: (400, "InvalidKeyException"),
     errors.Forbidden: (403, "IllegalArgumentException"),
     errors.CannotRemoveDefault: (403, "InvalidModelVersionException"),
@@ -42,9 +56,13 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
     errors.ModelNotFound: (404, "ModelNotFoundException"),
     errors.VersionNotFound: (404, "ModelVersionNotFoundException"),
     errors.ArchiveNotFound: (404, "ModelNotFoundException"),
+    errors.WorkflowNotFound: (404, "WorkflowNotFoundException"),
+    errors.DeferralCancelled: (410, "PredictionCancelledException"),
     errors.MethodNotAllowed: (405, "MethodNotAllowedException"),
     errors.VersionExists: (409, "ConflictStatusException"),
     errors.InUse: (409, "ConflictStatusException"),
+    errors.WorkflowExists: (409, "ConflictStatusException"),
+    errors.SequenceLost: (410, "SequenceLostException"),
     errors.TooLarge: (413, ""),  # no type: its body is empty
     errors.Unavailable: (503, "ServiceUnavailableException"),
     errors.QuotaExceeded: (429, "TooManyRequestsException"),
@@ -52,12 +70,13 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
     errors.WorkerDied: (500, "InternalServerException"),
     errors.StartFailed: (500, "InternalServerException"),
     errors.StartOutOfMemory: (507, "InternalServerException"),
+    errors.WorkflowFailed: (500, "WorkflowException"),
     errors.NotYet: (202, ""),  # no type: it is a status, not an error
     errors.HandlerFailed: (503, "InternalServerException"),
     errors.OutOfResources: (507, "InternalServerException"),
 }
 # Whose detail the caller should see: that of a management call, never a handler's traceback on inference.
-_DETAILED = (errors.StartFailed, errors.DownloadFailed, errors.InstallFailed)
+_DETAILED = (errors.StartFailed, errors.DownloadFailed, errors.InstallFailed, NodeFailed)
 # Whose detail the operator may let callers see (inference.handler_errors).
 _AUTHORS = (errors.HandlerFailed, errors.WorkerDied)
 Shown = Literal["hidden", "message", "traceback"]
@@ -95,18 +114,8 @@ def document(error: Exception, request_id: str = "", shown: Shown = "hidden") ->
 
 async def refuse(exchange: Exchange, error: Exception, shown: Shown = "hidden") -> None:
     """Answer with an error. Header ``x-torchrelay-reason`` tells apart what TorchServe has one text for."""
-    headers: Headers = []
     said = document(error, exchange.request_id, shown)
-    if said is not None:
-        headers.append(JSON)
-    headers.append((b"x-torchrelay-reason", getattr(error, "reason", "internal").encode()))
-    if isinstance(error, errors.RelayError):
-        if error.retry_after is not None:
-            headers.append((b"retry-after", b"%d" % error.retry_after))
-        if error.version:
-            headers.append(by_version(error.version))
-        if error.arm:
-            headers.append(by_arm(error.arm))
+    headers = refusal_headers(error) if said is None else [JSON, *refusal_headers(error)]
     if isinstance(error, errors.TooLarge):  # its body is empty, so this is where the cure stands
         headers.append((b"x-torchrelay-limit", f"inference.max_request_size={error.args[0]}".encode()))
     await exchange.reply(look_up(error)[0], headers, b"" if said is None else pretty(said))

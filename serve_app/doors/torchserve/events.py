@@ -10,11 +10,11 @@ import orjson
 
 from serve_app.controlplane import ControlPlane
 from serve_app.doors.exchange import CallerLeft, Exchange
+from serve_app.doors.streaming import COMMENT, EVENT_STREAM, HEARTBEAT
 from serve_app.errors import BadRequest
 from serve_app.types import LAST_STAGES, Event, Reply, ReplyStream
 
-PING = 15.0  # seconds of silence after which a comment goes out, so that nobody in between takes the line for dead
-_HEADERS = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+_HEADERS = [(b"content-type", EVENT_STREAM.encode()), (b"x-accel-buffering", b"no")]
 
 
 async def stream(exchange: Exchange, control: ControlPlane, model: str) -> None:
@@ -37,11 +37,11 @@ async def stream(exchange: Exchange, control: ControlPlane, model: str) -> None:
                 if event.stage in LAST_STAGES and not follow:
                     return
                 after = event.id
-            found = await control.events(model, registration, after, PING)
+            found = await control.events(model, registration, after, HEARTBEAT)
             if not found and after is None:
                 return  # a registration that never began
             if not found:
-                yield b": still here\n\n"
+                yield COMMENT
 
     exchange.watch()
     try:

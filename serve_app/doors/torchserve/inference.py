@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+
+import orjson
 
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane
 from serve_app.doors import auth, experiments
-from serve_app.doors.exchange import Exchange, Headers, author_headers, by_arm, by_version
+from serve_app.doors.deferrals import Aside
+from serve_app.doors.exchange import Exchange, author_headers, by_arm, by_version, deadline, priority, reply_headers
+from serve_app.doors.streaming import EVENT_STREAM, Events
 from serve_app.doors.torchserve import errors, forms, openapi
-from serve_app.errors import BadRequest, ClientTimeout, MethodNotAllowed, MissingParameter, RelayError, ResourceNotFound
+from serve_app.errors import (
+    ClientTimeout,
+    MethodNotAllowed,
+    MissingParameter,
+    OfStep,
+    RelayError,
+    ResourceNotFound,
+)
 from serve_app.settings import Settings
-from serve_app.types import Call, Input, Kind, Priority, Reply, ReplyStream
+from serve_app.types import Call, Input, Kind, Reply, ReplyStream
 
 Route = Callable[[Exchange], Awaitable[None]]
 
-TIMEOUT = "x-request-timeout-seconds"
-PRIORITY = "x-request-priority"
 # Seconds for which a request that came too late is not answered where TorchServe would never answer it.
-_SILENCE = 120.0
+SILENCE = 120.0
 _OPEN = ("ping", "health", "api-description")  # these want no key, and neither does OPTIONS
 
 
@@ -31,6 +38,7 @@ class InferenceDoor:
     def __init__(self, plane: DataPlane, settings: Settings, control: ControlPlane | None = None) -> None:
         self._plane = plane
         self._control = control
+        self._aside = Aside(plane, control, settings)
         self._limit = settings.inference.max_request_size
         self._api = openapi.BOTH if settings.inference.also_management else openapi.INFERENCE
         self._drops = settings.inference.late_answer == "drop"
@@ -39,6 +47,7 @@ class InferenceDoor:
             "predictions": self._predict,
             "explanations": self._explain,
             "invocations": self._invocations,
+            "wfpredict": self._wfpredict,
             "ping": self._ping,
             "health": self._health,
             "api-description": self._describe_api,
@@ -46,7 +55,7 @@ class InferenceDoor:
 
     async def refuse(self, exchange: Exchange, error: Exception) -> None:
         if self._drops and isinstance(error, ClientTimeout):
-            await exchange.silence(_SILENCE)
+            await exchange.silence(SILENCE)
         await errors.refuse(exchange, error, self._shown)
 
     def knows(self, exchange: Exchange) -> bool:
@@ -71,8 +80,8 @@ class InferenceDoor:
         match segments:
             case ["v1", "models", asked] if asked.endswith((":predict", ":explain")):
                 return self._kserve_v1
-            case ["v2", "models", _, "infer" | "explain"]:
-                return self._kserve_v2
+            case ["v2", "models", _, "explain"]:
+                return self._explain_v2
             case ["experiments", _, "events"] if self._control is not None:
                 return self._rewards
             case ["models", _, "invoke"]:
@@ -84,6 +93,8 @@ class InferenceDoor:
         return None
 
     async def _root(self, exchange: Exchange) -> None:
+        if exchange.method == "GET":  # how KServe's first protocol asks whether a server lives
+            return await errors.reply_json(exchange, {"status": "alive"})
         if exchange.method != "OPTIONS":
             raise MethodNotAllowed()
         await errors.reply_json(exchange, self._api)
@@ -101,13 +112,26 @@ class InferenceDoor:
         exchange.headers["url_path"] = "/".join(segments[3:])
         await self._ask(exchange, segments[1], segments[2] if len(segments) > 2 else None, kind)
 
+    async def _wfpredict(self, exchange: Exchange) -> None:
+        """TorchServe's route of workflows, by their names; what goes wrong in a step has one status there."""
+        if len(exchange.segments) < 2:
+            raise ResourceNotFound()
+        name = exchange.segments[1]
+        self._plane.find_workflow(name)
+        try:
+            await self._ask(exchange, name, None)
+        except RelayError as error:
+            if isinstance(error, OfStep):
+                raise errors.NodeFailed.like(error) from None
+            raise
+
     async def _kserve_v1(self, exchange: Exchange) -> None:
         model, _, verb = exchange.segments[2].partition(":")
         await self._ask(exchange, model, None, "explain" if verb == "explain" else "predict")
 
-    async def _kserve_v2(self, exchange: Exchange) -> None:
-        _, _, model, verb = exchange.segments
-        await self._ask(exchange, model, None, "explain" if verb == "explain" else "predict")
+    async def _explain_v2(self, exchange: Exchange) -> None:
+        """What the Open Inference Protocol has no word for."""
+        await self._ask(exchange, exchange.segments[2], None, "explain")
 
     async def _named(self, exchange: Exchange) -> None:
         """``/models/{model}/invoke``, ``/{model}/predict`` and ``/{model}/{version}/predict``: the query is input."""
@@ -145,11 +169,13 @@ class InferenceDoor:
         auth.cover(exchange, model)
         headers = exchange.headers
         if inputs is None:
+            if "prefer" in headers and await self._aside.take(exchange, model, version):
+                return
             inputs = query + forms.inputs(headers.get("content-type"), await exchange.body(self._limit))
         headers["explain"] = "True" if kind == "explain" else "False"
-        deadline = _deadline(headers.get(TIMEOUT))
-        priority = _priority(headers.get(PRIORITY, "normal"))
-        call = Call(model, version, inputs, headers, kind, exchange.request_id, deadline, priority)
+        call = Call(
+            model, version, inputs, headers, kind, exchange.request_id, deadline(headers), priority(headers)
+        )
         watch = exchange.watch()
         try:
             await self._send(exchange, await self._plane.infer(call))
@@ -163,6 +189,8 @@ class InferenceDoor:
         if isinstance(reply, ReplyStream):
             head = reply.head
             exchange.version = head.version
+            if EVENT_STREAM in exchange.headers.get("accept", "") and head.content_type != EVENT_STREAM:
+                return await self._events(exchange, reply)
             sent = author_headers(head.content_type, head.headers)
             exchange.yield_to(sent)
             sent += (b"ts_stream_next", b"true"), by_version(head.version)
@@ -171,13 +199,24 @@ class InferenceDoor:
             await exchange.stream(errors.http_status(head.status), sent, reply)
         else:
             exchange.version = reply.version
-            sent = _headers(reply)
+            if exchange.headers.get("accept") == EVENT_STREAM and reply.content_type != EVENT_STREAM:
+                return await self._events(exchange, ReplyStream(reply, _alone(reply.body)))
+            sent = reply_headers(reply)
             if reply.headers:
                 exchange.yield_to(sent)
-            sent.append(by_version(reply.version))
-            if reply.arm:
-                sent.append(by_arm(reply.arm))
             await exchange.reply(errors.http_status(reply.status), sent, reply.body)
+
+    async def _events(self, exchange: Exchange, stream: ReplyStream) -> None:
+        """Answer with server-sent events, for a caller that says in its header Accept that it reads these."""
+        head, id = stream.head, exchange.request_id
+        sent = author_headers(None, (one for one in head.headers if one[0].lower() != "content-type"))
+        exchange.yield_to(sent)
+        sent += (b"content-type", EVENT_STREAM.encode()), (b"x-accel-buffering", b"no"), by_version(head.version)
+        if head.arm:
+            sent.append(by_arm(head.arm))
+        end = orjson.dumps({"request_id": id, "version": head.version})
+        events = Events(stream, end, lambda error: orjson.dumps(errors.document(error, id, self._shown)))
+        await exchange.stream(errors.http_status(head.status), sent, ReplyStream(head, events))
 
     async def _rewards(self, exchange: Exchange) -> None:
         """What became of calls later is told where calls are made: applications need no other port or key."""
@@ -217,6 +256,10 @@ class InferenceDoor:
         await errors.reply_json(exchange, self._api)
 
 
+async def _alone(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
 def _query(exchange: Exchange) -> tuple[Input, ...]:
     return forms.query(exchange.scope.get("query_string", b""))
 
@@ -225,33 +268,3 @@ def _model_name(inputs: tuple[Input, ...]) -> str:
     """What the first input of that name says; empty where none says anything."""
     named = (part.value.decode("utf-8", "replace") for part in inputs if part.name == "model_name" and part.value)
     return next(named, "")
-
-
-def _headers(reply: Reply) -> Headers:
-    sent = author_headers(reply.content_type, reply.headers) if reply.content_type or reply.headers else []
-    times = reply.timings
-    if times.batch_size:
-        said = "queue;dur=%.3f, inference;dur=%.3f, batch;desc=%d"
-        sent.append(
-            (b"server-timing", (said % (times.queue * 1000, times.inference * 1000, times.batch_size)).encode())
-        )
-    return sent
-
-
-def _deadline(seconds: str | None) -> float | None:
-    """When the caller stops waiting; 0 seconds are without end, as Ray Serve has it for this header."""
-    if seconds is None:
-        return None
-    try:
-        limit = float(seconds)
-    except ValueError:
-        limit = -1.0
-    if not 0 <= limit < math.inf:
-        raise BadRequest(f"Header {TIMEOUT} must be a number of seconds, 0 for no limit; got {seconds!r}.")
-    return time.time() + limit if limit else None
-
-
-def _priority(word: str) -> Priority:
-    if word == "high" or word == "normal" or word == "low":
-        return word
-    raise BadRequest(f"Header {PRIORITY} must be high, normal or low; got {word!r}.")

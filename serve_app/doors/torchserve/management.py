@@ -30,11 +30,11 @@ from serve_app.settings import Settings
 from serve_app.types import Description, Progress, Registration, Worker
 
 MAX_BATCH_DELAY = 100  # milliseconds, what TorchServe shows where nobody said
-_PAGE = 100
+PAGE = 100
 _LONGEST_ID = 100  # characters of a registration's own name
 _WORDS = ("model_name", "handler", "task", "runtime")
-_COUNTS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
-_NUMBERS = {*_COUNTS, "min_worker", "max_worker"}
+COUNTS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
+_NUMBERS = {*COUNTS, "min_worker", "max_worker"}
 # Parameters of a change of workers; what else autoscaling knows is called as it is there.
 _OF_AUTOSCALING = {key: key for key in autoscaling.KEYS if key != "policy"} | {"autoscaling_policy": "policy"}
 _KNOWN = {"url", "synchronous", "model_version", "s3_sse_kms", "registration", *_WORDS, *_NUMBERS, *_OF_AUTOSCALING}
@@ -61,8 +61,10 @@ class ManagementDoor:
     refuse = staticmethod(errors.refuse)
 
     def knows(self, exchange: Exchange) -> bool:
-        first = exchange.segments[:1]
-        return first in ([], ["models"], ["experiments"], ["token"]) or exchange.segments[:2] == ["v1", "models"]
+        segments = exchange.segments
+        if segments[:1] in ([], ["models"], ["experiments"], ["token"]):
+            return True
+        return segments[:2] == ["v1", "models"] and len(segments) == 3  # all of them are OpenAI's to list
 
     async def answer(self, exchange: Exchange) -> None:
         method = exchange.method
@@ -161,13 +163,9 @@ class ManagementDoor:
 
     async def _list(self, exchange: Exchange) -> None:
         query = _query(exchange)
-        limit = integer(query.get("limit"), _PAGE)
+        limit = integer(query.get("limit"), PAGE)
         start = integer(query.get("next_page_token"), 0)
-        limit = limit if 0 <= limit <= _PAGE else _PAGE
-        page, following = await self._control.models(max(start, 0), limit, auth.within(exchange))
-        said: dict[str, Any] = {} if following is None else {"nextPageToken": str(following)}
-        said["models"] = [{"modelName": name, "modelUrl": url} for name, url in page]
-        await errors.reply_json(exchange, said)
+        await errors.reply_json(exchange, await listed(self._control, limit, start, auth.within(exchange)))
 
     async def _register(self, exchange: Exchange) -> None:
         parameters = await self._parameters(exchange)
@@ -231,16 +229,26 @@ class ManagementDoor:
         await errors.reply_json(exchange, {"name": model, "ready": description.status.phase in ("ready", "idle")})
 
 
+async def listed(control: ControlPlane, limit: int, start: int, within: tuple[str, ...]) -> dict[str, Any]:
+    """A page of the models whose names match ``within``."""
+    limit = limit if 0 <= limit <= PAGE else PAGE
+    page, following = await control.models(max(start, 0), limit, within)
+    said: dict[str, Any] = {} if following is None else {"nextPageToken": str(following)}
+    said["models"] = [{"modelName": name, "modelUrl": url} for name, url in page]
+    return said
+
+
 def registered(progress: Progress) -> tuple[int, str]:
     """The status and the sentence after a registration."""
     if progress.state == "done":
-        ref = progress.ref
+        ref, status = progress.ref, 200
         sentence = f'Model "{ref.name}" Version: {ref.version} registered with {progress.replicas} initial workers'
         if progress.replicas == 0 and progress.between is None:
             sentence += ". Use scale workers API to add workers for the model."
-        return 200, sentence + _autoscaling(progress)
-    status, sentence = _UNDER_WAY[progress.state]
-    return status, sentence + _autoscaling(progress)
+    else:
+        status, sentence = _UNDER_WAY[progress.state]
+    sentence += _autoscaling(progress)
+    return status, f"{sentence.rstrip('.')}. {progress.advice}" if progress.advice else sentence
 
 
 def scaled(progress: Progress, asked: int | None, named: bool) -> tuple[int, str]:
@@ -309,6 +317,8 @@ def described(description: Description) -> dict[str, Any]:
     }
     if spec.scaling is not None:
         said["autoscaling"] = autoscaling.write(spec.scaling)
+    if task := spec.config.get("task"):
+        said["task"] = task
     if description.metadata is not None:
         said["customizedMetadata"] = description.metadata if isinstance(description.metadata, dict) else {}
     if status.last_error:
@@ -339,7 +349,7 @@ def registration(parameters: Mapping[str, str]) -> Registration:
     return Registration(
         url=parameters.get("url", ""),
         **{key: parameters.get(key) or None for key in _WORDS},
-        **{key: integer(parameters.get(key), None) for key in _COUNTS},
+        **{key: integer(parameters.get(key), None) for key in COUNTS},
         wait=truth(parameters.get("synchronous", "true")),
         s3_sse_kms=truth(parameters.get("s3_sse_kms")),
         id=parameters.get("registration", "")[:_LONGEST_ID] or None,

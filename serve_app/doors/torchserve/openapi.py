@@ -98,6 +98,7 @@ _DESCRIPTION = _object(
     modelUrl=_text("Where it came from."),
     minWorkers=_number("The fewest workers it should have."),
     maxWorkers=_number("The most workers it should have."),
+    task=_text("What a Hugging Face folder is asked."),
     autoscaling=_object((), policy=_text("What their number follows between the two; only where it does.")),
     batchSize=_number("The most requests in a batch."),
     maxBatchDelay=_number("How long an incomplete batch waits, in milliseconds."),
@@ -140,6 +141,7 @@ _MEANING = {
     405: "The model API is off.",
     408: "The request took too long.",
     409: "That version is there already, or something else that is in force stands against it.",
+    410: "It was cancelled and has no answer.",
     500: "A worker or the server failed.",
     503: "No worker can answer now, or the handler failed.",
 }
@@ -200,6 +202,13 @@ def _status(about: str, name: str, *statuses: int) -> Json:
     return {"get": _operation(about, name, [], answers)}
 
 
+_PREDICTION = _path("prediction_id", "The id that the 202 gave.")
+_PREDICTED = _object(
+    ("id", "state", "model"),
+    id=_text("Its name."),
+    state=_text("How far it is.", enum=["queued", "running", "done", "failed", "cancelled"]),
+    model=_text("The model that was asked."),
+)
 _PREDICT = "Ask a model's default version."
 _EXPLAIN = "Have a model's default version explain its answer."
 
@@ -229,6 +238,9 @@ _ALSO_ASK: Json = {
         _query("model_name", "The model; not needed beside a model_name in a form, or one model of start-up's."),
         model=None,
     ),
+    "/wfpredict/{workflow_name}": _inference(
+        "Ask a workflow.", "wfpredict", _path("workflow_name", "The workflow."), model=None
+    ),
     "/models/{model_name}/invoke": _inference(
         "Ask a model's default version; the parameters of the query are inputs.", "invoke"
     ),
@@ -238,6 +250,36 @@ _ALSO_ASK: Json = {
     "/{model_name}/{model_version}/predict": _inference(
         "Ask one version of a model; the parameters of the query are inputs.", "version_predict", _VERSION
     ),
+    "/async/{prediction_id}": {
+        "get": _operation(
+            "How far a prediction is that was asked for with Prefer: respond-async.",
+            "prediction",
+            [_PREDICTION],
+            {"200": _answer("Its document.", _PREDICTED), **_errors(404, 500)},
+        ),
+        "delete": _operation(
+            "Stop such a prediction; forget it where it has ended.",
+            "cancelPrediction",
+            [_PREDICTION],
+            {
+                "200": _answer("It is stopped, or has just ended.", _PREDICTED),
+                "204": {"description": "It is forgotten."},
+                **_errors(404, 500),
+            },
+        ),
+    },
+    "/async/{prediction_id}/result": {
+        "get": _operation(
+            "What the model answered, with its own status and headers.",
+            "predictionResult",
+            [_PREDICTION],
+            {
+                "200": {"description": "Whatever the model's handler says.", "content": _ANYTHING},
+                "202": _answer("It has not ended.", _PREDICTED),
+                **_errors(404, 410, 500, 503),
+            },
+        ),
+    },
     "/health/live": _status("Whether this server answers.", "live", 200),
     "/health/ready": _status("Whether everything that should be loaded has been.", "ready", 200, 503),
 }
@@ -510,6 +552,112 @@ _OF_EXPERIMENTS: Json = {
         )
     },
 }
+_WORKFLOW = _path("workflow_name", "The workflow.")
+_STEP = _object(
+    (),
+    model=_text("The model that is asked: NAME or NAME:VERSION."),
+    function=_text("Or the function of the workflow's own file."),
+    inputs={"description": "A source (request, request.NAME, a step), or sources by name."},
+    each={"description": "Sources that are lists: the step is asked for each item."},
+    parallel=_number("How many items are asked for at once."),
+    retries=_number("After the first attempt."),
+    timeout_s=_typed("number", "Seconds for one attempt."),
+)
+_STEPS = {"type": "object", "additionalProperties": _STEP, "description": "By name."}
+_A_WORKFLOW = _object(
+    (),
+    url=_text("Where the .war is, as the parameter."),
+    workflow_name=_text("As the parameter."),
+    name=_text("How calls name the workflow."),
+    version=_text("Its version; 1.0 unless said."),
+    steps=_STEPS,
+    output={"description": "The step that answers, or several; else those for which no other waits."},
+    timeout_s=_typed("number", "Seconds for a call."),
+)
+_WORKFLOW_DESCRIPTION = _object(
+    ("workflowName", "workflowUrl", "steps"),
+    workflowName=_text("Its name."),
+    workflowUrl=_text("Of its archive; empty where a document said all."),
+    minWorkers=_number("As TorchServe says it."),
+    maxWorkers=_number("As TorchServe says it."),
+    batchSize=_number("As TorchServe says it."),
+    maxBatchDelay=_number("As TorchServe says it."),
+    workflowDag=_text("Which steps follow each."),
+    workflowVersion=_text("Its version."),
+    defaultVersion=_flag("Whether calls get it that name none."),
+    steps=_STEPS,
+    output=_list("The steps that answer.", {"type": "string"}),
+    ongoing=_number("Calls that it is answering."),
+    functions=_object((), phase=_text("Of its functions."), workers=_number("That run.")),
+    timeout_s=_typed("number", "Seconds for a call."),
+)
+_OF_WORKFLOWS: Json = {
+    "/workflows": {
+        "get": _operation(
+            "List workflows.",
+            "listWorkflows",
+            [
+                _query("limit", "How many at most.", "integer", 100),
+                _query("next_page_token", "Where the page begins."),
+            ],
+            {
+                "200": _answer(
+                    "A page of them.",
+                    _object(
+                        ("workflows",),
+                        nextPageToken=_text("Where the next page begins."),
+                        workflows=_list(
+                            "By name.",
+                            _object((), workflowName=_text("Its name."), workflowUrl=_text("Of its archive.")),
+                        ),
+                    ),
+                ),
+                **_errors(500),
+            },
+        ),
+        "post": _operation(
+            "Register a workflow, from a .war or from a document.",
+            "registerWorkflow",
+            [
+                _query("url", "A name in the workflow store, or a URL."),
+                _query("workflow_name", "Its name; else the archive's."),
+                _query("response_timeout", "Seconds for an answer of one of its models.", "integer", 120),
+                _query("startup_timeout", "Seconds for their start.", "integer", 120),
+                _query("s3_sse_kms", "Whether an https URL of S3's is signed.", "boolean", False),
+            ],
+            {"200": _answer("It answers.", _STATUS), **_errors(400, 404, 409, 500)},
+            {
+                "content": {kind: {"schema": _A_WORKFLOW} for kind in ("application/json", "application/yaml")},
+                "required": False,
+            },
+        ),
+    },
+    "/workflows/{workflow_name}": {
+        "get": _operation(
+            "Describe a workflow.",
+            "describeWorkflow",
+            [_WORKFLOW],
+            {
+                "200": _answer("Its versions.", _list("The default one first.", _WORKFLOW_DESCRIPTION)),
+                **_errors(404, 500),
+            },
+        ),
+        "delete": _operation(
+            "Unregister a workflow, with the models that came with it.",
+            "unregisterWorkflow",
+            [_WORKFLOW],
+            {"200": _answer("Done.", _STATUS), "202": _STORED, **_errors(404, 409, 500)},
+        ),
+    },
+    "/workflows/{workflow_name}/{workflow_version}": {
+        "delete": _operation(
+            "Unregister one version of a workflow.",
+            "unregisterWorkflowVersion",
+            [_WORKFLOW, _path("workflow_version", "The version.")],
+            {"200": _answer("Done.", _STATUS), "202": _STORED, **_errors(403, 404, 409, 500)},
+        )
+    },
+}
 _READY = _object(("name", "ready"), name=_text("The model's name."), ready=_flag("Whether it can answer."))
 
 _MANAGE: Json = {
@@ -522,6 +670,7 @@ _MANAGE: Json = {
 _ALSO_MANAGE: Json = {
     **_OF_TRAFFIC,
     **_OF_EXPERIMENTS,
+    **_OF_WORKFLOWS,
     "/v1/models/{model_name}": {
         "get": _operation(
             "Whether a model's default version is ready.",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import ECHO, free_port, make_archive
+from parts import ECHO, make_archive
 
 from serve_app import errors
 from serve_app.control.admission import Admission
@@ -51,7 +51,7 @@ def refused(answer: Any) -> tuple[int, str, str]:
             "Model version: 9 does not exist for model: m",
         ),
         ("GET", "/nothing", 404, "ResourceNotFoundException", NO_ROUTE),
-        ("GET", "/", 405, "MethodNotAllowedException", NOT_ALLOWED),
+        ("PUT", "/", 405, "MethodNotAllowedException", NOT_ALLOWED),
     ],
 )
 def test_a_wrong_call(inference, method: str, path: str, status: int, type_: str, message: str) -> None:
@@ -197,7 +197,7 @@ def register(management, tmp_path: Path) -> Callable[..., Any]:
     return post
 
 
-NOWHERE = f"http://127.0.0.1:{free_port()}/m.mar"
+NOWHERE = "http://127.0.0.1:1/m.mar"  # a port that nobody listens on
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,15 @@ import pickle
 import pytest
 
 from serve_app import errors
-from serve_app.doors.torchserve.errors import TABLE, JsonSyntaxError, TokenRefused, document, look_up, pretty
+from serve_app.doors.torchserve.errors import (
+    TABLE,
+    JsonSyntaxError,
+    NodeFailed,
+    TokenRefused,
+    document,
+    look_up,
+    pretty,
+)
 
 NO_WORKER = (
     "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
@@ -23,11 +31,20 @@ REFUSED = [
     errors.WrongRole("infer"),
     errors.WrongModel("m"),
 ]
+STEP = ("w", "s", "no", "handler_said", 418, "secret")
+STEP_SAYS = "Step s of workflow w failed: no"
 # One instance of every class that a caller can be told: status, type, message as TorchServe has them.
 SAID = [
     (errors.BadRequest("no"), 400, "BadRequestException", "no"),
+    (
+        errors.CallerTooSlow(9),
+        400,
+        "BadRequestException",
+        "The answer was ended: its caller is more than 9 bytes behind in reading it.",
+    ),
     (errors.MissingParameter("url"), 400, "BadRequestException", "Parameter url is required."),
     (errors.InvalidBody("no"), 400, "BadRequestException", "no"),
+    (errors.InvalidInput("no"), 400, "BadRequestException", "no"),
     (JsonSyntaxError("no"), 500, "JsonSyntaxException", "no"),
     (errors.InvalidArchive("a.mar", "no"), 400, "InvalidModelException", "a.mar: no"),
     (errors.DownloadFailed("u", "w"), 400, "DownloadArchiveException", "Failed to download archive from: u"),
@@ -95,6 +112,52 @@ SAID = [
     (errors.Loading("m", None), 503, "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
     (errors.Unavailable("no"), 503, "ServiceUnavailableException", "no"),
     (
+        errors.TooManySequences("m", "1.0", 4),
+        503,
+        "ServiceUnavailableException",
+        'Model "m" Version 1.0 has no room for another sequence: its replica keeps 4 open (maxNumSequence). '
+        "End one, or come again when one has ended.",
+    ),
+    (
+        errors.NoRoomForDeferrals("asynchronous.max_bytes", 10),
+        503,
+        "ServiceUnavailableException",
+        "No more asynchronous predictions are taken now: asynchronous.max_bytes (10) is reached. "
+        "Fetch and DELETE what has ended, or raise the setting.",
+    ),
+    (
+        errors.KeyReused("k", "m"),
+        422,
+        "IdempotencyKeyException",
+        "Idempotency-Key 'k' was used for another request to model m; send the same request, or another key.",
+    ),
+    (
+        errors.DeferralNotFound("1f"),
+        404,
+        "ResourceNotFoundException",
+        "No asynchronous prediction 1f is kept here. One is kept until its document's time expires "
+        "(asynchronous.keep seconds after it ended).",
+    ),
+    (
+        errors.DeferralCancelled("1f"),
+        410,
+        "PredictionCancelledException",
+        "Asynchronous prediction 1f was cancelled and has no answer.",
+    ),
+    (
+        errors.ResultTooLarge(10),
+        503,
+        "InternalServerException",
+        "The model's answer is larger than asynchronous.max_result_size (10 bytes).",
+    ),
+    (
+        errors.SequenceLost("m", "s", "it has ended"),
+        410,
+        "SequenceLostException",
+        "Sequence 's' of model \"m\" is lost: it has ended. "
+        "Begin another: name none, or say with a name of yours that it starts.",
+    ),
+    (
         errors.QuotaExceeded("m", "1.0", 4),
         429,
         "TooManyRequestsException",
@@ -132,6 +195,29 @@ SAID = [
         "InternalServerException",
         "Failed to start workers for model m version: 1.0",
     ),
+    (
+        errors.WorkflowFailed("w", "Workflow Node w__m failed to register. Details: no", "why"),
+        500,
+        "WorkflowException",
+        "Workflow w has failed to register. Failures: [Workflow Node w__m failed to register. Details: no]",
+    ),
+    (errors.InvalidWorkflow("w.war", "no"), 400, "InvalidWorkflowException", "w.war: no"),
+    (errors.InvalidGraph("w.war", "no"), 400, "InvalidDAGException", "w.war: no"),
+    (errors.WorkflowNotFound("w"), 404, "WorkflowNotFoundException", "Workflow not found: w"),
+    (errors.WorkflowArchiveNotFound("not in u"), 404, "WorkflowNotFoundException", "not in u"),
+    (errors.WorkflowExists("w", ""), 409, "ConflictStatusException", "Workflow w is already registered."),
+    (
+        errors.WorkflowExists("w", "2.0"),
+        409,
+        "ConflictStatusException",
+        "Workflow w version 2.0 is already registered.",
+    ),
+    (errors.StepFailed(*STEP), 503, "InternalServerException", STEP_SAYS),
+    (errors.StepSaid(*STEP), 418, "InternalServerException", STEP_SAYS),
+    (errors.StepRefused(*STEP), 400, "BadRequestException", STEP_SAYS),
+    (errors.StepUnavailable(*STEP), 503, "ServiceUnavailableException", STEP_SAYS),
+    (errors.StepTimeout(*STEP), 504, "RequestTimeoutException", STEP_SAYS),
+    (NodeFailed(*STEP), 500, "InternalServerException", "Error executing s"),
     (errors.HandlerFailed("traceback"), 503, "InternalServerException", "Prediction failed"),
     (errors.InvalidOutput(), 503, "InternalServerException", "Invalid model predict output"),
     (

@@ -71,7 +71,7 @@ def test_a_failure_ends_it_with_its_traceback(app) -> None:
 
 
 def test_silence_is_broken_by_a_comment(app, monkeypatch) -> None:
-    monkeypatch.setattr(door, "PING", 0.001)
+    monkeypatch.setattr(door, "HEARTBEAT", 0.001)
     waits = 0
     told = app.shelf.events
 
@@ -129,6 +129,6 @@ def test_a_follower_hears_what_comes_after_the_end(app) -> None:
 
 
 def test_a_listener_that_leaves_is_no_fault(app) -> None:
-    answer = app("GET", "/models/m/events")  # which leaves when it has asked
+    answer = app("GET", "/models/m/events", leaves=True)
     assert [name for name, _ in read(answer.body)][0] == "accepted"
     assert not answer.ended

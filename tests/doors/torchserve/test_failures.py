@@ -157,7 +157,7 @@ def test_a_request_over_the_models_client_timeout_is_told_so() -> None:
 
 
 def test_or_it_is_not_answered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference, "_SILENCE", 0.3)
+    monkeypatch.setattr(inference, "SILENCE", 0.3)
     began = time.monotonic()
     answer = ask(app_of(late, versions(20), late_answer="drop"), "POST", "/predictions/m")
     assert time.monotonic() - began > 0.3

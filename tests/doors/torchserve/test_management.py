@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from serve_app.doors.torchserve.management import registered
 from serve_app.errors import BadRequest, NotYet, NoWorker, StartFailed, StartOutOfMemory
-from serve_app.types import ModelRef, ModelSpec, Registration, Worker
+from serve_app.types import ModelRef, ModelSpec, Progress, Registration, Worker
 
 FULL = b"""[
   {
@@ -562,6 +563,20 @@ def test_a_number_of_workers_says_what_it_ends(management) -> None:
     app.shelf.was_between = (1, 4)
     sentence = "Workers scaled to 2 for model: noop; autoscaling between 1 and 4 workers is off from now on"
     assert said(app("PUT", "/models/noop?min_worker=2&synchronous=true")) == (200, sentence)
+
+
+def test_a_registration_ends_with_what_else_there_is() -> None:
+    done = Progress(ModelRef("m", "1.0"), 1, "done", (1, 4), advice="It can more")
+    begun = "autoscaling holds between 1 and 4 workers from now on"
+    assert registered(done) == (200, f'Model "m" Version: 1.0 registered with 1 initial workers; {begun}. It can more')
+    under_way = Progress(ModelRef("m", "1.0"), 0, "processing", advice="It can more")
+    assert registered(under_way) == (202, "Processing worker updates. It can more")
+
+
+def test_the_task_of_a_folder_is_described(management) -> None:
+    app = management()
+    app.shelf.put(spec(config={"task": "text-generation"}))
+    assert json.loads(app("GET", "/models/noop").body)[0]["task"] == "text-generation"
 
 
 def test_autoscaling_is_shown_where_it_holds(management) -> None:

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from serve_app.types import Input, ModelRow, Table, VersionRow
+from serve_app.policy import Policy, allocate
+from serve_app.types import Call, Input, ModelRow, Reply, Table, VersionRow
 
 FORM = "application/x-www-form-urlencoded"
 MULTIPART = "multipart/form-data; boundary=XX"
@@ -31,7 +32,6 @@ NO_NAME = (400, "BadRequestException", "Parameter model_name is required.")
     [
         ("/v1/models/m:predict", None, "predict"),
         ("/v1/models/m:explain/", None, "explain"),
-        ("/v2/models/m/infer", None, "predict"),
         ("/v2/models/m/explain", None, "explain"),
         ("/models/m/invoke", None, "predict"),
         ("/m/predict", None, "predict"),
@@ -52,7 +52,7 @@ def test_each_way_asks_the_model(inference, path: str, version: str | None, kind
     assert app.access[0][7:9] == ("m", version or "1.0")
 
 
-@pytest.mark.parametrize("path", ["/predictions/m", "/v1/models/m:predict", "/v2/models/m/infer"])
+@pytest.mark.parametrize("path", ["/predictions/m", "/v1/models/m:predict", "/v2/models/m/explain"])
 def test_a_query_is_no_input_where_it_is_none_with_torchserve(inference, path: str) -> None:
     app = inference()
     app("GET", f"{path}?a=1", b"x")
@@ -119,15 +119,11 @@ def test_an_invocation_that_could_be_for_any_model(inference, loaded: dict[str, 
         "/models/m/predict",
         "/models/predict",
         "/models/m/1.0/invoke",
-        "/v1/models/m",
-        "/v1/models/m:other",
         "/v1/models/m:predict/1.0",
-        "/v2/models/m/other",
-        "/v2/models/m",
         "/m/1.0/2.0/predict",
         "//m",
         "//predictions/m",
-        "/wfpredict/m",
+        "/wfpredict",
     ],
 )
 def test_what_is_no_route(inference, path: str) -> None:
@@ -150,6 +146,26 @@ def test_what_is_no_route(inference, path: str) -> None:
 )
 def test_models_that_are_not_there(inference, path: str, model: str) -> None:
     assert message(inference()("POST", path)) == (404, "ModelNotFoundException", f"Model not found: {model}")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/predictions/m", "/m/predict", "/models/m/invoke", "/invocations?model_name=m", "/v1/models/m:predict"],
+)
+def test_every_way_without_a_version_goes_by_the_policy(inference, path: str) -> None:
+    shares = {"1.0": 5000, "2.0": 5000}
+    split = Policy("weighted", shares, allocation=allocate(shares))
+    rows = {version: VersionRow(version, "ready", 1) for version in shares}
+
+    async def answers(call: Call) -> Reply:
+        return Reply(call.headers["x-request-priority"].encode(), version=app.target.ref.version)
+
+    app = inference(answers, table=Table(1, {"m": ModelRow("1.0", rows, split)}, settled=True))
+    said = [app("POST", path, b"x", {"x-request-priority": "high"}) for _ in range(40)]
+    assert abs(sum(answer["x-model-version"] == "2.0" for answer in said) - 20) <= 3
+    assert {call.priority for call in app.target.calls} == {"high"}
+    late = app("POST", path, b"x", {"x-request-timeout-seconds": "0.000001"})
+    assert late.status == 504
 
 
 @pytest.mark.parametrize("path", ["/ping/predict", "/ping/1.0/predict"])

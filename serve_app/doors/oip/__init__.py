@@ -1,0 +1,1 @@
+"""The Open Inference Protocol, version 2. README.md has what is answered, and every decision."""

@@ -1,0 +1,32 @@
+"""KServe's own client against the door; it runs in an environment of its own."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import handlers
+
+CLIENTS = Path(__file__).parents[2] / "clients"
+SCRIPT = CLIENTS / "kserve_rest.py"
+
+
+def test_kserve_rest_client(kserve_python: Path, models: Any, listening: Any) -> None:
+    models.add("identity", lambda data, context: [dict(row) for row in data], form="arrays")
+    models.add("asleep", lambda data, context: [], replicas=0)
+    with listening(models.app()) as address:
+        ran = subprocess.run(
+            [kserve_python, SCRIPT, f"http://{address}"], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert "every call was answered" in ran.stdout, ran.stderr
+
+
+def test_kserve_rest_client_of_the_first_protocol(kserve_python: Path, models: Any, listening: Any) -> None:
+    twice = handlers.load_envelope("kserve")(lambda data, context: [row["data"] * 2 for row in data])
+    models.add("twice", twice.handle)
+    models.add("asleep", lambda data, context: [], replicas=0)
+    with listening(models.app()) as address:
+        command = [kserve_python, CLIENTS / "kserve_v1.py", f"http://{address}"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "every call was answered" in ran.stdout, ran.stderr
