@@ -36,13 +36,15 @@ from serve_app.cli.talk import (
 )
 from serve_app.cli.traffic import traffic
 from serve_app.cli.translation import Flags, serve_env, state_dir
-from serve_app.client import Client, ServerError
+from serve_app.cli.workflow import workflow_app
+from serve_app.client import NEVER, Client, ServerError
 
 app = typer.Typer(help="Serve PyTorch models from TorchServe archives on Ray Serve.", no_args_is_help=True)
 models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
 app.add_typer(experiment_app, name="experiment")
 app.add_typer(rollout_app, name="rollout")
+app.add_typer(workflow_app, name="workflow")
 
 EnvFile = Annotated[Path, typer.Option("--env", help="The environment that Ray Serve starts with.")]
 _CONFIG = Path("configs/app.yaml")
@@ -86,7 +88,7 @@ def start(
         bool, _their("--disable-token-auth", "--dt", help="Ask nobody for a token.")
     ] = False,
     enable_model_api: Annotated[bool, _their("--enable-model-api", help="Let models be registered.")] = False,
-    workflow_store: Annotated[Optional[str], _their(help="Workflows are not served yet.")] = None,  # noqa: UP045
+    workflow_store: Annotated[Optional[str], _their(help="The folder of the workflow archives.")] = None,  # noqa: UP045
     log_config: Annotated[Optional[str], _their(help="Taken, and not read.")] = None,  # noqa: UP045
     foreground: Annotated[bool, _their("--foreground", help="Always, without --detach.")] = False,
 ) -> None:
@@ -161,7 +163,8 @@ def stop(
 @app.command()
 def status(inference: Inference = INFERENCE, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
     """Show whether the server is ready, and every version with its replicas."""
-    with Client(inference, management, timeout=10, token=token, key_file=key_file(management)) as client:
+    keys = key_file(management)
+    with Client(inference, management, timeout=10, token=token, key_file=keys, retries=NEVER) as client:
         try:
             ready = client.ready()
             table = progress.versions(client)

@@ -11,7 +11,7 @@ import typer
 from serve_app.store.archiver import ArchiverError, Format, Recipe, Runtime, make
 
 
-def _file(*names: str, help: str) -> Any:
+def file_option(*names: str, help: str) -> Any:
     return typer.Option(*names, metavar="FILE", help=help)
 
 
@@ -19,8 +19,8 @@ def archive(
     model_name: Annotated[str, typer.Option(help="The archive's name too: MODEL_NAME.mar.")],
     version: Annotated[str, typer.Option("-v", "--version", help="The model's version.")],
     handler: Annotated[str, typer.Option(help="A built-in handler, or a file: handler.py or handler.py:function.")],
-    serialized_file: Annotated[Optional[str], _file(help="Weights, TorchScript or ONNX.")] = None,  # noqa: UP045
-    model_file: Annotated[Optional[str], _file(help="The model's class, for eager weights.")] = None,  # noqa: UP045
+    serialized_file: Annotated[Optional[str], file_option(help="Weights, TorchScript or ONNX.")] = None,  # noqa: UP045
+    model_file: Annotated[Optional[str], file_option(help="The model's class, for eager weights.")] = None,  # noqa: UP045
     extra_files: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="A,B,…", help="Files, folders and patterns; of folders, what is in them."),
@@ -32,10 +32,10 @@ def archive(
     ] = "default",
     force: Annotated[bool, typer.Option("-f", "--force", help="Write over an archive of that name.")] = False,
     requirements_file: Annotated[
-        Optional[str], _file("-r", "--requirements-file", help="Python packages of its own.")  # noqa: UP045
+        Optional[str], file_option("-r", "--requirements-file", help="Python packages of its own.")  # noqa: UP045
     ] = None,
     config_file: Annotated[
-        Optional[str], _file("-c", "--config-file", help="Its model-config.yaml.")  # noqa: UP045
+        Optional[str], file_option("-c", "--config-file", help="Its model-config.yaml.")  # noqa: UP045
     ] = None,
 ) -> None:
     """Make a model archive, with the options of torch-model-archiver."""
@@ -60,9 +60,9 @@ def archive(
         raise typer.Exit(1) from None
     for warning in made.warnings:
         print(f"WARNING - {warning}", file=sys.stderr)
-    print(f"{_shown(made.path)}: {model_name} {version}, {made.files} files and the manifest")
+    print(f"{shown_path(made.path)}: {model_name} {version}, {made.files} files and the manifest")
 
 
-def _shown(path: Path) -> Path:
+def shown_path(path: Path) -> Path:
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

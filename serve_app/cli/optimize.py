@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
 
@@ -22,9 +23,12 @@ from serve_app.cli.talk import MANAGEMENT, ManagementUrl, Talk, Token, console, 
 from serve_app.errors import RelayError
 from serve_app.settings import StoreSettings
 from serve_app.store.archive import pack, unpack
-from serve_app.store.manifest import Manifest, ModelConfig, check
+from serve_app.store.manifest import HUGGING_FACE, Manifest, ModelConfig, check
 
-VARIANTS = ("plain", "bfloat16", "int8", "compile", "compile-bfloat16", "onnx", "onnx-int8")
+VARIANTS = (
+    "plain", "bfloat16", "int8", "compile", "compile-bfloat16", "channels-last", "onnx", "onnx-int8", "torchscript",
+    "export", "aotinductor",
+)  # fmt: skip
 
 
 def optimize(
@@ -53,17 +57,21 @@ def optimize(
         _refuse(f"There is no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}.")
     if not output.is_dir():
         _refuse(f"{output} is no folder; make it, or name another one with --output.")
-    archive = _archive(model, model_store, management, token)
+    archive, served = _archive(model, model_store, management, token)
     settings = StoreSettings()
     with tempfile.TemporaryDirectory(prefix="torchrelay-optimize-") as temporary:
         work = Path(temporary)
         try:
             directory = archive.resolve() if archive.is_dir() else unpack(archive, work / "archive", settings)
             manifest = Manifest.read(directory, archive.name)
-            config = check(directory, manifest)
+            if served:  # a registration may have said other than the archive
+                manifest = replace(manifest, model_name=served[0]["modelName"], version=served[0]["modelVersion"])
+            config = check(directory, manifest, served[0].get("task") if served else None)
         except RelayError as error:
             _refuse(str(error))
-        new = version or _next(manifest.version)
+        if served and manifest.handler == HUGGING_FACE and "task" not in served[0]:
+            _refuse(f"{model} was registered with a handler of its own. Name its archive, {archive}, instead.")
+        new = version or _next(manifest.version, {one["modelVersion"] for one in served})
         target = output / f"{manifest.model_name}-{new}.mar"
         if target.exists():
             _refuse(f"{target} is there already; name another version with --version, or another folder with --output.")
@@ -155,18 +163,19 @@ def _lines(stream: Any) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _archive(model: str, store: Path, management: str, token: str) -> Path:
-    """The path that was given, or that of the archive of the server's model of that name."""
+def _archive(model: str, store: Path, management: str, token: str) -> tuple[Path, list[dict[str, Any]]]:
+    """The path that was given; or that of the archive of the server's model of that name, and its versions there."""
     path = Path(model)
     if path.exists():
-        return path
+        return path, []
     if path.suffix or len(path.parts) > 1:
         _refuse(f"There is no archive {model}.")
     with Talk(management, token) as client:
-        url = client.describe(model)[0]["modelUrl"]
+        served = client.describe(model)
+    url = served[0]["modelUrl"]
     for place in (Path(url.removeprefix("file://")), store / url):
         if place.exists():
-            return place
+            return place, served
     _refuse(f"The archive of {model} is {url}, which is not in {store}. Name the folder with --model-store.")
 
 
@@ -202,10 +211,11 @@ def _tolerance(config: ModelConfig, rtol: float | None, atol: float | None, cosi
     return {key: own.get(key) for key in given} if isinstance(own, dict) else {}
 
 
-def _next(version: str) -> str:
-    """One more: 1.0 -> 1.1, 2 -> 3, and what ends in no number gets one."""
+def _next(version: str, taken: Container[str] = ()) -> str:
+    """One more, until it is not taken: 1.0 -> 1.1, 2 -> 3, and what ends in no number gets one."""
     found = re.fullmatch(r"(.*?)(\d+)", version)
-    return f"{found[1]}{int(found[2]) + 1}" if found else f"{version}.1"
+    new = f"{found[1]}{int(found[2]) + 1}" if found else f"{version}.1"
+    return _next(new, taken) if new in taken else new
 
 
 def _refuse(why: str) -> NoReturn:

@@ -19,7 +19,7 @@ import yaml
 
 from serve_app import tls
 from serve_app.cli import tls_front
-from serve_app.client import Client
+from serve_app.client import NEVER, Client
 from serve_app.errors import ConfigurationError
 from serve_app.ports import holder
 from serve_app.settings import INFERENCE_HOST, Settings, load
@@ -113,11 +113,19 @@ class ServerProcess:
             return _address(m.metrics_host, m.metrics_port, secure=bool(m.certificate_file)) + "/metrics"
         return (self.management if m.also_metrics else self.local) + "/metrics"
 
+    @property
+    def grpc(self) -> dict[str, str]:
+        """The gRPC ports that there are to be, as ``host:port``."""
+        g = self.settings.grpc
+        ports = {"inference": (g.host, g.port), "management": (g.management_host, g.management_port)}
+        secure = " (TLS)" if g.certificate_file else ""
+        return {name: _authority(*where) + secure for name, where in ports.items() if where[1]}
+
     def client(self, timeout: float) -> Client:
         """A client on this machine, with the keys of the server's file and trust in its certificates."""
         token = os.environ.get("TORCHRELAY_TOKEN", "")
         files = {"key_file": self.settings.key_file, "verify": self._trust}
-        return Client(self.local, self.management, timeout, token, **files)
+        return Client(self.local, self.management, timeout, token, **files, retries=NEVER)
 
     @property
     def pid(self) -> int | None:
@@ -196,6 +204,9 @@ class ServerProcess:
         """End the server and everything that it started; False where there was nothing to end."""
         ours = self.processes()
         if not ours:
+            if self._process is not None:  # whoever killed it, it is ours to reap
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_GRACE)
             return False
         first = min(ours, key=lambda process: process.create_time())
         with contextlib.suppress(psutil.Error):
@@ -261,6 +272,7 @@ class ServerProcess:
         """What Management would stumble over, said before anything runs."""
         try:
             tls.of_management(self.settings)
+            tls.of_grpc(self.settings)
             if self.settings.wants_keys(self._http[0]):
                 for key in self.settings.auth.keys:
                     key.digest(env)
@@ -268,11 +280,13 @@ class ServerProcess:
             raise StartError(f"{self.config}: {error}") from None
 
     def _check_ports(self, env: dict[str, str]) -> None:
-        m = self.settings.management
+        m, g = self.settings.management, self.settings.grpc
         wanted = {
             self._http[1]: (self._http[0], self._named("http_options.port")),
             m.port: (m.host, self._named("management.port")),
             m.metrics_port: (m.metrics_host, self._named("management.metrics_port")),
+            g.port: (g.host, self._named("grpc.port")),
+            g.management_port: (g.management_host, self._named("grpc.management_port")),
         }
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
             for port, name in _RAY_PORTS.items():
@@ -305,5 +319,9 @@ def _cannot_bind(host: str, port: int) -> str | None:
 
 
 def _address(host: str, port: int, secure: bool = False) -> str:
+    return f"http{'s' * secure}://{_authority(host, port)}"
+
+
+def _authority(host: str, port: int) -> str:
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http{'s' * secure}://{host}:{port}"
+    return f"{host}:{port}"

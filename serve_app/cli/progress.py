@@ -98,10 +98,16 @@ def _step(stage: str, said: dict[str, Any]) -> str:
     if stage == "installing":
         return f"Installing: {said.get('line', '')[:60]}"
     if stage == "starting" and "waiting_for" in said:
-        lacking = (f"{n['wanted']:g} {kind} ({n['free']:g} free)" for kind, n in said["waiting_for"].items())
-        return f"Waiting for {', '.join(lacking)}"
+        return f"Waiting for {', '.join(_lacking(kind, one) for kind, one in said['waiting_for'].items())}"
     words = {"accepted": "Registering", "starting": "Starting workers", "warming": "Warming up"}
     return words.get(stage, stage.capitalize())
+
+
+def _lacking(kind: str, one: dict[str, Any]) -> str:
+    if one.get("placement") != "STRICT_PACK":
+        return f"{one['wanted']:g} {kind} ({one['free']:g} free)"
+    machines = ", ".join(f"{address} {free:g}" for address, free in one["machines"].items())
+    return f"{one['wanted']:g} {kind} on one machine (free: {machines})"
 
 
 def welcome(server: ServerProcess, console: Console, example: str | None) -> None:
@@ -111,6 +117,7 @@ def welcome(server: ServerProcess, console: Console, example: str | None) -> Non
         "inference": server.inference,
         "management": server.management,
         "metrics": server.metrics,
+        **({"gRPC": ", ".join(f"{name} {where}" for name, where in server.grpc.items())} if server.grpc else {}),
         "dashboard": "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that it asks for)",
         "log": str(server.log),
         **({"keys": str(server.settings.key_file)} if server.makes_keys else {}),

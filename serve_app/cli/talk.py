@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from serve_app.client import Client, ServerError
+from serve_app.client import NEVER, AccessDenied, Client, ServerError
 from serve_app.settings import is_loopback
 
 console = Console()
@@ -35,7 +35,7 @@ class Talk(Client):
     def __init__(self, management: str, token: str) -> None:
         self._address = management
         inference = os.environ.get("TORCHRELAY_INFERENCE", INFERENCE)
-        super().__init__(inference, management, token=token, key_file=key_file(management))
+        super().__init__(inference, management, token=token, key_file=key_file(management), retries=NEVER)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)
@@ -54,6 +54,6 @@ def key_file(management: str) -> Path | None:
 def refused(error: ServerError) -> NoReturn:
     """End the command in the server's words."""
     errors.print(escape(str(error)), style="red", highlight=False)
-    if error.message.startswith("Token Authorization failed"):
+    if isinstance(error, AccessDenied):
         errors.print("Give a key by TORCHRELAY_TOKEN or --token, or run this beside the server's key_file.json.")
     raise typer.Exit(1) from None

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--stop", action="store_true", help="stop the server")
     parser.add_argument("--ts-config", metavar="FILE", help="a config.properties; the variable TS_CONFIG_FILE wins")
     parser.add_argument("--model-store", metavar="DIR", help="the folder of the archives")
-    parser.add_argument("--workflow-store", metavar="DIR", help="workflows are not served yet")
+    parser.add_argument("--workflow-store", metavar="DIR", help="the folder of the workflow archives")
     parser.add_argument("--models", nargs="+", metavar="[NAME=]ARCHIVE", help="what is loaded at start-up, or all")
     parser.add_argument("--log-config", metavar="FILE", help="taken, and not read: Log4j's")
     parser.add_argument("--cpp-log-config", metavar="FILE", help="taken, and not read: there is no C++ backend")

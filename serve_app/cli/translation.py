@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from serve_app import properties
+from serve_app.cli import kserve, sagemaker
 from serve_app.cli.process import StartError
 from serve_app.errors import ConfigurationError
 
@@ -55,6 +56,8 @@ class Translation:
             "http_options.port": f"inference_address in {where}",
             "management.port": f"management_address in {where}",
             "management.metrics_port": f"metrics_address in {where}",
+            "grpc.port": f"grpc_inference_port in {where}",
+            "grpc.management_port": f"grpc_management_port in {where}",
         }
 
 
@@ -102,7 +105,9 @@ def translate(flags: Flags, environment: Mapping[str, str], folder: Path) -> Tra
     try:
         text = properties.decode(source.read_bytes()) if source is not None else ""
         where = str(source) if source is not None else "TorchServe's settings"
-        reading = properties.read(text, where, environment, command, gpus(environment))
+        for platform in (kserve, sagemaker):
+            command = {**platform.overrides(environment, text, where), **command}
+        reading = properties.read(text, where, kserve.variables(environment), command, gpus(environment))
         settings = reading.settings
     except OSError as error:
         raise StartError(f"{source}: {error.strerror}") from None

@@ -160,6 +160,7 @@ class TestAddresses:
             env,
             home=str(tmp_path),
             management={"port": free_port(), "metrics_port": free_port()},
+            grpc={"port": free_port(), "management_port": free_port()},
         )
         with pytest.raises(StartError, match=r"http_options\.ssl_certfile: .* holds no certificate in PEM"):
             server.start()

@@ -15,11 +15,13 @@ from rich.console import Console
 from serve_app.cli import progress
 from serve_app.client import Client, ServerError
 
+APART = {"wanted": 1.0, "free": 1.5, "placement": "STRICT_PACK", "machines": {"10.0.0.1": 0.75, "10.0.0.2": 0.75}}
 EVENTS = [
     ("accepted", {"url": "u"}),
     ("downloading", {"bytes": 50, "total": 200, "percent": 25.0}),
     ("installing", {"line": "Collecting tinypkg"}),
     ("starting", {"workers": 1, "waiting_for": {"GPU": {"wanted": 2.0, "free": 0.0}}}),
+    ("starting", {"workers": 1, "waiting_for": {"GPU": APART}}),
     ("warming", {}),
     ("ready", {"workers": 1}),
 ]
@@ -104,6 +106,7 @@ def test_the_events_and_then_the_answer(told: Told, monkeypatch: pytest.MonkeyPa
         "Downloading",
         "Installing: Collecting tinypkg",
         "Waiting for 2 GPU (0 free)",
+        "Waiting for 1 GPU on one machine (free: 10.0.0.1 0.75, 10.0.0.2 0.75)",
         "Warming up",
         "Ready",
     ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
-from parts import free_port
+from parts import Server, free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +25,8 @@ def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(port: int | None = None, line: str = "", **args: object) -> subprocess.CompletedProcess[str]:
         document = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
         document["http_options"]["port"] = port or free_port()
-        document["applications"][0]["args"] = {"home": str(tmp_path), **args}
+        ports = {"port": free_port(), "management_port": free_port()}
+        document["applications"][0]["args"] = {"home": str(tmp_path), "grpc": ports, **args}
         config, env = tmp_path / "app.yaml", tmp_path / "serve.env"
         config.write_text(yaml.safe_dump(document))
         env.write_text((ROOT / "configs/serve.env").read_text() + line)
@@ -60,6 +63,15 @@ def test_a_port_of_ours_is_in_use(start, taken: int, setting: str) -> None:
     assert done.returncode == 1
     assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in done.stderr
     assert f"change management.{setting} in " in done.stderr
+
+
+@pytest.mark.parametrize("setting", ["port", "management_port"])
+def test_a_grpc_port_is_in_use(start, taken: int, setting: str) -> None:
+    ports = {"port": free_port(), "metrics_port": free_port()}
+    done = start(management=ports, grpc={"port": free_port(), "management_port": free_port(), setting: taken})
+    assert done.returncode == 1
+    assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in done.stderr
+    assert f"change grpc.{setting} in " in done.stderr
 
 
 def test_a_port_of_rays_is_in_use(start, taken: int, tmp_path: Path) -> None:
@@ -142,3 +154,15 @@ def test_an_error_with_brackets_is_said_as_it_stands(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert f"Torchrelay did not start. {config}: No such file or directory" in done.stderr
+
+
+def test_a_server_that_somebody_killed_is_reaped_by_a_stop(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.process.start()
+    pid = server.process.pid
+    os.kill(pid, signal.SIGKILL)
+    server.wait(lambda: server.process.processes() == [], what="its end")
+    assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert server.process.stop() is False, "there was nothing to end"
+    assert not psutil.pid_exists(pid)
+    server.close()

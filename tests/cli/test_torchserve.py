@@ -113,7 +113,8 @@ class TestMessages:
             port = listener.getsockname()[1]
             (folder / "config.properties").write_text(
                 f"model_store=store\ninference_address=http://127.0.0.1:{port}\n"
-                f"management_address=http://127.0.0.1:{free_port()}\nmetrics_address=http://127.0.0.1:{free_port()}"
+                f"management_address=http://127.0.0.1:{free_port()}\nmetrics_address=http://127.0.0.1:{free_port()}\n"
+                f"grpc_inference_port={free_port()}\ngrpc_management_port={free_port()}"
             )
             code, out = command("--start")
         assert code == 1
@@ -184,8 +185,10 @@ class TestTranslation:
         (folder / "log4j2.xml").touch()
         (folder / "workflows").mkdir()
         flags = Flags(model_store="store", workflow_store="workflows", log_config="log4j2.xml", plugins_path="plugins")
-        warnings = "\n".join(translate(flags, {}, folder).warnings)
-        for words in ("workflow_store is not served", "plugins_path is not served", "--log-config log4j2.xml: "):
+        translation = translate(flags, {}, folder)
+        assert translation.reading.settings.store.workflow_store == "workflows"
+        warnings = "\n".join(translation.warnings)
+        for words in ("plugins_path is not served", "--log-config log4j2.xml: "):
             assert words in warnings
 
     def test_https_becomes_ray_serves_options(self, folder: Path) -> None:

@@ -1,0 +1,115 @@
+"""`torchrelay workflow` against a server that answers as ours does."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from serve_app.cli.app import app
+
+DESCRIBED = [
+    {
+        "workflowName": "reading",
+        "workflowVersion": "1.0",
+        "workflowUrl": "reading.war",
+        "defaultVersion": True,
+        "functions": {"phase": "ready", "workers": 1},
+        "steps": {
+            "cut": {"function": "cut", "inputs": {"image": "request"}},
+            "read": {"model": "reader:2.0", "each": "cut", "retries": 1, "timeout_s": 2.5},
+        },
+        "output": ["read"],
+    }
+]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[Any]]]:
+    heard: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            heard.append((self.command, self.path, json.loads(body) if body else None))
+            said: Any = {"status": "Workflow reading has been registered and scaled successfully."}
+            if self.command == "GET":
+                said = {"workflows": [{"workflowName": "reading", "workflowUrl": "reading.war"}]}
+                said = DESCRIBED if self.path == "/workflows/reading" else said
+            elif self.command == "DELETE":
+                said = {"status": 'Workflow "reading" unregistered'}
+            text = json.dumps(said).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_POST = do_DELETE = answer
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.server_port}", heard
+    listener.shutdown()
+    thread.join()
+    listener.server_close()
+
+
+def run(server: tuple[str, list[Any]], *words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["workflow", "--management", server[0], *words], env={"COLUMNS": "120"})
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_workflow_is_registered_by_name_and_by_document(server: tuple[str, list[Any]], tmp_path: Path) -> None:
+    assert "registered and scaled successfully." in run(server, "register", "reading.war", "--name", "other")
+    document = tmp_path / "reading.yaml"
+    document.write_text("name: reading\nsteps: {a: {model: m}}\n")
+    run(server, "register", str(document))
+    (tmp_path / "reading.json").write_text('{"steps": {}}')
+    run(server, "register", str(tmp_path / "reading.json"))
+    assert server[1] == [
+        ("POST", "/workflows?url=reading.war&workflow_name=other", None),
+        ("POST", "/workflows", {"name": "reading", "steps": {"a": {"model": "m"}}}),
+        ("POST", "/workflows", {"steps": {}}),
+    ]
+    document.write_text("a: [")
+    assert "reading.yaml" in run(server, "register", str(document), code=2).replace("\n", "")
+    run(server, "register", "no.yaml", code=2)
+
+
+def test_they_are_listed_described_and_removed(server: tuple[str, list[Any]]) -> None:
+    assert "reading.war" in run(server, "list")
+    shown = run(server, "describe", "reading")
+    for words in ("reading 1.0, the default; functions ready, 1 workers", "cut()", "image: request", "read →", "2.5 s"):
+        assert words in shown
+    assert json.loads(run(server, "describe", "reading", "--json")) == DESCRIBED
+    run(server, "remove", "reading")
+    run(server, "remove", "reading", "--version", "2.0")
+    assert [path for method, path, _ in server[1] if method == "DELETE"] == [
+        "/workflows/reading",
+        "/workflows/reading/2.0",
+    ]
+
+
+def test_an_archive_is_made(server: tuple[str, list[Any]], tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text("steps: {a: {function: f}}")
+    (tmp_path / "f.py").write_text("def f(body):\n    return body\n")
+    words = ["archive", "--workflow-name", "w", "--spec-file", str(tmp_path / "w.yaml"), "--export-path", str(tmp_path)]
+    assert "ERROR - " in run(server, *words, code=1)
+    made = run(server, *words, "--handler", str(tmp_path / "f.py"))
+    assert "w.war: workflow w, 2 files and the manifest" in made.replace("\n", "")
+    assert set(zipfile.ZipFile(tmp_path / "w.war").namelist()) == {"w.yaml", "f.py", "WAR-INF/MANIFEST.json"}
+    run(server, *words, "--handler", str(tmp_path / "f.py"), code=1)
+    assert "WARNING - Overwriting" in run(server, *words, "--handler", str(tmp_path / "f.py"), "-f")
+    assert server[1] == []
