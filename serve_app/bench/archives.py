@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +89,9 @@ MODELS: Mapping[str, Model] = {
     "measured_echo": Model(
         "measured_echo", _ECHO, lambda answer: answer == json.loads(_ECHO), handler="measured_echo.py"
     ),
+    "tensor_echo": Model(
+        "tensor_echo", b'{"x": [1.0]}', lambda answer: answer == {"x": [1.0]}, handler="tensor_echo.py"
+    ),
     "mlp": Model(
         "mlp",
         json.dumps([float(i * 7 % 17) for i in range(64)]).encode(),
@@ -139,7 +145,8 @@ def build(folder: Path, names: tuple[str, ...] = tuple(MODELS)) -> dict[str, Pat
 
             torch.save(model.build().state_dict(), weights)
             command += ["--model-file", str(_SOURCES / model.model_file), "--serialized-file", str(weights)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        with tempfile.TemporaryDirectory() as scratch:  # the archiver's folder in it is named after the model alone
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": scratch})
         weights.unlink(missing_ok=True)
         archive = folder / model.archive
         if done.returncode or not archive.is_file():
@@ -149,3 +156,18 @@ def build(folder: Path, names: tuple[str, ...] = tuple(MODELS)) -> dict[str, Pat
             )
         archives[model.name] = archive
     return archives
+
+
+def configured(archive: Path, folder: Path, word: str, config: str) -> Path:
+    """A copy of an archive, ``word`` behind its name, whose model-config.yaml is ``config``."""
+    copy = folder / f"{archive.stem}-{word}.mar"
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(copy, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "MAR-INF/MANIFEST.json":
+                manifest = json.loads(content)
+                manifest["model"]["configFile"] = "model-config.yaml"
+                content = json.dumps(manifest).encode()
+            new.writestr(name, content)
+        new.writestr("model-config.yaml", config)
+    return copy

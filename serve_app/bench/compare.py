@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import math
 import os
 import platform
 import shlex
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,14 +27,29 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from serve_app.bench import Load, Request, Result, lengths, peers, report, send, traffic, wrk
-from serve_app.bench.archives import MODELS, ArchiveFailed, build
-from serve_app.bench.contenders import Contender, ask, bare_loop, over_http
+from serve_app.bench import (
+    Load,
+    Request,
+    Result,
+    generation,
+    lengths,
+    oip,
+    peers,
+    report,
+    runtimes,
+    send,
+    sharding,
+    traffic,
+    wrk,
+)
+from serve_app.bench.archives import MODELS, ArchiveFailed, build, configured
+from serve_app.bench.contenders import Contender, ask, bare_loop, measurer, over_grpc, over_http
 from serve_app.bench.peers import Peer, PeerFailed
 from serve_app.bench.report import Case, Footprint, Report
 
-GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "traffic", "shadow", "lengths")
-GROUPS += ("middleware", "costs", "memory")
+GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "oip", "grpc", "traffic", "shadow", "lengths")
+GROUPS += ("runtimes", "variants", "generation", "sharding", "middleware", "costs", "memory")
+_ALONE = {"variants", "generation", "sharding", "middleware", "costs"}  # without the servers that others share
 DELAYS = (0, 1, 5, 10, 50, 100)  # milliseconds of max_batch_delay that TorchServe is tried with
 _MIDDLEWARE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 # HAProxy compares paths as they are written, so an escaped letter goes to the gateway.
@@ -47,6 +65,7 @@ class Comparison:
         self.footprints: list[Footprint] = []
         self.notes: list[str] = []
         self.archives: dict[str, Path] = {}
+        self.encoders: runtimes.Tried | None = None  # MiniLM's variants
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -74,7 +93,7 @@ class Comparison:
         self.progress.update(task, description=group)
 
     def add(self, case: Case, contender: Contender) -> None:
-        load = Load(connections=case.connections, seconds=self.seconds, warmup=1.0)
+        load = Load(connections=case.connections or 1, seconds=self.seconds, warmup=1.0)
         with self.going_on():
             result = contender.measure(load)
             self.figures.setdefault(case, {}).setdefault(contender.name, []).append(result)
@@ -201,6 +220,37 @@ class Comparison:
             pair = [over_http(report.RELAY1, fast, "echo"), over_http(report.GATEWAY, slow, "echo")]
             self.interleave("gateway", pair, (1, 32, 64))
 
+    def oip(self, relay: Peer) -> None:
+        """The echo by TorchServe's protocol and by the Open Inference Protocol; a MiB raw and as JSON."""
+        with self.going_on():
+            plain = over_http(report.RELAY_BATCHED, self.serve(relay, "oip_plain", "echo", batch_size=16), "echo")
+            archive = configured(self.archives["echo"], self.folder, "oip", "fast_path: oip\n")
+            relay.register(archive, "bench_oip", batch_size=16)
+            near = oip.echo(report.OIP, relay.base, "bench_oip")
+            far = oip.echo(report.OIP_GATEWAY, relay.base, "bench_oip_plain")
+            self.interleave("oip", [plain, near, far], (1, 32))
+        with self.going_on():
+            config = "tensors: true\nfast_path: oip\n"
+            archive = configured(self.archives["tensor_echo"], self.folder, "oip", config)
+            relay.register(archive, "bench_tensors", batch_size=16)
+            ways = {report.RAW: True, report.AS_JSON: False}
+            contenders = [oip.mebibyte(name, relay.base, "bench_tensors", raw) for name, raw in ways.items()]
+            self.interleave("oip, 1 MiB", contenders, (1, 4))
+
+    def grpc(self, relay: Peer | None, serve: Peer | None) -> None:
+        """The echo by gRPC, all streams on one connection; beside it the same replica by HTTP on the fast path."""
+        contenders = []
+        theirs = (serve, report.SERVE_GRPC, 1), (serve, report.SERVE_GRPC_BATCHED, 16)
+        for peer, name, size in (*theirs, (relay, report.GRPC, 1), (relay, report.GRPC_BATCHED, 16)):
+            with self.going_on():
+                if peer and peer.grpc:
+                    delay = {"max_batch_delay": 1} if peer is serve and size > 1 else {}
+                    url = self.serve(peer, f"grpc_{size}", "echo", batch_size=size, **delay)
+                    contenders.append(over_grpc(name, peer, f"bench_grpc_{size}", "echo"))
+                    if name == report.GRPC_BATCHED:
+                        contenders.append(over_http(report.RELAY_BATCHED, url, "echo"))
+        self.interleave("grpc", contenders, (1, 32))
+
     def traffic(self, relay: Peer, serve: Peer | None) -> None:
         """One version alone, and two versions under policies and an experiment."""
         contenders = []
@@ -253,6 +303,61 @@ class Comparison:
                 contenders.append(over_http(name, url, "sentences", bodies=bodies))
         self.interleave("lengths", contenders, (32, 64))
 
+    def variants(self) -> None:
+        """What each of a model's variants gives beside the plain one, in one process: an encoder, an image network."""
+        task = self.progress.add_task("variants", total=2)
+        for name in ("MiniLM", "ResNet"):
+            self.progress.update(task, description=f"variants: {name}")
+            with self.going_on():
+                if name == "MiniLM":
+                    tried = self.encoders = runtimes.minilm(self.folder, 2 * self.rounds)
+                else:
+                    tried = runtimes.resnet(self.archives["resnet"], self.folder, 2 * self.rounds)
+                for size in (1, runtimes.BATCH):
+                    figures = self.figures.setdefault(Case(f"variants, {name}, batches of {size}"), {})
+                    figures |= {variant: [result] for variant, result in tried.results(size).items()}
+                for note in tried.notes(name):
+                    self.note(note)
+            self.progress.advance(task)
+
+    def runtimes(self, relay: Peer) -> None:
+        """The same sentences to the same encoder by PyTorch and by ONNX Runtime: through the server, and in a loop."""
+        with contextlib.ExitStack() as stack, self.going_on():
+            contenders = []
+            tried = self.encoders or runtimes.minilm(self.folder, 1, tuple(runtimes.SERVED.values()))
+            for runtime, variant in runtimes.SERVED.items():
+                folder = tried.work / variant
+                loop = stack.enter_context(measurer("runtimes", str(folder), "1", threads=1))
+                archive = runtimes.pack(folder, self.folder / f"minilm-{variant}.mar")
+                url = relay.register(archive, f"bench_{variant.replace('-', '_')}", batch_size=runtimes.BATCH)
+                name = report.SERVED.format(runtime)
+                contenders.append(loop.loop(report.LOOPED.format(runtime)))
+                contenders.append(over_http(name, url, runtimes.MINILM, bodies=runtimes.bodies()))
+            self.interleave("runtimes", contenders, (32,))
+
+    def generation(self) -> None:
+        """Continuous batching beside generate, in one process of their own."""
+        task = self.progress.add_task("generation", total=None)
+        command = [sys.executable, "-m", "serve_app.bench.generation", "--json", "--rounds", str(self.rounds)]
+        done = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True)
+        with self.going_on():
+            if done.returncode:
+                raise PeerFailed(f"text generation ended with {done.returncode}: {done.stderr.strip()[-1000:]}")
+            figures = self.figures.setdefault(Case("generation"), {})
+            for way, rounds in json.loads(done.stdout.splitlines()[-1]).items():
+                figures[way] = [_generated(*each) for each in rounds]
+        self.progress.remove_task(task)
+
+    def sharding(self) -> None:
+        """One language model whole and over two processes, which exchange what they compute over the loopback."""
+        with contextlib.ExitStack() as stack, self.going_on():
+            folder = self.folder / "llama"
+            generation.save_model(folder, 512)
+            models = {way: stack.enter_context(sharding.started(folder, *how)) for way, how in sharding.WAYS.items()}
+            for what in (sharding.LOGITS, sharding.TOKENS):
+                contenders = [model.contender(way, what) for way, model in models.items()]
+                self.interleave(f"sharding, {what}", contenders, (0,))
+
     def middleware(self, configs: Path) -> None:
         """One server at a time: the middleware is in the environment of the whole of it."""
         task = self.progress.add_task("middleware", total=2 * self.rounds)
@@ -278,6 +383,14 @@ class Comparison:
                 url = relay.with_(keys["management"]).register(self.archives[model], "echo", batch_size=16)
                 contenders.append(over_http(name, url, model, peers.bearer(keys["inference"])))
             self.interleave("costs", contenders, (32,))
+
+
+def _generated(tokens: int, seconds: float, latencies: Sequence[float]) -> Result:
+    """A round of text generation: what is counted is tokens, and the latencies are of whole answers."""
+    held = sorted(latencies)
+    p50, p90, p99 = (held[math.ceil(share * len(held)) - 1] for share in (0.5, 0.9, 0.99))
+    mean = statistics.mean(held)
+    return Result("loop", 0, seconds, len(held), tokens, p50, p90, p99, held[-1], mean=mean)
 
 
 def machine() -> Mapping[str, str]:
@@ -329,7 +442,13 @@ def main(
             run.archives = build(run.folder / "archives")
         except ArchiveFailed as error:
             raise typer.Exit(_complain(console, error)) from None
-        if set(groups) - {"middleware", "costs"}:
+        if "variants" in groups:
+            run.variants()
+        if "generation" in groups:
+            run.generation()
+        if "sharding" in groups:
+            run.sharding()
+        if set(groups) - _ALONE:
             _together(run, groups, skip_torchserve, skip_torchrelay, configs, inference, management, gateway)
         if "middleware" in groups and not skip_torchrelay and not inference:
             run.middleware(configs.resolve())
@@ -382,12 +501,18 @@ def _together(
             run.gateway(relay, gateway)
         elif "gateway" in groups:
             run.note("The gateway was not measured: it needs Torchrelay, and --gateway with a path.")
+        if "oip" in groups and relay:
+            run.oip(relay)
+        if "grpc" in groups:
+            run.grpc(relay, serve)
         if "traffic" in groups and relay:
             run.traffic(relay, serve)
         if "shadow" in groups and relay:
             run.shadow(relay)
         if "lengths" in groups and relay:
             run.lengths(relay)
+        if "runtimes" in groups and relay:
+            run.runtimes(relay)
 
 
 def _complain(console: Console, error: Exception) -> int:

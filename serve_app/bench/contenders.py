@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import IO, Any
 
 import httpx
 
-from serve_app.bench import Load, Request, Result, peers, report, send
-from serve_app.bench.archives import MODELS
-from serve_app.bench.peers import PeerFailed
+from serve_app.bench import Load, Request, Result, grpc, peers, report, send
+from serve_app.bench.archives import MODELS, Model
+from serve_app.bench.peers import Peer, PeerFailed
 
 
 @dataclass(frozen=True)
@@ -27,29 +30,51 @@ class Contender:
 
 
 def over_http(
-    name: str, url: str, model: str, headers: Mapping[str, str] | None = None, bodies: Sequence[bytes] = ()
+    name: str, url: str, model: str | Model, headers: Mapping[str, str] | None = None, bodies: Sequence[bytes] = ()
 ) -> Contender:
     """A contender that answers a model's requests at ``url``, and has just answered one rightly.
 
     It is sent ``bodies`` in turn where they are given, else the model's own.
     """
     ask(url, model, headers)
-    asked = MODELS[model]
+    asked = _model(model)
     request = Request(url, body=asked.body, bodies=bodies, content_type=asked.content_type, headers=headers or {})
     return Contender(name, partial(send, request))
 
 
-def ask(url: str, model: str, headers: Mapping[str, str] | None = None) -> dict:
+def over_grpc(name: str, peer: Peer, registered: str, model: str) -> Contender:
+    """A contender that answers the calls of a ``model`` by gRPC, where it is ``registered``; on one connection."""
+    asked = MODELS[model]
+    call = grpc.Call(peer.grpc, grpc.prediction(registered, body=asked.body), holds=asked.body)
+
+    def measure(load: Load) -> Result:
+        try:
+            return grpc.run(call, load)
+        except OSError as error:
+            raise PeerFailed(f"{peer.name} does not answer by gRPC at {peer.grpc}: {error}") from error
+
+    found = measure(Load(seconds=0.2, warmup=0.0))
+    if found.errors or not found.requests:
+        raise PeerFailed(f"{peer.name} gave no good answer of {registered} by gRPC: {dict(found.errors)}")
+    return Contender(name, measure)
+
+
+def ask(url: str, model: str | Model, headers: Mapping[str, str] | None = None) -> Any:
     """One checked answer of a model. Raises PeerFailed when it is wrong or none."""
-    sent = {"content-type": MODELS[model].content_type, **(headers or {})}
+    asked = _model(model)
+    sent = {"content-type": asked.content_type, **(headers or {})}
     try:
-        answer = httpx.post(url, content=MODELS[model].body, headers=sent, timeout=30)
+        answer = httpx.post(url, content=asked.body, headers=sent, timeout=30)
         decoded = answer.json()
-        if answer.status_code == 200 and MODELS[model].check(decoded):
+        if answer.status_code == 200 and asked.check(decoded):
             return decoded
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise PeerFailed(f"{url} gave no answer of {model}: {error!r}") from error
-    raise PeerFailed(f"{url} gave a wrong answer of {model}: {answer.status_code} {answer.text[:200]}")
+        raise PeerFailed(f"{url} gave no answer of {asked.name}: {error!r}") from error
+    raise PeerFailed(f"{url} gave a wrong answer of {asked.name}: {answer.status_code} {answer.text[:200]}")
+
+
+def _model(model: str | Model) -> Model:
+    return MODELS[model] if isinstance(model, str) else model
 
 
 def bare_loop(model: str, threads: int) -> Contender:
@@ -66,3 +91,52 @@ def bare_loop(model: str, threads: int) -> Contender:
         return Result("loop", 0, found["seconds"], found["rows"], found["rows"], nan, nan, nan, nan)
 
     return Contender(report.LOOP, measure)
+
+
+class Measurer:
+    """A process of ours that stays and measures whenever it is told to; each line it prints is JSON."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: IO[str], what: str) -> None:
+        self._process, self._errors, self._what = process, errors, what
+
+    def tell(self, word: object) -> None:
+        """Give it a line."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ``hear`` says why
+            self._process.stdin.write(f"{word}\n")
+            self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        """Its next line. Raises PeerFailed when it ended."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._errors.seek(0)
+        said = self._errors.read().strip()[-1000:]
+        raise PeerFailed(f"the {self._what} ended with {self._process.wait()}: {said}")
+
+    def loop(self, name: str) -> Contender:
+        """The contender that loops for the seconds it is told, and says how many ``rows`` that were."""
+
+        def measure(load: Load) -> Result:
+            for seconds in (load.warmup, load.seconds):
+                self.tell(seconds)
+                found = self.hear()
+            nan = math.nan  # a batch has a time, a request has none here
+            return Result("loop", 0, found["seconds"], found["rows"], found["rows"], nan, nan, nan, nan)
+
+        return Contender(name, measure)
+
+
+@contextlib.contextmanager
+def measurer(module: str, *words: str, threads: int) -> Iterator[Measurer]:
+    """``serve_app.bench.MODULE`` with ``words``, in a process of its own that ends with the block."""
+    command = [sys.executable, "-m", f"serve_app.bench.{module}", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryFile("w+") as errors:
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        with subprocess.Popen(command, env=env, cwd=peers.ROOT, text=True, **streams) as process:
+            try:
+                yield Measurer(process, errors, f"{module} {words[0]}")
+            finally:
+                process.kill()

@@ -2,13 +2,15 @@
 
     python -m serve_app.bench.generation
 
-prints a table, and ends with 1 where the engine's answers are not ``generate``'s: all is greedy and in float32.
+prints a table, or with --json every round, and ends with 1 where the engine's answers are not ``generate``'s: all is
+greedy and in float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import sys
@@ -20,8 +22,10 @@ from typing import Any
 
 from handlers import engines
 from handlers.engines.engine import GenerationRequest
+from serve_app.bench.report import ALONE_EACH as ALONE
+from serve_app.bench.report import CONTINUOUS
+from serve_app.bench.report import TOGETHER as STATIC
 
-ALONE, STATIC, CONTINUOUS = "one after another", "one batch, padded", "continuous batching"
 _VOCABULARY = 1000
 
 Requests = list[tuple[list[int], int]]
@@ -138,15 +142,18 @@ def main(arguments: list[str] | None = None) -> bool:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--width", type=int, default=512, help="the model's: 512 makes one of 28 million weights")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="each way's rounds as [tokens, seconds, [latency, ...]]")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options.width)
         runs, asked = asyncio.run(measure(Path(folder), options.rounds))
-    print(table(runs, asked))
+    tokens = sum(count for _, count in asked)
+    every = {way: [[tokens, whole, each] for _, each, whole in rounds] for way, rounds in runs.items()}
+    print(json.dumps(every) if options.json else table(runs, asked))
     expected = runs[ALONE][0][0]
     wrong = sum(answers != expected for answers, *_ in runs[CONTINUOUS])
     if wrong:
-        print(f"{wrong} of {options.rounds} rounds of {CONTINUOUS} answered otherwise than generate")
+        print(f"{wrong} of {options.rounds} rounds of {CONTINUOUS} answered otherwise than generate", file=sys.stderr)
     return not wrong
 
 

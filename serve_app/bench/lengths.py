@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import zipfile
 from pathlib import Path
+
+from serve_app.bench.archives import configured
 
 SHORTEST, LONGEST = 8, 128  # tokens; every length between them is as likely as any other
 
@@ -19,14 +20,4 @@ def bodies(count: int = 512) -> tuple[bytes, ...]:
 
 def bucketed(archive: Path, folder: Path) -> Path:
     """A copy of an archive whose model-config.yaml says ``bucket_by_length``."""
-    copy = folder / f"{archive.stem}-bucketed.mar"
-    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(copy, "w") as new:
-        for name in old.namelist():
-            content = old.read(name)
-            if name == "MAR-INF/MANIFEST.json":
-                manifest = json.loads(content)
-                manifest["model"]["configFile"] = "model-config.yaml"
-                content = json.dumps(manifest).encode()
-            new.writestr(name, content)
-        new.writestr("model-config.yaml", "bucket_by_length: true\n")
-    return copy
+    return configured(archive, folder, "bucketed", "bucket_by_length: true\n")

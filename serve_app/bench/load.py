@@ -109,6 +109,7 @@ class Result:
     rate: float | None = None
     limit: float | None = None
     within: int | None = None  # of completed, how many took no longer than the limit
+    mean: float = math.nan  # of the latencies, where all of them are known
     lag: float = 0.0  # p99 of how late the generator itself sent in an open loop, with a connection free
 
     @property

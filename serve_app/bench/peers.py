@@ -60,6 +60,7 @@ class Peer:
     ready_seconds: float = 0.0  # from then to the first healthy ping
     store: bool = False  # whether it takes archives of its model store only, by bare name
     token: str = ""  # of its management API
+    grpc: str = ""  # host:port of its inference API by gRPC; "" where there is none
 
     def url(self, model: str) -> str:
         return f"{self.base}/predictions/{model}"
@@ -254,27 +255,28 @@ def torchrelay(
     """
     run = folder / name
     shutil.rmtree(run, ignore_errors=True)
-    inference, management = _configure(run, configs, without, settings or {})
+    inference, management, grpc = _configure(run, configs, without, settings or {})
     command = [sys.executable, "-m", "serve_app.cli", "start"]
     command += [str(run / "app.yaml"), "--env", str(run / "serve.env")]
     base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
     with started("Torchrelay", command, base, control, folder=run) as peer:
-        yield peer
+        yield replace(peer, grpc=f"127.0.0.1:{grpc}")
 
 
 def _configure(
     run: Path, configs: Path, without: Sequence[str], settings: Mapping[str, Any]
-) -> tuple[int, int]:
-    """Write the configuration of a server that lives in ``run``; returns its inference and management ports."""
+) -> tuple[int, int, int]:
+    """Write the configuration of a server that lives in ``run``; returns its inference, management and gRPC ports."""
     (run / "model_store").mkdir(parents=True)
     document = yaml.safe_load((configs / "app.yaml").read_text())
-    inference, management, metrics = free_ports(3)
+    inference, management, metrics, grpc, grpc_management = free_ports(5)
     document["http_options"] |= {"host": "127.0.0.1", "port": inference}
     args = document["applications"][0].setdefault("args", {})
     own = {
         "store": {"model_store": str(run / "model_store")},
         "control": {"state_dir": str(run / "state"), "load_models": "none"},
         "management": {"host": "127.0.0.1", "port": management, "metrics_port": metrics},
+        "grpc": {"port": grpc, "management_port": grpc_management},
     }
     for room in {**own, **settings}:
         args[room] = {**(args.get(room) or {}), **own.get(room, {}), **settings.get(room, {})}
@@ -283,7 +285,7 @@ def _configure(
     lines = [line for line in lines if line.partition("=")[0] not in without]
     lines += [f"{name}={port}" for name, port in zip(_RAY_PORTS, free_ports(len(_RAY_PORTS)))]
     (run / "serve.env").write_text("\n".join(lines) + "\n")
-    return inference, management
+    return inference, management, grpc
 
 
 @contextmanager
@@ -323,7 +325,7 @@ def torchserve(folder: Path, model_store: Path, cache: Path = CACHE) -> Iterator
     own |= {"PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])}
     base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
     with started("TorchServe", command, base, control, folder=run, env=own, store=True) as peer:
-        yield peer
+        yield replace(peer, grpc=f"127.0.0.1:{grpc1}")
 
 
 def java_version() -> str:

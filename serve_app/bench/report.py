@@ -16,8 +16,12 @@ SERVE_BATCHED = "TorchServe, 1 worker, batches of 16"
 RELAY1, RELAY2 = "Torchrelay, 1 replica", "Torchrelay, 2 replicas"
 RELAY_BATCHED = "Torchrelay, 1 replica, batches of 16"
 GATEWAY = "Torchrelay, by the gateway"
+GRPC, GRPC_BATCHED = "Torchrelay, gRPC", "Torchrelay, gRPC, batches of 16"
+SERVE_GRPC, SERVE_GRPC_BATCHED = "TorchServe, gRPC", "TorchServe, gRPC, batches of 16"
 PLAIN = "Torchrelay, no middleware"
 LOOP = "Bare loop of full batches"
+OIP, OIP_GATEWAY = "Open Inference Protocol, at the replica", "Open Inference Protocol, by the gateway"
+RAW, AS_JSON = "raw", "JSON"  # ways in which a tensor travels
 WHOLE = "Torchrelay, a policy of 100 %"
 SPLIT = "Torchrelay, split 90/10"
 STICKY = "Torchrelay, sticky 90/10"
@@ -28,14 +32,18 @@ UNSORTED = "Torchrelay, batches as rows came"
 BUCKETED = "Torchrelay, batches by length"
 BARE = "Torchrelay, without tokens, custom metrics and access log"
 FULL = "Torchrelay, with them"
+SERVED, LOOPED = "Torchrelay, {}", "Bare loop, {}"  # a runtime
+PLAIN_MODEL, ONNX, INT8 = "plain", "onnx", "onnx-int8"  # variants, as `torchrelay optimize` calls them
+ALONE_EACH, TOGETHER, CONTINUOUS = "one after another", "one batch, padded", "continuous batching"
 
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """What is measured: a model under so many connections. ``group`` names its table."""
+    """What is measured: a model under so many connections, or under none. ``group`` names its table: a group of
+    the comparison, and after a comma what of it."""
 
     group: str
-    connections: int
+    connections: int = 0
 
 
 Figures = Mapping[Case, Mapping[str, Sequence[Result]]]  # case -> contender -> one Result a round
@@ -63,14 +71,15 @@ class Target:
     case: Case
     ours: str
     theirs: str
-    measure: Literal["throughput", "p50", "p99"]
+    measure: Literal["throughput", "p50", "p99", "mean"]
     needed: float
 
     @property
     def text(self) -> str:
         sign = "≥" if self.measure == "throughput" else "≤"
-        at = f"{self.case.connections} connection" + ("s" if self.case.connections != 1 else "")
-        return f"{self.case.group}, {at}: {self.measure} of *{self.ours}* {sign} {self.needed:g} × *{self.theirs}*"
+        count = self.case.connections
+        where = f"{self.case.group}, {count} connection{'s' * (count != 1)}" if count else self.case.group
+        return f"{where}: {self.measure} of *{self.ours}* {sign} {self.needed:g} × *{self.theirs}*"
 
     def ratio(self, figures: Figures) -> float:
         """The ratio of the medians; NaN where either side was not measured."""
@@ -99,6 +108,12 @@ TARGETS = (
     Target(Case("images", 32), RELAY1, SERVE1, "throughput", 1.0),
     Target(Case("gateway", 32), GATEWAY, RELAY1, "throughput", 0.7),
     Target(Case("gateway", 64), GATEWAY, RELAY1, "throughput", 0.7),
+    Target(Case("oip", 32), OIP, RELAY_BATCHED, "throughput", 0.9),
+    Target(Case("oip", 32), OIP_GATEWAY, RELAY_BATCHED, "throughput", 0.6),
+    Target(Case("oip, 1 MiB", 1), RAW, AS_JSON, "throughput", 10.0),
+    Target(Case("grpc", 32), GRPC_BATCHED, RELAY_BATCHED, "throughput", 0.6),
+    Target(Case("grpc", 32), GRPC, SERVE_GRPC, "throughput", 1.0),
+    Target(Case("grpc", 32), GRPC_BATCHED, SERVE_GRPC_BATCHED, "throughput", 1.0),
     Target(Case("traffic", 32), WHOLE, RELAY_BATCHED, "throughput", 0.97),
     Target(Case("traffic", 32), SPLIT, RELAY_BATCHED, "throughput", 0.7),
     Target(Case("traffic", 64), SPLIT, RELAY_BATCHED, "throughput", 0.7),
@@ -107,9 +122,20 @@ TARGETS = (
     Target(Case("shadow", 64), SHADOWED, ALONE, "p99", 1.1),
     Target(Case("lengths", 32), BUCKETED, UNSORTED, "throughput", 1.3),
     Target(Case("lengths", 64), BUCKETED, UNSORTED, "throughput", 1.3),
+    *(
+        Target(Case("runtimes", 32), SERVED.format(runtime), LOOPED.format(runtime), "throughput", 0.95)
+        for runtime in ("eager", "ONNX", "ONNX int8")
+    ),
+    Target(Case("variants, MiniLM, batches of 1"), ONNX, PLAIN_MODEL, "throughput", 1.15),
+    Target(Case("variants, MiniLM, batches of 1"), INT8, PLAIN_MODEL, "throughput", 2.5),
+    Target(Case("generation"), CONTINUOUS, ALONE_EACH, "throughput", 1.8),
+    Target(Case("generation"), CONTINUOUS, TOGETHER, "mean", 0.5),
     Target(Case("middleware", 32), RELAY1, PLAIN, "throughput", 0.92),
     Target(Case("costs", 32), FULL, BARE, "throughput", 0.9),
 )
+
+# What a table counts, by how its group begins.
+_UNITS = {"variants": "rows/s", "generation": "tokens/s", "sharding, tokens": "tokens/s", "sharding": "rows/s"}
 
 
 @dataclass(frozen=True)
@@ -137,6 +163,7 @@ class Report:
 
     def _figures(self, group: str) -> str:
         rows = []
+        means = any(not math.isnan(r.mean) for r in self._results(group))
         for case, contenders in self.figures.items():
             if case.group != group:
                 continue
@@ -149,13 +176,19 @@ class Report:
                         name,
                         _count(_median(rate)),
                         f"{_count(min(rate))} to {_count(max(rate))}" if len(rate) > 1 else "-",
+                        *((_milliseconds(median(results, "mean")),) if means else ()),
                         *(_milliseconds(median(results, m)) for m in ("p50", "p90", "p99")),
                         _milliseconds(max((r.max for r in results), default=math.nan)),
                         str(errors),
                     )
                 )
-        head = ("connections", "", "requests/s", "of the rounds", "p50 ms", "p90 ms", "p99 ms", "max ms", "errors")
-        return _table(head, rows, left={1})
+        unit = next((unit for start, unit in _UNITS.items() if group.startswith(start)), "requests/s")
+        head = ("connections", "", unit, "of the rounds", *(("mean ms",) if means else ()))
+        return _table((*head, "p50 ms", "p90 ms", "p99 ms", "max ms", "errors"), rows, left={1})
+
+    def _results(self, group: str) -> list[Result]:
+        ours = (contenders for case, contenders in self.figures.items() if case.group == group)
+        return [result for contenders in ours for results in contenders.values() for result in results]
 
     def _footprints(self) -> str:
         rows = [

@@ -81,8 +81,8 @@ def test_torchrelay_gets_the_projects_configuration_with_a_place_of_its_own(tmp_
     ports = peers._configure(tmp_path / "run", configs, ["RAY_SERVE_ENABLE_HA_PROXY"], changed)
     document = yaml.safe_load((tmp_path / "run" / "app.yaml").read_text())
     settings = load(document["applications"][0]["args"], "app.yaml")
-    assert ports == (document["http_options"]["port"], settings.management.port)
-    assert len({*ports, settings.management.metrics_port}) == 3
+    assert ports == (document["http_options"]["port"], settings.management.port, settings.grpc.port)
+    assert len({*ports, settings.management.metrics_port, settings.grpc.management_port}) == 5
     assert settings.state_dir == tmp_path / "run" / "state"
     assert settings.model_store == tmp_path / "run" / "model_store"
     assert settings.control.load_models == "none"

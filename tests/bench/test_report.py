@@ -86,3 +86,15 @@ def test_a_contender_that_never_answered_is_a_dash():
     dead = Result("wrk", 32, 5.0, 0, 0, nan, nan, nan, nan, {"connect": 7})
     text = Report({}, "c", {ECHO: {report.RELAY1: [dead], report.SERVE1: [result(10)]}}).markdown()
     assert row(text, "32", report.RELAY1) == ["32", report.RELAY1, "0", "-", "-", "-", "-", "-", "7"]
+
+
+def test_what_has_no_connections_is_counted_in_its_own_unit_with_its_mean_latency():
+    def generated(seconds: float, mean: float) -> Result:
+        return Result("loop", 0, seconds, 16, 400, 1.0, 2.0, 3.0, 4.0, mean=mean)
+
+    figures = {Case("generation"): {report.TOGETHER: [generated(4, 4.0)], report.CONTINUOUS: [generated(2, 1.5)]}}
+    text = Report({}, "c", figures).markdown()
+    assert row(text, "connections")[2:5] == ["tokens/s", "of the rounds", "mean ms"]
+    assert row(text, "-", report.CONTINUOUS)[2:5] == ["200", "-", "1500.00"]
+    target = f"generation: mean of *{report.CONTINUOUS}* ≤ 0.5 × *{report.TOGETHER}*"
+    assert row(text, target) == [target, "0.38", "reached"]

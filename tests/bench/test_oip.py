@@ -1,0 +1,67 @@
+"""The group `oip` asks in the protocol's own bytes, and takes no wrong answer for a right one."""
+
+from __future__ import annotations
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from serve_app.bench import oip
+from serve_app.bench.load import Load
+from serve_app.bench.peers import PeerFailed
+
+
+@pytest.fixture
+def server():
+    """Sends a request's tensors back, as outputs; ``broken`` is put in place of what it would say."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        broken: bytes | None = None
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            size = int(self.headers.get(oip.LENGTH, len(body)))
+            said = json.loads(body[:size])
+            head = self.broken or json.dumps({"outputs": said["inputs"]}).encode()
+            self.send_response(200)
+            if size < len(body):
+                self.send_header(oip.LENGTH, str(len(head)))
+            self.send_header("Content-Length", str(len(head) + len(body) - size))
+            self.end_headers()
+            self.wfile.write(head + body[size:])
+
+        def log_message(self, *_):
+            pass
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_):
+            """The generator ends in the midst of an answer."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", Handler
+        server.shutdown()
+        thread.join()
+
+
+def test_what_is_sent_comes_back(server):
+    address, _ = server
+    for contender in (
+        oip.echo("echo", address, "m"),
+        oip.mebibyte("raw", address, "m", True),
+        oip.mebibyte("json", address, "m", False),
+    ):
+        result = contender.measure(Load(connections=1, seconds=1, warmup=0.1))
+        assert result.requests > 0
+        assert result.failed == 0
+
+
+def test_a_wrong_answer_is_none(server):
+    address, handler = server
+    handler.broken = b'{"outputs": [{"name": "x", "data": [1]}]}'
+    with pytest.raises(PeerFailed, match="wrong answer"):
+        oip.echo("echo", address, "m")

@@ -1,0 +1,106 @@
+"""The benchmark of streams: each way reads every chunk of its handler's, over real doors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import uvicorn
+
+from handlers.context import Context
+from serve_app.bench import streaming
+from serve_app.bench.models.chunks import Chunks
+from serve_app.dataplane import DataPlane, TableReader
+from serve_app.doors.app import inference_app
+from serve_app.doors.proto.inference_pb2 import PredictionResponse, PredictionsRequest
+from serve_app.settings import Settings
+from serve_app.telemetry.metrics import Meters
+from serve_app.types import Call, Input, ModelRow, Reply, ReplyStream, Table, VersionRow
+
+
+class Target:
+    """The handler, without a replica around it."""
+
+    async def infer(self, call: Call) -> ReplyStream:
+        context, pieces = Context("chunks", "", {}), asyncio.Queue()
+        context.begin(["id"], [dict(call.headers)], [{}], lambda index, piece: pieces.put_nowait(piece))
+
+        async def told() -> AsyncIterator[bytes]:
+            handling = asyncio.ensure_future(Chunks().handle([{"body": call.inputs[0].value}], context))
+            handling.add_done_callback(lambda done: pieces.put_nowait(None))
+            while (piece := await pieces.get()) is not None:
+                yield piece.encode()
+            yield (await handling)[0].encode()
+
+        return ReplyStream(Reply(b"", version="1.0"), told())
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    table = Table(1, {"chunks": ModelRow("1.0", {"1.0": VersionRow("1.0", "ready", 1)})}, settled=True)
+    meters = Meters()
+    app = inference_app(DataPlane(TableReader(table), meters, lambda ref, row: Target()), Settings(), meters)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def grpc_address() -> Iterator[str]:
+    """The same as bytes of a row, which a gRPC server sends as messages."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def chunks(data: bytes, context: grpc.aio.ServicerContext) -> None:
+        said = PredictionsRequest.FromString(data).input["body"]
+        call = Call("chunks", inputs=(Input("body", said),))
+        async for piece in await Target().infer(call):
+            await context.write(PredictionResponse(prediction=piece).SerializeToString())
+
+    async def start() -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server()
+        methods = {"StreamPredictions": grpc.unary_stream_rpc_method_handler(chunks)}
+        service = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    yield f"127.0.0.1:{port}"
+    asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_grpc_reads_all_chunks(grpc_address: str) -> None:
+    values = streaming.measure(grpc_address, streaming.GRPC, 2, 5, 0.001)
+    assert len(values) == 2 * 4
+    assert all(0 < value < 10_000 for value in values)
+
+
+@pytest.mark.parametrize("way", [way for way in streaming.WAYS if way != streaming.GRPC])
+def test_each_way_reads_all_chunks(address: str, way: str) -> None:
+    values = streaming.measure(address, way, 2, 5, 0.001)
+    assert len(values) == 2 * 4
+    assert all(0 < value < 10_000 for value in values)
+
+
+def test_the_archive_holds_the_handler(tmp_path: Path) -> None:
+    with zipfile.ZipFile(streaming.archive(tmp_path / "store")) as file:
+        assert set(file.namelist()) == {"chunks.py", "MAR-INF/MANIFEST.json"}
+        assert json.loads(file.read("MAR-INF/MANIFEST.json"))["model"]["handler"] == "chunks.py"
