@@ -1,5 +1,6 @@
 #!/bin/sh
-# Puts the lines of serve.env into the environment, except those that are set already, and becomes the command.
+# Puts the lines of serve.env into the environment, except those that are set already, and becomes the command;
+# torchserve stays in the foreground, or the container would end as soon as the server has started.
 set -eu
 
 file=${TORCHRELAY_ENV:-/opt/torchrelay/configs/serve.env}
@@ -17,4 +18,7 @@ while read -r line || [ -n "$line" ]; do
   printenv "$key" >/dev/null || export "$line"
 done <"$file"
 
+if [ "${1-}" = torchserve ]; then
+  set -- "$@" --foreground
+fi
 exec "$@"

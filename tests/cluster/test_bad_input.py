@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from parts import ECHO, Load, Server, Trickle, free_port, make_archive, says
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 pytestmark = pytest.mark.cluster
 
@@ -174,6 +176,18 @@ def test_a_name_that_no_route_can_have(server: Server, tmp_path: Path, name: str
 def test_a_body_that_cannot_be_read(server: Server, body: bytes) -> None:
     answer = server.management.post("/models", content=body, headers={"content-type": "application/json"})
     assert refusal(answer)[:2] == (500, "JsonSyntaxException")
+
+
+@pytest.mark.parametrize("path", ["/predictions/served", "/%70redictions/served"])
+def test_a_message_that_is_too_large(server: Server, path: str) -> None:
+    """At the replica, and through the gateway, whose HTTP servers Ray Serve starts with a limit of their own."""
+    address = server.url.replace("http", "ws", 1) + path
+    with connect(address, compression=None) as line, pytest.raises(ConnectionClosed) as closed:
+        line.send(b"x" * (17 << 20))
+        line.recv(30)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1009
+    assert "max_request_size (6553500 bytes)" in closed.value.rcvd.reason
 
 
 def test_versions_that_are_not_there_and_one_that_is(server: Server, served: Load) -> None:

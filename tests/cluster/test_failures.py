@@ -134,7 +134,50 @@ def handle(data, context):
     server.wait(lambda: server.management.get("/models/crashes").status_code == 404)
 
 
-def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, tmp_path: Path) -> None:
+LATER = """
+import os
+import time
+
+
+def handle(data, context):
+    if data is None:
+        return None
+    words = data[0]["body"].decode()
+    while not os.path.exists(words.split()[1]):
+        time.sleep(0.02)
+    return ["about " + words.split()[0]]
+"""
+
+
+@pytest.fixture(scope="module")
+def later(server: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose predictions wait for a file; one runs at a time."""
+    answer = server.register(make_archive(tmp_path_factory.mktemp("a"), "later", LATER))
+    assert answer.status_code == 200, answer.text
+    return "later"
+
+
+def put_aside(server: Server, model: str, gate: Path) -> dict[str, str]:
+    """Two predictions for later, of which the first has begun; what each is about, and where its answer will be."""
+    where = {}
+    for word in ("one", "two"):
+        accepted = server.http.post(
+            f"/predictions/{model}", content=f"{word} {gate}", headers={"Prefer": "respond-async"}
+        )
+        assert accepted.status_code == 202, accepted.text
+        where[f"about {word}"] = accepted.headers["location"]
+    server.wait(lambda: server.http.get(where["about one"]).json()["state"] == "running", what="the first to run")
+    return where
+
+
+def answered(server: Server, where: dict[str, str]) -> bool:
+    answers = {said: server.http.get(f"{address}/result") for said, address in where.items()}
+    assert all(answer.text == said for said, answer in answers.items() if answer.status_code != 202), answers
+    return all(answer.status_code == 200 for answer in answers.values())
+
+
+def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, later: str, tmp_path: Path) -> None:
+    aside = put_aside(server, later, tmp_path / "gate")
     for version in ("1.0", "2.0"):
         assert server.register(make_archive(tmp_path, "kept", says(version), version)).status_code == 200
     server.management.put("/models/kept/2.0/set-default")
@@ -147,6 +190,7 @@ def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, 
         process.kill()  # all at once: Ray, HAProxy, the replicas, Management
     server.process.stop()
     server.start()
+    (tmp_path / "gate").touch()
     assert server.http.post("/predictions/kept").text == "2.0"
     assert server.http.post("/predictions/kept/1.0").status_code == 503
     assert server.http.post("/predictions/kept/other").headers["x-model-version"] == "1.0"
@@ -155,13 +199,18 @@ def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, 
     assert len(server.pids(stays)) == 2
     assert answers(server, stays)
     assert server.management.get("/models/removed").status_code == 404
+    server.wait(lambda: answered(server, aside), what="what was put aside before")
     server.management.delete("/models/kept/1.0")
     server.management.delete("/models/kept")
 
 
-def test_a_clean_stop_leaves_no_process(server: Server) -> None:
+def test_a_clean_stop_leaves_no_process(server: Server, later: str, tmp_path: Path) -> None:
+    aside = put_aside(server, later, tmp_path / "gate")
     began = time.monotonic()
     server.stop()
     assert time.monotonic() - began < 5.0
     assert server.process.processes() == []
     server.start()
+    (tmp_path / "gate").touch()
+    server.wait(lambda: answered(server, aside), what="what was put aside before")
+    server.management.delete(f"/models/{later}")

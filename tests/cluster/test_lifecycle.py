@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 from parts import ECHO, Load, Server, make_archive, says
 
@@ -68,16 +70,27 @@ def test_set_default_back_and_forth_under_load(server: Server, tmp_path: Path) -
     assert {v: server.pids("ab", v) for v in ("1.0", "2.0")} == pids, "a switch restarts nobody"
 
 
+class Strangers(Load):
+    """Each request over a connection of its own."""
+
+    async def _run(self) -> None:
+        limits = httpx.Limits(max_connections=self.connections, max_keepalive_connections=0)
+        async with httpx.AsyncClient(limits=limits, timeout=30) as client:
+            await asyncio.gather(*(self._one(client) for _ in range(self.connections)))
+
+
 def test_scale_up_and_down_under_load(server: Server) -> None:
     [first] = server.pids("echo")
-    with Load(f"{server.url}/predictions/echo", connections=8) as load:
+    url = f"{server.url}/predictions/echo"
+    with Load(url, connections=6) as load, Strangers(url, connections=2) as strangers:
         up = server.management.put("/models/echo", params={"min_worker": 2, "synchronous": "true"})
         assert (up.status_code, up.json()) == (200, {"status": "Workers scaled to 2 for model: echo"})
         assert len(server.pids("echo")) == 2 and first in server.pids("echo")
         down = server.management.put("/models/echo", params={"min_worker": 1, "synchronous": "true"})
         assert down.status_code == 200, down.text
         assert len(server.pids("echo")) == 1
-    assert not load.failed, load.failed
+    assert not load.failed and not strangers.failed, (load.failed, strangers.failed)
+    assert strangers.answers[200, "x"] > 20
     later = server.management.put("/models/echo", params={"min_worker": 1})
     assert (later.status_code, later.json()) == (202, {"status": "Processing worker updates..."})
 

@@ -59,6 +59,7 @@ class Installation:
             f"inference_address={self.inference}\n"
             f"management_address={self.management}\n"
             f"metrics_address=http://127.0.0.1:{free_port()}\n"
+            f"grpc_inference_port={free_port()}\ngrpc_management_port={free_port()}\n"
             "certificate_file=certificate.pem\nprivate_key_file=key.pem\n"
             "load_models=echo.mar\n"
             "models={\\\n"

@@ -83,6 +83,17 @@ def test_a_line_that_is_no_setting_stops_the_start(tmp_path: Path, line: str) ->
     assert f"line 2: '{line}' is not KEY=VALUE" in done.stderr
 
 
+def test_torchserve_stays_in_the_foreground(tmp_path: Path) -> None:
+    """KServe's runtime says `torchserve --start`, which goes to the background by itself."""
+    command = tmp_path / "torchserve"
+    command.write_text('#!/bin/sh\nprintf "%s\n" "$@"\n')
+    command.chmod(0o755)
+    file = tmp_path / "serve.env"
+    file.write_text("")
+    done = run(file, "torchserve", "--start", "--ts-config=a b", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.stdout.splitlines() == ["--start", "--ts-config=a b", "--foreground"]
+
+
 def test_the_entrypoint_becomes_the_command(tmp_path: Path) -> None:
     """Signals must reach the server, not a shell in front of it."""
     file = tmp_path / "serve.env"

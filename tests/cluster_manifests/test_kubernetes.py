@@ -58,6 +58,7 @@ def test_in_a_container_only_addresses_and_paths_differ() -> None:
     inside_args = application(inside)["args"]
     assert inside_args.pop("home") == "/srv/torchrelay"
     assert inside_args["management"].pop("host") == inside_args["management"].pop("metrics_host") == "0.0.0.0"
+    assert inside_args["grpc"].pop("host") == inside_args["grpc"].pop("management_host") == "0.0.0.0"
     assert inside == ours
 
 
@@ -134,9 +135,11 @@ def test_ports_agree() -> None:
     assert served["port"] == served["targetPort"] == http
     assert port(HEAD, "management") == args["management"]["port"]
     assert port(HEAD, "metrics") == args["management"]["metrics_port"]
+    assert (port(HEAD, "grpc"), port(HEAD, "grpc-manage")) == (args["grpc"]["port"], args["grpc"]["management_port"])
     taken = {http, args["management"]["port"], args["management"]["metrics_port"]}
     for group in GROUPS:
         assert port(group, "serve") == http
+        assert port(group, "grpc") == args["grpc"]["port"]
         # KubeRay would take 8080 for it, which is ours.
         own = int(group["rayStartParams"]["metrics-export-port"])
         assert own == port(group, "ray-metrics") and own not in taken
@@ -150,7 +153,8 @@ def test_strangers_reach_the_inference_port_alone() -> None:
     for group in GROUPS:
         assert label.items() <= group["template"]["metadata"]["labels"].items()
     open_to_all = [rule for rule in policy["ingress"] if not rule.get("from")]
-    assert [[p["port"] for p in rule["ports"]] for rule in open_to_all] == [[SERVE["http_options"]["port"]]]
+    inference = [SERVE["http_options"]["port"], application(SERVE)["args"]["grpc"]["port"]]
+    assert [[p["port"] for p in rule["ports"]] for rule in open_to_all] == [inference]
     assert CLUSTER_SPEC["authOptions"] == {"mode": "token"}
 
 
