@@ -5,36 +5,32 @@ import asyncio
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from sklearn.datasets import load_digits
+
+from serve_app.client import AsyncClient, Conflict
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
 METRICS = os.environ.get("TORCHRELAY_METRICS", "http://127.0.0.1:8082")
 
 
-async def register(client: httpx.AsyncClient) -> None:
-    answer = await client.post(f"{MANAGEMENT}/models", params={"url": "mlp.mar", "initial_workers": 1}, timeout=120)
-    if answer.status_code != 409:  # 409: it is there already
-        answer.raise_for_status()
-
-
-async def batches(client: httpx.AsyncClient) -> Counter[float]:
+async def batches(client: AsyncClient) -> Counter[float]:
     """How many batches had up to so many rows, from the buckets of the histogram."""
-    text = (await client.get(f"{METRICS}/metrics")).raise_for_status().text
     return Counter(
         {
             float(sample.labels["le"]): sample.value
-            for family in text_string_to_metric_families(text)
+            for family in text_string_to_metric_families(await client.metrics())
             for sample in family.samples
             if sample.name == "torchrelay_batch_size_bucket" and sample.labels["model"] == "mlp"
         }
     )
 
 
-async def send(client: httpx.AsyncClient, connections: int, requests: int) -> tuple[float, float]:
+async def send(http: httpx.AsyncClient, connections: int, requests: int) -> tuple[float, float]:
     """The seconds that all requests took, and the share of right answers."""
     digits = load_digits()
     numbers = iter(range(requests))
@@ -44,7 +40,7 @@ async def send(client: httpx.AsyncClient, connections: int, requests: int) -> tu
         nonlocal right
         for number in numbers:
             row = number % len(digits.data)
-            answer = await client.post(f"{INFERENCE}/predictions/mlp", json=digits.data[row].tolist())
+            answer = await http.post(f"{INFERENCE}/predictions/mlp", json=digits.data[row].tolist())
             right += answer.raise_for_status().json()["digit"] == digits.target[row]
 
     start = time.perf_counter()
@@ -54,10 +50,14 @@ async def send(client: httpx.AsyncClient, connections: int, requests: int) -> tu
 
 async def main(connections: int, requests: int) -> None:
     limits = httpx.Limits(max_connections=connections)
-    async with httpx.AsyncClient(limits=limits, timeout=30) as client:
-        await register(client)
+    async with (
+        AsyncClient(management=MANAGEMENT, metrics=METRICS) as client,
+        httpx.AsyncClient(limits=limits, timeout=30) as http,
+    ):
+        with suppress(Conflict):  # it is there already
+            await client.register("mlp.mar", initial_workers=1)
         before = await batches(client)
-        seconds, accuracy = await send(client, connections, requests)
+        seconds, accuracy = await send(http, connections, requests)
         after = await batches(client)
     print(f"{requests} requests over {connections} connections in {seconds:.1f} s; {accuracy:.1%} right")
     smaller = below = 0

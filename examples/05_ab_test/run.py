@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+from serve_app.client import Client, Conflict
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
@@ -36,43 +36,36 @@ class Reader:
         return self._chance.random() < (CLICKS if topic == self._favourite else RARELY)
 
 
-def register(client: httpx.Client, url: str) -> None:
-    answer = client.post(f"{MANAGEMENT}/models", params={"url": url, "initial_workers": 1})
-    if answer.status_code != 409:  # 409: it is there already
-        answer.raise_for_status()
-    print(f"POST /models?url={url}: {answer.json().get('status', 'already registered')}")
+def register(client: Client, url: str) -> None:
+    try:
+        said = client.register(url, initial_workers=1)
+    except Conflict:
+        said = "already registered"
+    print(f"POST /models?url={url}: {said}")
 
 
 @contextmanager
-def experiment(client: httpx.Client, document: dict) -> Iterator[str]:
+def experiment(client: Client, document: dict) -> Iterator[str]:
     """An experiment that deals readers out evenly, each of whom stays with what they were given, and ends; its id."""
-    said = client.post(f"{MANAGEMENT}/models/headlines/experiments", json=document).raise_for_status().json()
+    said = client.begin_experiment("headlines", document)
     print(f"\nPOST /models/headlines/experiments: {said['id']}, {said['name']!r}, has begun")
     try:
         yield said["id"]
     finally:
-        said = client.delete(f"{MANAGEMENT}/experiments/{said['id']}").raise_for_status().json()
+        said = client.stop_experiment(said["id"])
         print(f"DELETE /experiments/{said['id']}: {said['state']}")
 
 
 class Visit:
     """A reader is shown a topic by ``version``, and has ``clicked`` on it or has not."""
 
-    def __init__(self, client: httpx.Client, reader: Reader) -> None:
-        asked = {"json": {"history": reader.history}, "headers": {"x-user": reader.name}}
-        answer = client.post(f"{INFERENCE}/predictions/headlines", **asked).raise_for_status()
+    def __init__(self, client: Client, reader: Reader) -> None:
+        body = json.dumps({"history": reader.history})
+        answer = client.ask("headlines", body, "application/json", headers={"x-user": reader.name})
         self.reader = reader
-        self.request_id = answer.headers["x-request-id"]
-        self.version = answer.headers["x-model-version"]
+        self.request_id = answer.request_id
+        self.version = answer.version
         self.clicked = reader.clicks(answer.json()["topic"])
-
-
-def reward(client: httpx.Client, id: str, events: list[dict]) -> dict:
-    return client.post(f"{INFERENCE}/experiments/{id}/events", json=events).raise_for_status().json()
-
-
-def look(client: httpx.Client, id: str) -> dict:
-    return client.get(f"{MANAGEMENT}/experiments/{id}").raise_for_status().json()
 
 
 def show(said: dict) -> None:
@@ -92,7 +85,7 @@ def show(said: dict) -> None:
     print(said["sentence"])
 
 
-def compare(client: httpx.Client, pool: ThreadPoolExecutor, id: str) -> None:
+def compare(client: Client, pool: ThreadPoolExecutor, id: str) -> None:
     """Popular against personal headlines, until it is known which readers prefer."""
     given: dict[str, str] = {}
     for number in range(1, PATIENCE + 1):
@@ -101,11 +94,11 @@ def compare(client: httpx.Client, pool: ThreadPoolExecutor, id: str) -> None:
         given |= {visit.reader.name: visit.version for visit in visits}
         # Of a visit without a click nothing is posted: it counts as 0.
         events = [{"request_id": visit.request_id, "value": 1} for visit in visits if visit.clicked]
-        counted = reward(client, id, events)
+        counted = client.reward(id, *events)
         if number == 1:
             print(f"POST /experiments/{id}/events: {counted}")
-            print(f"the same again: {reward(client, id, events)}")
-        clicks = look(client, id)["metrics"]["clicks"]
+            print(f"the same again: {client.reward(id, *events)}")
+        clicks = client.experiment(id)["metrics"]["clicks"]
         means = ", ".join(f"{arm} {seen['mean']:.3f}" for arm, seen in clicks["arms"].items())
         verdict = clicks["differences"]["personal"]["verdict"]
         print(f"{number * TOGETHER:>6,} readers: clicks {means}: {verdict.replace('_', ' ')}")
@@ -114,17 +107,17 @@ def compare(client: httpx.Client, pool: ThreadPoolExecutor, id: str) -> None:
     again = random.Random(0).sample(sorted(given), 50)
     same = sum(Visit(client, Reader(name)).version == given[name] for name in again)
     print(f"{same} of {len(again)} readers who came again were given the version that they had")
-    show(look(client, id))
+    show(client.experiment(id))
 
 
-def compare_with_itself(client: httpx.Client, pool: ThreadPoolExecutor, id: str) -> None:
+def compare_with_itself(client: Client, pool: ThreadPoolExecutor, id: str) -> None:
     """The same version twice: whatever is seen of it is chance, and no look takes it for more."""
     for looks in range(8):
         readers = [Reader(f"someone-{looks}-{i}") for i in range(TOGETHER)]
         visits = pool.map(lambda reader: Visit(client, reader), readers)
         # An event may as well name the key: whatever this reader was given is what it is for.
-        reward(client, id, [{"key": visit.reader.name, "value": 1} for visit in visits if visit.clicked])
-        clicks = look(client, id)["metrics"]["clicks"]["differences"]["other"]
+        client.reward(id, *({"key": visit.reader.name, "value": 1} for visit in visits if visit.clicked))
+        clicks = client.experiment(id)["metrics"]["clicks"]["differences"]["other"]
         if clicks["verdict"] in ("better", "worse"):
             print(f"after {(looks + 1) * TOGETHER:,} readers a difference was seen that is not there")
             break
@@ -134,7 +127,7 @@ def compare_with_itself(client: httpx.Client, pool: ThreadPoolExecutor, id: str)
 
 
 if __name__ == "__main__":
-    with httpx.Client(timeout=120) as client, ThreadPoolExecutor(8) as pool:
+    with Client(INFERENCE, MANAGEMENT) as client, ThreadPoolExecutor(8) as pool:
         register(client, "headlines-1.mar")
         register(client, "headlines-2.mar")
         with experiment(client, EXPERIMENT) as id:

@@ -11,8 +11,11 @@ import random
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 
 import httpx
+
+from serve_app.client import AsyncClient, Conflict
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
@@ -56,28 +59,21 @@ class Load:
         return ", ".join(f"{version} {status}: {n:,}" for (version, status), n in sorted(self.answers.items(), key=str))
 
 
-async def ask(management: httpx.AsyncClient, method: str, path: str, **more: object) -> dict:
-    answer = await management.request(method, path, **more)
-    if answer.status_code != 409 or path != "/models":  # 409: it is registered already
-        answer.raise_for_status()
-    return answer.json()
-
-
-async def prepare(management: httpx.AsyncClient) -> None:
+async def prepare(client: AsyncClient) -> None:
     """1.0 has all calls; the others are registered, and have no workers."""
     for version, workers in (("1.0", 1), ("2.0", 0), ("3.0", 0)):
-        url = f"{MODEL}-{version}.mar"
-        await ask(management, "POST", "/models", params={"url": url, "initial_workers": workers})
-    await ask(management, "PUT", f"/models/{MODEL}/1.0", params={"min_worker": 1, "synchronous": "true"})
-    await ask(management, "PUT", f"/models/{MODEL}/1.0/set-default")
+        with suppress(Conflict):  # it is registered already
+            await client.register(f"{MODEL}-{version}.mar", initial_workers=workers)
+    await client.scale(MODEL, "1.0", min_worker=1, synchronous=True)
+    await client.set_default(MODEL, "1.0")
     for version in ("2.0", "3.0"):
-        await ask(management, "PUT", f"/models/{MODEL}/{version}", params={"min_worker": 0, "synchronous": "true"})
+        await client.scale(MODEL, version, min_worker=0, synchronous=True)
 
 
-async def roll_out(management: httpx.AsyncClient, plan: dict) -> dict:
+async def roll_out(client: AsyncClient, plan: dict) -> dict:
     """Begin a rollout, print its decisions as they are made, and return it as it is at its end."""
     print(f"\nPOST /models/{MODEL}/rollout {plan}")
-    rollout = await ask(management, "POST", f"/models/{MODEL}/rollout", json=plan)
+    rollout = await client.begin_rollout(MODEL, plan)
     shown = 0
     while True:
         for decision in rollout["decisions"][shown:]:
@@ -87,7 +83,7 @@ async def roll_out(management: httpx.AsyncClient, plan: dict) -> dict:
         if rollout["state"] not in ("starting", "running", "paused"):
             return rollout
         await asyncio.sleep(0.2)
-        rollout = await ask(management, "GET", f"/models/{MODEL}/rollout")
+        rollout = await client.rollout(MODEL)
 
 
 async def main(options: argparse.Namespace) -> bool:
@@ -105,12 +101,12 @@ async def main(options: argparse.Namespace) -> bool:
         if not right:
             wrong.append(what)
 
-    async with httpx.AsyncClient(base_url=MANAGEMENT, timeout=120) as management:
-        await prepare(management)
+    async with AsyncClient(management=MANAGEMENT) as client:
+        await prepare(client)
         load = Load(options.connections, options.rate)
         try:
             await asyncio.sleep(1)
-            back = await roll_out(management, {"to": "2.0", **plan})
+            back = await roll_out(client, {"to": "2.0", **plan})
             await asyncio.sleep(0.5)  # calls that were under way
             failed, mine = load.failed(), load.failed("2.0")
             print(f"  answers by version and status: {load}")
@@ -120,7 +116,7 @@ async def main(options: argparse.Namespace) -> bool:
             check(mine > 0, f"2.0 failed {mine:,} calls")
             check(failed == mine, "no call failed but these")
 
-            over = await roll_out(management, {"to": "3.0", **plan})
+            over = await roll_out(client, {"to": "3.0", **plan})
             await asyncio.sleep(0.5)
             before = load.answers.copy()
             await asyncio.sleep(1)

@@ -4,13 +4,16 @@ Every caller is answered by 1.0 all the while. Ends with 1 where one was not.
 """
 
 import asyncio
+import json
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
 
-import httpx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+
+from serve_app.client import NEVER, AsyncClient, Conflict, ServerError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
@@ -18,42 +21,41 @@ MODEL = "scribble"
 CONNECTIONS = 4
 
 
-async def prepare(management: httpx.AsyncClient) -> None:
+async def prepare(client: AsyncClient) -> None:
     for version in ("1.0", "2.0", "3.0"):
-        url = f"{MODEL}-{version}.mar"
-        answer = await management.post("/models", params={"url": url, "initial_workers": 1})
-        if answer.status_code != 409:  # 409: it is there already
-            answer.raise_for_status()
-    (await management.put(f"/models/{MODEL}/1.0/set-default")).raise_for_status()
+        with suppress(Conflict):  # it is there already
+            await client.register(f"{MODEL}-{version}.mar", initial_workers=1)
+    await client.set_default(MODEL, "1.0")
 
 
-async def set_shadow(management: httpx.AsyncClient, version: str) -> None:
+async def set_shadow(client: AsyncClient, version: str) -> None:
     shadow = {"version": version, "percent": 100, "compare": {"kind": "top_k", "k": 3, "least": 0.6}, "keep": 10}
     print(f"\nPUT /models/{MODEL}/traffic {{'shadow': {shadow}}}")
-    (await management.put(f"/models/{MODEL}/traffic", json={"shadow": shadow})).raise_for_status()
-    await management.delete(f"/models/{MODEL}/shadow")  # what an earlier run has left
+    await client.set_traffic(MODEL, {"shadow": shadow})
+    await client.forget_shadow(MODEL)  # what an earlier run has left
 
 
-async def send(images: list[list[float]]) -> Counter[tuple[str, int]]:
+async def send(client: AsyncClient, images: list[list[float]]) -> Counter[tuple[str, int]]:
     """Ask for every image; how often which version answered with which status."""
     answers: Counter[tuple[str, int]] = Counter()
     waiting = iter(images)
 
-    async def connection(client: httpx.AsyncClient) -> None:
+    async def connection() -> None:
         for pixels in waiting:
-            answer = await client.post(f"/predictions/{MODEL}", json=pixels)
-            answers[answer.headers.get("x-model-version", "nobody"), answer.status_code] += 1
+            try:
+                answer = await client.ask(MODEL, json.dumps(pixels), "application/json")
+            except ServerError as error:
+                answer = error
+            answers[answer.version or "nobody", answer.status] += 1
 
-    async with httpx.AsyncClient(base_url=INFERENCE, timeout=60) as client:
-        await asyncio.gather(*(connection(client) for _ in range(CONNECTIONS)))
+    await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
     return answers
 
 
-async def compared(management: httpx.AsyncClient, calls: int) -> dict:
+async def compared(client: AsyncClient, calls: int) -> dict:
     """What the shadow came to, once every copy has come to its end: that is a moment after the answers."""
     while True:
-        said = (await management.get(f"/models/{MODEL}/shadow")).raise_for_status().json()
-        for pair in said["against"]:
+        for pair in (await client.shadow(MODEL))["against"]:
             if sum(pair["calls"].values()) == calls:
                 return pair
         await asyncio.sleep(0.1)
@@ -84,18 +86,18 @@ async def main() -> bool:
     images = train_test_split(digits.data, digits.target, test_size=0.2, stratify=digits.target, random_state=0)[1]
     images = images.tolist()
     fine = True
-    async with httpx.AsyncClient(base_url=MANAGEMENT, timeout=120) as management:
-        await prepare(management)
+    async with AsyncClient(INFERENCE, MANAGEMENT, retries=NEVER) as client:  # every refusal counts
+        await prepare(client)
         try:
             for version in ("2.0", "3.0"):
-                await set_shadow(management, version)
-                answers = await send(images)
+                await set_shadow(client, version)
+                answers = await send(client, images)
                 said = ", ".join(f"{n} by {version} with status {status}" for (version, status), n in answers.items())
                 print(f"  {len(images)} calls were answered: {said}")
                 fine = fine and answers == {("1.0", 200): len(images)}
-                show(await asyncio.wait_for(compared(management, len(images)), 60))
+                show(await asyncio.wait_for(compared(client, len(images)), 60))
         finally:
-            await management.delete(f"/models/{MODEL}/traffic")
+            await client.reset_traffic(MODEL)
     return fine
 
 

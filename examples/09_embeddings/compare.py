@@ -3,7 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+from serve_app.client import Client
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 SENTENCES = (
@@ -14,18 +14,13 @@ SENTENCES = (
 )
 
 
-def embedding(sentence: str) -> list[float]:
-    answer = httpx.post(f"{INFERENCE}/predictions/minilm", json={"inputs": sentence}, timeout=60)
-    return answer.raise_for_status().json()
-
-
 def cosine(one: list[float], other: list[float]) -> float:
     return sum(a * b for a, b in zip(one, other))  # their lengths are 1
 
 
 if __name__ == "__main__":
-    with ThreadPoolExecutor() as threads:  # at once, so that they meet in a batch
-        vectors = list(threads.map(embedding, SENTENCES))
+    with Client(INFERENCE) as client, ThreadPoolExecutor() as threads:  # at once, so that they meet in a batch
+        vectors = list(threads.map(lambda text: client.predict_json("minilm", {"inputs": text}), SENTENCES))
     print(f"{len(vectors[0])} numbers for a sentence")
     for number, (sentence, vector) in enumerate(zip(SENTENCES, vectors), 1):
         print(f"{number}  {'  '.join(f'{cosine(vector, other):6.3f}' for other in vectors)}  {sentence[:52]}")

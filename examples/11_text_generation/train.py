@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 HERE = Path(__file__).resolve().parent
 RHYMES = (HERE / "rhymes.txt").read_text().strip().split("\n\n")
 END = "<end>"
+# Of a chat the model gets the last message as it is: it knows rhymes, and no conversations.
+TEMPLATE = "{{ messages[-1].content }}"
 
 
 def learn_tokens() -> PreTrainedTokenizerFast:
@@ -24,7 +26,9 @@ def learn_tokens() -> PreTrainedTokenizerFast:
         vocab_size=400, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
     )
     tokens.train_from_iterator(RHYMES, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END, pad_token=END)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END, pad_token=END)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def train(tokenizer: PreTrainedTokenizerFast, steps: int) -> LlamaForCausalLM:

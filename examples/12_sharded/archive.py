@@ -7,14 +7,23 @@ import zipfile
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
-RHYME = b"Twinkle, twinkle, little star, how I wonder what you are. "
+RHYME = "Twinkle, twinkle, little star, how I wonder what you are. "
 
 
-def train() -> LlamaForCausalLM:
-    """Its tokens are bytes, so it needs no tokenizer."""
+def letters() -> PreTrainedTokenizerFast:
+    """Each byte is a token."""
+    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokens = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens)
+
+
+def train(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = LlamaConfig(
@@ -25,10 +34,11 @@ def train() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,  # tensor_parallel divides this and the heads
         max_position_embeddings=256,
+        bos_token_id=None,
         eos_token_id=None,
     )
     model = LlamaForCausalLM(config)
-    text = torch.tensor(list(RHYME * 3))[None]
+    text = tokenizer(RHYME * 3, return_tensors="pt")["input_ids"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(120):
         optimizer.zero_grad()
@@ -39,7 +49,7 @@ def train() -> LlamaForCausalLM:
     return model.eval()
 
 
-def archive(model: LlamaForCausalLM, store: Path) -> Path:
+def archive(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, store: Path) -> Path:
     manifest = {
         "modelName": "rhyme",
         "modelVersion": "1.0",
@@ -50,6 +60,7 @@ def archive(model: LlamaForCausalLM, store: Path) -> Path:
     partial = store / ".rhyme.partial"
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(partial, "w") as archive:
         model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         for file in (HERE / "handler.py", HERE / "model-config.yaml", *Path(folder).iterdir()):
             archive.write(file, file.name)
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": manifest}, indent=2))
@@ -59,4 +70,5 @@ def archive(model: LlamaForCausalLM, store: Path) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-store", type=Path, default=HERE.parents[1] / "model_store")
-    print(f"archived as {archive(train(), parser.parse_args().model_store)}")
+    tokenizer = letters()
+    print(f"archived as {archive(train(tokenizer), tokenizer, parser.parse_args().model_store)}")

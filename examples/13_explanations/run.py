@@ -1,10 +1,10 @@
 """Asks why the picture of a three is read as a three and not as an eight, and draws the answer."""
 
 import os
-import sys
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
+from serve_app.client import Client, Conflict
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
@@ -15,11 +15,8 @@ INK = " .:*#"
 AGAINST, FOR = "-=", "+#"  # a little, and much
 
 
-def explain(client: httpx.Client, path: str = "", **question: str) -> dict:
-    answer = client.post(f"/explanations/{MODEL}{path}", files={"data": IMAGE.read_bytes()}, data=question)
-    if answer.is_error:
-        sys.exit(f"{answer.status_code}: {answer.text}")
-    return answer.json()
+def explain(client: Client, version: str | None = None, **question: str) -> dict:
+    return client.ask(MODEL, {"data": IMAGE.read_bytes(), **question}, version=version, explain=True).json()
 
 
 def ink(rows: list[list[float]]) -> list[str]:
@@ -50,16 +47,14 @@ def show(found: dict[str, dict], image: list[list[float]]) -> None:
 
 
 def main() -> None:
-    with httpx.Client(base_url=MANAGEMENT, timeout=120) as management:
-        answer = management.post("/models", params={"url": f"{MODEL}.mar", "initial_workers": 1})
-        if answer.status_code != 409:  # 409: it is there already
-            answer.raise_for_status()
-    with httpx.Client(base_url=INFERENCE, timeout=60) as client:
-        read = client.post(f"/predictions/{MODEL}", content=IMAGE.read_bytes()).raise_for_status().json()
+    with Client(INFERENCE, MANAGEMENT) as client:
+        with suppress(Conflict):  # it is there already
+            client.register(f"{MODEL}.mar", initial_workers=1)
+        read = client.ask(MODEL, IMAGE.read_bytes()).json()
         print("It is read as " + ", ".join(f"{digit} {share:.4f}" for digit, share in read.items()))
         three = explain(client)
         print("\nWhat speaks for (+ #) and against (- =) a digit, by integrated gradients:")
-        show({"three?": three, "eight?": explain(client, "/1.0", target="8")}, three["pixels"])
+        show({"three?": three, "eight?": explain(client, "1.0", target="8")}, three["pixels"])
         print("\nThe same by Shapley values, which need no gradients:")
         shapley = {"method": "shapley", "steps": "20"}
         show({"three?": explain(client, **shapley), "eight?": explain(client, target="8", **shapley)}, three["pixels"])

@@ -32,7 +32,7 @@ def run(server: Server) -> Run:
             text=True,
             timeout=120,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     return run

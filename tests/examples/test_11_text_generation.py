@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
-from parts import Server
+from parts import ROOT, Server
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+
+RHYMES = ROOT / "examples/11_text_generation/rhymes.txt"
 
 
 def test_11_text_generation(server: Server, run) -> None:
@@ -17,7 +22,9 @@ def test_11_text_generation(server: Server, run) -> None:
         ("yes", "each rhyme was told as it is"),
         ("yes", "after 20 callers left, the next one is answered"),
         ("yes", "what does not fit is refused"),
+        ("yes", "it tells the same"),
     ], printed
+    assert re.search(r"^models: .*\brhymes\b", printed, re.MULTILINE), printed
     told = re.findall(r"^ +([\d.]+) s  (.*): told in (\d+) pieces, the first after (\d+) ms$", printed, re.MULTILINE)
     assert len(told) == 6, printed
     assert sum(int(pieces) for _, _, pieces, _ in told) > 6, "they came while the rest was being made"
@@ -30,3 +37,25 @@ def test_11_text_generation(server: Server, run) -> None:
     assert answer.json()["finish_reason"] == "stop"
     text = server.http.post("/predictions/rhymes", content="Jack and Jill went", headers={"content-type": "text/plain"})
     assert text.json()["text"].startswith(" up the hill\nTo fetch"), text.text
+
+    asked = {"prompt": "Mary had", "temperature": 0, "stream": True}
+    rhyme = RHYMES.read_text().split("\n\n")[0]
+    with connect(server.url.replace("http", "ws") + "/predictions/rhymes") as line:
+        for _ in range(2):
+            line.send(json.dumps(asked))
+            pieces: list[str] = []
+            while not (piece := line.recv(30)).startswith('{"end"'):
+                pieces.append(piece)
+            assert "Mary had" + "".join(pieces) == rhyme
+            assert json.loads(piece)["end"]["pieces"] == len(pieces) > 1
+        line.send(json.dumps({**asked, "temperature": -1}))
+        assert json.loads(line.recv(30))["end"]["status"] == 400
+    with pytest.raises(InvalidStatus) as refused, connect(server.url.replace("http", "ws") + "/predictions/none"):
+        pass
+    assert refused.value.response.status_code == 404, "by the gateway"
+
+    answer = server.http.post("/predictions/rhymes", json=asked, headers={"accept": "text/event-stream"})
+    events = [event.split("\n") for event in answer.text.split("\n\n")[:-1]]
+    assert events[-1][0] == "event: end"
+    told = "".join("\n".join(line.removeprefix("data: ") for line in event) for event in events[:-1])
+    assert "Mary had" + told == rhyme

@@ -15,10 +15,14 @@ def test_12_sharded(server: Server, run: Callable[..., str]) -> None:
     trained = run("12_sharded/archive.py", "--model-store", str(server.store))
     printed = run("12_sharded/run.py")
     rhyme = "Twinkle, twinkle, little star, how I wonder what you are."
-    assert re.findall(r"^Twinkle.*$", printed, re.MULTILINE) == [rhyme] * 2, "learnt, and the same after the kill"
+    told, cut, told_again = re.findall(r"^Twinkle.*$", printed, re.MULTILINE)
+    assert told == told_again == rhyme, "learnt, and the same after the kill"
+    assert len(cut) < 200 and f"{rhyme} {rhyme} {rhyme}".startswith(cut[:40]), "it streamed until the kill"
     whole = int(re.search(r"^([\d,]+) parameters", trained)[1].replace(",", ""))
     held = [int(number.replace(",", "")) for number in re.findall(r"holds ([\d,]+) parameters", printed)]
     assert held == [pytest.approx(whole / 2, rel=0.02)] * 4
-    assert "killed rank 1\n" in printed and re.search(r"^answered again after \d+ s", printed, re.MULTILINE)
+    [error] = re.findall(r"^the stream broke off after ([\d.]+) s", printed, re.MULTILINE)
+    [again] = re.findall(r"^answered again after ([\d.]+) s", printed, re.MULTILINE)
+    assert float(error) < 5 and float(again) < 20
     page = (ROOT / "examples/12_sharded/README.md").read_text()
     assert rhyme in page and f"{whole:,} parameters" in page and f"holds {held[0]:,} parameters" in page
