@@ -72,7 +72,7 @@ class Job:
 
 @dataclass
 class Variant:
-    """One that was loaded, with its rows prepared; ``seconds`` has the rounds of each batch size."""
+    """One that was loaded, with its rows prepared; ``seconds`` are those of each call, by batch size."""
 
     name: str
     directory: Path
@@ -115,7 +115,7 @@ def tried(job: Job, say: Say) -> dict[str, Any]:
         say(f"round {number + 1} of {job.rounds}")
         for variant in variants:  # one after another in each round: what disturbs the machine disturbs all of them
             for size in sizes:
-                variant.seconds.setdefault(size, []).append(_timed(variant, size))
+                variant.seconds.setdefault(size, []).extend(_timed(variant, size))
     within = [variant for variant in variants if variant.found.within]
     best = min(within, key=lambda variant: variant.median(sizes[-1]))
     if plain.median(sizes[-1]) < _WORTH * best.median(sizes[-1]):
@@ -364,15 +364,17 @@ def _difference(plain: Any, optimised: Any, tolerance: Tolerance) -> Difference:
     return Difference(0.0 if same else math.inf, 1.0 if same else 0.0, "" if same else "the answers are not the same")
 
 
-def _timed(variant: Variant, size: int) -> float:
-    """Seconds of a call, the mean of those of a round."""
-    calls = 0
+def _timed(variant: Variant, size: int) -> list[float]:
+    """Seconds of each call of a round: a median of calls forgets the one in which the machine stood still."""
+    calls: list[float] = []
     with _called(variant.handler, size):
-        started = time.perf_counter()
-        while (elapsed := time.perf_counter() - started) < _ROUND_S:
+        until = (now := time.perf_counter()) + _ROUND_S
+        while now < until:
+            started = now
             variant.handler.inference(variant.prepared[size])
-            calls += 1
-    return elapsed / calls
+            now = time.perf_counter()
+            calls.append(now - started)
+    return calls
 
 
 def _figures(variant: Variant, sizes: list[int]) -> dict[str, Any]:

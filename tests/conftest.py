@@ -8,10 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from parts import Server
 from xdist.scheduler import LoadScopeScheduling
 
+# The same examples each time, and none that fails because the machine stood still.
+hypothesis.settings.load_profile("ci")
 os.environ.pop("COLUMNS", None)  # rich's consoles, made when they are imported, would keep it
 
 

@@ -46,15 +46,16 @@ class Typist:
         return self._client.post("/predictions/reading", content=".", headers=self._headers).status_code
 
 
-def wait_for(processes: int, client: httpx.Client) -> None:
-    """Until calls reach so many processes: HAProxy hears of a new one a moment after it is ready."""
-    until, met = time.monotonic() + PATIENCE, set()
+def wait_for(processes: int, client: httpx.Client) -> set[int]:
+    """The processes that calls reach, when there are so many: HAProxy hears of a new one a moment after it is ready."""
+    until, met = time.monotonic() + PATIENCE, set[int]()
     while len(met) < processes:
         if time.monotonic() > until:
             raise SystemExit(f"after {PATIENCE} s calls reach {len(met)} of {processes} processes")
         # A sequence of one call, which leaves nothing behind.
         answer = client.post("/predictions/reading", content=".", headers={END: "true"}).raise_for_status()
         met.add(answer.json()["process"])
+    return met
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def main() -> None:
         if answer.status_code != 409:  # 409: it is there already
             answer.raise_for_status()
     with httpx.Client(base_url=INFERENCE, timeout=60) as client:
-        wait_for(2, client)
+        processes = wait_for(2, client)
         typists = [Typist(client, rhyme) for rhyme in RHYMES[:4]]
         for typist in itertools.chain(*[typists] * 30):
             typist.type()
@@ -71,7 +72,8 @@ def main() -> None:
             line = typist.rhyme.partition("\n")[0]
             share = typist.right / typist.expected
             print(f"{share:4.0%} of the letters expected, by {len(typist.processes)} process: {line}")
-        print(f"{len(set.union(*(typist.processes for typist in typists)))} processes have answered")
+        processes = processes.union(*(typist.processes for typist in typists))
+        print(f"{len(processes)} processes have answered")
         print(f"after its end a sequence is {typists[0].end()}")
 
 

@@ -113,7 +113,7 @@ def test_the_names_are_those_of_the_variants() -> None:
 
 
 def test_the_fastest_within_the_tolerance_is_the_next_version(archive: Path, tmp_path: Path) -> None:
-    done = run(str(archive), "--output", str(tmp_path), "--try", "int8", "--rounds", "3")
+    done = run(str(archive), "--output", str(tmp_path), "--try", "int8", "--rounds", "5")
     assert done.exit_code == 0, done.output
     for word in ("plain", "int8", "batch 1", "batch 4", "3 samples, 1 threads", "net-1.1.mar: net 1.1, int8"):
         assert word in done.output, done.output
@@ -129,7 +129,7 @@ def test_the_fastest_within_the_tolerance_is_the_next_version(archive: Path, tmp
 
 def test_a_graph_takes_the_place_of_the_class(archive: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
-    words = ("--try", "onnx,onnx-int8", "--rounds", "2", "--version", "2.0-graph", "--rtol", "0.05", "--atol", "0.05")
+    words = ("--try", "onnx,onnx-int8", "--rounds", "5", "--version", "2.0-graph", "--rtol", "0.05", "--atol", "0.05")
     done = run(str(archive), "--output", str(tmp_path), *words)
     assert done.exit_code == 0, done.output
     manifest, config, optimised = answers(tmp_path / "net-2.0-graph.mar", tmp_path / "new")
@@ -251,7 +251,7 @@ def sentences(tmp_path: Path) -> Iterator[tuple[list[dict[str, Any]], list[str]]
 def test_a_model_of_the_server_keeps_its_name_its_task_and_its_versions(tmp_path: Path, sentences: Any) -> None:
     versions, words = sentences
     (tmp_path / "a.txt").write_text("A kitten hunts mice in the tall grass behind the barn.")
-    words += ["--sample", str(tmp_path / "a.txt"), "--try", "int8", "--rounds", "1", "--batch-size", "4"]
+    words += ["--sample", str(tmp_path / "a.txt"), "--try", "int8", "--rounds", "5", "--batch-size", "4"]
     alone = run("sentences", *words)
     assert alone.exit_code == 1 and "sentences was registered with a handler of its own. Name its" in alone.output
     versions[0]["task"] = "feature-extraction"

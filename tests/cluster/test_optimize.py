@@ -60,7 +60,7 @@ def test_the_faster_version_is_registered_beside_the_first(server: Server, tmp_p
     assert answer.status_code == 200, answer.text
     try:
         plain = server.http.post("/predictions/net", json=ROW).json()
-        words = ["--try", "int8", "--rounds", "3", "--threads", "1", "--rtol", "0.05", "--atol", "0.05", "--register"]
+        words = ["--try", "int8", "--rounds", "5", "--threads", "1", "--rtol", "0.05", "--atol", "0.05", "--register"]
         places = ["--output", str(tmp_path), "--model-store", str(server.store)]
         done = CliRunner().invoke(app, ["optimize", "net", *words, *places, "--management", server.process.management])
         assert done.exit_code == 0, done.output
