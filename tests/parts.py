@@ -36,12 +36,19 @@ RAY_PORTS = (
 )
 
 
+# Which of the processes that run the tests this is.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+GIVEN: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that nobody listens on, and that neither the kernel nor Ray gives to anybody else."""
+    """A port that nobody listens on, and that neither the kernel nor Ray nor another call gives to anybody else."""
     while True:
-        port = random.randrange(20_000, 29_000)
+        port = random.randrange(20_000 + WORKER, 29_000, WORKERS)
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
+            if port not in GIVEN and probe.connect_ex(("127.0.0.1", port)):
+                GIVEN.add(port)
                 return port
 
 
