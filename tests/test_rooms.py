@@ -19,6 +19,7 @@ BELOW: dict[str, set[str]] = {
     "serve_app.json_path": set(),
     "serve_app.sequence": set(),
     "serve_app.deferral": set(),
+    "serve_app.proto": set(),  # what goes over gRPC, for those who answer and for those who ask
 }
 # What operators ask of traffic: frozen words, read from JSON.
 BELOW["serve_app.policy"] = {"serve_app.errors", "serve_app.documents", "serve_app.json_path"}
@@ -60,6 +61,7 @@ BELOW["serve_app.dataplane"] = BELOW["serve_app.controlplane"] = {
 BELOW["serve_app.doors"] = {
     "serve_app",
     *_WORDS,
+    "serve_app.proto",
     "serve_app.types",
     "serve_app.settings",
     "serve_app.telemetry",
@@ -70,7 +72,7 @@ BELOW["serve_app.deployments"] = set(BELOW)
 BELOW["serve_app.main"] = set(BELOW)
 # A tower of its own: what stands outside the server and speaks to it.
 BELOW["serve_app.properties"] = {*_WORDS, "serve_app.types", "serve_app.settings"}
-BELOW["serve_app.client"] = {"serve_app.tensors"}
+BELOW["serve_app.client"] = {"serve_app.tensors", "serve_app.proto"}
 BELOW["serve_app.bench"] = {"serve_app", "serve_app.client", "handlers"}
 BELOW["serve_app.bench.assignment"] = {*_WORDS, "serve_app.types", "serve_app.traffic"}  # it measures them alone
 BELOW["serve_app.cli"] = {
@@ -90,7 +92,13 @@ WALLS = {
     "ray": {"serve_app.deployments", "serve_app.control.reconciler", "serve_app.main"},
     "starlette": {"serve_app.doors", "serve_app.deployments"},
     "fastapi": {"serve_app.doors", "serve_app.deployments", "serve_app.bench.bare"},
-    "grpc": {"serve_app.doors", "serve_app.deployments", "serve_app.bench.streaming"},
+    "grpc": {
+        "serve_app.proto",
+        "serve_app.doors",
+        "serve_app.deployments",
+        "serve_app.client.grpc",  # who speaks HTTP alone does not load it
+        "serve_app.bench.streaming",
+    },
     "torch": {"handlers", "serve_app.runtime", "serve_app.bench"},
     "sqlalchemy": {"serve_app.control"},
 }

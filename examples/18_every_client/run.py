@@ -22,7 +22,7 @@ import tritonclient.http
 from openai import OpenAI
 
 from serve_app.client import Client, ServerError
-from serve_app.doors.proto import inference_pb2, inference_pb2_grpc, management_pb2, management_pb2_grpc
+from serve_app.proto import inference_pb2, inference_pb2_grpc, management_pb2, management_pb2_grpc
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")

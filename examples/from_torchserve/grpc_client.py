@@ -17,7 +17,7 @@ try:
     import management_pb2
     import management_pb2_grpc
 except ModuleNotFoundError:
-    from serve_app.doors.proto import inference_pb2, inference_pb2_grpc, management_pb2, management_pb2_grpc
+    from serve_app.proto import inference_pb2, inference_pb2_grpc, management_pb2, management_pb2_grpc
 
 from google.protobuf.empty_pb2 import Empty
 

@@ -13,7 +13,7 @@ import pytest
 
 from serve_app.bench import Load
 from serve_app.bench.grpc import PREDICTIONS, Call, prediction, run
-from serve_app.doors.proto.inference_pb2 import PredictionsRequest
+from serve_app.proto.inference_pb2 import PredictionsRequest
 
 Answer = Callable[[bytes, Any], Any]
 MESSAGE = prediction("m", body=b"x" * 300)

@@ -20,7 +20,7 @@ from serve_app.bench import streaming
 from serve_app.bench.models.chunks import Chunks
 from serve_app.dataplane import DataPlane, TableReader
 from serve_app.doors.app import inference_app
-from serve_app.doors.proto.inference_pb2 import PredictionResponse, PredictionsRequest
+from serve_app.proto.inference_pb2 import PredictionResponse, PredictionsRequest
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Call, Input, ModelRow, Reply, ReplyStream, Table, VersionRow

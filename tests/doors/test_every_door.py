@@ -15,11 +15,11 @@ import pytest
 
 from serve_app.deferral import Request
 from serve_app.doors.app import replay
-from serve_app.doors.proto import inference_pb2, open_inference_grpc_pb2
-from serve_app.doors.proto.inference_pb2_grpc import InferenceAPIsServiceStub
-from serve_app.doors.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from serve_app.errors import DeadlineExceeded
 from serve_app.policy import Policy, allocate
+from serve_app.proto import inference_pb2, open_inference_grpc_pb2
+from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
+from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from serve_app.settings import Settings
 from serve_app.types import Access, Call, Grant, ModelRow, Reply, Table, VersionRow
 

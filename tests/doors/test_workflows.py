@@ -17,13 +17,13 @@ import pytest
 from handlers.functions import HEADER, part
 from handlers.parts import PARTS, join, split
 from serve_app import graph, signature, tensors
-from serve_app.doors.proto import open_inference_grpc_pb2 as oip
-from serve_app.doors.proto.inference_pb2 import PredictionsRequest
-from serve_app.doors.proto.inference_pb2_grpc import InferenceAPIsServiceStub
-from serve_app.doors.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from serve_app.errors import HandlerFailed, HandlerSaid, NoWorker, QueueFull, WorkerDied
 from serve_app.graph import Graph
 from serve_app.policy import Policy, allocate
+from serve_app.proto import open_inference_grpc_pb2 as oip
+from serve_app.proto.inference_pb2 import PredictionsRequest
+from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
+from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from serve_app.types import Call, ModelRow, Reply, ReplyStream, Table, VersionRow
 
 Models = dict[str, Callable[[Call], Awaitable["Reply | ReplyStream"]]]

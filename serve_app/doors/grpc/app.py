@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane
@@ -16,6 +16,7 @@ from serve_app.doors.grpc.rpc import Port
 from serve_app.doors.grpc.server import Limits, Server
 from serve_app.doors.oip import grpc as oip
 from serve_app.doors.torchserve import grpc as torchserve
+from serve_app.proto import pool
 from serve_app.settings import Settings
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
@@ -66,4 +67,7 @@ def _open(server: Server, settings: Settings, ready: Callable[[], bool], doors: 
     health_pb2_grpc.add_HealthServicer_to_server(HealthDoor(ready, doors), server)
     if settings.grpc.reflection:
         names = (*doors, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), server)
+        for known in (health_pb2, reflection_pb2):
+            pool.add(known.DESCRIPTOR)
+        tells = reflection.aio.ReflectionServicer(names, pool.POOL)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(tells, server)

@@ -26,6 +26,7 @@ BY_HTTP_STATUS = {
     504: StatusCode.DEADLINE_EXCEEDED,
 }
 
+
 def look_up(error: Exception, table: Table) -> StatusCode:
     """The status of an error; a handler's own error has one of its own in every dialect."""
     if isinstance(error, errors.HandlerSaid):

@@ -10,11 +10,12 @@ ENCODINGS = {"identity": 0, "deflate": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 
 
 
 class Refused(Exception):
-    """What came is no message, or too much of one."""
+    """What came is no message, or too much of one. ``reason`` is its machine-readable word, where it has one."""
 
-    def __init__(self, code: StatusCode, words: str) -> None:
+    def __init__(self, code: StatusCode, words: str, reason: str = "") -> None:
         super().__init__(words)
         self.code = code
+        self.reason = reason
 
 
 class Messages:
@@ -80,4 +81,4 @@ class Messages:
 def _too_large(size: int | None, most: int) -> Refused:
     inflated = f"of {size} bytes" if size is not None else "is inflated and"
     words = f"The message {inflated} is larger than inference.max_request_size, {most} bytes."
-    return Refused(StatusCode.RESOURCE_EXHAUSTED, words)
+    return Refused(StatusCode.RESOURCE_EXHAUSTED, words, "too_large")

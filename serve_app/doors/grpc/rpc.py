@@ -20,7 +20,7 @@ from serve_app.doors import auth
 from serve_app.doors.exchange import author_headers, deadline, priority, uuid4
 from serve_app.doors.grpc.errors import Table, look_up
 from serve_app.doors.grpc.server import Context
-from serve_app.errors import InvalidBody, RelayError, WrongModel, reason
+from serve_app.errors import HandlerSaid, InvalidBody, OfStep, RelayError, WrongModel, reason
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.types import Access, Call, Grant, Input, Priority, Reply, Right
 
@@ -49,6 +49,7 @@ class Rpc:
         self.model = self.version = ""
         self.grant: Grant | None = None
         self._trailers = [("x-request-id", self.request_id)]
+        self.finish()  # what the server itself ends has its id, too
 
     def renew(self) -> None:
         """What comes now is a request of its own, with an id of its own: one of a stream of them."""
@@ -95,9 +96,7 @@ class Rpc:
         times = reply.timings
         if times.batch_size:
             said = "queue;dur=%.3f, inference;dur=%.3f, batch;desc=%d"
-            trailers.append(
-                ("server-timing", said % (times.queue * 1000, times.inference * 1000, times.batch_size))
-            )
+            trailers.append(("server-timing", said % (times.queue * 1000, times.inference * 1000, times.batch_size)))
         if reply.arm:
             trailers.append(("x-torchrelay-arm", _value(reply.arm)))
         if reply.content_type or reply.headers:
@@ -119,7 +118,16 @@ class Rpc:
                 trailers.append(("x-model-version", _value(error.version)))
             if error.arm:
                 trailers.append(("x-torchrelay-arm", _value(error.arm)))
+            if isinstance(error, OfStep):
+                trailers.append(("x-torchrelay-step", _value(error.step)))  # the steps before it have run
+            if isinstance(error, HandlerSaid):
+                trailers.append(("x-status", str(error.code)))
         self._trailers = trailers
+
+    @property
+    def trailers(self) -> dict[str, str]:
+        """What the trailing metadata say, if nothing comes between."""
+        return dict(self._trailers)
 
     async def write(self, message: Any) -> None:
         """Send a message of a stream; it waits for a client that reads slowly."""

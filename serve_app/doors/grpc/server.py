@@ -133,8 +133,11 @@ class Context:
         self.end(code, details)
         raise AbortError
 
-    def end(self, code: grpc.StatusCode, details: str = "") -> None:
-        """The answer is whole, or nothing more will be of it. What is said later is not sent."""
+    def end(self, code: grpc.StatusCode, details: str = "", reason: str = "") -> None:
+        """The answer is whole, or nothing more will be of it. What is said later is not sent.
+
+        ``reason`` is said beside the trailing metadata, and those of the method do not have it.
+        """
         if self._ended:
             return
         self._ended = True
@@ -145,6 +148,8 @@ class Context:
             fields += block([("grpc-message", _percent(details))])
         if self._trailers:
             fields += block(self._trailers)
+        if reason:
+            fields += _reason(reason)
         self._stream.end(fields if self._begun else _HEAD + fields)
 
     # What its stream tells
@@ -163,7 +168,7 @@ class Context:
             elif not ended:
                 self._stream.grant(len(data))
         except Refused as refused:
-            self._stop(refused.code, str(refused))
+            self._stop(refused.code, str(refused), refused.reason)
 
     def _one(self, messages: Sequence[bytes], ended: bool) -> bool:
         """The only message has come, and nothing comes after it. Raises Refused."""
@@ -205,7 +210,7 @@ class Context:
         except AbortError:
             pass
         except Refused as refused:
-            self.end(refused.code, str(refused))
+            self.end(refused.code, str(refused), refused.reason)
         except asyncio.CancelledError:
             self.end(_Code.CANCELLED)
             raise
@@ -222,7 +227,8 @@ class Context:
         most = self._server.limits.answer
         if most and len(data) > most:
             words = f"The answer of {len(data)} bytes is larger than runtime.max_response_size, {most} bytes."
-            raise Refused(_Code.RESOURCE_EXHAUSTED, words)
+            self._trailers = self._trailers[:1]  # those of an answer that is not sent, but for its id
+            raise Refused(_Code.RESOURCE_EXHAUSTED, words, "response_too_large")
         if self._ended:
             return
         if not self._begun:
@@ -231,10 +237,10 @@ class Context:
         self._stream.send(_PREFIX.pack(0, len(data)) + data)
 
     def _expired(self) -> None:
-        self._stop(_Code.DEADLINE_EXCEEDED, "The call's deadline is over.")
+        self._stop(_Code.DEADLINE_EXCEEDED, "The call's deadline is over.", "deadline")
 
-    def _stop(self, code: grpc.StatusCode, words: str) -> None:
-        self.end(code, words)
+    def _stop(self, code: grpc.StatusCode, words: str, reason: str = "") -> None:
+        self.end(code, words, reason)
         if self._task is not None:
             self._task.cancel()
 
@@ -364,21 +370,28 @@ class Server:
             return _refuse(stream, _Code.UNIMPLEMENTED, f"There is no method {head.path[:200]} here.")
         if head.size > _MOST_METADATA:
             words = f"The metadata have {head.size} bytes, and {_MOST_METADATA} are taken."
-            return _refuse(stream, _Code.RESOURCE_EXHAUSTED, words)
+            return _refuse(stream, _Code.RESOURCE_EXHAUSTED, words, _reason("too_large"))
         if head.encoding not in ENCODINGS:
             words = f"Messages may be {', '.join(ENCODINGS)}, not {head.encoding[:50]}."
             return _refuse(stream, _Code.UNIMPLEMENTED, words)
         if len(self._calls) >= self.limits.calls:
             words = f"{self.limits.calls} calls are under way, as many as grpc.max_concurrent_calls allows."
-            return _refuse(stream, _Code.RESOURCE_EXHAUSTED, words)
+            return _refuse(stream, _Code.RESOURCE_EXHAUSTED, words, _AGAIN)
         call = Context(self, stream, head, method, connection.peer)
         self._calls.add(call)
         stream.receiver = call
         return None
 
 
-def _refuse(stream: Stream, code: grpc.StatusCode, words: str) -> None:
-    stream.end(_HEAD + _STATUS[code] + block([("grpc-message", _percent(words))]))
+def _refuse(stream: Stream, code: grpc.StatusCode, words: str, more: bytes = b"") -> None:
+    stream.end(_HEAD + _STATUS[code] + block([("grpc-message", _percent(words))]) + more)
+
+
+def _reason(word: str) -> bytes:
+    return block([("x-torchrelay-reason", word)])
+
+
+_AGAIN = _reason("quota") + block([("retry-after", "1")])
 
 
 def _plain(status: int) -> bytes:

@@ -16,9 +16,9 @@ from serve_app.doors.grpc.errors import Table, by_http_status
 from serve_app.doors.grpc.rpc import LONGEST_DETAILS, Dialect, Port, Rpc
 from serve_app.doors.oip import convert, errors, metadata, repository
 from serve_app.doors.oip.convert import Inference, Parameter
-from serve_app.doors.proto import open_inference_grpc_pb2 as messages
 from serve_app.doors.streaming import whole
 from serve_app.errors import InvalidBody, MethodNotAllowed, QueueFull, VersionExists
+from serve_app.proto import open_inference_grpc_pb2 as messages
 from serve_app.settings import Settings
 from serve_app.tensors import Tensor
 from serve_app.types import Reply, ReplyStream, VersionRow
@@ -156,6 +156,8 @@ class OpenInferenceDoor:
                 rpc.failed(error)
                 said = self._words(error, rpc)[:LONGEST_DETAILS]
                 about = messages.ModelInferResponse(model_name=request.model_name, id=request.id)
+                for name, value in rpc.trailers.items():
+                    about.parameters[name].string_param = value
                 await rpc.write(messages.ModelStreamInferResponse(error_message=said, infer_response=about))
 
     async def _answer(self, request: Any, rpc: Rpc) -> None:
@@ -170,9 +172,7 @@ class OpenInferenceDoor:
         finally:
             await reply.aclose()
         if asked.parameters.get(_WANTS_FINAL) is True:
-            end = messages.ModelInferResponse(
-                model_name=asked.model, model_version=reply.head.version, id=asked.id
-            )
+            end = messages.ModelInferResponse(model_name=asked.model, model_version=reply.head.version, id=asked.id)
             await rpc.write(_streamed(end, final=True))
 
     async def _ask(self, asked: Inference, rpc: Rpc) -> Reply | ReplyStream:

@@ -6,17 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from google.protobuf import any_pb2
 from google.protobuf.empty_pb2 import Empty
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc.error_details_pb2 import ErrorInfo
 from grpc import StatusCode
 
 from serve_app.controlplane import ControlPlane
 from serve_app.dataplane import DataPlane
 from serve_app.doors.grpc.errors import Table, by_http_status, look_up
 from serve_app.doors.grpc.rpc import LONGEST_DETAILS, Dialect, Port, Rpc, Unary
-from serve_app.doors.proto import inference_pb2 as inference
-from serve_app.doors.proto import management_pb2 as management
 from serve_app.doors.streaming import whole
 from serve_app.doors.torchserve import errors
 from serve_app.doors.torchserve.inference import SILENCE
@@ -45,6 +42,8 @@ from serve_app.errors import (
     VersionNotFound,
     reason,
 )
+from serve_app.proto import inference_pb2 as inference
+from serve_app.proto import management_pb2 as management
 from serve_app.settings import Settings
 from serve_app.types import Call, Input, Registration, Reply, ReplyStream, Right
 
@@ -80,7 +79,10 @@ MANAGEMENT_TABLE: Table = {
 
 
 class InferenceDoor:
-    """Four methods. A row's parts are the entries of ``input``, as bytes; metadata are its headers."""
+    """Four methods. A row's parts are the entries of ``input``, as bytes or of the type that ``x-content-type`` names.
+
+    Metadata are its headers.
+    """
 
     def __init__(self, plane: DataPlane, settings: Settings, port: Port) -> None:
         self._plane = plane
@@ -152,12 +154,13 @@ class InferenceDoor:
             await self._pieces(await self._infer(self._call(request, rpc), rpc), write, name)
         except Exception as error:
             rpc.failed(error)
-            await write(inference.PredictionResponse(sequence_id=name, status=self._status(error, rpc)))
+            await write(self._refusal(name, error, rpc))
 
     def _call(self, request: inference.PredictionsRequest, rpc: Rpc) -> Call:
         if not request.model_name:
             raise MissingParameter("model_name")
-        inputs = tuple([Input(name, value) for name, value in request.input.items()])
+        kind = rpc.headers.get("x-content-type")
+        inputs = tuple([Input(name, value, kind) for name, value in request.input.items()])
         return rpc.call(request.model_name, request.model_version, inputs, self._of_sequence(request))
 
     def _of_sequence(self, request: inference.PredictionsRequest) -> dict[str, str]:
@@ -201,12 +204,14 @@ class InferenceDoor:
         finally:
             await reply.aclose()
 
-    def _status(self, error: Exception, rpc: Rpc) -> status_pb2.Status:
-        word = any_pb2.Any()
-        word.Pack(error_details_pb2.ErrorInfo(reason=reason(error), domain="torchrelay"))
-        code = look_up(error, self._dialect.table).value[0]
-        message = self._dialect.words(error, rpc)[:LONGEST_DETAILS]
-        return status_pb2.Status(code=code, message=message, details=[word])
+    def _refusal(self, name: str, error: Exception, rpc: Rpc) -> inference.PredictionResponse:
+        """An error as one message of a stream; beside it stands what trailing metadata would say."""
+        message = inference.PredictionResponse(sequence_id=name)
+        status = message.status
+        status.code = look_up(error, self._dialect.table).value[0]
+        status.message = self._dialect.words(error, rpc)[:LONGEST_DETAILS]
+        status.details.add().Pack(ErrorInfo(reason=reason(error), domain="torchrelay", metadata=rpc.trailers))
+        return message
 
 
 class ManagementDoor:

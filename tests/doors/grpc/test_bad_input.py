@@ -11,8 +11,8 @@ import grpc
 import psutil
 import pytest
 
-from serve_app.doors.proto.inference_pb2 import PredictionsRequest
-from serve_app.doors.proto.inference_pb2_grpc import InferenceAPIsServiceStub
+from serve_app.proto.inference_pb2 import PredictionsRequest
+from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
 from serve_app.types import Call, Reply
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"

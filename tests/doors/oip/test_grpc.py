@@ -22,9 +22,9 @@ from serve_app.dataplane import DataPlane
 from serve_app.doors.grpc.app import inference_server
 from serve_app.doors.oip import convert
 from serve_app.doors.oip.grpc import TABLE, read, write
-from serve_app.doors.proto import open_inference_grpc_pb2 as pb
-from serve_app.doors.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from serve_app.errors import HandlerFailed, QueueFull, RelayError
+from serve_app.proto import open_inference_grpc_pb2 as pb
+from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from serve_app.settings import load
 from serve_app.signature import DATATYPES
 from serve_app.types import Access, Grant, Reply

@@ -16,9 +16,9 @@ from google.protobuf.empty_pb2 import Empty
 from google.rpc.error_details_pb2 import ErrorInfo
 
 from serve_app import errors
-from serve_app.doors.proto.inference_pb2 import PredictionsRequest
-from serve_app.doors.proto.inference_pb2_grpc import InferenceAPIsServiceStub
-from serve_app.doors.proto.management_pb2 import (
+from serve_app.proto.inference_pb2 import PredictionsRequest
+from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
+from serve_app.proto.management_pb2 import (
     DescribeModelRequest,
     ListModelsRequest,
     RegisterModelRequest,
@@ -26,7 +26,7 @@ from serve_app.doors.proto.management_pb2 import (
     SetDefaultRequest,
     UnregisterModelRequest,
 )
-from serve_app.doors.proto.management_pb2_grpc import ManagementAPIsServiceStub
+from serve_app.proto.management_pb2_grpc import ManagementAPIsServiceStub
 from serve_app.types import Access, Call, Grant, Reply, ReplyStream, Table, Timings
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
@@ -196,6 +196,7 @@ def test_a_sequence_over_one_stream(over_grpc: Any) -> None:
     info = ErrorInfo()
     assert answers[1].status.details[0].Unpack(info)
     assert info.reason == "handler_failed"
+    assert info.metadata["x-request-id"] == server.target.calls[1].request_id
     assert [call.headers["ts_request_sequence_id"] for call in server.target.calls] == ["s"] * 3
 
 
@@ -286,6 +287,18 @@ def test_what_a_refusal_says_beside_its_status(over_grpc: Any) -> None:
     assert error.details().startswith('Model "m" has no worker to serve inference request.')
     said = trailers(error)
     assert (said["x-torchrelay-reason"], said["retry-after"], said["x-model-version"]) == ("queue_full", "1", "1.0")
+    for error, more in (
+        (errors.HandlerSaid("no", 418), {"x-status": "418"}),
+        (errors.StepUnavailable("w", "first", "full", "queue_full", 0, ""), {"x-torchrelay-step": "first"}),
+    ):
+        refused = refusal(InferenceAPIsServiceStub(over_grpc(fails(error)).channel).Predictions, asked())
+        assert more.items() <= trailers(refused).items()
+
+
+def test_the_type_of_the_parts(over_grpc: Any) -> None:
+    server = over_grpc()
+    InferenceAPIsServiceStub(server.channel).Predictions(asked(), metadata=[("x-content-type", "application/json")])
+    assert server.target.calls[0].inputs[0].content_type == "application/json"
 
 
 def test_a_fault_of_the_server_keeps_its_words_to_itself(over_grpc: Any, caplog: Any) -> None:
@@ -314,6 +327,7 @@ def test_a_request_that_is_too_large(over_grpc: Any) -> None:
     server = over_grpc(inference={"max_request_size": 1000})
     error = refusal(InferenceAPIsServiceStub(server.channel).Predictions, asked(data=b"x" * 2000))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert trailers(error) == {"x-torchrelay-reason": "too_large"}
     assert not server.target.calls
 
 

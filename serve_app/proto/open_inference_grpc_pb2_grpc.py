@@ -2,7 +2,7 @@
 """Client and server classes corresponding to protobuf-defined services."""
 import grpc
 
-from serve_app.doors.proto import open_inference_grpc_pb2 as serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2
+from serve_app.proto import open_inference_grpc_pb2 as serve__app_dot_proto_dot_open__inference__grpc__pb2
 
 
 class GRPCInferenceServiceStub:
@@ -16,63 +16,63 @@ class GRPCInferenceServiceStub:
         """
         self.ServerLive = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerLive',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerLiveRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerLiveResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerLiveRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerLiveResponse.FromString,
                 _registered_method=True)
         self.ServerReady = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerReady',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerReadyRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerReadyResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerReadyRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerReadyResponse.FromString,
                 _registered_method=True)
         self.ModelReady = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelReady',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelReadyRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelReadyResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelReadyRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelReadyResponse.FromString,
                 _registered_method=True)
         self.ServerMetadata = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerMetadata',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataResponse.FromString,
                 _registered_method=True)
         self.ModelMetadata = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelMetadata',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataResponse.FromString,
                 _registered_method=True)
         self.ModelInfer = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelInfer',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferResponse.FromString,
                 _registered_method=True)
         self.ModelStreamInfer = channel.stream_stream(
                 '/inference.GRPCInferenceService/ModelStreamInfer',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStreamInferResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStreamInferResponse.FromString,
                 _registered_method=True)
         self.ModelConfig = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelConfig',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelConfigRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelConfigResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelConfigRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelConfigResponse.FromString,
                 _registered_method=True)
         self.ModelStatistics = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelStatistics',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsResponse.FromString,
                 _registered_method=True)
         self.RepositoryIndex = channel.unary_unary(
                 '/inference.GRPCInferenceService/RepositoryIndex',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexResponse.FromString,
                 _registered_method=True)
         self.RepositoryModelLoad = channel.unary_unary(
                 '/inference.GRPCInferenceService/RepositoryModelLoad',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadResponse.FromString,
                 _registered_method=True)
         self.RepositoryModelUnload = channel.unary_unary(
                 '/inference.GRPCInferenceService/RepositoryModelUnload',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadResponse.FromString,
                 _registered_method=True)
 
 
@@ -157,63 +157,63 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ServerLive': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerLive,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerLiveRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerLiveResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerLiveRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerLiveResponse.SerializeToString,
             ),
             'ServerReady': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerReady,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerReadyRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerReadyResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerReadyRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerReadyResponse.SerializeToString,
             ),
             'ModelReady': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelReady,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelReadyRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelReadyResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelReadyRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelReadyResponse.SerializeToString,
             ),
             'ServerMetadata': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerMetadata,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataResponse.SerializeToString,
             ),
             'ModelMetadata': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelMetadata,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataResponse.SerializeToString,
             ),
             'ModelInfer': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelInfer,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferResponse.SerializeToString,
             ),
             'ModelStreamInfer': grpc.stream_stream_rpc_method_handler(
                     servicer.ModelStreamInfer,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStreamInferResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStreamInferResponse.SerializeToString,
             ),
             'ModelConfig': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelConfig,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelConfigRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelConfigResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelConfigRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelConfigResponse.SerializeToString,
             ),
             'ModelStatistics': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelStatistics,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsResponse.SerializeToString,
             ),
             'RepositoryIndex': grpc.unary_unary_rpc_method_handler(
                     servicer.RepositoryIndex,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexResponse.SerializeToString,
             ),
             'RepositoryModelLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.RepositoryModelLoad,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadResponse.SerializeToString,
             ),
             'RepositoryModelUnload': grpc.unary_unary_rpc_method_handler(
                     servicer.RepositoryModelUnload,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -241,8 +241,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerLive',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerLiveRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerLiveResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerLiveRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerLiveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -268,8 +268,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerReady',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerReadyRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerReadyResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerReadyRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -295,8 +295,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelReady',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelReadyRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelReadyResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelReadyRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -322,8 +322,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerMetadata',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ServerMetadataResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -349,8 +349,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelMetadata',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelMetadataResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -376,8 +376,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelInfer',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -403,8 +403,8 @@ class GRPCInferenceService:
             request_iterator,
             target,
             '/inference.GRPCInferenceService/ModelStreamInfer',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStreamInferResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelInferRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStreamInferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -430,8 +430,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelConfig',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelConfigRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelConfigResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelConfigRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -457,8 +457,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelStatistics',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.ModelStatisticsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -484,8 +484,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/RepositoryIndex',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryIndexResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -511,8 +511,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/RepositoryModelLoad',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -538,8 +538,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/RepositoryModelUnload',
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadResponse.FromString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadRequest.SerializeToString,
+            serve__app_dot_proto_dot_open__inference__grpc__pb2.RepositoryModelUnloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,7 @@
 """Client and server classes corresponding to protobuf-defined services."""
 import grpc
 
-from serve_app.doors.proto import management_pb2 as serve__app_dot_doors_dot_proto_dot_management__pb2
+from serve_app.proto import management_pb2 as serve__app_dot_proto_dot_management__pb2
 
 
 class ManagementAPIsServiceStub:
@@ -16,33 +16,33 @@ class ManagementAPIsServiceStub:
         """
         self.DescribeModel = channel.unary_unary(
                 '/org.pytorch.serve.grpc.management.ManagementAPIsService/DescribeModel',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.DescribeModelRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_management__pb2.DescribeModelRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/org.pytorch.serve.grpc.management.ManagementAPIsService/ListModels',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ListModelsRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_management__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
                 _registered_method=True)
         self.RegisterModel = channel.unary_unary(
                 '/org.pytorch.serve.grpc.management.ManagementAPIsService/RegisterModel',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.RegisterModelRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_management__pb2.RegisterModelRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
                 _registered_method=True)
         self.ScaleWorker = channel.unary_unary(
                 '/org.pytorch.serve.grpc.management.ManagementAPIsService/ScaleWorker',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ScaleWorkerRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_management__pb2.ScaleWorkerRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
                 _registered_method=True)
         self.SetDefault = channel.unary_unary(
                 '/org.pytorch.serve.grpc.management.ManagementAPIsService/SetDefault',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.SetDefaultRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_management__pb2.SetDefaultRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
                 _registered_method=True)
         self.UnregisterModel = channel.unary_unary(
                 '/org.pytorch.serve.grpc.management.ManagementAPIsService/UnregisterModel',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.UnregisterModelRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_management__pb2.UnregisterModelRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
                 _registered_method=True)
 
 
@@ -90,33 +90,33 @@ def add_ManagementAPIsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'DescribeModel': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeModel,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.DescribeModelRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_management__pb2.DescribeModelRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ListModelsRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_management__pb2.ListModelsRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
             ),
             'RegisterModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterModel,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.RegisterModelRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_management__pb2.RegisterModelRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
             ),
             'ScaleWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.ScaleWorker,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ScaleWorkerRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_management__pb2.ScaleWorkerRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
             ),
             'SetDefault': grpc.unary_unary_rpc_method_handler(
                     servicer.SetDefault,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.SetDefaultRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_management__pb2.SetDefaultRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
             ),
             'UnregisterModel': grpc.unary_unary_rpc_method_handler(
                     servicer.UnregisterModel,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_management__pb2.UnregisterModelRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_management__pb2.UnregisterModelRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_management__pb2.ManagementResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -144,8 +144,8 @@ class ManagementAPIsService:
             request,
             target,
             '/org.pytorch.serve.grpc.management.ManagementAPIsService/DescribeModel',
-            serve__app_dot_doors_dot_proto_dot_management__pb2.DescribeModelRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+            serve__app_dot_proto_dot_management__pb2.DescribeModelRequest.SerializeToString,
+            serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -171,8 +171,8 @@ class ManagementAPIsService:
             request,
             target,
             '/org.pytorch.serve.grpc.management.ManagementAPIsService/ListModels',
-            serve__app_dot_doors_dot_proto_dot_management__pb2.ListModelsRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+            serve__app_dot_proto_dot_management__pb2.ListModelsRequest.SerializeToString,
+            serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -198,8 +198,8 @@ class ManagementAPIsService:
             request,
             target,
             '/org.pytorch.serve.grpc.management.ManagementAPIsService/RegisterModel',
-            serve__app_dot_doors_dot_proto_dot_management__pb2.RegisterModelRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+            serve__app_dot_proto_dot_management__pb2.RegisterModelRequest.SerializeToString,
+            serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -225,8 +225,8 @@ class ManagementAPIsService:
             request,
             target,
             '/org.pytorch.serve.grpc.management.ManagementAPIsService/ScaleWorker',
-            serve__app_dot_doors_dot_proto_dot_management__pb2.ScaleWorkerRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+            serve__app_dot_proto_dot_management__pb2.ScaleWorkerRequest.SerializeToString,
+            serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -252,8 +252,8 @@ class ManagementAPIsService:
             request,
             target,
             '/org.pytorch.serve.grpc.management.ManagementAPIsService/SetDefault',
-            serve__app_dot_doors_dot_proto_dot_management__pb2.SetDefaultRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+            serve__app_dot_proto_dot_management__pb2.SetDefaultRequest.SerializeToString,
+            serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -279,8 +279,8 @@ class ManagementAPIsService:
             request,
             target,
             '/org.pytorch.serve.grpc.management.ManagementAPIsService/UnregisterModel',
-            serve__app_dot_doors_dot_proto_dot_management__pb2.UnregisterModelRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_management__pb2.ManagementResponse.FromString,
+            serve__app_dot_proto_dot_management__pb2.UnregisterModelRequest.SerializeToString,
+            serve__app_dot_proto_dot_management__pb2.ManagementResponse.FromString,
             options,
             channel_credentials,
             insecure,

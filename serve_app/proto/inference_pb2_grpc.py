@@ -3,7 +3,7 @@
 import grpc
 
 from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
-from serve_app.doors.proto import inference_pb2 as serve__app_dot_doors_dot_proto_dot_inference__pb2
+from serve_app.proto import inference_pb2 as serve__app_dot_proto_dot_inference__pb2
 
 
 class InferenceAPIsServiceStub:
@@ -18,22 +18,22 @@ class InferenceAPIsServiceStub:
         self.Ping = channel.unary_unary(
                 '/org.pytorch.serve.grpc.inference.InferenceAPIsService/Ping',
                 request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.TorchServeHealthResponse.FromString,
+                response_deserializer=serve__app_dot_proto_dot_inference__pb2.TorchServeHealthResponse.FromString,
                 _registered_method=True)
         self.Predictions = channel.unary_unary(
                 '/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
                 _registered_method=True)
         self.StreamPredictions = channel.unary_stream(
                 '/org.pytorch.serve.grpc.inference.InferenceAPIsService/StreamPredictions',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
                 _registered_method=True)
         self.StreamPredictions2 = channel.stream_stream(
                 '/org.pytorch.serve.grpc.inference.InferenceAPIsService/StreamPredictions2',
-                request_serializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
-                response_deserializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
+                request_serializer=serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
+                response_deserializer=serve__app_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
                 _registered_method=True)
 
 
@@ -74,22 +74,22 @@ def add_InferenceAPIsServiceServicer_to_server(servicer, server):
             'Ping': grpc.unary_unary_rpc_method_handler(
                     servicer.Ping,
                     request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.TorchServeHealthResponse.SerializeToString,
+                    response_serializer=serve__app_dot_proto_dot_inference__pb2.TorchServeHealthResponse.SerializeToString,
             ),
             'Predictions': grpc.unary_unary_rpc_method_handler(
                     servicer.Predictions,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_inference__pb2.PredictionResponse.SerializeToString,
             ),
             'StreamPredictions': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamPredictions,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_inference__pb2.PredictionResponse.SerializeToString,
             ),
             'StreamPredictions2': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamPredictions2,
-                    request_deserializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.FromString,
-                    response_serializer=serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.SerializeToString,
+                    request_deserializer=serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.FromString,
+                    response_serializer=serve__app_dot_proto_dot_inference__pb2.PredictionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -118,7 +118,7 @@ class InferenceAPIsService:
             target,
             '/org.pytorch.serve.grpc.inference.InferenceAPIsService/Ping',
             google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_inference__pb2.TorchServeHealthResponse.FromString,
+            serve__app_dot_proto_dot_inference__pb2.TorchServeHealthResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -144,8 +144,8 @@ class InferenceAPIsService:
             request,
             target,
             '/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions',
-            serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
+            serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
+            serve__app_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -171,8 +171,8 @@ class InferenceAPIsService:
             request,
             target,
             '/org.pytorch.serve.grpc.inference.InferenceAPIsService/StreamPredictions',
-            serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
+            serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
+            serve__app_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -198,8 +198,8 @@ class InferenceAPIsService:
             request_iterator,
             target,
             '/org.pytorch.serve.grpc.inference.InferenceAPIsService/StreamPredictions2',
-            serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
-            serve__app_dot_doors_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
+            serve__app_dot_proto_dot_inference__pb2.PredictionsRequest.SerializeToString,
+            serve__app_dot_proto_dot_inference__pb2.PredictionResponse.FromString,
             options,
             channel_credentials,
             insecure,
