@@ -138,7 +138,7 @@ class Server:
         self._env = home / "serve.env"
         self._env.write_text((ROOT / "configs/serve.env").read_text() + "\n".join(lines) + "\n")
         self.process = ServerProcess(self._config, self._env)
-        self.client = Client(self.process.inference, self.process.management, timeout=30)
+        self.client = Client(self.process.inference, self.process.management, timeout=60)
         self.http = httpx.Client(base_url=self.process.inference, timeout=60)
         self.management = httpx.Client(base_url=self.process.management, timeout=120)
 
@@ -149,7 +149,7 @@ class Server:
     def ray_port(self, name: str) -> int:
         return int(read_env(self._env)[name])
 
-    def start(self, patience: float = 120.0) -> None:
+    def start(self, patience: float = 300.0) -> None:
         self.process.start()
         deadline = time.monotonic() + patience
         while not self.client.ready():
@@ -168,14 +168,14 @@ class Server:
     def log(self) -> str:
         return self.process.log.read_text(errors="replace")[-5000:]
 
-    def wait(self, condition: Callable[[], Any], patience: float = 30.0, what: str = "") -> Any:
+    def wait(self, condition: Callable[[], Any], patience: float = 120.0, what: str = "") -> Any:
         """Wait until ``condition()`` is true, and return what it said."""
         deadline = time.monotonic() + patience
         while True:
             try:
                 if said := condition():
                     return said
-            except (httpx.HTTPError, KeyError):
+            except (httpx.HTTPError, json.JSONDecodeError, KeyError):
                 pass
             assert time.monotonic() < deadline, f"waited {patience} s in vain: {what}\n{self.log()}"
             time.sleep(0.05)
@@ -209,7 +209,7 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry ``labels``."""
         total = 0.0
-        for line in httpx.get(self.process.metrics, timeout=10).text.splitlines():
+        for line in httpx.get(self.process.metrics, timeout=60).text.splitlines():
             head, _, value = line.rpartition(" ")
             if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
                 total += float(value)
@@ -239,7 +239,7 @@ class Load:
 
     async def _run(self) -> None:
         limits = httpx.Limits(max_connections=self.connections, max_keepalive_connections=self.connections)
-        async with httpx.AsyncClient(limits=limits, timeout=30) as client:
+        async with httpx.AsyncClient(limits=limits, timeout=60) as client:
             await asyncio.gather(*(self._one(client) for _ in range(self.connections)))
 
     async def _one(self, client: httpx.AsyncClient) -> None:

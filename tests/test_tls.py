@@ -138,10 +138,10 @@ def test_grpc_has_a_pair_of_its_own(make: Callable[..., tuple[Path, Path]]) -> N
         trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
         name = [("grpc.ssl_target_name_override", "localhost.example.com")]
         async with grpc.aio.secure_channel(f"127.0.0.1:{listener.port}", trusted, name) as channel:
-            said = await channel.unary_unary("/test.Test/Say")(b"", timeout=10)
+            said = await channel.unary_unary("/test.Test/Say")(b"", timeout=60)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{listener.port}") as channel:
             with pytest.raises(grpc.RpcError):
-                await channel.unary_unary("/test.Test/Say")(b"", timeout=10)
+                await channel.unary_unary("/test.Test/Say")(b"", timeout=60)
         await listener.close()
         return said
 

@@ -47,7 +47,7 @@ class Told:
                 if told.refuses:
                     return self._say(400, {"message": "no", "detail": "because"})
                 if told.speaks:
-                    told._heard.wait(10)
+                    told._heard.wait(60)
                 self._say(200, {"status": "registered"})
 
             def do_GET(self) -> None:
@@ -55,7 +55,7 @@ class Told:
                 told.asked.append(unquote(parts.path))
                 if not told.speaks:
                     return self._say(404, {"message": "no such route"})
-                told._begun.wait(10)
+                told._begun.wait(60)
                 assert parse_qs(parts.query)["registration"] == [told._id]
                 self.send_response(200)
                 self.end_headers()

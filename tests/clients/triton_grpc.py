@@ -49,14 +49,14 @@ def main(address: str) -> None:
     for number in ("1", "2"):
         client.async_stream_infer("simple", both, request_id=number)
     client.async_stream_infer("nobody", both, request_id="3")
-    got = [answers.get(timeout=20) for _ in range(3)]
+    got = [answers.get(timeout=60) for _ in range(3)]
     client.stop_stream()
     assert [result.get_response().id for result, error in got[:2]] == ["1", "2"]
     assert "Model not found: nobody" in str(got[2][1])
 
     later: queue.Queue = queue.Queue()
     client.async_infer("simple", both, lambda result, error: later.put((result, error)))
-    result, error = later.get(timeout=20)
+    result, error = later.get(timeout=60)
     assert error is None
     np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), ones + ramp)
 

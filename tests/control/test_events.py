@@ -17,7 +17,7 @@ from serve_app.errors import StartFailed
 
 def run(test: Callable[[Events], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        await asyncio.wait_for(test(Events()), 10)
+        await asyncio.wait_for(test(Events()), 60)
 
     asyncio.run(main())
 

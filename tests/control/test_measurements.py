@@ -421,7 +421,7 @@ def test_the_event_loop_goes_on_while_it_stores(database: Database):
             with database.transaction() as connection:
                 connection.execute(sa.select(SOURCES).with_for_update()).all()
                 held.set()
-                free.wait(10)
+                free.wait(60)
 
         holder = threading.Thread(target=hold)
         holder.start()

@@ -29,7 +29,7 @@ def listener(port: int, shared: bool = False) -> GrpcListener:
 
 async def say(port: int) -> bytes:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as to:
-        return await to.unary_unary("/test.Test/Say")(b"", timeout=10, wait_for_ready=True)
+        return await to.unary_unary("/test.Test/Say")(b"", timeout=60, wait_for_ready=True)
 
 
 def test_two_share_a_port_and_say_so(caplog: pytest.LogCaptureFixture) -> None:

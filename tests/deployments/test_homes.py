@@ -127,7 +127,7 @@ def _sockets(tmp_path, monkeypatch) -> None:
 def asynchronous(test):
     @functools.wraps(test)
     def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 30))
+        asyncio.run(asyncio.wait_for(test(), 60))
 
     return run
 

@@ -27,7 +27,7 @@ def handler(calls, emit) -> list[Reply | RelayError]:
     for i, call in enumerate(calls):
         body = call.inputs[0].value
         if body == b"wait":
-            GATE.wait(10)
+            GATE.wait(60)
         if body in (b"stream", b"breaks"):
             emit(i, Reply(b"one", content_type="text/plain"))
             emit(i, b"two")
@@ -50,7 +50,7 @@ def over_a_socket(tmp_path: Path, check, queue_size: int = 100, max_batch_size: 
         client = await HopClient.connect(path)
         assert client is not None
         try:
-            await asyncio.wait_for(check(client, batcher, server), 20)
+            await asyncio.wait_for(check(client, batcher, server), 60)
         finally:
             GATE.set()
             client.close()
@@ -158,7 +158,7 @@ def test_a_replica_that_is_lost_is_told_to_every_caller(tmp_path: Path) -> None:
 def test_a_stream_whose_replica_is_lost_ends_in_an_error(tmp_path: Path) -> None:
     def half(calls, emit):
         emit(0, Reply(b"one"))
-        GATE.wait(10)
+        GATE.wait(60)
         return [Reply(b"end")]
 
     async def main() -> None:

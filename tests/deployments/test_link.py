@@ -90,7 +90,7 @@ def test_it_is_pushed_again_and_again_by_itself() -> None:
             while not management.counted:
                 await asyncio.sleep(0.01)
 
-        await asyncio.wait_for(counted(), 10)
+        await asyncio.wait_for(counted(), 60)
         pushing.cancel()
         assert management.heard == [1, 1, 1]
 

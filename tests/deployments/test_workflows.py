@@ -128,7 +128,7 @@ class Cluster:
         self.ledger.publish()
 
     def __call__(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 20))
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
 
     def close(self) -> None:
         self.owner.close()

@@ -254,6 +254,7 @@ def test_what_the_open_inference_protocol_tells(connect: Connect, inference: Any
     assert client.model_ready("m", "2.0") is True
     assert client.metadata("m")["versions"] == ["1.0", "2.0"]
     assert [row["version"] for row in client.repository()] == ["1.0", "2.0"]
+    assert client.config("m")["backend"] == "torchrelay"
 
 
 async def openai(call: Call) -> Reply | ReplyStream:
@@ -306,6 +307,11 @@ def test_management(connect: Connect, management: Any) -> None:
     assert len(client.models()) == 120, "all pages of them"
     assert "registered" in client.register("new.mar", initial_workers=1, synchronous=True)
     assert client.describe("new")[0]["modelVersion"] == "1.0"
+    server.shelf.said = {"labels": 3}
+    assert client.describe("new", customized=True)[0]["customizedMetadata"] == {"labels": 3}
+    assert "customizedMetadata" not in client.describe("new")[0]
+    with pytest.raises(ValueError, match="one version"):
+        client.describe("new", "all", customized=True)
     assert client.scale("new", min_worker=2, synchronous=True) == "Workers scaled to 2 for model: new"
     client.register("new-2.0.mar", initial_workers=None)
     assert "2.0" in client.set_default("new", "2.0")
@@ -316,6 +322,38 @@ def test_management(connect: Connect, management: Any) -> None:
     client.forget_experiment("e1")
     questions = [asked[0] for asked in server.shelf.asked]
     assert questions[-4:] == ["set_traffic", "begin_rollout", "steer_rollout", "forget_experiment"]
+
+
+def test_rewards_by_either_port(connect: Connect, inference: Any, management: Any) -> None:
+    told = []
+
+    class Counts:
+        async def reward(self, id: str, *_: Any) -> dict[str, int]:
+            told.append(id)
+            return {"counted": 1, "repeated": 0}
+
+    server = management()
+    calls = connect(inference(keeper=Counts()), server)
+    assert calls.reward("e1", {"key": "u", "value": 1}, port="inference") == {"counted": 1, "repeated": 0}
+    calls.reward("e2", {"key": "u", "value": 1})
+    assert told == ["e1"]
+    assert [asked[:2] for asked in server.shelf.asked] == [("reward", "e2")]
+
+
+def test_as_many_connections_as_are_allowed(connect: Connect, inference: Any) -> None:
+    """The only one is taken by a stream, and whoever waits for one has so much patience."""
+    calls = connect(inference(stuck), limits=httpx.Limits(max_connections=1))
+    if isinstance(calls, Client):
+        stream = calls.stream("m", b"")
+        assert next(stream) == b"one"
+        assert not calls.live()
+        stream.close()
+    else:
+        stream, wait = calls._client.stream("m", b""), calls._loop.run_until_complete
+        assert wait(anext(stream)) == b"one"
+        assert not calls.live()
+        wait(stream.aclose())
+    assert calls.live()
 
 
 def test_a_prediction_that_is_put_aside(connect: Connect, inference: Any) -> None:

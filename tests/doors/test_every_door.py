@@ -106,11 +106,11 @@ def by_grpc(stub: Any, method: str, request: Any, text: Callable[[Any], str]) ->
         call = getattr(stub(port.channel), method)
         try:
             if method == "StreamPredictions":
-                answers = call(request, metadata=metadata, timeout=10)
+                answers = call(request, metadata=metadata, timeout=60)
                 said, status = "".join(text(answer) for answer in answers), answers.code()
                 trailing = answers.trailing_metadata()
             else:
-                answer, done = call.with_call(request, metadata=metadata, timeout=10)
+                answer, done = call.with_call(request, metadata=metadata, timeout=60)
                 said, status, trailing = text(answer), done.code(), done.trailing_metadata()
         except grpc.RpcError as error:
             said, status, trailing = error.details(), error.code(), error.trailing_metadata()

@@ -144,7 +144,7 @@ def test_branches_run_side_by_side(inference: Callable[..., Any]) -> None:
             waiting.append(call.model)
             if len(waiting) == 2:
                 together.set()
-            await asyncio.wait_for(together.wait(), 5)
+            await asyncio.wait_for(together.wait(), 60)
         return await said(call)
 
     w = made(
@@ -358,7 +358,7 @@ def test_a_step_has_its_own_time_and_the_call_the_rest(inference: Callable[..., 
     answer = inference(infer, table(w))("POST", "/predictions/w", b"x")
     assert (answer.status, answer["x-torchrelay-reason"]) == (504, "deadline")
     assert b"Step slow of workflow w failed: The deadline of this request passed before model b" in answer.body
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
     answer = inference(infer, table(made(slow={"model": "b"}, timeout_s=0.05)))("POST", "/predictions/w", b"x")
     assert (answer.status, answer["x-torchrelay-reason"]) == (504, "client_timeout")
 
@@ -396,7 +396,7 @@ def test_a_caller_that_leaves_ends_every_branch(inference: Callable[..., Any]) -
 
         task = asyncio.ensure_future(app.app(scope, receive, send))
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
         assert Counter(ended) == {"a": 1, "b": 1, "c": 3}
 
     asyncio.run(leave())
@@ -579,23 +579,23 @@ def test_grpc_asks_a_workflow(over_grpc: Callable[..., Any]) -> None:
     w = made(first={"model": "a", "inputs": {"x": "request.data"}}, last={"model": "b", "inputs": "first"})
     server = over_grpc(said, table(w))
     asked = PredictionsRequest(model_name="w", input={"data": b"1"})
-    answer = InferenceAPIsServiceStub(server.channel).Predictions(asked, timeout=10)
+    answer = InferenceAPIsServiceStub(server.channel).Predictions(asked, timeout=60)
     assert answer.prediction == b"b(body=a(x=1))"
 
 
 def test_tensors_by_grpc_go_through_a_workflow(over_grpc: Callable[..., Any]) -> None:
     w = made(first={"model": "a"}, last={"model": "b", "inputs": "first"})
     stub = GRPCInferenceServiceStub(over_grpc(doubled, signed(w)).channel)
-    metadata = stub.ModelMetadata(oip.ModelMetadataRequest(name="w"), timeout=10)
+    metadata = stub.ModelMetadata(oip.ModelMetadataRequest(name="w"), timeout=60)
     assert [(port.name, port.datatype, list(port.shape)) for port in metadata.inputs] == [("x", "FP32", [-1, 2])]
     array = np.float32([[1, 2]])
     asked = oip.ModelInferRequest(model_name="w", raw_input_contents=[array.tobytes()])
     asked.inputs.add(name="x", datatype="FP32", shape=array.shape)
-    answer = stub.ModelInfer(asked, timeout=10)
+    answer = stub.ModelInfer(asked, timeout=60)
     assert answer.raw_output_contents[0] == (array * 4).tobytes()
     asked.inputs[0].name = "y"
     with pytest.raises(grpc.RpcError) as refused:
-        stub.ModelInfer(asked, timeout=10)
+        stub.ModelInfer(asked, timeout=60)
     assert "Step first of workflow w failed: There is no input 'y'" in refused.value.details()
 
 

@@ -81,7 +81,7 @@ def test_the_answers_are_in_the_rows_order(cut: Any, size: int) -> None:
 
 
 def test_stages_work_side_by_side(cut: Any) -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=60)
 
     class Meeting(Doubler):
         """Each stage waits for the two others, which only other micro-batches can bring."""
@@ -183,7 +183,7 @@ def test_threads_end_with_what_they_belong_to() -> None:
     del micro
     gc.collect()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert gone() is None and not any(thread.is_alive() for thread in threads)
 
 

@@ -27,7 +27,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_row_has_its_text_at_each_step() -> None:
     pytest.importorskip("transformers")
-    streamer = TextIteratorStreamerBatch(Letters(), 2, skip_prompt=True, timeout=10)
+    streamer = TextIteratorStreamerBatch(Letters(), 2, skip_prompt=True, timeout=60)
 
     def generate() -> None:
         streamer.put(torch.tensor([[9, 9], [8, 8]]))  # the prompts

@@ -183,7 +183,7 @@ def test_a_rank_that_is_killed_ends_what_is_under_way(ranks: Callable[[], Ranks]
     two.processes[1].kill()
     began = time.monotonic()
     status, why = two.hear()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert (status, "do not generate together" in why) == (503, True), why
     assert "do not generate together" in two.hear(), "it is not well: a loop alone cannot be made anew"
     assert two.hear() == 503, "who comes now is told as well"

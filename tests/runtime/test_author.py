@@ -14,7 +14,7 @@ def author():
 
 def test_everything_runs_in_one_thread_in_order(author):
     futures = [author.submit(lambda i=i: (i, threading.get_ident())) for i in range(50)]
-    assert [f.result(10) for f in futures] == [(i, author.ident) for i in range(50)]
+    assert [f.result(60) for f in futures] == [(i, author.ident) for i in range(50)]
 
 
 def test_what_a_task_raises_reaches_its_caller_and_the_thread_goes_on(author, caplog):
@@ -22,9 +22,9 @@ def test_what_a_task_raises_reaches_its_caller_and_the_thread_goes_on(author, ca
         raise SystemExit(3)
 
     with pytest.raises(SystemExit):
-        author.submit(leave).result(10)
+        author.submit(leave).result(60)
     author.post(leave)
-    assert author.submit(int, "7").result(10) == 7
+    assert author.submit(int, "7").result(60) == 7
     assert "a task of the author's thread failed" in caplog.text
 
 
@@ -34,7 +34,7 @@ def test_a_task_that_was_cancelled_before_its_turn_does_not_run(author):
     later = author.submit(ran.append, 1)
     assert later.cancel()
     gate.set()
-    author.submit(int).result(10)
+    author.submit(int).result(60)
     assert ran == []
 
 

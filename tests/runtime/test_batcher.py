@@ -55,7 +55,7 @@ class Model:
         self.batches.append(texts(calls))
         self.loop.call_soon_threadsafe(self.began.put_nowait, texts(calls))
         if self._turn is not None:
-            assert self._turn.acquire(timeout=20)
+            assert self._turn.acquire(timeout=60)
         guilty = self.poison & set(texts(calls))
         if guilty:
             return [self.error(f"{sorted(guilty)} cannot be answered")] * len(calls)
@@ -81,7 +81,7 @@ async def until(condition):
         while not condition():
             await asyncio.sleep(0)
 
-    await asyncio.wait_for(turn(), 20)
+    await asyncio.wait_for(turn(), 60)
 
 
 def bodies(replies):
@@ -93,7 +93,7 @@ def asynchronous(test):
 
     @functools.wraps(test)
     def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 30))
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return run
 
@@ -455,7 +455,7 @@ async def test_shadows_have_a_bound_of_their_own_and_leave_by_their_deadline_or_
     made = batcher(model.run, queue_size=1)
     first = submitted(made, "a")
     await model.began.get()
-    late = submitted(made, prioritized("late", "shadow", deadline=time.time() + 0.02))
+    late = submitted(made, prioritized("late", "shadow", deadline=time.time() + 0.5))
     shadows = submitted(made, *(prioritized(str(i), "shadow") for i in range(14)))
     shadows += submitted(made, prioritized("another kind", "shadow", kind="explain"))
     await asyncio.sleep(0)
@@ -706,7 +706,7 @@ async def test_pieces_come_one_by_one_in_order_and_the_returned_value_is_the_las
         emit(0, Reply(b"0", "text/x", 206, "Partly", (("a", "b"),), "1.0"))
         for i in range(1, 5):
             emit(0, b"%d" % i)
-        assert gate.acquire(timeout=20)
+        assert gate.acquire(timeout=60)
         return [Reply(b"last", "text/y", 500)]
 
     made = batcher(run)
@@ -772,7 +772,7 @@ async def test_closing_a_stream_early_harms_neither_the_batch_nor_the_next():
 
     def run(calls, emit):
         emit(0, Reply(b"first"))
-        assert gate.acquire(timeout=20)
+        assert gate.acquire(timeout=60)
         emit(0, b"second")
         return [Reply(b"last")] * len(calls)
 
@@ -796,7 +796,7 @@ async def test_a_stream_whose_reader_is_cancelled_can_be_closed():
 
     def run(calls, emit):
         emit(0, Reply(b"first"))
-        assert gate.acquire(timeout=20)
+        assert gate.acquire(timeout=60)
         return [Reply(b"last")]
 
     made = batcher(run)
@@ -826,14 +826,14 @@ async def test_a_hanging_handler_is_given_up_told_and_ignored(caplog):
         model.batches.append(texts(calls))
         if "stream" in texts(calls):
             emit(1, Reply(b"piece"))
-        gate.wait(20)
+        gate.wait(60)
         return [Reply(b"too late")] * len(calls)
 
     hung = []
     made = batcher(
         stuck_in_here,
         max_batch_size=2,
-        response_timeout=0.05,
+        response_timeout=0.5,
         queue_size=10,
         on_hung=lambda why: hung.append(made.pending),
     )
@@ -842,7 +842,7 @@ async def test_a_hanging_handler_is_given_up_told_and_ignored(caplog):
     waiting = submitted(made, "b", "c", "d")
     with pytest.raises(WorkerDied) as caught:
         await running[0]
-    assert caught.value.detail == "the handler gave no answer within response_timeout (0.05 s)"
+    assert caught.value.detail == "the handler gave no answer within response_timeout (0.5 s)"
     stream = await running[1]
     assert await stream.__aiter__().__anext__() == b"piece"
     with pytest.raises(WorkerDied):

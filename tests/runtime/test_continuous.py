@@ -61,7 +61,7 @@ def call(text, name="", **more):
 def asynchronous(test):
     @functools.wraps(test)
     def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 30))
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return run
 
@@ -76,12 +76,12 @@ def counted(make_runner):
 
         def run(calls, emit):
             steps.append([c.request_id for c in calls])
-            assert turn is None or turn.acquire(timeout=20)
+            assert turn is None or turn.acquire(timeout=60)
             return runner.run(calls, emit)
 
         meters = settings.pop("meters", Meters())
         batcher = ContinuousBatcher(run, REF, meters, **{"max_batch_size": 4, **settings})
-        batcher.author.submit(runner.load).result(20)
+        batcher.author.submit(runner.load).result(60)
         return batcher, steps
 
     return make
@@ -96,7 +96,7 @@ async def until(condition):
         while not condition():
             await asyncio.sleep(0)
 
-    await asyncio.wait_for(turn(), 20)
+    await asyncio.wait_for(turn(), 60)
 
 
 @asynchronous
@@ -152,7 +152,7 @@ async def test_a_caller_that_leaves_frees_its_place(counted):
 async def test_a_deadline_ends_a_row_in_mid_stream_and_one_that_waits(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, max_batch_size=1)
-    row = asyncio.ensure_future(batcher.submit(call(1000, "a", deadline=time.time() + 0.15)))
+    row = asyncio.ensure_future(batcher.submit(call(1000, "a", deadline=time.time() + 1.0)))
     await until(lambda: steps)
     turn.release()
     stream = await row

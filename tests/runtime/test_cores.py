@@ -76,7 +76,7 @@ def unpinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what another process does by itself."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -34,7 +34,7 @@ class Doubling:
     def handle(self, data, context):
         if data[0]["body"] == "hold":
             self.busy.set()
-            assert self.prepared_while_busy.wait(20)
+            assert self.prepared_while_busy.wait(60)
             return ["held"] * len(data)
         answers = []
         for row in data:

@@ -106,7 +106,7 @@ def test_the_first_batches_after_warm_up_are_traced(
     assert named(written, "aten::linear") == ["aten::linear"], "the second batch failed before it"
     [file] = tmp_path.glob("logs/profiles/*")
     assert file.name.startswith("m--1.0-") and file.name.endswith(".json.gz")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while f"The trace of 2 batches is in {file}" not in caplog.text:
         assert time.monotonic() < deadline, caplog.text
         time.sleep(0.01)

@@ -25,7 +25,7 @@ class Model:
         self.turn = threading.Semaphore(0)
 
     def run(self, calls, emit):
-        assert self.turn.acquire(timeout=20)
+        assert self.turn.acquire(timeout=60)
         for i, each in enumerate(calls):
             if each.inputs[0].value.startswith(b"s"):
                 emit(i, Reply(b"piece"))
@@ -46,7 +46,7 @@ def served():
             model.turn.release(100)
             await batcher.close()
 
-        asyncio.run(asyncio.wait_for(main(), 30))
+        asyncio.run(asyncio.wait_for(main(), 60))
 
     return run
 

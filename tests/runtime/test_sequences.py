@@ -75,7 +75,7 @@ class Model:
     def run(self, calls, emit):
         self.batches.append([c.headers["seq"] for c in calls])
         if self._turn is not None:
-            assert self._turn.acquire(timeout=20)
+            assert self._turn.acquire(timeout=60)
         answers = []
         for i, call in enumerate(calls):
             word, name, headers = call.inputs[0].value.decode(), call.headers["seq"], ()
@@ -119,13 +119,13 @@ async def until(condition):
         while not condition():
             await asyncio.sleep(0)
 
-    await asyncio.wait_for(turn(), 20)
+    await asyncio.wait_for(turn(), 60)
 
 
 def asynchronous(test):
     @functools.wraps(test)
     def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 30))
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return run
 

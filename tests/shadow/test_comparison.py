@@ -204,8 +204,8 @@ def test_long_answers_cost_little() -> None:
     assert compared(*spaced) == Comparison(False, 1.0, "text"), "what is too long is not read"
     long = [b'"' + letter * (MAX_BYTES + 10) + b'"' for letter in (b"a", b"b")]
     matrix = [[float(i) for i in range(500)]] * 20
-    started = time.perf_counter()
+    started = time.process_time()
     assert not compared(*long, kind="text", least=0.5).agreed
     assert not compared([1, *"abcdefgh" * 5000], [2, *"abcdefgh" * 5000]).agreed
     assert compared(matrix, matrix).agreed
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2

@@ -136,7 +136,7 @@ def test_no_credentials_wrong_ones_and_ones_that_may_not(get, s3):
     iam.create_user(UserName="guest")
     key = iam.create_access_key(UserName="guest")["AccessKey"]
     # From here on the server looks at who asks.
-    requests.post(f"{s3}/moto-api/reset-auth", data=b"0", timeout=5)
+    requests.post(f"{s3}/moto-api/reset-auth", data=b"0", timeout=60)
     try:
         wrong = options(s3, key="AKIANOBODY", secret="nothing")
         failed(get, "s3://models/m.mar", "access was refused", storage_options=wrong)
@@ -145,7 +145,7 @@ def test_no_credentials_wrong_ones_and_ones_that_may_not(get, s3):
         refused = options(s3, key=key["AccessKeyId"], secret=key["SecretAccessKey"])
         failed(get, "s3://models/m.mar", "access was refused", storage_options=refused)
     finally:
-        requests.post(f"{s3}/moto-api/reset-auth", data=b"Infinity", timeout=5)
+        requests.post(f"{s3}/moto-api/reset-auth", data=b"Infinity", timeout=60)
 
 
 def test_a_package_that_is_not_there_is_named(get, monkeypatch):

@@ -161,7 +161,7 @@ def test_a_download_too_large_is_an_error(get, answer):
 
 def test_a_download_too_slow_is_an_error(get):
     with serving(endless) as address:
-        failed(get, f"{address}/m.mar", "download_timeout (0.2 s)", download_timeout=0.2)
+        failed(get, f"{address}/m.mar", "download_timeout (1 s)", download_timeout=1.0)
     gone = threading.Event()
     with serving(lambda handler: gone.wait()) as address:
         try:

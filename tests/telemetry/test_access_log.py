@@ -74,7 +74,7 @@ def test_lines_of_a_moment_are_one_block_and_come_without_closing():
     log = AccessLog(pipe)
     for i in range(1000):
         log.write("h:1", "GET", f"/{i}", "1.1", 200, 0)
-    assert pipe.written.wait(10)
+    assert pipe.written.wait(60)
     log.close()
     assert len(pipe.blocks) == 1
     assert [re.search(r"GET /(\d+)", line)[1] for line in pipe.text.splitlines()] == [str(i) for i in range(1000)]
@@ -104,7 +104,7 @@ def test_a_slow_stream_holds_up_nobody():
 
     class Slow(Pipe):
         def write(self, text):
-            gate.wait(10)
+            gate.wait(60)
             return super().write(text)
 
     pipe = Slow()
@@ -143,7 +143,7 @@ def test_a_disk_that_is_full_is_told_once_and_survived(caplog, monkeypatch):
     pipe = Full()
     log = AccessLog(pipe)
     log.write("h:1", "GET", "/lost", "1.1", 200, 0)
-    assert told.wait(10)
+    assert told.wait(60)
     pipe.full = False
     log.write("h:1", "GET", "/kept", "1.1", 200, 0)
     log.close()

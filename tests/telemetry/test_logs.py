@@ -258,7 +258,7 @@ def test_lines_that_come_faster_than_they_can_be_written_are_counted(monkeypatch
     class Slow:
         def write(self, text):
             written.append(text)
-            gate.wait(20)
+            gate.wait(60)
 
         def close(self):
             pass

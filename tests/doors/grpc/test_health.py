@@ -23,7 +23,7 @@ def test_health_follows_the_routing_table(over_grpc: Any, service: str) -> None:
     stub = HealthStub(server.channel)
     asked = HealthCheckRequest(service=service)
     assert stub.Check(asked).status == NOT_SERVING
-    watched = stub.Watch(asked, timeout=20)
+    watched = stub.Watch(asked, timeout=60)
     assert next(watched).status == NOT_SERVING
     server.reader.put(Table(1, {}, settled=True, access=Access({})))  # probes show no key
     assert stub.Check(asked).status == SERVING
@@ -37,7 +37,7 @@ def test_a_service_that_is_not_here(over_grpc: Any) -> None:
         stub.Check(HealthCheckRequest(service="nothing"))
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND
     assert INFERENCE in raised.value.details()
-    watched = stub.Watch(HealthCheckRequest(service="nothing"), timeout=20)
+    watched = stub.Watch(HealthCheckRequest(service="nothing"), timeout=60)
     assert next(watched).status == HealthCheckResponse.SERVICE_UNKNOWN
     watched.cancel()
 

@@ -117,7 +117,7 @@ def served(grpc_listening: Any) -> Iterator[Made]:
 
 def say(address: str, data: bytes = b"x", method: str = "Echo", **more: Any) -> bytes:
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        return channel.unary_unary(f"/test.Test/{method}")(data, timeout=10, **more)
+        return channel.unary_unary(f"/test.Test/{method}")(data, timeout=60, **more)
 
 
 def message(data: bytes) -> bytes:
@@ -138,7 +138,7 @@ class Peer:
 
     def __init__(self, address: str, hello: bytes = PREFACE + frame(SETTINGS, 0, 0)) -> None:
         host, _, port = address.partition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=10)
+        self.socket = socket.create_connection((host, int(port)), timeout=60)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.encoder, self.decoder = hpack.Encoder(), hpack.Decoder()
         self._come = b""
@@ -242,7 +242,7 @@ def test_a_strict_peer_with_narrow_windows(served: Made) -> None:
     said = message(b"0123456789" * 30_000)
     narrow = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 1000}
     peer = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         peer.initiate_connection()
         peer.update_settings(narrow)
         sock.sendall(peer.data_to_send())
@@ -371,7 +371,7 @@ def test_a_deadline_ends_a_call_that_does_not_end_itself(served: Made) -> None:
     with Peer(made.address) as peer:
         peer.send(peer.call(1, b"", "Wait", grpc_timeout="50m"))
         assert peer.answer(1)[1]["grpc-status"] == "4"
-    assert made.cancelled.wait(10)
+    assert made.cancelled.wait(60)
 
 
 # How it ends
@@ -382,20 +382,20 @@ def test_a_caller_who_leaves(served: Made, leave: str) -> None:
     made = served()
     with Peer(made.address) as peer:
         peer.send(peer.call(1, b"", "Wait"))
-        assert made.waiting.wait(10)
+        assert made.waiting.wait(60)
         if leave == "reset":
             peer.send(frame(RST_STREAM, 0, 1, struct.pack(">I", CANCEL)))
-            assert made.cancelled.wait(10)
+            assert made.cancelled.wait(60)
             peer.send(peer.call(3))
             assert peer.answer(3)[0] == message(b"x")
-    assert made.cancelled.wait(10)
+    assert made.cancelled.wait(60)
 
 
 def test_calls_under_way_end_before_the_server_does(served: Made, grpc_listening: Any) -> None:
     made = Served(Limits())
     with grpc_listening(lambda: made.server) as address, Peer(address) as peer:
         peer.send(peer.call(1, b"0.2", "Wait"), peer.call(3, b"", "Wait"))
-        assert made.waiting.wait(10)
+        assert made.waiting.wait(60)
         loop = peer_loop(made)
         stopping = asyncio.run_coroutine_threadsafe(made.server.stop(1.0), loop)
         assert peer.until(GOAWAY)[1] == struct.pack(">II", 2**31 - 1, 0)
@@ -404,7 +404,7 @@ def test_calls_under_way_end_before_the_server_does(served: Made, grpc_listening
         peer.send(peer.call(5))  # too late: nobody answers it
         assert peer.answer(1)[0] == message(b"late")
         assert peer.answer(3)[1]["grpc-status"] == "14"
-        stopping.result(10)
+        stopping.result(60)
         assert list(peer.frames()) == []
         with pytest.raises(OSError):
             Peer(address)
@@ -422,24 +422,23 @@ def test_connections_of_an_age_end_without_a_lost_call(served: Made) -> None:
         ask = channel.unary_unary("/test.Test/Echo")
         until = time.monotonic() + 0.6
         asked = 0
-        while time.monotonic() < until:
-            assert ask(b"x", timeout=10) == b"x"
+        while asked < 11 or time.monotonic() < until:
+            assert ask(b"x", timeout=60) == b"x"
             asked += 1
-    assert asked > 10
 
 
 def test_the_silent_are_asked_and_then_dropped(served: Made) -> None:
-    made = served(keepalive=0.1)
+    made = served(keepalive=0.5)  # seconds: a peer that stands still for as long is taken for silent
     with Peer(made.address, b"") as mute:
         assert list(mute.frames()) == []
     with Peer(made.address) as deaf:
         deaf.send(deaf.call(1, b"", "Wait"))
         assert deaf.until(PING)
-        assert made.cancelled.wait(10)
+        assert made.cancelled.wait(60)
         assert deaf.gone() == -1
     with grpc.insecure_channel(made.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         ask = channel.unary_unary("/test.Test/Wait")
-        assert ask(b"0.5", timeout=10) == b"late"
+        assert ask(b"1.3", timeout=60) == b"late"
 
 
 # Who means harm
@@ -555,7 +554,7 @@ def test_a_method_that_does_not_read_holds_up_its_sender(served: Made) -> None:
     made = served()
     with Peer(made.address) as peer:
         peer.send(peer.call(1, None, "Shut"))
-        assert made.waiting.wait(10)
+        assert made.waiting.wait(60)
         one = frame(DATA, 0, 1, message(bytes(16_000)))
         peer.send(one * 150)  # more than is held for a method, and its window: nothing of that is given back
         assert peer.answer(1)[1] == {"reset": str(FLOW_CONTROL_ERROR)}
@@ -565,8 +564,8 @@ def test_a_stream_of_many_messages_is_read_whole(served: Made) -> None:
     address = served().address
     with grpc.insecure_channel(address) as channel:
         sent = (bytes(random.Random(i).randrange(50_000)) for i in range(300))
-        assert channel.stream_unary("/test.Test/Count")(sent, timeout=20) == b"300"
-        answers = channel.unary_stream("/test.Test/Many")(b"200", timeout=20)
+        assert channel.stream_unary("/test.Test/Count")(sent, timeout=60) == b"300"
+        answers = channel.unary_stream("/test.Test/Many")(b"200", timeout=60)
         assert [each[:3] for each in answers] == [(b"%d" % i * 3)[:3] for i in range(200)]
 
 

@@ -114,7 +114,7 @@ def outputs(response: pb.ModelInferResponse) -> dict[str, np.ndarray]:
 
 def refusal(call: Any, *args: Any, **named: Any) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as raised:
-        call(*args, timeout=10, **named)
+        call(*args, timeout=60, **named)
     return raised.value
 
 

@@ -59,7 +59,7 @@ def fails(error: Exception) -> Any:
 def refusal(call: Any, *args: Any, **named: Any) -> grpc.RpcError:
     """The error that a call ends with."""
     with pytest.raises(grpc.RpcError) as raised:
-        answer = call(*args, timeout=10, **named)
+        answer = call(*args, timeout=60, **named)
         list(answer)
     return raised.value
 
@@ -118,10 +118,11 @@ def test_a_prediction(over_grpc: Any) -> None:
 def test_a_version_a_deadline_and_a_priority_are_heeded(over_grpc: Any) -> None:
     server = over_grpc()
     stub = InferenceAPIsServiceStub(server.channel)
-    stub.Predictions(asked(version="2.0"), timeout=30, metadata=[("x-request-priority", "high")])
+    before = time.time()
+    stub.Predictions(asked(version="2.0"), timeout=60, metadata=[("x-request-priority", "high")])
     call = server.target.calls[0]
     assert (call.version, call.priority) == ("2.0", "high")
-    assert 25 < call.deadline - time.time() < 31
+    assert before + 59 < call.deadline < time.time() + 61
     error = refusal(stub.Predictions, asked(), metadata=[("x-request-priority", "urgent")])
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert error.details() == (
@@ -391,12 +392,12 @@ def test_a_client_that_does_not_read_holds_up_its_own_stream_alone(over_grpc: An
     next(stream)
     with grpc.insecure_channel(server.address, options=[("unshared", 1)]) as other:
         for _ in range(50):
-            assert InferenceAPIsServiceStub(other).Predictions(asked(), timeout=10).prediction == b"ok"
+            assert InferenceAPIsServiceStub(other).Predictions(asked(), timeout=60).prediction == b"ok"
     assert len(made) < 300  # of the 100 MB a few are under way
     stream.cancel()
 
 
-def wait(condition: Any, patience: float = 10.0) -> None:
+def wait(condition: Any, patience: float = 60.0) -> None:
     deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline

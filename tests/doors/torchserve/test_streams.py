@@ -145,7 +145,7 @@ def heard(line: Any) -> tuple[list[Any], dict[str, Any]]:
     """The pieces of one answer, and its end."""
     pieces: list[Any] = []
     while True:
-        message = line.recv(10)
+        message = line.recv(60)
         if isinstance(message, str) and message.startswith('{"end"'):
             return pieces, json.loads(message)["end"]
         pieces.append(message)
@@ -277,8 +277,8 @@ def test_closing_cancels_what_is_under_way(inference: Any) -> None:
     with listening(app.app) as address:
         with connect(f"{address}/predictions/m") as line:
             line.send("go")
-            assert line.recv(10) == "again"
-        assert cancelled.wait(10)
+            assert line.recv(60) == "again"
+        assert cancelled.wait(60)
     assert [line[4] for line in app.access] == [499]
 
 
@@ -303,7 +303,7 @@ def test_a_message_is_as_large_as_the_setting_says(inference: Any, limit: int) -
         for pieces in (b"x" * (limit + 1), [b"x" * limit, b"y"], b"x" * (4 * limit)):
             with connect(f"{address}/predictions/m") as line, pytest.raises(ConnectionClosed) as large:
                 line.send(pieces)
-                line.recv(9)
+                line.recv(60)
             assert large.value.rcvd is not None
             assert large.value.rcvd.code == 1009
             assert f"max_request_size ({limit} bytes)" in large.value.rcvd.reason
@@ -316,7 +316,7 @@ def test_other_ends_of_a_connection_are_the_servers_own(inference: Any) -> None:
     with listening(middleware.ShortWay(app)) as address, connect(f"{address}/predictions/m") as line:
         line.socket.sendall(b"\x8f\x80\0\0\0\0")  # no frame of the protocol's
         with pytest.raises(ConnectionClosed) as closed:
-            line.recv(10)
+            line.recv(60)
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1002
 
@@ -334,13 +334,13 @@ def test_what_is_too_much_closes_the_connection(inference: Any) -> None:
             with connect(f"{address}/predictions/m") as line:
                 line.send("x" * 101)
                 with pytest.raises(ConnectionClosed) as large:
-                    line.recv(10)
+                    line.recv(60)
             assert large.value.rcvd.code == 1009
             assert "max_request_size (100 bytes)" in large.value.rcvd.reason
             with connect(f"{address}/predictions/m") as line, pytest.raises(ConnectionClosed) as many:
                 for _ in range(30):
                     line.send("x")
-                line.recv(10)
+                line.recv(60)
             assert many.value.rcvd.code == 1008
             assert "More than 16 requests, or 200 bytes of them, wait" in many.value.rcvd.reason
         finally:
@@ -372,11 +372,11 @@ def test_a_client_that_does_not_read_stops_the_stream_and_nobody_else(inference:
             line.sendall(asked.encode())
             assert line.recv(4096).startswith(b"HTTP/1.1 101")
             line.sendall(b"\x81\x82\0\0\0\0go")  # one masked frame of text; nothing is read after it
-            before = -1
-            while sent != before:  # until all buffers are full
+            before = 0
+            while not sent or sent != before:  # until all buffers are full
                 before = sent
                 threading.Event().wait(0.3)
-            assert 0 < sent < 1000
+            assert sent < 1000
             with connect(f"{address}/predictions/m") as other:
                 other.send("other")
                 assert heard(other)[0] == ["here"]
