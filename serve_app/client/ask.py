@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import EllipsisType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 from urllib.parse import quote
@@ -75,41 +75,59 @@ class Dial:
 
 
 class Blocks(ABC):
-    """A client whose calls come back with their answers."""
+    """A client whose calls come back with their answers, whatever it speaks."""
 
     @abstractmethod
-    def _hold(self, talk: Talk[T]) -> T:
-        """Send what a call asks for, and give its answer."""
+    def _answer(self, ask: Any) -> Any:
+        """Send what a call asks for, and give what was answered."""
 
     @abstractmethod
-    def _listen(self, listen: Listen[T]) -> Iterator[T]:
+    def _listen(self, listen: Any) -> Iterator[Any]:
         """Send what a call asks for, and give its pieces."""
 
-    @abstractmethod
-    def _connect(self, dial: Dial) -> AbstractContextManager[Socket]:
-        """Open a connection, which is closed behind the ``with`` statement."""
+    def _hold(self, talk: Generator[Any, Any, T]) -> T:
+        """A call from its beginning to its end."""
+        step = partial(next, talk)
+        while True:
+            try:
+                ask = step()
+            except StopIteration as end:
+                return end.value
+            try:
+                step = partial(talk.send, self._answer(ask))
+            except Exception as failure:
+                step = partial(talk.throw, failure)
 
 
 class Awaits(ABC):
-    """A client whose calls are awaited."""
+    """A client whose calls are awaited, whatever it speaks."""
 
     @abstractmethod
-    def _hold(self, talk: Talk[T]) -> Awaitable[T]:
-        """Send what a call asks for, and give its answer."""
+    async def _answer(self, ask: Any) -> Any:
+        """Send what a call asks for, and give what was answered."""
 
     @abstractmethod
-    def _listen(self, listen: Listen[T]) -> AsyncIterator[T]:
+    def _listen(self, listen: Any) -> AsyncIterator[Any]:
         """Send what a call asks for, and give its pieces."""
 
-    @abstractmethod
-    def _connect(self, dial: Dial) -> AbstractAsyncContextManager[AsyncSocket]:
-        """Open a connection, which is closed behind the ``async with`` statement."""
+    async def _hold(self, talk: Generator[Any, Any, T]) -> T:
+        """A call from its beginning to its end."""
+        step = partial(next, talk)
+        while True:
+            try:
+                ask = step()
+            except StopIteration as end:
+                return end.value
+            try:
+                step = partial(talk.send, await self._answer(ask))
+            except Exception as failure:
+                step = partial(talk.throw, failure)
 
 
 class operation(Generic[P, T]):
     """A method of both clients, from the function that holds its talk."""
 
-    def __init__(self, talk: Callable[Concatenate[Any, P], Talk[T]]) -> None:
+    def __init__(self, talk: Callable[Concatenate[Any, P], Generator[Any, Any, T]]) -> None:
         self._talk = talk
         self.__doc__ = talk.__doc__
 

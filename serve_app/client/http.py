@@ -7,16 +7,15 @@ import re
 import ssl
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from serve_app.client import errors
-from serve_app.client.ask import Ask, Awaits, Blocks, Dial, Listen, Talk
+from serve_app.client.ask import Ask, Awaits, Blocks, Dial, Listen
 from serve_app.client.asynchronous import Asynchronous
 from serve_app.client.health import Health
 from serve_app.client.keys import Bearer, KeyFile
@@ -24,16 +23,15 @@ from serve_app.client.models import Models
 from serve_app.client.open_inference import OpenInference
 from serve_app.client.openai import OpenAI
 from serve_app.client.predictions import Predictions
-from serve_app.client.retries import Attempts, Retries
+from serve_app.client.retries import USUAL, Retries
+from serve_app.client.sending import Sending
 from serve_app.client.sockets import AsyncSocket, Socket
 from serve_app.client.traffic import Traffic
 from serve_app.client.upgrade import AsyncUpgrade, Upgrade
 from serve_app.client.workflows import Workflows
 
 T = TypeVar("T")
-_USUAL = Retries()
 _SOCKETS = ("ws://", "wss://")
-_Failures = (errors.ServerError, httpx.HTTPError)
 
 
 class _Calls(Predictions, Asynchronous, OpenInference, OpenAI, Models, Traffic, Workflows, Health):
@@ -46,7 +44,8 @@ class _Ports(ABC):
     ``token`` is the key that requests show. Without one it is looked up in ``key_file``, which is the server's
     own and may come later; ``verify`` is the client's side of TLS, as httpx takes it. ``timeout`` are the seconds in
     which something must come; a prediction that is not streamed has them for all of it where it is not given its own,
-    and None is for ever. ``retries`` say when a request is sent again.
+    and None is for ever. ``retries`` say when a request is sent again, ``limits`` how many connections there may be, if
+    not httpx's usual hundred.
     """
 
     def __init__(
@@ -59,7 +58,8 @@ class _Ports(ABC):
         verify: ssl.SSLContext | bool = True,
         *,
         metrics: str = "http://127.0.0.1:8082",
-        retries: Retries = _USUAL,
+        retries: Retries = USUAL,
+        limits: httpx.Limits | None = None,
     ) -> None:
         socket = re.sub("^http", "ws", inference, flags=re.IGNORECASE)
         self._addresses = {"inference": inference, "socket": socket, "management": management, "metrics": metrics}
@@ -69,14 +69,14 @@ class _Ports(ABC):
             self._keys["management"] = self._keys["metrics"] = KeyFile(key_file, "management", management)
         self._timeout = timeout
         self._retries = retries
-        self._open(verify)
+        self._open(verify, {} if limits is None else {"limits": limits})
 
     @abstractmethod
-    def _open(self, verify: ssl.SSLContext | bool) -> None:
+    def _open(self, verify: ssl.SSLContext | bool, more: Mapping[str, Any]) -> None:
         """Make the connections' pools."""
 
-    def _attempts(self, ask: Ask) -> Attempts:
-        return Attempts(ask, self._addresses[ask.port], self._retries, self._timeout)
+    def _attempts(self, ask: Ask) -> Sending:
+        return Sending(ask, self._addresses[ask.port], self._retries, self._timeout)
 
 
 class Client(_Ports, _Calls, Blocks):
@@ -85,8 +85,8 @@ class Client(_Ports, _Calls, Blocks):
     May be used by several threads.
     """
 
-    def _open(self, verify: ssl.SSLContext | bool) -> None:
-        self._http = httpx.Client(verify=verify, mounts=dict.fromkeys(_SOCKETS, Upgrade(verify)))
+    def _open(self, verify: ssl.SSLContext | bool, more: Mapping[str, Any]) -> None:
+        self._http = httpx.Client(verify=verify, mounts=dict.fromkeys(_SOCKETS, Upgrade(verify)), **more)
 
     def __enter__(self) -> Client:
         return self
@@ -96,18 +96,6 @@ class Client(_Ports, _Calls, Blocks):
 
     def close(self) -> None:
         self._http.close()
-
-    def _hold(self, talk: Talk[T]) -> T:
-        step = partial(next, talk)
-        while True:
-            try:
-                ask = step()
-            except StopIteration as end:
-                return end.value
-            try:
-                step = partial(talk.send, self._answer(ask))
-            except _Failures as failure:
-                step = partial(talk.throw, failure)
 
     def _listen(self, listen: Listen[T]) -> Iterator[T]:
         answer = self._answer(listen.ask, stream=True)
@@ -142,8 +130,8 @@ class Client(_Ports, _Calls, Blocks):
 class AsyncClient(_Ports, _Calls, Awaits):
     """The same for asyncio: calls are awaited, streams are iterated over with ``async for``."""
 
-    def _open(self, verify: ssl.SSLContext | bool) -> None:
-        self._http = httpx.AsyncClient(verify=verify, mounts=dict.fromkeys(_SOCKETS, AsyncUpgrade(verify)))
+    def _open(self, verify: ssl.SSLContext | bool, more: Mapping[str, Any]) -> None:
+        self._http = httpx.AsyncClient(verify=verify, mounts=dict.fromkeys(_SOCKETS, AsyncUpgrade(verify)), **more)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -153,18 +141,6 @@ class AsyncClient(_Ports, _Calls, Awaits):
 
     async def aclose(self) -> None:
         await self._http.aclose()
-
-    async def _hold(self, talk: Talk[T]) -> T:
-        step = partial(next, talk)
-        while True:
-            try:
-                ask = step()
-            except StopIteration as end:
-                return end.value
-            try:
-                step = partial(talk.send, await self._answer(ask))
-            except _Failures as failure:
-                step = partial(talk.throw, failure)
 
     async def _listen(self, listen: Listen[T]) -> AsyncIterator[T]:
         answer = await self._answer(listen.ask, stream=True)

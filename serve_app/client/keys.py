@@ -9,6 +9,7 @@ from typing import Literal
 
 import httpx
 
+EXPIRED = "expired_token"  # the reason of a refusal
 _Flow = Generator[httpx.Request, httpx.Response, None]
 
 
@@ -18,8 +19,11 @@ class Bearer(httpx.Auth):
     def __init__(self, key: str) -> None:
         self._key = key
 
+    def shown(self) -> str:
+        return f"Bearer {self._key}"
+
     def auth_flow(self, request: httpx.Request) -> _Flow:
-        request.headers["authorization"] = f"Bearer {self._key}"
+        request.headers["authorization"] = self.shown()
         yield request
 
 
@@ -31,22 +35,29 @@ class KeyFile(httpx.Auth):
         self._kind = kind
         self._token = httpx.URL(management).join("/token")
 
-    def auth_flow(self, request: httpx.Request) -> _Flow:
-        if self._sign(request, self._kind):
-            response = yield request
-            if response.headers.get("x-torchrelay-reason") == "expired_token":
-                renewal = httpx.Request("GET", self._token, params={"type": self._kind})
-                self._sign(renewal, "API")
-                yield renewal
-                self._sign(request, self._kind)
-                yield request
-        else:
-            yield request
-
-    def _sign(self, request: httpx.Request, kind: str) -> bool:
-        """Put the file's key into the request; False where there is none (yet)."""
+    def shown(self, kind: str = "") -> str | None:
+        """The file's key as a request says it; None where there is none (yet)."""
         try:
-            request.headers["authorization"] = f"Bearer {json.loads(self._path.read_text())[kind]['key']}"
+            return f"Bearer {json.loads(self._path.read_text())[kind or self._kind]['key']}"
         except (OSError, ValueError, KeyError, TypeError):
-            return False
-        return True
+            return None
+
+    def renewal(self) -> httpx.Request:
+        """What makes the server write a new key into the file, for one that has expired."""
+        request = httpx.Request("GET", self._token, params={"type": self._kind})
+        key = self.shown("API")
+        if key is not None:
+            request.headers["authorization"] = key
+        return request
+
+    def auth_flow(self, request: httpx.Request) -> _Flow:
+        key = self.shown()
+        if key is None:
+            yield request
+            return
+        request.headers["authorization"] = key
+        response = yield request
+        if response.headers.get("x-torchrelay-reason") == EXPIRED:
+            yield self.renewal()
+            request.headers["authorization"] = self.shown() or key
+            yield request

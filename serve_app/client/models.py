@@ -18,9 +18,16 @@ class Models:
         return (yield from pages("/models", "models"))
 
     @operation
-    def describe(self, model: str, version: str = "all") -> Talk[list[dict[str, Any]]]:
-        """A version of a model; with ``all``, every one, the default one first."""
-        return (yield Ask("management", "GET", path("models", model, version))).json()
+    def describe(
+        self, model: str, version: str | None = None, *, customized: bool = False
+    ) -> Talk[list[dict[str, Any]]]:
+        """A version of a model; without one, or with ``all``, every one, the default one first.
+
+        ``customized``: with what its handler says of itself, as ``customizedMetadata``; that of the default version
+        where none is named.
+        """
+        where = path("models", model, described(version, customized))
+        return (yield Ask("management", "GET", where, {"customized": customized or None})).json()
 
     @operation
     def register(self, url: str, **parameters: Any) -> Talk[str]:
@@ -61,6 +68,13 @@ class _Stages:
     def feed(self, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
         for event in self._events.feed(data):
             yield event.kind, event.json()
+
+
+def described(version: str | None, customized: bool) -> str | None:
+    """The version as a server is asked for it. Raises ValueError."""
+    if customized and version == "all":
+        raise ValueError("A handler speaks for one version: name it, or none for the default one.")
+    return version if version or customized else "all"
 
 
 def pages(where: str, key: str) -> Talk[list[dict[str, Any]]]:

@@ -70,6 +70,11 @@ class OpenInference:
         return (yield Ask("inference", "GET", _model(model, version))).json()
 
     @operation
+    def config(self, model: str, version: str | None = None) -> Talk[dict[str, Any]]:
+        """A model's configuration as Triton's clients read it: its inputs, outputs and batches."""
+        return (yield Ask("inference", "GET", _model(model, version, "config"))).json()
+
+    @operation
     def statistics(self, model: str | None = None, version: str | None = None) -> Talk[list[dict[str, Any]]]:
         """What was counted of each version of a model, or of all models."""
         where = _model(model, version, "stats") if model else path("v2", "models", "stats")

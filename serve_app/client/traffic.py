@@ -54,9 +54,14 @@ class Traffic:
         return (yield Ask("management", "DELETE", path("experiments", id), {"forget": True})).json()["status"]
 
     @operation
-    def reward(self, id: str, *events: Said) -> Talk[dict[str, int]]:
-        """How many of them were ``counted``, and how many ``repeated`` what had been counted before."""
-        return (yield Ask("management", "POST", path("experiments", id, "events"), **of_json(list(events)))).json()
+    def reward(
+        self, id: str, *events: Said, port: Literal["management", "inference"] = "management"
+    ) -> Talk[dict[str, int]]:
+        """How many of them were ``counted``, and how many ``repeated`` what had been counted before.
+
+        The inference port takes them too, for applications that reach no other.
+        """
+        return (yield Ask(port, "POST", path("experiments", id, "events"), **of_json(list(events)))).json()
 
     @operation
     def begin_rollout(self, model: str, document: Any) -> Talk[Said]:
