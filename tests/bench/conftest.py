@@ -10,7 +10,7 @@ import pytest
 
 
 class Server:
-    """Answers by path: /ok, /slow, /503, /hang, /drop, /close, /garbage, /chunked, /stall, /counter."""
+    """Answers by path: /ok, /slow, /503, /hang, /drop, /close, /garbage, /chunked, /stall, /counter, /together."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []
@@ -48,6 +48,8 @@ class Server:
         if path == "/stall" and not self.stalled:
             self.stalled = True
             time.sleep(0.3)  # noqa: ASYNC251 - the whole server stops, as in a garbage collection
+        while path == "/together" and len(self.heads) < 100:
+            await asyncio.sleep(0.005)
         if path == "/counter":
             body = b"%d" % len(self.heads)
         status = "503 Service Unavailable" if path == "/503" else "200 OK"
@@ -85,8 +87,8 @@ def server():
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
-    ready.wait(5)
+    ready.wait(60)
     yield server
     loop.call_soon_threadsafe(server.stop.set)
-    thread.join(5)
+    thread.join(60)
     loop.close()

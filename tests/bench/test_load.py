@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 
 import httptools
 import pytest
@@ -31,16 +32,17 @@ def test_a_count_is_kept_exactly(server):
 
 
 def test_a_duration_bounds_the_run_and_the_warm_up_is_not_counted(server):
-    result = send(server, "/slow", connections=2, seconds=0.3, warmup=0.2)
-    assert result.seconds == pytest.approx(0.3)
-    assert 2 <= result.requests <= 30  # 2 clients of 20 ms each for 0.3 s, on a machine that may be busy
+    result = send(server, "/slow", connections=2, seconds=1.0, warmup=0.05)
+    assert result.seconds == pytest.approx(1.0)
+    assert 2 <= result.requests <= 100  # 2 clients of 20 ms each for 1 s, on a machine that may be busy
     assert len(server.arrivals) >= result.requests + 2
-    assert result.throughput == pytest.approx(result.completed / 0.3)
+    assert result.throughput == pytest.approx(result.completed / 1.0)
 
 
 def test_latencies_are_those_of_the_server_in_order(server):
+    began = time.perf_counter()
     result = send(server, "/slow", connections=1, requests=10, seconds=None)
-    assert 0.02 <= result.p50 <= result.p90 <= result.p99 <= result.max < 0.2
+    assert 0.02 <= result.p50 <= result.p90 <= result.p99 <= result.max < time.perf_counter() - began
 
 
 def test_percentiles_are_nearest_ranks():
@@ -51,12 +53,12 @@ def test_percentiles_are_nearest_ranks():
 
 
 def test_goodput_counts_only_what_met_the_limit(server):
-    fast = send(server, "/slow", connections=2, seconds=0.3, limit=1.0)
-    assert fast.within == fast.completed > 0
+    fast = send(server, "/slow", connections=2, requests=10, seconds=None, limit=3600.0)
+    assert fast.within == fast.completed == 10
     assert fast.goodput == fast.throughput
-    slow = send(server, "/slow", connections=2, seconds=0.3, limit=0.01)
+    slow = send(server, "/slow", connections=2, requests=10, seconds=None, limit=0.01)
     assert (slow.within, slow.goodput) == (0, 0.0)
-    assert slow.completed > 0
+    assert slow.completed == 10
     assert send(server, "/ok", connections=1, requests=1, seconds=None).goodput is None
 
 
@@ -66,7 +68,8 @@ def test_goodput_counts_only_what_met_the_limit(server):
 )
 @pytest.mark.parametrize("rate", [None, 500.0])
 def test_errors_are_counted_by_kind(server, path, kind, rate):
-    result = send(server, path, connections=4, requests=12, seconds=None, timeout=0.1, rate=rate)
+    timeout = 0.1 if path == "/hang" else 60.0
+    result = send(server, path, connections=4, requests=12, seconds=None, timeout=timeout, rate=rate)
     assert dict(result.errors) == {kind: 12}
     assert (result.requests, result.completed) == (0, 0)
     assert math.isnan(result.p99)
@@ -82,7 +85,7 @@ def test_a_port_where_nobody_listens_is_a_connect_error(rate):
 
 
 def test_a_server_that_hangs_since_the_warm_up_is_no_silent_zero(server):
-    result = send(server, "/hang", connections=3, seconds=0.1, warmup=0.1, timeout=5)
+    result = send(server, "/hang", connections=3, seconds=0.1, warmup=0.1, timeout=3600.0)
     assert dict(result.errors) == {"unanswered": 3}
 
 
@@ -102,10 +105,14 @@ def test_chunked_answers_and_closed_connections_are_answers(server):
     assert server.connections - before >= 20
 
 
-def test_open_loop_arrivals_are_a_poisson_process_of_the_rate(server):
+def test_open_loop_arrivals_are_a_poisson_process_of_the_rate(server, monkeypatch):
+    begin, due = load._Run.begin, []
+    monkeypatch.setattr(load._Run, "begin", lambda run, when: due.append(when) or begin(run, when))
     result = send(server, "/ok", connections=50, rate=400.0, requests=400, seconds=None)
     assert (result.requests, result.failed, result.rate) == (400, 0, 400.0)
-    gaps = [b - a for a, b in zip(server.arrivals, server.arrivals[1:])]
+    assert len(due) == len(server.arrivals) == 400
+    assert all(came >= when for came, when in zip(server.arrivals, due)), "none before it is due"
+    gaps = [b - a for a, b in zip(due, due[1:])]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 400, rel=0.4)
     # An exponential's deviation is its mean; a metronome's is 0.
@@ -114,8 +121,8 @@ def test_open_loop_arrivals_are_a_poisson_process_of_the_rate(server):
 
 
 def test_open_loop_arrivals_do_not_wait_for_the_server(server):
-    send(server, "/slow", connections=100, rate=500.0, requests=100, seconds=None)
-    assert server.arrivals[-1] - server.arrivals[0] < 1.0  # one at a time they would take 2 s
+    result = send(server, "/together", connections=100, rate=500.0, requests=100, seconds=None, timeout=60.0)
+    assert (result.requests, result.failed) == (100, 0), "nobody was answered before all had come"
 
 
 def test_open_loop_latency_counts_from_when_a_request_was_due(server):
@@ -124,7 +131,7 @@ def test_open_loop_latency_counts_from_when_a_request_was_due(server):
     assert stalled.p90 > 0.1  # some 60 of 200 were due in the stall
     assert stalled.max > 0.25
     server.stalled = False
-    closed = send(server, "/stall", connections=2, seconds=1.0)
+    closed = send(server, "/stall", connections=2, requests=200, seconds=None)
     assert closed.p90 < 0.1  # the closed loop saw two slow answers
 
 
@@ -177,23 +184,25 @@ def test_the_wire_is_one_request_that_a_parser_reads():
 class TestWrk:
     def test_a_real_run_is_read(self, server):
         request = Request(server.base + "/ok", body=b'{"a": "\\"]]"}', headers={"X-A": 'q"\\'})
-        result = wrk.run(request, Load(connections=4, seconds=1, warmup=0))
+        began = time.perf_counter()
+        result = wrk.run(request, Load(connections=4, seconds=1, warmup=0, timeout=60))
+        elapsed = time.perf_counter() - began
         assert (result.engine, result.connections, result.failed) == ("wrk", 4, 0)
         assert result.requests > 50
-        assert result.seconds == pytest.approx(1, abs=0.3)
-        assert 0 < result.p50 <= result.p90 <= result.p99 <= result.max < 1
+        assert 0.9 < result.seconds < elapsed
+        assert 0 < result.p50 <= result.p90 <= result.p99 <= result.max < elapsed
         assert set(server.bodies) == {b'{"a": "\\"]]"}'}
 
     def test_bodies_are_sent_in_turn(self, server):
         bodies = (b"[1]", b'["]]"]', b"[3, 3]")
         request = Request(server.base + "/ok", bodies=bodies)
-        result = wrk.run(request, Load(connections=1, seconds=1, warmup=0))
+        result = wrk.run(request, Load(connections=1, seconds=1, warmup=0, timeout=60))
         assert result.failed == 0 and result.requests > 50
         first = server.bodies.index(bodies[0])  # wrk makes one request that it only looks at
         assert first < 3 and server.bodies[first : first + 30] == [*bodies] * 10
 
     def test_error_statuses_are_no_answers(self, server):
-        result = wrk.run(Request(server.base + "/503"), Load(connections=2, seconds=1, warmup=0))
+        result = wrk.run(Request(server.base + "/503"), Load(connections=2, seconds=1, warmup=0, timeout=60))
         assert result.requests == 0
         assert set(result.errors) == {"status"}
         assert math.isnan(result.p50)

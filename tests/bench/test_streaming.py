@@ -79,9 +79,9 @@ def grpc_address() -> Iterator[str]:
         await server.start()
         return server, port
 
-    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     yield f"127.0.0.1:{port}"
-    asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+    asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
