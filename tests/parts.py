@@ -261,6 +261,36 @@ class Trickle(Load):
             await asyncio.sleep(0.05)
 
 
+class Pulse:
+    """Notes when this machine stood still, or had no time for us: a nap of 10 ms that took longer."""
+
+    def __init__(self) -> None:
+        self._late: list[tuple[float, float]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            time.sleep(0.01)
+            ended = time.monotonic()
+            if ended - began > 0.1:
+                self._late.append((began, ended))
+
+    def stood(self, since: float) -> float:
+        """The seconds since then, on time.monotonic's clock, in which nothing went on."""
+        time.sleep(0.05)  # this one may have gone on first
+        return sum(ended - max(began, since) for began, ended in self._late if ended > since)
+
+
 def rows_outlive_their_replica(server: Server, folder: Path) -> None:
     """Kill one of two busy replicas: the gateway answers every row all the same."""
     handler = """

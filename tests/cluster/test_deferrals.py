@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -36,10 +35,8 @@ def test_what_was_accepted_outlives_the_process_that_runs_it(server: Server, tmp
     routes = ("/predictions/later", "/%70redictions/later")  # its replica's own, and through the gateway
     where = []
     for route in routes:
-        began = time.monotonic()
         accepted = server.http.post(route, content=f"wait {go}", headers=ASYNC)
         assert (accepted.status_code, accepted.headers["preference-applied"]) == (202, "respond-async"), accepted.text
-        assert time.monotonic() - began < 5
         where.append(accepted.headers["location"])
     server.wait(lambda: server.http.get(where[0]).json()["state"] == "running", what="the prediction to run")
     assert server.http.get(f"{where[1]}/result").status_code == 202

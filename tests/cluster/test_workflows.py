@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -18,13 +18,17 @@ COUNT = """
 def handle(data, context):
     return None if data is None else [{"words": len(bytes(row["body"]).split())} for row in data]
 """
+# "word /a/file" is shouted when the file is there.
 SHOUT = """
-import time
+import os, time
 def handle(data, context):
     if data is None:
         return None
-    time.sleep(0.4)
-    return [bytes(row["body"]).decode().upper() for row in data]
+    said = [bytes(row["body"]).decode() for row in data]
+    for word, _, file in (each.partition(" /") for each in said):
+        while file and not os.path.exists("/" + file):
+            time.sleep(0.02)
+    return [each.partition(" /")[0].upper() for each in said]
 """
 FUNCTIONS = """
 import json, os
@@ -116,16 +120,17 @@ def test_a_war_of_torchserves(server: Server, tmp_path: Path) -> None:
         assert refused.status_code == 409 and "the workflow words" in refused.json()["message"]
 
         # A call that has begun ends, though the workflow goes under it.
-        answers = []
-        asking = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{server.url}/wfpredict/words", content=b"late", timeout=30))
-        )
-        asking.start()
-        server.wait(lambda: server.client.workflow("words")[0]["ongoing"] == 1, what="the call to have begun")
-        assert server.client.unregister_workflow("words") == 'Workflow "words" unregistered'
-        assert server.http.post("/wfpredict/words", content=b"x").json()["message"] == "Workflow not found: words"
-        asking.join()
-        assert (answers[0].status_code, answers[0].json()["said"]) == (200, "LATE")
+        gate = tmp_path / "gate"
+        with ThreadPoolExecutor() as pool:
+            late = pool.submit(httpx.post, f"{server.url}/wfpredict/words", content=f"late {gate}", timeout=120)
+            try:
+                server.wait(lambda: server.client.workflow("words")[0]["ongoing"] == 1, what="the call to have begun")
+                assert server.client.unregister_workflow("words") == 'Workflow "words" unregistered'
+                gone = server.http.post("/wfpredict/words", content=b"x")
+                assert gone.json()["message"] == "Workflow not found: words"
+            finally:
+                gate.touch()
+        assert (late.result().status_code, late.result().json()["said"]) == (200, "LATE")
         server.wait(lambda: not server.actors("words--1.0"), what="its functions to go")
     finally:
         server.management.delete("/workflows/words")
