@@ -57,6 +57,7 @@ class Deferral:
     digest: str = ""
     webhook: str = ""
     told: Literal["", "pending", "delivered", "failed"] = ""  # how far its webhook is
+    error: str = ""  # why it has no answer, where it failed without one
 
     @property
     def has_ended(self) -> bool:
@@ -69,6 +70,8 @@ class Deferral:
         said |= {"ended": _time(self.ended), "expires": _time(self.expires), "status": self.status or None}
         said["self"] = f"/async/{self.id}"
         said["result"] = f"/async/{self.id}/result" if self.state in ("done", "failed") else None
+        if self.error:
+            said["error"] = self.error
         if self.webhook:
             said["webhook"] = {"url": self.webhook, "state": self.told}
         return said

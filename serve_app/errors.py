@@ -226,6 +226,15 @@ class DeferralCancelled(NotFound):
         return f"Asynchronous prediction {self.args[0]} was cancelled and has no answer."
 
 
+class DeferralLost(NotFound):
+    """``DeferralLost(id, why)``: there is no answer, and there will be none; not for the model's sake."""
+
+    reason = "prediction_lost"
+
+    def __str__(self) -> str:
+        return f"Asynchronous prediction {self.args[0]} has no answer: {self.args[1]} Send the request again."
+
+
 class KeyReused(BadRequest):
     """``KeyReused(key, model)``: another request came with the same Idempotency-Key before."""
 
@@ -366,6 +375,16 @@ class NoRoomForDeferrals(Unavailable):
             f"No more asynchronous predictions are taken now: {self.args[0]} ({self.args[1]}) is reached. Fetch and "
             "DELETE what has ended, or raise the setting."
         )
+
+
+class ResultsUnreachable(Unavailable):
+    """``ResultsUnreachable(place, why_and_the_cure)``: the folder of large requests and answers does not answer."""
+
+    reason = "asynchronous_results"
+    retry_after = 10
+
+    def __str__(self) -> str:
+        return f"asynchronous.results ({self.args[0]}) cannot be used now: {self.args[1]}"
 
 
 class TooManySequences(Unavailable):

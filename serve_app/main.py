@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
+from serve_app.control.results import place_of
 from serve_app.deployments.options import server_app
 from serve_app.settings import load
 from serve_app.telemetry import torchserve
@@ -24,5 +25,7 @@ def build(args: dict[str, Any]) -> Any:
         settings = dataclasses.replace(settings, telemetry=dataclasses.replace(settings.telemetry, log_dir=place))
     if place := os.environ.get(METRICS):
         settings = dataclasses.replace(settings, telemetry=dataclasses.replace(settings.telemetry, metrics_dir=place))
-    torchserve.catalogue_of(settings)  # a bad metrics.yaml ends it here, where an operator looks
+    # What is wrong with these ends it here, where an operator looks.
+    torchserve.catalogue_of(settings)
+    place_of(settings)
     return server_app(settings)

@@ -132,7 +132,7 @@ class AsynchronousSettings:
     max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1024 * MIB  # of their requests and answers
     max_result_size: Annotated[int, pydantic.Field(ge=1)] = 64 * MIB  # of one answer
     inline: Annotated[int, pydantic.Field(ge=0)] = 1 * MIB  # what is larger lies in ``results``, not in the database
-    results: str = ""  # a folder, as a URL of fsspec's; empty: one in state_dir
+    results: str = ""  # a folder, as a path or a URL of fsspec's; empty: one in state_dir
     webhook_urls: tuple[str, ...] = ()  # patterns of what may be told of an end; empty: nothing may
     webhook_secret: str = ""  # "env:NAME"
     webhook_attempts: Annotated[int, pydantic.Field(ge=1)] = 8
@@ -281,8 +281,9 @@ class Settings:
 
     @property
     def results(self) -> str:
-        """The folder of what is too large for the database, as a URL."""
-        return self.asynchronous.results or str(self.state_dir / "asynchronous")
+        """The folder of what is too large for the database: an absolute path, or a URL."""
+        said = self.asynchronous.results
+        return said if "://" in said else str(self.root / said if said else self.state_dir / "asynchronous")
 
     @property
     def last_words(self) -> Path:

@@ -22,9 +22,11 @@ from serve_app.control.webhooks import Webhooks
 from serve_app.deferral import Answer, Deferral, Request, State
 from serve_app.errors import (
     DeferralCancelled,
+    DeferralLost,
     DeferralNotFound,
     KeyReused,
     NoRoomForDeferrals,
+    ResultsUnreachable,
     Unavailable,
     WrongModel,
 )
@@ -69,7 +71,7 @@ class Deferrals:
 
     async def load(self) -> None:
         """Take up what is stored: what had not ended waits again, and whoever was to be told is told."""
-        for deferral in await asyncio.to_thread(self._stored.load):
+        for deferral in await self._stored.load():
             self._know(deferral)
             if not deferral.has_ended:
                 self._wait(deferral)
@@ -96,11 +98,14 @@ class Deferrals:
         return self._find(id, within).document()
 
     async def deferred_answer(self, id: str, within: tuple[str, ...]) -> tuple[dict[str, Any], Answer | None]:
-        """How far it is, and the answer where there is one. Raises DeferralNotFound and DeferralCancelled."""
+        """How far it is, and the answer where there is one.
+
+        Raises DeferralNotFound, DeferralCancelled, DeferralLost and ResultsUnreachable.
+        """
         deferral = self._find(id, within)
         if deferral.state == "cancelled":
             raise DeferralCancelled(id)
-        answer = await asyncio.to_thread(self._stored.answer, deferral) if deferral.has_ended else None
+        answer = await self._stored.answer(deferral) if deferral.has_ended else None
         return deferral.document(), answer
 
     async def cancel_deferral(self, id: str, within: tuple[str, ...]) -> dict[str, Any] | None:
@@ -121,15 +126,8 @@ class Deferrals:
     # The life of one
 
     async def run(self) -> None:
-        """Forget what has expired, until cancelled."""
-        while True:
-            gone = list(filter(_expired, self._all.values()))
-            if gone:
-                try:
-                    await self._forget(gone)
-                except Unavailable as error:
-                    log.warning("what has expired could not be removed, and will be: %s", error)
-            await asyncio.sleep(min(_SWEEP, self._settings.keep))
+        """Forget what has expired, and clean up where it lay, until cancelled."""
+        await asyncio.gather(self._expire(), self._clean())
 
     async def close(self) -> None:
         """What runs is broken off, and runs again in the next life."""
@@ -139,6 +137,31 @@ class Deferrals:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._webhooks.close()
+        self._stored.close()
+
+    async def _expire(self) -> None:
+        while True:
+            gone = list(filter(_expired, self._all.values()))
+            if gone:
+                try:
+                    await self._forget(gone)
+                except Unavailable as error:
+                    log.warning("what has expired could not be removed, and will be: %s", error)
+            await asyncio.sleep(min(_SWEEP, self._settings.keep))
+
+    async def _clean(self) -> None:
+        """Remove what a life before left, then what could not be removed; tell where the folder is of no use."""
+        clean = self._stored.sweep
+        complained = False
+        while True:
+            try:
+                await clean()
+                clean, complained = self._stored.tidy, False
+            except Unavailable as error:
+                if not complained:
+                    log.warning("large asynchronous predictions are refused or have to wait: %s", error)
+                complained = True
+            await asyncio.sleep(_SWEEP)
 
     async def _store(self, request: Request) -> Deferral:
         size = len(request.body)
@@ -162,7 +185,7 @@ class Deferrals:
         async def store() -> None:
             self._coming.update(predictions=1, bytes=size)
             try:
-                await asyncio.to_thread(self._stored.add, deferral, request)
+                await self._stored.add(deferral, request)
             finally:
                 self._coming.subtract(predictions=1, bytes=size)
             self._know(deferral)
@@ -207,6 +230,9 @@ class Deferrals:
                 if self._closed:
                     raise
                 await self._end(id, "cancelled", None)
+            except DeferralLost as error:
+                log.error("%s", error)
+                await self._end(id, "failed", None, error.args[1])
             except Exception:
                 log.exception("prediction %s failed: a fault of this server", id)
                 await self._end(id, "failed", Answer(500, (), b""))
@@ -219,38 +245,46 @@ class Deferrals:
                 self._begin()
 
     async def _answered(self, id: str) -> Answer:
-        """One's answer; a refusal for want of room is one only when its patience is over."""
+        """One's answer; a refusal for want of room is one only when its patience is over. Raises DeferralLost."""
         self._all[id] = deferral = replace(self._all[id], state="running", started=time.time())
         until = time.time() + self._settings.patience
         while True:
             try:
-                answer = await self._answer(await asyncio.to_thread(self._stored.request, deferral))
+                answer = await self._answer(await self._stored.request(deferral))
                 pause = answer.retry_after
             except Unavailable as error:
+                if isinstance(error, ResultsUnreachable) and time.time() + error.retry_after > until:
+                    raise DeferralLost(id, f"{error}.") from error
                 log.warning("prediction %s cannot be read now: %s", id, error)
                 answer, pause = None, error.retry_after
             if answer is not None and (pause is None or time.time() + pause > until):
                 return answer
             await asyncio.sleep(min(pause or 1, _LONGEST_PAUSE))
 
-    async def _end(self, id: str, state: State, answer: Answer | None) -> None:
+    async def _end(self, id: str, state: State, answer: Answer | None, error: str = "") -> None:
+        """Store it. An answer that its folder does not take is given up when the patience for it is over."""
         before, now = self._all[id], time.time()
-        after = replace(
-            before,
-            state=state,
-            ended=now,
-            expires=now + self._settings.keep,
-            status=answer.status if answer is not None else 0,
-            size=len(answer.body) if answer is not None else 0,
-            told="pending" if before.webhook else "",
-        )
         while True:
+            after = replace(
+                before,
+                state=state,
+                ended=now,
+                expires=now + self._settings.keep,
+                status=answer.status if answer is not None else 0,
+                size=len(answer.body) if answer is not None else 0,
+                told="pending" if before.webhook else "",
+                error=error,
+            )
             try:
-                await asyncio.to_thread(self._stored.end, before, after, answer)
+                await self._stored.end(before, after, answer)
                 break
-            except Unavailable as error:
-                log.warning("the answer of prediction %s could not be stored, and will be: %s", id, error)
-                await asyncio.sleep(_STORE_AGAIN)
+            except Unavailable as why:
+                log.warning("the answer of prediction %s could not be stored, and will be: %s", id, why)
+                if isinstance(why, ResultsUnreachable) and time.time() > now + self._settings.patience:
+                    state, answer, error = "failed", None, f"It was there, and could not be stored: {why}."
+                    log.error("prediction %s has lost its answer: %s", id, why)
+                    continue
+            await asyncio.sleep(_STORE_AGAIN)
         self._all[id] = after
         self._bytes += after.size - before.size
         self._meters.deferral_ended(after.model, state)
@@ -264,10 +298,10 @@ class Deferrals:
         if id in self._all:
             self._all[id] = deferral = replace(deferral, told="delivered" if taken else "failed")
             with contextlib.suppress(Unavailable):  # in the next life it is told once more
-                await asyncio.to_thread(self._stored.update, deferral)
+                await self._stored.update(deferral)
 
     async def _forget(self, gone: list[Deferral]) -> None:
-        await asyncio.to_thread(self._stored.remove, gone)
+        await self._stored.remove(gone)
         for deferral in gone:
             if self._all.pop(deferral.id, None) is not None:
                 self._bytes -= deferral.size

@@ -24,6 +24,7 @@ from serve_app.control.deferrals import StoredDeferrals
 from serve_app.control.events import Events
 from serve_app.control.keys import Keys
 from serve_app.control.measurements import Measurements
+from serve_app.control.results import Results
 from serve_app.control.vitals import Vitals
 from serve_app.control.webhooks import Webhooks
 from serve_app.controlplane import ControlPlane
@@ -161,8 +162,7 @@ class Management:
         )
         self._outbox = Outbox(partial(self.observe, serve.get_replica_context().replica_id.unique_id))
         self._outbox.observed.update(trials=plane.observations.take, shadow=self._mirror.take)
-        options = settings.store.storage_options.get(settings.results.partition("://")[0], {})
-        stored = StoredDeferrals(database, settings.results, said.inline, options)
+        stored = StoredDeferrals(database, Results(settings), said.inline)
         return Deferrals(stored, replay(plane, settings), Webhooks(said), said, self._meters)
 
     async def _make_keys(self, inference_hosts: list[str]) -> Keys | None:

@@ -97,17 +97,21 @@ def bring(where: Address, url: str, into: Path, settings: StoreSettings, progres
         raise
 
 
+def options_of(scheme: str, settings: StoreSettings, quiet: float) -> dict[str, Any]:
+    """What a scheme's file system is made with. ``quiet``: seconds without a byte, after which S3 counts as gone."""
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if scheme == "s3":
+        retries = {"total_max_attempts": 2}
+        options["config_kwargs"] = {"connect_timeout": quiet, "read_timeout": quiet, "retries": retries}
+    elif scheme == "hf" and os.environ.get("HF_ENDPOINT"):
+        options["endpoint"] = os.environ["HF_ENDPOINT"]
+    return options | settings.storage_options.get(scheme, {})
+
+
 def _file_system(where: Address, settings: StoreSettings) -> Any:
     import fsspec
 
-    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    if where.scheme == "s3":
-        quiet = max(1.0, min(QUIET, settings.download_timeout))
-        retries = {"total_max_attempts": 2}
-        options["config_kwargs"] = {"connect_timeout": quiet, "read_timeout": quiet, "retries": retries}
-    elif where.scheme == "hf" and os.environ.get("HF_ENDPOINT"):
-        options["endpoint"] = os.environ["HF_ENDPOINT"]
-    options |= settings.storage_options.get(where.scheme, {})
+    options = options_of(where.scheme, settings, max(1.0, min(QUIET, settings.download_timeout)))
     if where.region is not None:  # the URL itself says where the bucket is
         own = {"region_name": where.region} if where.region else {}
         options |= {"endpoint_url": None, "client_kwargs": {**options.get("client_kwargs", {}), **own}}
@@ -164,10 +168,15 @@ def _explain(scheme: str, error: Exception) -> str:
     said = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, FileNotFoundError):
         return f"there is no such bucket, repository or object: {said}"
-    refused = isinstance(error, PermissionError) or _status(error) in (401, 403)
-    if refused or re.search("credentials|forbidden", said, re.IGNORECASE):
+    if was_refused(error):
         return f"access was refused: {said}; {_REFUSED[scheme]}"
     return f"{type(error).__name__}: {said}"
+
+
+def was_refused(error: Exception) -> bool:
+    """Whether a file system refused access, by its error's kind, its status or its words."""
+    refused = isinstance(error, PermissionError) or _status(error) in (401, 403)
+    return refused or re.search("credentials|forbidden", str(error), re.IGNORECASE) is not None
 
 
 def _status(error: Exception) -> int | None:

@@ -7,170 +7,27 @@ import base64
 import hashlib
 import hmac
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deferred import ASYNC, Server, echo, lives, table
 
-from serve_app.control.database import Database
-from serve_app.control.deferrals import StoredDeferrals
 from serve_app.control.webhooks import Webhooks
-from serve_app.controlplane import ControlPlane
-from serve_app.dataplane import DataPlane, TableReader
-from serve_app.deployments.deferrals import Deferrals
-from serve_app.doors.app import inference_app, replay
 from serve_app.errors import ConfigurationError, HandlerSaid, QueueFull
-from serve_app.settings import Settings, load
-from serve_app.telemetry.metrics import Meters
-from serve_app.types import Access, Call, Grant, ModelRow, Reply, ReplyStream, Table, VersionRow
+from serve_app.settings import load
+from serve_app.types import Access, Call, Grant, Reply, ReplyStream
 
-ASYNC = {"prefer": "respond-async"}
 TENSORS = b'{"inputs": [{"name": "a", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}'
 
 
-def table(*models: str, access: Access | None = None) -> Table:
-    rows = {version: VersionRow(version, "ready", 1) for version in ("1.0", "2.0")}
-    return Table(1, {model: ModelRow("1.0", rows) for model in models or ("m",)}, settled=True, access=access)
-
-
-class Server:
-    """One life of a server: a door in front, the owner of what is put aside behind, a database that stays."""
-
-    def __init__(self, home: Path, loop: Any, ask: Any, infer: Any, table: Table, environ: dict, said: dict) -> None:
-        self.loop, self._ask = loop, ask
-        self._threads = ThreadPoolExecutor()
-        loop.set_default_executor(self._threads)
-        self.settings: Settings = load({"home": str(home), **said})
-        self.calls: list[Call] = []
-        self.meters = Meters()
-        asynchronous = self.settings.asynchronous
-
-        class Target:
-            async def infer(_, call: Call) -> Reply | ReplyStream:
-                self.calls.append(call)
-                return await infer(call)
-
-        def plane(shown: Table) -> DataPlane:
-            return DataPlane(TableReader(shown), self.meters, lambda ref, row: Target())
-
-        behind = replay(plane(replace(table, access=None)), self.settings)
-        folder = self.settings.results
-        self.database = Database(self.settings.database_url)
-        stored = StoredDeferrals(self.database, folder, asynchronous.inline, {})
-        hooks = Webhooks(asynchronous, environ)
-
-        async def make() -> Deferrals:
-            owner = Deferrals(stored, behind, hooks, asynchronous, self.meters)
-            await owner.load()
-            return owner
-
-        self.owner = loop.run_until_complete(make())
-        front = plane(table)
-        control = ControlPlane(self.owner, self.settings, lambda: front.access)
-        self.app = inference_app(front, self.settings, self.meters, None, control)
-
-    def __call__(self, method: str, target: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Any:
-        return self._ask(self.app, method, target, body, headers, loop=self.loop)
-
-    def later(self, target: str = "/predictions/m", body: bytes = b"x", **headers: str) -> str:
-        """Where an accepted prediction is."""
-        said = {name.replace("_", "-"): value for name, value in headers.items()}
-        answer = self("POST", target, body, {**ASYNC, **said})
-        assert answer.status == 202, answer.body
-        return answer["location"]
-
-    def until(self, where: str, *states: str) -> dict[str, Any]:
-        """The status document as soon as it is in one of these states."""
-
-        async def look() -> dict[str, Any]:
-            while (said := await self.owner.deferral(where.rpartition("/")[2], ("*",)))["state"] not in states:
-                await asyncio.sleep(0.002)
-            return said
-
-        return self.loop.run_until_complete(asyncio.wait_for(look(), 10))
-
-    def result(self, where: str) -> Any:
-        self.until(where, "done", "failed")
-        return self("GET", f"{where}/result")
-
-    def end(self) -> None:
-        self.loop.run_until_complete(self.owner.close())
-        self._threads.shutdown()  # what they still write goes on when its task is cancelled
-        self.database.close()
-
-
 @pytest.fixture
-def start(tmp_path: Path, ask_app: Any) -> Iterator[Callable[..., Server]]:
-    loop = asyncio.new_event_loop()
-    lives: list[Server] = []
-
-    def begin(infer: Any = None, shown: Table | None = None, environ: dict | None = None, **said: Any) -> Server:
-        lives.append(Server(tmp_path, loop, ask_app, infer or echo, shown or table(), environ or {}, said))
-        return lives[-1]
-
-    yield begin
-    for life in lives:
-        life.end()
-    loop.close()
-
-
-@pytest.fixture
-def ask_app() -> Any:
-    async def one(app: Any, method: str, target: str, body: bytes, headers: dict[str, str]) -> Any:
-        sent: list[Any] = []
-        pieces = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            return pieces.pop() if pieces else {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        path, _, query = target.partition("?")
-        await app(
-            {
-                "type": "http",
-                "method": method,
-                "path": path,
-                "query_string": query.encode(),
-                "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
-                "http_version": "1.1",
-                "client": ("127.0.0.1", 40000),
-            },
-            receive,
-            send,
-        )
-        return Said(sent)
-
-    def run(app: Any, method: str, target: str, body: bytes, headers: dict[str, str] | None, loop: Any) -> Any:
-        return loop.run_until_complete(one(app, method, target, body, headers or {}))
-
-    return run
-
-
-class Said:
-    def __init__(self, messages: list[Any]) -> None:
-        self.status = messages[0]["status"]
-        self.headers = [(name.decode(), value.decode()) for name, value in messages[0]["headers"]]
-        self.body = b"".join(message["body"] for message in messages[1:])
-
-    def __getitem__(self, name: str) -> str | None:
-        values = [value for key, value in self.headers if key == name]
-        assert len(values) < 2, f"{name} was sent {len(values)} times"
-        return values[0] if values else None
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-async def echo(call: Call) -> Reply:
-    body = b"&".join(part.value for part in call.inputs)
-    return Reply(body, "text/plain", headers=(("x-of-handler", "yes"),), version=call.version or "1.0")
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    with lives(tmp_path) as begin:
+        yield begin
 
 
 # Accepted, looked at, fetched
@@ -329,13 +186,10 @@ def test_an_answer_is_kept_for_a_time(start: Callable[..., Server]) -> None:
     where = server.later()
     server.until(where, "done")
 
-    async def sweep() -> None:
-        run = asyncio.ensure_future(server.owner.run())
-        while (await asyncio.to_thread(server.owner._stored.load)) != []:
-            await asyncio.sleep(0.01)
-        run.cancel()
+    async def swept() -> bool:
+        return await server.owner._stored.load() == []
 
-    server.loop.run_until_complete(asyncio.wait_for(sweep(), 10))
+    server.wait(swept)
     for path in (where, f"{where}/result"):
         answer = server("GET", path)
         assert (answer.status, answer["x-torchrelay-reason"]) == (404, "prediction_not_found")
@@ -420,8 +274,17 @@ def test_what_is_large_lies_in_the_folder_and_goes_with_its_prediction(
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "mine.txt").write_text("left alone")
-    (folder / f"{'a' * 32}.answer").write_text("of a crash")
+    left, young = (folder / f"{letter * 32}.answer" for letter in "ab")
+    left.write_text("of a crash")
+    os.utime(left, (0, 0))
+    young.write_text("that is just being stored")
     server = start(waits, asynchronous={"inline": 1000, "results": f"file://{folder}"})
+
+    async def swept() -> bool:
+        return {file.name for file in folder.iterdir()} == {"mine.txt", young.name}
+
+    server.wait(swept)
+    young.unlink()
     where = server.later(body=b"x" * 5000)
     id = where.rpartition("/")[2]
     assert {file.name for file in folder.iterdir()} == {"mine.txt", f"{id}.request"}

@@ -32,6 +32,7 @@ _SCHEMAS = {
         ended=_WHEN,
         expires=_WHEN,
         status=nullable(integer("Of the answer.")),
+        error=text("Why it has no answer, where it failed without one."),
         self=text("Where to ask for this document."),
         result=nullable(text("Where the answer is, when there is one.")),
         webhook=document(("url", "state"), url=text(), state=text()),

@@ -58,6 +58,7 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
     errors.ArchiveNotFound: (404, "ModelNotFoundException"),
     errors.WorkflowNotFound: (404, "WorkflowNotFoundException"),
     errors.DeferralCancelled: (410, "PredictionCancelledException"),
+    errors.DeferralLost: (410, "PredictionLostException"),
     errors.MethodNotAllowed: (405, "MethodNotAllowedException"),
     errors.VersionExists: (409, "ConflictStatusException"),
     errors.InUse: (409, "ConflictStatusException"),

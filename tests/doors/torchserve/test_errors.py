@@ -145,6 +145,18 @@ SAID = [
         "Asynchronous prediction 1f was cancelled and has no answer.",
     ),
     (
+        errors.DeferralLost("1f", "it is gone."),
+        410,
+        "PredictionLostException",
+        "Asynchronous prediction 1f has no answer: it is gone. Send the request again.",
+    ),
+    (
+        errors.ResultsUnreachable("s3://a/b", "it is down; start it"),
+        503,
+        "ServiceUnavailableException",
+        "asynchronous.results (s3://a/b) cannot be used now: it is down; start it",
+    ),
+    (
         errors.ResultTooLarge(10),
         503,
         "InternalServerException",
