@@ -194,12 +194,12 @@ def test_room_is_what_the_cache_has(language_model: Path) -> None:
 
 def test_an_id_is_one_requests_alone(language_model: Path) -> None:
     async def twice(engine: Any) -> None:
-        request = GenerationRequest("same", [1], 100)
+        request = GenerationRequest("same", [1], 250)
         first = asyncio.ensure_future(said(engine, request))
         await until(lambda: engine.use > 0)
         with pytest.raises(ValueError, match="'same' is under way already"):
             await said(engine, request)
-        assert len((await first)[0]) == 100
+        assert len((await first)[0]) == 250
 
     with_engine(language_model, twice)
 

@@ -119,13 +119,13 @@ def test_a_copy_goes_to_the_shadow_and_what_it_says_is_compared() -> None:
 
 def test_a_copy_is_marked_as_one_and_has_its_own_time() -> None:
     async def main() -> None:
-        async with parts(table=table(replace(SHADOW, timeout_s=5))) as p:
+        async with parts(table=table(replace(SHADOW, timeout_s=600))) as p:
             p.mirror.offer(call(deadline=time.time() - 1, headers={"x-user": "7"}), "1.0", Reply(b"1"), 0.1)
             await p.settle()
             [copy] = p.calls
             assert (copy.version, copy.request_id, copy.priority) == ("2.0", "r-shadow", "shadow")
             assert copy.headers == {"x-user": "7"}
-            assert copy.deadline == pytest.approx(time.time() + 5, abs=1), "the caller has its answer: its time is over"
+            assert copy.deadline == pytest.approx(time.time() + 600, abs=60), "its caller has its answer by now"
 
     asyncio.run(main())
 
@@ -209,7 +209,7 @@ def test_errors_of_the_shadow_are_counted_by_reason() -> None:
                     return ReplyStream(Reply(b""), pieces())
             raise KeyError("a bug")
 
-        async with parts(answers, table(replace(SHADOW, timeout_s=0.05))) as p:
+        async with parts(answers, table(replace(SHADOW, timeout_s=0.5))) as p:
             for value in range(5):
                 p.offer(value)
             figures = await p.settle()
@@ -259,7 +259,7 @@ def test_a_copy_that_has_waited_too_long_is_dropped() -> None:
             await asyncio.sleep(60)
             return ONE
 
-        async with parts(hangs, table(replace(SHADOW, timeout_s=0.05))) as p:
+        async with parts(hangs, table(replace(SHADOW, timeout_s=0.5))) as p:
             for _ in range(20 * limits.IN_FLIGHT):
                 p.offer()
             figures = await p.settle()

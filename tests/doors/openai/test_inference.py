@@ -101,11 +101,20 @@ def test_an_error_in_mid_stream_is_an_event(inference: Any) -> None:
 
 def test_silence_is_broken_by_comments(inference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming.Alive.__init__, "__defaults__", (0.005,))
+    comments, following = [], streaming.Alive.__anext__
+
+    async def counted(alive: Any) -> bytes:
+        if (said := await following(alive)) == streaming.COMMENT:
+            comments.append(said)
+        return said
+
+    monkeypatch.setattr(streaming.Alive, "__anext__", counted)
 
     async def slow(call: Call) -> ReplyStream:
         async def pieces() -> AsyncIterator[bytes]:
             yield b"data: 1\n\n"
-            await asyncio.sleep(0.03)
+            while len(comments) < 2:
+                await asyncio.sleep(0.001)
             yield b"data: 2\n\n"
 
         return ReplyStream(Reply(b"", version="1.0"), pieces())
