@@ -80,7 +80,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 def test_command_lines_parse(page: Path) -> None:
     text = page.read_text()
     for body in fences(text, "bash", "sh"):
-        done = subprocess.run(["bash", "-n"], input=body, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(["bash", "-n"], input=body, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{page}:\n{body}\n{done.stderr}"
     for line in commands(text):
         for word in line:

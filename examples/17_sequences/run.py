@@ -13,7 +13,7 @@ RHYMES = (Path(__file__).resolve().parent.parent / "11_text_generation" / "rhyme
 NAME = "ts_request_sequence_id"
 END = "ts_request_sequence_end"
 PIECE = 11  # letters
-PATIENCE = 30  # seconds
+PATIENCE = 120  # seconds
 
 
 class Typist:

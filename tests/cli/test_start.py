@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             env={**os.environ, "COLUMNS": "1000"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
 
     return run
@@ -135,7 +135,7 @@ def test_a_configuration_that_is_none(tmp_path: Path, command: str, text: str) -
         env={**os.environ, "COLUMNS": "1000"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 1, done.stderr
     assert f"{config}: " in done.stderr
@@ -150,7 +150,7 @@ def test_an_error_with_brackets_is_said_as_it_stands(tmp_path: Path) -> None:
         env={**os.environ, "COLUMNS": "1000"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 1
     assert f"Torchrelay did not start. {config}: No such file or directory" in done.stderr

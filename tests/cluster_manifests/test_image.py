@@ -24,7 +24,7 @@ def instructions() -> list[tuple[str, str]]:
 
 def run(env_file: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ["PATH"], "TORCHRELAY_ENV": str(env_file), **env}
-    return subprocess.run([ENTRYPOINT, *command], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([ENTRYPOINT, *command], env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def environment(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -104,6 +104,6 @@ def test_the_entrypoint_becomes_the_command(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
         assert int(out) == process.pid
         assert process.returncode == 7

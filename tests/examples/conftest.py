@@ -30,7 +30,7 @@ def run(server: Server) -> Run:
             env={**os.environ, **addresses},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -44,12 +44,12 @@ def test_11_text_generation(server: Server, run) -> None:
         for _ in range(2):
             line.send(json.dumps(asked))
             pieces: list[str] = []
-            while not (piece := line.recv(30)).startswith('{"end"'):
+            while not (piece := line.recv(60)).startswith('{"end"'):
                 pieces.append(piece)
             assert "Mary had" + "".join(pieces) == rhyme
             assert json.loads(piece)["end"]["pieces"] == len(pieces) > 1
         line.send(json.dumps({**asked, "temperature": -1}))
-        assert json.loads(line.recv(30))["end"]["status"] == 400
+        assert json.loads(line.recv(60))["end"]["status"] == 400
     with pytest.raises(InvalidStatus) as refused, connect(server.url.replace("http", "ws") + "/predictions/none"):
         pass
     assert refused.value.response.status_code == 404, "by the gateway"

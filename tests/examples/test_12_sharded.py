@@ -23,6 +23,6 @@ def test_12_sharded(server: Server, run: Callable[..., str]) -> None:
     assert held == [pytest.approx(whole / 2, rel=0.02)] * 4
     [error] = re.findall(r"^the stream broke off after ([\d.]+) s", printed, re.MULTILINE)
     [again] = re.findall(r"^answered again after ([\d.]+) s", printed, re.MULTILINE)
-    assert float(error) < 5 and float(again) < 20
+    assert float(error) < 60 and float(again) < 180, "not when somebody gives up waiting"
     page = (ROOT / "examples/12_sharded/README.md").read_text()
     assert rhyme in page and f"{whole:,} parameters" in page and f"holds {held[0]:,} parameters" in page

@@ -19,7 +19,7 @@ VARIANTS = ["PyTorch fp32", "PyTorch fp16", "ONNX Runtime fp32", "ONNX Runtime f
 def measure(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *SMALL, "--folder", str(folder), *more]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 def drawn(folder: Path) -> None:

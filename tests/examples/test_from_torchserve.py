@@ -22,7 +22,7 @@ def test_one_installation_under_both_servers() -> None:
         env={**os.environ, **{name: str(free_port()) for name in RAY_PORTS}},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     last = done.stdout.strip().splitlines()[-1]

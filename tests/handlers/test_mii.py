@@ -191,7 +191,7 @@ def test_two_ranks_hear_of_the_same_requests(llama: Path) -> None:
     try:
         assert ranks[0].stdout is not None
         ranks.append(begin(1, json.loads(ranks[0].stdout.readline())))
-        said = [json.loads(rank.communicate(timeout=90)[0].splitlines()[-1]) for rank in ranks]
+        said = [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:

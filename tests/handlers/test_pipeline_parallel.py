@@ -59,7 +59,7 @@ def test_rows_of_different_lengths_in_one_batch(tmp_path: Path) -> None:
         assert first.stdout is not None
         port = int(first.stdout.readline())
         ranks.append(begin(1, port, tmp_path, {"pipeline_parallel": 2}))
-        whole, split, _ = (json.loads(rank.communicate(timeout=90)[0].splitlines()[-1]) for rank in ranks)
+        whole, split, _ = (json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks)
         assert [rank.returncode for rank in ranks] == [0, 0, 0]
     finally:
         for rank in ranks:

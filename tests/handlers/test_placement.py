@@ -112,7 +112,7 @@ def test_two_ranks_by_deepspeed(llama: Path, tmp_path: Path) -> None:
     try:
         assert ranks[0].stdout is not None
         ranks.append(begin(1, json.loads(ranks[0].stdout.readline())))
-        said = [json.loads(rank.communicate(timeout=90)[0].splitlines()[-1]) for rank in ranks]
+        said = [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:

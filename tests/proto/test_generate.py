@@ -39,5 +39,5 @@ def test_other_clients_messages_of_the_same_names_may_be_in_one_process(order: s
     both += "assert mine.ModelReadyRequest is not other.ModelReadyRequest\n"
     both += "said = other.ModelReadyRequest.FromString(mine.ModelReadyRequest(name='m').SerializeToString())\n"
     both += "assert said.name == 'm'\n"
-    done = subprocess.run([sys.executable, "-c", both], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", both], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

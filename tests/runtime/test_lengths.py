@@ -237,7 +237,7 @@ def test_a_handler_measures_its_rows_in_other_threads(make_runner):
 
         made = Batcher(run, REF, Meters(), prepare=runner.prepare, bucket_by_length=True, max_batch_size=2)
         answers = [asyncio.ensure_future(made.submit(words(1)))]
-        await asyncio.to_thread(running.wait, 20)
+        await asyncio.to_thread(running.wait, 60)
         # In bytes the first is like the third; in words, like the second.
         answers += [asyncio.ensure_future(made.submit(call)) for call in (words(9, 10), words(10), words(2, 50))]
         await asyncio.sleep(0)

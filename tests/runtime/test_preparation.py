@@ -74,7 +74,7 @@ def served(make_runner):
 async def hold(made):
     """A batch that runs until another row was prepared beside it."""
     held = asyncio.ensure_future(made.submit(call("hold")))
-    assert await asyncio.to_thread(made.handler.busy.wait, 20)
+    assert await asyncio.to_thread(made.handler.busy.wait, 60)
     return held
 
 

@@ -77,7 +77,7 @@ def theirs(out: Path, recipe: Recipe) -> Path:
     for field in ("model_name", "version", "handler", "runtime", "archive_format", *FULL):
         if value := getattr(recipe, field):
             words += [f"--{field.replace('_', '-')}", value]
-    done = subprocess.run([*words, "--export-path", str(out)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*words, "--export-path", str(out)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return next(out.iterdir())
 

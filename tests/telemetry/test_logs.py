@@ -245,7 +245,7 @@ if child == 0:
 os.waitpid(child, 0)
 print("the parent, after")
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, timeout=300)
     lines = (tmp_path / "logs/model_log.log").read_text().splitlines()
     said = sorted(line.rpartition(" - ")[2] for line in lines if "-stdout MODEL_LOG" in line)
     assert said == ["the child", "the parent, after", "the parent, before"]

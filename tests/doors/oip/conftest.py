@@ -184,7 +184,8 @@ def kserve_python() -> Path:
             shutil.rmtree(home, ignore_errors=True)
             venv.create(home)
             pip = [sys.executable, "-m", "pip", "--python", home, "--disable-pip-version-check", "install", "-q"]
-            made = subprocess.run([*pip, "-r", wanted], capture_output=True, text=True, check=False)
+            patient = ["--retries", "10", "--timeout", "60"]
+            made = subprocess.run([*pip, *patient, "-r", wanted], capture_output=True, text=True, check=False)
             if made.returncode and "from versions: none" in made.stderr:
                 pytest.skip(f"pip reaches no index: {made.stderr[-500:]}")
             assert made.returncode == 0, made.stderr

@@ -319,5 +319,5 @@ def test_kserves_own_client(kserve_python: Path, address: str) -> None:
 
 
 def ran(python: str, script: str, address: str) -> None:
-    done = subprocess.run([python, CLIENTS / script, address], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([python, CLIENTS / script, address], capture_output=True, text=True, timeout=300, check=False)
     assert "every call was answered" in done.stdout, done.stderr

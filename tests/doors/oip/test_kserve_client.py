@@ -17,7 +17,7 @@ def test_kserve_rest_client(kserve_python: Path, models: Any, listening: Any) ->
     models.add("asleep", lambda data, context: [], replicas=0)
     with listening(models.app()) as address:
         ran = subprocess.run(
-            [kserve_python, SCRIPT, f"http://{address}"], capture_output=True, text=True, timeout=60, check=False
+            [kserve_python, SCRIPT, f"http://{address}"], capture_output=True, text=True, timeout=300, check=False
         )
     assert "every call was answered" in ran.stdout, ran.stderr
 
@@ -28,5 +28,5 @@ def test_kserve_rest_client_of_the_first_protocol(kserve_python: Path, models: A
     models.add("asleep", lambda data, context: [], replicas=0)
     with listening(models.app()) as address:
         command = [kserve_python, CLIENTS / "kserve_v1.py", f"http://{address}"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "every call was answered" in ran.stdout, ran.stderr

@@ -325,7 +325,7 @@ def test_what_is_too_much_closes_the_connection(inference: Any) -> None:
     never = threading.Event()
 
     async def waits(call: Call) -> Reply:
-        await asyncio.to_thread(never.wait, 20)
+        await asyncio.to_thread(never.wait, 60)
         return Reply(b"", version="1.0")
 
     app = inference(waits, max_request_size=100)
