@@ -20,6 +20,7 @@ def handle(data, context):
     return [str(os.getpid())] * len(data)
 """
 QUICK = {"upscale_delay_s": 0.3, "downscale_delay_s": 0.5, "downscale_to_zero_delay_s": 0.5, "look_back_period_s": 2}
+STEADY = {**QUICK, "downscale_delay_s": 3}  # the load may pause for a moment
 
 
 def put(server: Server, path: str, **parameters: Any) -> tuple[int, str]:
@@ -35,7 +36,7 @@ def test_workers_follow_the_load_and_every_call_is_answered(server: Server, tmp_
     assert server.register(make_archive(tmp_path, "tide", SLOW)).status_code == 200
     assert server.register(make_archive(tmp_path, "tide", SLOW, "2.0"), initial_workers=0).status_code == 200
     [first] = server.pids("tide", "1.0")
-    said = put(server, "/models/tide/1.0", min_worker=1, max_worker=2, synchronous="true", **QUICK)
+    said = put(server, "/models/tide/1.0", min_worker=1, max_worker=2, synchronous="true", **STEADY)
     begun = "Workers scaled to 1 for model: tide, version: 1.0; autoscaling holds between 1 and 2 workers from now on"
     assert said == (200, begun)
     [described] = server.management.get("/models/tide/1.0").json()

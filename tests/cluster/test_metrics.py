@@ -76,7 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def scrape(server: Server, **parameters: object) -> dict[str, float]:
     """The samples of the page by what stands before their values."""
-    text = httpx.get(server.process.metrics, timeout=10, **parameters).text
+    text = httpx.get(server.process.metrics, timeout=60, **parameters).text
     assert list(text_string_to_metric_families(text)), text
     samples = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {head: float(value) for head, _, value in samples}
@@ -94,7 +94,7 @@ def test_every_count_of_every_replica(server: Server) -> None:
     before = scrape(server)
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(ask, range(60))) == {200}
-    assert httpx.post(f"{server.url}/predictions/nobody", content=b"x").status_code == 404
+    assert httpx.post(f"{server.url}/predictions/nobody", content=b"x", timeout=60).status_code == 404
     page = scrape(server)
     assert page[f"Words{{{LABELS}}}"] == 60
     assert page[f"Loaded{{{LABELS}}}"] == 2
@@ -133,10 +133,10 @@ def test_a_part_of_the_page(server: Server) -> None:
     asked = {"params": [("name[]", "Words"), ("name[]", "Length_count"), ("name[]", "torchrelay_replicas")]}
     names = {head.partition("{")[0] for head in scrape(server, **asked)}
     assert names == {"Words", "Length_count", "torchrelay_replicas"}
-    nothing = httpx.get(server.process.metrics, params={"name[]": "Length"}, timeout=10)
+    nothing = httpx.get(server.process.metrics, params={"name[]": "Length"}, timeout=60)
     assert (nothing.status_code, nothing.text) == (200, "")
-    head = httpx.head(server.process.metrics + "/", timeout=10)
+    head = httpx.head(server.process.metrics + "/", timeout=60)
     assert (head.status_code, head.text) == (200, "")
     assert head.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    elsewhere = httpx.get(server.process.metrics.replace("/metrics", "/other"), timeout=10)
+    elsewhere = httpx.get(server.process.metrics.replace("/metrics", "/other"), timeout=60)
     assert (elsewhere.status_code, elsewhere.json()["type"]) == (404, "ResourceNotFoundException")

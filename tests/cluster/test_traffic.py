@@ -58,7 +58,8 @@ def versions(server: Server, count: int = 10, **headers: str) -> Counter[str]:
     """Who answers so many fresh calls, on both ways, as header and body say."""
     found: Counter[str] = Counter()
     for _ in range(count):
-        with httpx.Client(base_url=server.url, headers={k.replace("_", "-"): v for k, v in headers.items()}) as client:
+        shown = {name.replace("_", "-"): value for name, value in headers.items()}
+        with httpx.Client(base_url=server.url, headers=shown, timeout=60) as client:
             for path in (FAST, GATEWAY):
                 answer = client.post(path, content=b"x")
                 assert answer.status_code == 200, answer.text

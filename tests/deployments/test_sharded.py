@@ -174,11 +174,11 @@ class Generation:
             caller.join()
 
     def _call(self) -> None:
-        with httpx.Client(timeout=30) as client:
+        with httpx.Client(timeout=60) as client:
             while not self._stop.is_set():
                 try:
                     answer = client.post(self._url, json={"prompt": [1, 2, 3], "max_new_tokens": 16})
                     self.answers.append((answer.status_code, answer.text))
-                except httpx.RemoteProtocolError:  # the replica's connections end with it
+                except (httpx.RemoteProtocolError, httpx.ReadError):  # the replica's connections end with it
                     continue
                 self._stop.wait(0.02)

