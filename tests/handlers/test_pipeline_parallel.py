@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,6 +53,7 @@ def test_rows_of_different_lengths_in_one_batch(tmp_path: Path) -> None:
         max_position_embeddings=128,
         eos_token_id=None,
     )
+    torch.manual_seed(0)  # no two tokens that are as likely but for a rounding
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     ranks = [begin(0, 0, tmp_path, {}), begin(0, 0, tmp_path, {"pipeline_parallel": 2})]
     try:

@@ -51,7 +51,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Environments:
-    return Environments(tmp_path / "environments", RuntimeSettings(install_timeout=60))
+    return Environments(tmp_path / "environments", RuntimeSettings(install_timeout=300))
 
 
 def write(directory: Path, wheels: Path, *lines: str) -> None:

@@ -10,19 +10,21 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import pytest
 import uvicorn
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
+from websockets.sync import client
 
 from serve_app.doors import middleware, streaming, websocket
 from serve_app.doors.streaming import event
 from serve_app.errors import HandlerSaid, QueueFull
 from serve_app.types import Access, Call, Grant, ModelRow, Reply, ReplyStream, Table, VersionRow
 
+connect = partial(client.connect, open_timeout=60)
 EVENTS = {"accept": "text/event-stream"}
 
 
