@@ -10,8 +10,10 @@ import dataclasses
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 GRADIENTS = "integrated_gradients"
 METHODS = (GRADIENTS, *perturbation.METHODS)
 _WHOLE = {"steps": 1000, "internal_batch_size": 4096}  # and the most that they may be
+_STANCE = threading.RLock()  # the compiler's is the process's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +43,11 @@ class Question:
     target: Any = 0
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Question:
-        """What the whole model-config.yaml says. Raises HandlerLoadError."""
+    def read(cls, config: Mapping[str, Any], target: Any = 0) -> Question:
+        """What the whole model-config.yaml says; ``target`` where it does not. Raises HandlerLoadError."""
         block = config.get("explain")
         if block is None:
-            return cls()
+            return cls(target=target)
         keys = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(block, Mapping):
             raise HandlerLoadError(f"model-config.yaml: explain is {block!r}; write explain: {{method: {GRADIENTS}}}.")
@@ -54,7 +57,8 @@ class Question:
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(keys)}."
                 raise HandlerLoadError(f"model-config.yaml: explain has no key {key!r}; {hint}")
         try:
-            return cls(**{key: _read(key, value) for key, value in block.items() if value is not None})
+            said = {key: _read(key, value) for key, value in block.items() if value is not None}
+            return cls(**{"target": target, **said})
         except ValueError as error:
             raise HandlerLoadError(f"model-config.yaml: explain.{error}") from None
 
@@ -66,6 +70,21 @@ class Question:
         except ValueError as error:
             raise PredictionException(f"This explanation cannot be given: {error}", 400) from None
         return dataclasses.replace(self, target=target, **read)
+
+    def about(self, target: Any) -> Question:
+        """The same of another output."""
+        return dataclasses.replace(self, target=target)
+
+
+class Found(NamedTuple):
+    """The ``attributions`` of a text's tokens, which are parts of ``score - baseline_score``.
+
+    A number for each token, or of integrated gradients one for each part of its embedding.
+    """
+
+    attributions: torch.Tensor
+    score: float
+    baseline_score: float
 
 
 def _read(key: str, value: Any) -> Any:
@@ -108,26 +127,37 @@ def attributions(
 
 def of_tokens(
     forward: Callable[[torch.Tensor], Any],
-    layer: torch.nn.Module | None,
+    layers: Sequence[torch.nn.Module],
     ids: torch.Tensor,
     blank: torch.Tensor,
     question: Question,
-) -> torch.Tensor:
-    """What each token had to do with it: a number each, or of integrated gradients one for each part of its embedding.
+) -> Found:
+    """What each token had to do with the output that is asked about.
 
     ``ids`` and ``blank`` are one row of tokens, and the row that says nothing; ``forward`` takes rows of them.
-    ``layer`` is the model's nn.Embedding or nn.EmbeddingBag; without it, or where it is in a graph, they are perturbed.
+    ``layers`` are the model's nn.Embedding or nn.EmbeddingBag, several where it has the same one in several places;
+    without them, or where they are in a graph, tokens are perturbed: those that ``blank`` has not.
     """
     with of_output(question.target):
         ids, blank = ids.clone(), blank.clone()  # made in inference mode they would stop gradients
         if question.method in (None, GRADIENTS):
-            if layer is not None:
-                embedded = _Embedded(forward, layer, ids)
-                vectors = embedded.vectors(ids)
+            if layers:
+                embedded = _Embedded(forward, layers, ids)
+                vectors, blanks = embedded.vectors(ids), embedded.vectors(blank)
                 if has_gradients(embedded, vectors):
-                    return _integrated(embedded, vectors, embedded.vectors(blank), question, 50)[0]
+                    [found] = _integrated(embedded, vectors, blanks, question, 50)
+                    return Found(found, *scores(embedded, torch.cat((vectors, blanks)), question.target))
             _refuse_gradients(question)
-        return _perturbed(forward, ids[None], blank[None], question)[0]
+        found, free = torch.zeros(len(ids)), ids != blank
+
+        def freely(parts: torch.Tensor) -> Any:
+            rows = ids.repeat(len(parts), 1)
+            rows[:, free] = parts
+            return forward(rows)
+
+        if free.any():
+            found[free.cpu()] = _perturbed(freely, ids[None, free], blank[None, free], question)[0].float().cpu()
+        return Found(found, *scores(forward, torch.stack((ids, blank)), question.target))
 
 
 def of_text(
@@ -141,28 +171,60 @@ def of_text(
     """
     how = {"truncation": True, "max_length": limit, "return_tensors": "pt", "return_special_tokens_mask": True}
     encoded = dict(tokenizer(text, pair, **how))
-    special = encoded.pop("special_tokens_mask")[0].bool()
+    words = ~encoded.pop("special_tokens_mask")[0].bool()
     known = inspect.signature(getattr(model, "forward", model)).parameters.values()
     if all(one.kind is not one.VAR_KEYWORD for one in known):  # a tokenizer may tell more than a model takes
         encoded = {one.name: encoded[one.name] for one in known if one.name in encoded}
+    return of_encoded(model, tokenizer, encoded, words, question)
+
+
+def of_encoded(
+    model: Any,
+    tokenizer: Any,
+    encoded: Mapping[str, torch.Tensor],
+    words: torch.Tensor,
+    question: Question,
+    score: Callable[[Any], torch.Tensor] | None = None,
+    layer: torch.nn.Module | None = None,
+    **fixed: Any,
+) -> dict[str, Any]:
+    """``of_text`` of any output, for a text that is the model's input already: of each tensor one row.
+
+    ``words`` says of each token whether it may be taken away; the others have no attribution. ``score`` makes of the
+    model's output a number a row, or rows x outputs: its logits unless said. ``layer`` is the embedding that reads the
+    text, where it is not the model's own, and ``fixed`` what the model is told beside.
+    """
     device = getattr(model, "device", torch.device("cpu"))
-    ids = encoded.pop("input_ids")[0].to(device)
+    with torch.inference_mode(False):  # what was made in it could not be multiplied with what has gradients
+        inputs = {name: value.to(device).clone() for name, value in encoded.items()}
+        words = words.to(device).clone()
+    ids = inputs.pop("input_ids")[0]
     silent = next((n for n in (tokenizer.pad_token_id, tokenizer.unk_token_id) if n is not None), 0)
-    blank = torch.where(special.to(device), ids, silent)
 
     def forward(rows: torch.Tensor) -> Any:
-        others = {name: value.to(device).expand(len(rows), -1) for name, value in encoded.items()}
-        return model(input_ids=rows, **others)
+        others = {name: value.expand(len(rows), *value.shape[1:]) for name, value in inputs.items()}
+        output = model(input_ids=rows, **others, **fixed)
+        return output if score is None else score(output)
 
-    layer = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    found = of_tokens(forward, layer, ids, blank, question)
-    score, baseline_score = scores(forward, torch.stack((ids, blank)), question.target)
+    layers = _embeddings(model) if layer is None else [layer]
+    found = of_tokens(forward, layers, ids, torch.where(words, silent, ids), question)
+    by_token = found.attributions.sum(-1) if found.attributions.dim() == 2 else found.attributions
     return {
         "tokens": tokenizer.convert_ids_to_tokens(ids.tolist()),
-        "attributions": (found.sum(-1) if found.dim() == 2 else found).tolist(),
-        "score": score,
-        "baseline_score": baseline_score,
+        "attributions": by_token.tolist(),
+        "score": found.score,
+        "baseline_score": found.baseline_score,
     }
+
+
+def _embeddings(model: Any) -> list[torch.nn.Module]:
+    """The model's embedding of tokens, and what shares its weights: an encoder and a decoder have one each."""
+    layer = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if layer is None:
+        return []
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    twins = [one for one in modules if isinstance(one, torch.nn.Embedding) and one.weight is layer.weight]
+    return [layer, *(one for one in twins if one is not layer)]
 
 
 def scores(forward: Callable[[torch.Tensor], Any], inputs: torch.Tensor, target: Any) -> list[float]:
@@ -189,28 +251,43 @@ def has_gradients(forward: Callable[[torch.Tensor], Any], inputs: torch.Tensor) 
 class _Embedded:
     """The model from its embedding's output on."""
 
-    def __init__(self, forward: Callable[[torch.Tensor], Any], layer: torch.nn.Module, ids: torch.Tensor) -> None:
+    def __init__(
+        self, forward: Callable[[torch.Tensor], Any], layers: Sequence[torch.nn.Module], ids: torch.Tensor
+    ) -> None:
         self._forward = forward
-        self._layer = layer
+        self._layers = layers
         self._ids = ids
 
     def vectors(self, ids: torch.Tensor) -> torch.Tensor:
         """The embedding of each token: 1 x tokens x parts."""
-        bag = isinstance(self._layer, torch.nn.EmbeddingBag)
+        layer = self._layers[0]
+        bag = isinstance(layer, torch.nn.EmbeddingBag)
         with torch.no_grad():
-            return self._layer(ids[:, None])[None] if bag else self._layer(ids[None])
+            return layer(ids[:, None])[None] if bag else layer(ids[None])
 
     def __call__(self, vectors: torch.Tensor) -> Any:
-        def instead(layer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        rows = self._ids.expand(len(vectors), -1)
+        thread, first = threading.get_ident(), True
+
+        def instead(layer: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+            nonlocal first
+            if threading.get_ident() != thread:  # a prediction beside this
+                return None
+            read, first = first, False
             if isinstance(layer, torch.nn.EmbeddingBag):
                 return {"sum": vectors.sum, "mean": vectors.mean, "max": vectors.amax}[layer.mode](dim=1)
-            return vectors.reshape(output.shape)
+            if read or (args and torch.equal(args[0], rows)):
+                return vectors.reshape(output.shape)
+            if args and args[0].shape == rows.shape and torch.equal(args[0][:, 1:], rows[:, :-1]):
+                return torch.cat((output[:, :1], vectors[:, :-1]), 1)  # a decoder reads it again, one place on
+            return None
 
-        hook = self._layer.register_forward_hook(instead)
+        hooks = [layer.register_forward_hook(instead) for layer in self._layers]
         try:
-            return self._forward(self._ids.expand(len(vectors), -1))
+            return self._forward(rows)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
 
 def _integrated(forward: Any, inputs: torch.Tensor, baseline: Any, question: Question, steps: int) -> torch.Tensor:
@@ -283,12 +360,22 @@ def _captum() -> Any:
 def of_output(target: Any) -> Iterator[None]:
     """With gradients, whatever the caller's mode; a ``target`` that the model has not is the request's error (400)."""
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with _uncompiled(), torch.inference_mode(False), torch.enable_grad():
             yield
     except (IndexError, AssertionError) as error:  # Captum's two ways to say so
         if not _raised_in_captum(error):
             raise
         raise PredictionException(f"The model has no output {target!r} to explain: {error}", 400) from error
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """A compiled model as it was written: what would be compiled now had our hooks in it, for predictions too."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        yield
+        return
+    with _STANCE, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _raised_in_captum(error: BaseException) -> bool:

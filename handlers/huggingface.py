@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from handlers import compilation, device, explanations, tasks
 from handlers.base import BaseHandler
 from handlers.errors import HandlerLoadError, PredictionException
-from handlers.tasks.base import Example, ImageTask, TextTask
+from handlers.tasks.base import Example, ImageTask, TextTask, unfolded
 from handlers.timer import timed
 from handlers.vision import heed_pixel_limit
 
@@ -32,13 +33,13 @@ class HuggingFace(BaseHandler):
         self.device = device.choose(context.system_properties.get("gpu_id"))
         self.map_location = self.device.type
         directory = Path(context.system_properties["model_dir"])
-        self.question = explanations.Question.read(config)
         trusted = config.get("trusted") is True
         try:
             self.task_name = tasks.choose(directory, config.get("task"), trusted)
         except HandlerLoadError as error:
             raise HandlerLoadError(f"{directory}: {error}") from None
         task_class = tasks.task_class(self.task_name)
+        self.question = explanations.Question.read(config, task_class.target)
         self.model, self.task = task_class.load(directory, trusted, config.get("parameters") or {})
         self.model.to(self.device).eval()
         self.model = compilation.compiled(self.model, config.get("pt2"))
@@ -68,23 +69,21 @@ class HuggingFace(BaseHandler):
         examples, encoded, output = data
         return self.task.answers(output, encoded, examples)
 
+    def _run(self, data: list[Any], mark: Callable[[str], Any]) -> list[Any]:
+        return super()._run([unfolded(row) for row in data] if self._is_explain() else data, mark)
+
     def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
         """Each row by itself: an attribution for each token of a text, or for each number of an image's tensor."""
-        if self.task_name != "text-classification" and not isinstance(self.task, ImageTask):
-            raise PredictionException(f"What has labels is explained, and the task is {self.task_name}.", 501)
         examples, _ = data_preprocess
         return self._insights_by_row(examples, raw_data)
 
-    def get_insights(self, tensor_data: Example, raw_data: Any, target: Any = 0) -> list[Any]:
-        labels = getattr(self.task.config, "label2id", None) or {}
+    def get_insights(self, tensor_data: Example, raw_data: Any, target: Any = None) -> list[Any]:
+        """What the task makes of a row's ``target``: a label, an entity, a second text ..."""
+        target = self.asked.get("target") if isinstance(self.asked, Mapping) else None  # as it came: "007" is a text
         if isinstance(target, (bytes, bytearray)):
             target = target.decode(errors="replace")
-        question = self.question.of(self.asked, labels.get(target, target) if isinstance(target, str) else target)
-        if isinstance(self.task, ImageTask):
-            pixels = self.task.encode([tensor_data])["pixel_values"].to(self.device, self.model.dtype)
-            return explanations.attributions(lambda x: self.task.scores(self.model(x)), pixels, question).tolist()
-        text, pair, _ = tensor_data
-        return [explanations.of_text(self.model, self.task.tokenizer, text, question, pair, self.task.limit)]
+        question = self.question.of(self.asked, self.question.target if target in (None, "") else target)
+        return [self.task.explain(self.model, tensor_data, question)]
 
     def describe_handle(self) -> dict[str, Any]:
         """The task, the parameters that a request may have, and the architecture."""

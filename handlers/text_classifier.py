@@ -89,8 +89,8 @@ class TextClassifier(TextHandler):
         blank = torch.zeros_like(indices)  # the text that says nothing
         layer = getattr(self.model, "embedding", None)
         question = self.question.of(self.asked, target)
-        found = explanations.of_tokens(self._texts, layer, indices, blank, question)
-        score, baseline_score = explanations.scores(self._texts, torch.stack((indices, blank)), target)
+        layers = [] if layer is None else [layer]
+        found, score, baseline_score = explanations.of_tokens(self._texts, layers, indices, blank, question)
         in_bag = found.dim() == 2 and isinstance(layer, torch.nn.EmbeddingBag)
         importances = self.summarize_attributions(found.sum(0, keepdim=True) if in_bag else found)
         return [

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from handlers import explanations
 from handlers.errors import HandlerLoadError, PredictionException
+from handlers.explanations import Question
 from handlers.vision import ToRGB, from_base64, open_image
 
+MOST_EXPLAINED = 16  # explanations of one request: each is as much work as one alone
 _RGB = ToRGB()
+_OF_EXPLANATIONS = tuple(field.name for field in dataclasses.fields(Question))
 
 
 class Parameter(NamedTuple):
@@ -61,6 +67,7 @@ class Task(ABC):
     auto: ClassVar[str]  # transformers' class that loads such a model
     parameters: ClassVar[Mapping[str, Parameter]] = {}
     unneeded: ClassVar[tuple[str, ...]] = ()  # beginnings of weights that may be missing, because nothing asks for them
+    target: ClassVar[Any] = None  # what an explanation is of, unless somebody says; None is what the model answers
 
     def __init__(self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.directory = directory
@@ -138,6 +145,10 @@ class Task(ABC):
         return model(**encoded.to(device))
 
     @abstractmethod
+    def explain(self, model: Any, example: Example, question: Question) -> Any:
+        """What each part of the input had to do with ``question.target``. Raises PredictionException."""
+
+    @abstractmethod
     def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
         """One answer for each."""
 
@@ -183,7 +194,7 @@ class TextTask(Task):
         core.no_truncation()
 
         def length(row: Any) -> int:
-            tokens = len(core.encode(*self.inputs(_said(row)[0])).ids)
+            tokens = len(core.encode(*self.inputs(_said(unfolded(row))[0])).ids)
             return tokens if self.limit is None else min(tokens, self.limit)
 
         return length
@@ -214,6 +225,13 @@ class TextTask(Task):
     def tokenize(self, texts: Any, pairs: Any = None, **how: Any) -> Any:
         return self.tokenizer(texts, pairs, truncation=self.limit is not None, max_length=self.limit, **how)
 
+    def words(self, encoded: Any) -> torch.Tensor:
+        """Of one row that was tokenized: which tokens are the first text's, and not the frame's or the pair's."""
+        if self.tokenizer.is_fast:
+            return torch.tensor([part == 0 for part in encoded.sequence_ids(0)])
+        ids = encoded["input_ids"][0].tolist()
+        return torch.tensor(self.tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True)) == 0
+
     def kept(self, encoded: Any) -> Any:
         """Without what this model does not take: a tokenizer may tell more."""
         for name in [name for name in encoded if name not in self._takes]:
@@ -223,6 +241,8 @@ class TextTask(Task):
 
 class ImageTask(Task):
     """Rows are images: their bytes, or base64 text. Pillow and numpy prepare them, as the folder says."""
+
+    target = 0
 
     def __init__(self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         super().__init__(directory, config, options, defaults)
@@ -243,6 +263,12 @@ class ImageTask(Task):
     def forward(self, model: Any, encoded: Any, device: Any) -> Any:
         return model(**encoded.to(device, model.dtype))
 
+    def explain(self, model: Any, example: Example, question: Question) -> Any:
+        """A number for each number of the image's tensor, nested as that is."""
+        question = question.about(output_number(question.target, self.config.label2id))
+        pixels = self.encode([example])["pixel_values"].to(model.device, model.dtype)
+        return explanations.attributions(lambda x: self.scores(model(x)), pixels, question)[0].tolist()
+
     def scores(self, output: Any) -> torch.Tensor:
         """How much of each label a model's output says that there is, rows x labels: what is explained."""
         return output.logits
@@ -256,6 +282,52 @@ class ImageTask(Task):
 def floats(tensor: torch.Tensor) -> torch.Tensor:
     """Of full precision, where numpy and JSON can have it."""
     return tensor.float().cpu()
+
+
+def output_number(target: Any, labels: Mapping[str, int] | None) -> int:
+    """Of the output that is asked for by its label or its number. Raises PredictionException."""
+    labels = labels or {}
+    found = labels.get(target) if isinstance(target, str) else None
+    found = number(target) if found is None else found
+    if found is None:
+        there = listed(sorted(labels, key=lambda label: labels[label]))
+        raise PredictionException(f"There is no label {target!r:.100}; there are {there}.", 400)
+    return found
+
+
+def number(target: Any) -> int | None:
+    """The number that a target is, in JSON or as a form's text; None where it is none."""
+    if isinstance(target, str):
+        with contextlib.suppress(ValueError):
+            return int(target)
+    return target if type(target) is int else None
+
+
+def fields(target: Any) -> Mapping[str, Any] | None:
+    """The object that a target is, in JSON or as a form's text; None where it is none."""
+    if isinstance(target, str) and target.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            target = json.loads(target)
+    return target if isinstance(target, Mapping) else None
+
+
+def listed(names: Iterable[Any]) -> str:
+    """The first of them, for a message."""
+    found = [str(name)[:100] for name in names]
+    return ", ".join([*found[:20], *(["..."] if len(found) > 20 else [])]) or "none"
+
+
+def unfolded(row: Any) -> Any:
+    """A row that is to be explained, with what its JSON says of that as fields of its own, as a form has them."""
+    if not isinstance(row, Mapping):
+        return row
+    name = next((name for name in ("data", "body") if row.get(name) is not None), None)
+    value = row if name is None else row[name]
+    if not isinstance(value, Mapping) or value.keys().isdisjoint(_OF_EXPLANATIONS):
+        return row
+    said = {key: value[key] for key in _OF_EXPLANATIONS if key in value}
+    rest = {key: item for key, item in value.items() if key not in said}
+    return {**({} if name is None else row), (name or "body"): rest, **said}
 
 
 def _said(row: Any) -> tuple[Any, Any]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from handlers.tasks.base import COUNT, Example, ImageTask, TextTask, floats, one_of
+from handlers import explanations
+from handlers.explanations import Question
+from handlers.tasks.base import COUNT, Example, ImageTask, TextTask, floats, one_of, output_number
 
 _FUNCTIONS = one_of("softmax", "sigmoid", "none")
 
@@ -18,6 +20,12 @@ class TextClassification(TextTask):
     auto = "AutoModelForSequenceClassification"
     pairs = True
     parameters = {"top_k": COUNT, "function_to_apply": _FUNCTIONS}
+    target = 0
+
+    def explain(self, model: Any, example: Example, question: Question) -> Any:
+        """An attribution for each token of the text, and of its pair."""
+        question = question.about(output_number(question.target, self.config.label2id))
+        return explanations.of_text(model, self.tokenizer, example.value, question, example.pair, self.limit)
 
     def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
         return [

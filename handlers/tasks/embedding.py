@@ -9,11 +9,52 @@ from typing import Any
 
 import torch
 
-from handlers.errors import HandlerLoadError
+from handlers import explanations
+from handlers.errors import HandlerLoadError, PredictionException
+from handlers.explanations import Question
 from handlers.tasks.base import FLAG, Example, TextTask, floats
 
 
-class FeatureExtraction(TextTask):
+class _Vectors(TextTask):
+    """Texts that are compared by a vector each."""
+
+    def pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """A vector for each text, of its tokens' vectors; rows x tokens x parts, and rows x tokens x 1."""
+        return _mean(hidden, mask)
+
+    def explain(self, model: Any, example: Example, question: Question) -> Any:
+        """What makes a text like another, ``target``: an attribution for each of its tokens, for the cosine of both."""
+        other = question.target
+        if not isinstance(other, str) or not other.strip():
+            raise PredictionException(
+                f"The explanation of {'an embedding' if other is None else repr(other)[:100]} needs two texts: the one "
+                'that is explained as "inputs" (of a form, data), and the one that it is compared with as "target".',
+                400,
+            )
+        encoded = self.encode([example])
+
+        def vectors(output: Any, inputs: Any) -> torch.Tensor:
+            hidden = output.last_hidden_state.float()
+            mask = inputs["attention_mask"].to(hidden.device, hidden.dtype).clone().unsqueeze(-1)
+            return self.pooled(hidden, mask.expand(len(hidden), -1, -1))
+
+        with torch.inference_mode():
+            compared = self.encode([Example(*self.inputs(other), {})])
+            whole = vectors(self.forward(model, compared, model.device), compared)
+        with torch.inference_mode(False):
+            vector = whole.clone()
+        found = explanations.of_encoded(
+            model,
+            self.tokenizer,
+            encoded,
+            self.words(encoded),
+            question.about(0),
+            lambda output: torch.cosine_similarity(vectors(output, encoded), vector),
+        )
+        return {"target": other, **found}
+
+
+class FeatureExtraction(_Vectors):
     """For each token of the text its vector, as nested lists."""
 
     auto = "AutoModel"
@@ -25,7 +66,7 @@ class FeatureExtraction(TextTask):
         return [vectors[real].tolist() for vectors, real in zip(hidden, mask)]
 
 
-class SentenceEmbedding(TextTask):
+class SentenceEmbedding(_Vectors):
     """One vector for the text, a list of floats of length 1: the mean of its tokens', or as ``1_Pooling`` says.
 
     ``normalize: false`` leaves its length as it is. With ``tokens: true`` it is ``{"embedding", "tokens"}``, which says
@@ -48,10 +89,13 @@ class SentenceEmbedding(TextTask):
         text, pair = super().inputs(value)
         return (text.lower() if self._lower else text), pair
 
+    def pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.cat([pool(hidden, mask) for pool in self._pools], dim=-1)
+
     def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
         hidden = output.last_hidden_state.float()
         mask = encoded["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        vectors = torch.cat([pool(hidden, mask) for pool in self._pools], dim=-1)
+        vectors = self.pooled(hidden, mask)
         unit = torch.nn.functional.normalize(vectors, dim=-1).tolist()
         if not any(example.parameters for example in examples):
             return unit

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from handlers import explanations
 from handlers.errors import HandlerLoadError, PredictionException
+from handlers.explanations import Question
 from handlers.tasks.base import COUNT, FLAG, FRACTION, POSITIVE, TEXT, Example, TextTask
 
 _NEW_TOKENS = 64  # where neither the request nor the folder's generation_config.json says
+_EXPLAINED = 64  # tokens of what is written whose probability is explained
+_AT_ONCE = 8  # rows of an explanation: each has a score for every word of the vocabulary at every token
 
 
 class Group(NamedTuple):
@@ -65,6 +71,65 @@ class _Generation(TextTask):
     def forward(self, model: Any, encoded: list[Group], device: Any) -> list[torch.Tensor]:
         return [model.generate(**group.inputs.to(device), **group.how) for group in encoded]
 
+    def explain(self, model: Any, example: Example, question: Question) -> Any:
+        """What had it written: an attribution for each token of the text, for the logarithm of the probability of what
+        is written after it.
+
+        That is what the model itself writes, up to 64 tokens and without the one that ends it; or ``target``.
+        """
+        [group] = self.encode([example])
+        group.inputs.to(model.device)
+        if question.target is None:
+            with torch.inference_mode():
+                written = model.generate(**group.inputs, **group.how)[0].tolist()
+            tokens = self._written(written, len(self._begun(model, group)), model)
+            tokens, why = tokens[:_EXPLAINED], "The model writes nothing after this text; say what as the target."
+        else:
+            tokens = self._tokens(example, question.target) if isinstance(question.target, str) else []
+            why = f"The target {question.target!r:.100} is no text that could be written after the text."
+        if not tokens:
+            raise PredictionException(why, 400)
+        if len(tokens) > _EXPLAINED:
+            have = f"The target has {len(tokens)} tokens"
+            raise PredictionException(f"{have}, and {_EXPLAINED} are explained at most.", 400)
+        found = self._explained(model, group, tokens, question)
+        return {"target": self.tokenizer.decode(tokens, skip_special_tokens=True), **found}
+
+    def _written(self, written: list[int], begun: int, model: Any) -> list[int]:
+        """Of all that generate gave what is new, to where it ends."""
+        ends = model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        new = written[begun:]
+        return new[: next((place for place, token in enumerate(new) if token in ends), None)]
+
+    @abstractmethod
+    def _begun(self, model: Any, group: Group) -> list[int]:
+        """The tokens after which writing begins."""
+
+    @abstractmethod
+    def _tokens(self, example: Example, target: str) -> list[int]:
+        """What is to be written, as tokens."""
+
+    @abstractmethod
+    def _explained(self, model: Any, group: Group, tokens: list[int], question: Question) -> dict[str, Any]: ...
+
+    def _of_tokens(
+        self, model: Any, encoded: Any, words: torch.Tensor, tokens: list[int], question: Question, layer: Any = None
+    ) -> dict[str, Any]:
+        """``explanations.of_encoded`` for the probability of ``tokens``, those that the last places are about."""
+        wanted = torch.tensor(tokens, device=model.device)
+
+        def score(output: Any) -> torch.Tensor:
+            logits = output.logits[:, -len(tokens) :].float().log_softmax(-1)
+            return logits.gather(-1, wanted.expand(len(logits), -1).unsqueeze(-1)).sum((1, 2))
+
+        at_once = question.internal_batch_size or _AT_ONCE
+        question = dataclasses.replace(question, target=0, internal_batch_size=at_once)
+        fixed = {"use_cache": False} if "use_cache" in self._takes else {}
+        if "logits_to_keep" in self._takes:
+            fixed["logits_to_keep"] = len(tokens)
+        return explanations.of_encoded(model, self.tokenizer, encoded, words, question, score, layer, **fixed)
+
     def answers(self, output: list[torch.Tensor], encoded: list[Group], examples: Sequence[Example]) -> list[Any]:
         answers: list[Any] = [None] * len(examples)
         for group, written in zip(encoded, output):
@@ -103,6 +168,31 @@ class TextGeneration(_Generation):
             raise PredictionException(f"The text is too long: {what}.", 400)
         return example
 
+    def _begun(self, model: Any, group: Group) -> list[int]:
+        return group.inputs["input_ids"][0].tolist()
+
+    def _tokens(self, example: Example, target: str) -> list[int]:
+        """As the tokenizer cuts both texts up together, where that leaves the first one as it is."""
+        alone, both = (
+            self.tokenizer(text, add_special_tokens=False).input_ids for text in (example.value, example.value + target)
+        )
+        if both[: len(alone)] == alone:
+            return both[len(alone) :]
+        return self.tokenizer(target, add_special_tokens=False).input_ids
+
+    def _explained(self, model: Any, group: Group, tokens: list[int], question: Question) -> dict[str, Any]:
+        begun = self._begun(model, group)
+        whole = [*begun, *tokens]
+        if self.limit is not None and len(whole) > self.limit:
+            what = f"{len(begun)} tokens, with {len(tokens)} written, are more than the model's {self.limit}"
+            raise PredictionException(f"The text is too long to be explained: {what}.", 400)
+        ids = torch.tensor([whole[:-1]])  # nothing comes after the last
+        words = torch.zeros(ids.shape[1], dtype=torch.bool)
+        words[: len(begun)] = self.words(group.inputs)
+        encoded = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found = self._of_tokens(model, encoded, words, tokens, question)
+        return {**found, **{name: found[name][: len(begun)] for name in ("tokens", "attributions")}}
+
     def _text(self, ids: torch.Tensor, group: Group, example: Example) -> str:
         new = self.tokenizer.decode(ids[group.inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return example.value + new if example.parameters.get("return_full_text", True) else new
@@ -123,6 +213,21 @@ class Text2TextGeneration(_Generation):
 
     def encode(self, examples: Sequence[Example]) -> list[Group]:
         return super().encode([e._replace(value=self._before(e.parameters) + e.value) for e in examples])
+
+    def _begun(self, model: Any, group: Group) -> list[int]:
+        said = model.generation_config
+        forced = group.how.get("forced_bos_token_id", said.forced_bos_token_id)
+        start = said.bos_token_id if said.decoder_start_token_id is None else said.decoder_start_token_id
+        return [start] if forced is None else [start, forced]
+
+    def _tokens(self, example: Example, target: str) -> list[int]:
+        return self.tokenizer(text_target=target, add_special_tokens=False).input_ids
+
+    def _explained(self, model: Any, group: Group, tokens: list[int], question: Question) -> dict[str, Any]:
+        words, encoder = self.words(group.inputs), model.get_encoder()
+        begun = torch.tensor([[*self._begun(model, group), *tokens[:-1]]])
+        encoded = {**group.inputs, "decoder_input_ids": begun}
+        return self._of_tokens(model, encoded, words, tokens, question, encoder.get_input_embeddings())
 
     def _before(self, parameters: Mapping[str, Any]) -> str:
         """What stands before a text with these parameters."""

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from handlers import explanations
 from handlers.errors import HandlerLoadError, PredictionException
-from handlers.tasks.base import COUNT, Example, TextTask, floats
+from handlers.explanations import Question
+from handlers.tasks.base import COUNT, Example, TextTask, fields, floats, number
 
 _STRIDE = 128  # tokens that a part of a long context has in common with the next
 
@@ -19,7 +21,17 @@ class Windows(NamedTuple):
     inputs: Any
     row: list[int]  # whose part it is
     inside: torch.Tensor  # windows x tokens: which tokens are the context's
+    words: torch.Tensor  # likewise, which are the question's or the context's
     offsets: list[list[tuple[int, int]]]  # where in the context each stands
+
+
+class Span(NamedTuple):
+    """The likeliest part of a context: ``first`` to ``last`` are tokens of ``window``."""
+
+    score: float
+    window: int
+    first: int
+    last: int
 
 
 class QuestionAnswering(TextTask):
@@ -65,25 +77,80 @@ class QuestionAnswering(TextTask):
             **how,
         )
         count = len(encoded["input_ids"])
-        inside = torch.tensor([[part == 1 for part in encoded.sequence_ids(index)] for index in range(count)])
+        parts = [encoded.sequence_ids(index) for index in range(count)]
+        inside = torch.tensor([[part == 1 for part in row] for row in parts])
+        words = torch.tensor([[part is not None for part in row] for row in parts])
         row = encoded.pop("overflow_to_sample_mapping", torch.arange(count)).tolist()
         offsets = encoded.pop("offset_mapping").tolist()
-        return Windows(self.kept(encoded), row, inside, offsets)
+        return Windows(self.kept(encoded), row, inside, words, offsets)
 
     def forward(self, model: Any, encoded: Windows, device: Any) -> Any:
         return super().forward(model, encoded.inputs, device)
 
+    def explain(self, model: Any, example: Example, question: Question) -> Any:
+        """What made the answer begin and end where it does: a list of two, with an attribution for each token.
+
+        Their scores are the two logits. ``target`` asks for one of them (start, end), or for other tokens of the
+        context, ``{"start": 9, "end": 10}``, counted from 0 in the part of it that the answer was found in.
+        """
+        windows = self.encode([example])
+        with torch.inference_mode():
+            output = self.forward(model, windows, model.device)
+        [best] = self._best(output, windows, [example])
+        real = windows.inputs["attention_mask"][best.window].cpu().bool()
+        encoded = {name: value[best.window : best.window + 1, real] for name, value in windows.inputs.items()}
+        shift = int((~real[: best.first]).sum())  # padding on the left
+        answer = {"start": best.first - shift, "end": best.last - shift}
+        context = windows.inside[best.window, real].nonzero().flatten().tolist()
+
+        def explained(side: str, token: int) -> dict[str, Any]:
+            found = explanations.of_encoded(
+                model,
+                self.tokenizer,
+                encoded,
+                windows.words[best.window, real],
+                question.about(token),
+                lambda output: output[f"{side}_logits"],
+            )
+            return {"target": {side: token}, **found}
+
+        asked = _sides(question.target, answer, context)
+        found = [explained(side, token) for side, token in asked.items()]
+        return found if len(found) > 1 else found[0]
+
     def answers(self, output: Any, encoded: Windows, examples: Sequence[Example]) -> list[Any]:
+        answers = []
+        for example, best in zip(examples, self._best(output, encoded, examples)):
+            places = encoded.offsets[best.window]
+            start, end = places[best.first][0], places[best.last][1]
+            answer = (example.pair or "")[start:end]
+            answers.append({"score": best.score, "start": start, "end": end, "answer": answer})
+        return answers
+
+    def _best(self, output: Any, encoded: Windows, examples: Sequence[Example]) -> list[Span]:
         starts = floats(output.start_logits).masked_fill(~encoded.inside, -torch.inf).softmax(-1)
         ends = floats(output.end_logits).masked_fill(~encoded.inside, -torch.inf).softmax(-1)
-        best: list[dict[str, Any]] = [{"score": -1.0}] * len(examples)
+        best = [Span(-1.0, 0, 0, 0)] * len(examples)
         for window, row in enumerate(encoded.row):
             longest = examples[row].parameters.get("max_answer_len", 15)
             together = torch.outer(starts[window], ends[window]).triu().tril(longest - 1)
             score, place = together.flatten().max(0)
-            if float(score) > best[row]["score"]:
-                first, last = divmod(int(place), len(together))
-                start, end = encoded.offsets[window][first][0], encoded.offsets[window][last][1]
-                answer = (examples[row].pair or "")[start:end]
-                best[row] = {"score": float(score), "start": start, "end": end, "answer": answer}
+            if float(score) > best[row].score:
+                best[row] = Span(float(score), window, *divmod(int(place), len(together)))
         return best
+
+
+def _sides(target: Any, answer: Mapping[str, int], context: list[int]) -> dict[str, int]:
+    """Which of start and end is asked about, and for which token. Raises PredictionException."""
+    if target is None:
+        return {**answer}
+    if isinstance(target, str) and target in answer:
+        return {target: answer[target]}
+    said = {side: number(token) for side, token in (fields(target) or {}).items()}
+    if not said or not said.keys() <= answer.keys() or not set(said.values()) <= set(context):
+        raise PredictionException(
+            f'The target {target!r:.100} is none of start, end and {{"start": {answer["start"]}, "end": '
+            f"{answer['end']}}}; the context's tokens are {context[0]} to {context[-1]}.",
+            400,
+        )
+    return said  # type: ignore[return-value]

