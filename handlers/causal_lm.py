@@ -13,6 +13,7 @@ import torch
 from handlers import placement
 from handlers.degrees import degrees
 from handlers.errors import HandlerLoadError, PredictionException
+from handlers.unexplained import refuse_explanations
 
 _NEW_TOKENS = 64  # where a row does not say
 
@@ -55,6 +56,7 @@ class CausalLM:
         self._end = [end] if isinstance(end, int) else list(end or ())
 
     def handle(self, data: list[Any], context: Any) -> list[Any]:
+        refuse_explanations("causal_lm", context)
         answers: list[Any] = [None] * len(data)
         asked: dict[int, _Asked] = {}
         for index, row in enumerate(data):

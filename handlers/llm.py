@@ -16,6 +16,7 @@ from handlers.degrees import degrees, layout
 from handlers.engines.detokenizer import Detokenizer
 from handlers.engines.engine import Engine, GenerationRequest, Logprob, Sampling
 from handlers.errors import HandlerLoadError, PredictionException
+from handlers.unexplained import refuse_explanations
 
 _NEW_TOKENS = 256  # where neither request nor configuration says how many
 _STOPS = 16
@@ -104,6 +105,7 @@ class LanguageModel:
     async def handle(self, data: list[Any], context: Any) -> list[Any]:
         if context.get_request_header(0, "describe") == "True":
             return [self.describe_handle() for _ in data]
+        refuse_explanations("llm", context)
         return list(await asyncio.gather(*(self._answer(index, row, context) for index, row in enumerate(data))))
 
     def describe_handle(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -15,7 +16,10 @@ import torch
 import transformers
 from folders import LONG, MINILM, SHORT, Served, bert, explained, gpt2, nllb, t5, tokenizer
 
-from handlers.context import Row
+from handlers.causal_lm import CausalLM
+from handlers.context import Context, Row
+from handlers.errors import PredictionException
+from handlers.llm import LanguageModel
 
 pytest.importorskip("captum")
 pytestmark = pytest.mark.usefixtures("alike")
@@ -453,3 +457,22 @@ def test_without_gradients_tokens_are_taken_away(tmp_path: Path) -> None:
     found = explained(served, body=asked)
     assert any(found["attributions"][1:3]) and any(found["attributions"][4:-1])
     assert "no gradients" in refused(served, body={**asked, "method": "integrated_gradients"})
+
+
+def test_handlers_that_only_generate_name_the_one_that_explains(language_model: Path, begin: Any) -> None:
+    config = {"parameters": {"max_new_tokens": 6}, "explain": {"steps": 300}}
+    served = Served(language_model, **config)
+    found = explained(served, data=b"Once upon")
+    assert "".join(found["tokens"]).replace("\u0120", " ") == "Once upon"
+    sums(found, 0.03)
+
+    context, row = Context("m", str(language_model), {}), {"body": {"prompt": "Once upon", "max_new_tokens": 2}}
+    handler = CausalLM()
+    handler.initialize(context)
+    assert len(handler.handle([row], begin(context))[0]["tokens"]) == 2
+    with pytest.raises(PredictionException, match="causal_lm explains nothing.*handler=huggingface") as raised:
+        handler.handle([row], begin(context, explain="True"))
+    assert raised.value.error_code == 501
+    with pytest.raises(PredictionException, match="llm explains nothing.*text-generation") as raised:
+        asyncio.run(LanguageModel().handle([row], begin(context, explain="True")))
+    assert raised.value.error_code == 501
