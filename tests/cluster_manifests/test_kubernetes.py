@@ -147,6 +147,33 @@ def test_ports_agree() -> None:
     assert taken < {int(number) for number in expose.split()[1:]}
 
 
+def test_grpc_s_name_gives_the_pods_that_have_its_port() -> None:
+    service = MANIFESTS["grpc.yaml"]
+    args = application(SERVE)["args"]
+    (served,) = service["spec"]["ports"]
+    assert service["spec"]["clusterIP"] == "None"  # calls are balanced by clients, connections by nobody
+    assert served["port"] == args["grpc"]["port"]
+    selector = dict(service["spec"]["selector"])
+    assert selector.pop("ray.io/serve") == "true"
+    for group in GROUPS:
+        assert selector.items() <= group["template"]["metadata"]["labels"].items()
+        assert port(group, served["targetPort"]) == served["port"]
+    assert args["grpc"]["max_connection_age"] > 0  # else who is connected never hears of another pod
+    page = (CLUSTER / "README.md").read_text()
+    assert f"dns:///{service['metadata']['name']}.{KUSTOMIZATION['namespace']}:{served['port']}" in page
+
+
+def test_management_by_grpc_is_open_to_whom_management_is() -> None:
+    """KubeRay's service of the head has every port of its container."""
+    args = application(SERVE)["args"]
+    assert port(HEAD, "grpc-manage") == args["grpc"]["management_port"]
+    rules = [
+        {p["port"] for p in rule["ports"]} for rule in MANIFESTS["network.yaml"]["spec"]["ingress"] if "ports" in rule
+    ]
+    ports = {args["management"]["port"], args["grpc"]["management_port"]}
+    assert [ports <= rule for rule in rules if ports & rule] == [True]
+
+
 def test_strangers_reach_the_inference_port_alone() -> None:
     policy = MANIFESTS["network.yaml"]["spec"]
     label = policy["podSelector"]["matchLabels"]
