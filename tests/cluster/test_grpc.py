@@ -88,7 +88,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     well_known = resources.files("grpc_tools") / "_proto"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", f"-I{well_known}"]
     command += [f"--python_out={folder}", f"--grpc_python_out={folder}", "inference.proto", "management.proto"]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     return folder
 
 
@@ -100,7 +100,7 @@ def client(server: Server, stubs: Path) -> Run:
         command = [sys.executable, str(CLIENT), *words]
         command += ["--inference", where["inference"], "--management", where["management"]]
         env = {**os.environ, "PYTHONPATH": str(stubs)}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
     return run
 
@@ -136,5 +136,5 @@ def test_a_models_life_by_grpc_alone(server: Server, client: Run, tmp_path: Path
 def test_both_ports_tell_probes_that_they_are_well(server: Server) -> None:
     for address in server.process.grpc.values():
         with grpc.insecure_channel(address) as channel:
-            status = HealthStub(channel).Check(HealthCheckRequest(), timeout=10).status
+            status = HealthStub(channel).Check(HealthCheckRequest(), timeout=60).status
         assert status == HealthCheckResponse.SERVING

@@ -77,7 +77,7 @@ class Installation:
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=300,
         )
 
     def start_in_the_foreground(self, *words: str) -> subprocess.Popen[str]:
@@ -102,7 +102,7 @@ class Installation:
         url = f"{self.management}/models/{model}"
         return httpx.get(url, headers=self.key("management"), timeout=30).json()[0]
 
-    def wait(self, condition: Callable[[], bool], patience: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], patience: float = 180.0) -> None:
         deadline = time.monotonic() + patience
         while not condition():
             assert time.monotonic() < deadline, (self.folder / "logs/config/torchrelay/logs/server.log").read_text()
@@ -135,7 +135,7 @@ def test_a_torchserve_users_day(installation: Installation, tmp_path: Path) -> N
     here.wait(lambda: here.predict("echo", b"hello").text == "hello")
     described = here.describe("echo")
     assert (described["batchSize"], described["responseTimeout"]) == (4, 33)
-    unasked = httpx.post(f"{here.inference}/predictions/echo", content=b"x", verify=here.trust)
+    unasked = httpx.post(f"{here.inference}/predictions/echo", content=b"x", verify=here.trust, timeout=60)
     assert (unasked.status_code, unasked.json()["type"]) == (400, "InvalidKeyException")
     with pytest.raises(httpx.HTTPError):
         httpx.get(here.inference.replace("https", "http") + "/ping")
@@ -160,7 +160,7 @@ def test_a_torchserve_users_day(installation: Installation, tmp_path: Path) -> N
         assert here.run("--stop").stdout == "TorchServe has stopped.\n"
         log = foreground.stdout.read()
         assert "late--1.0" in log
-        assert foreground.wait(30) == 0
+        assert foreground.wait(120) == 0
     finally:
         foreground.kill()
         foreground.wait()
