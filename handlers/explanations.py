@@ -208,7 +208,8 @@ def of_encoded(
 
     layers = _embeddings(model) if layer is None else [layer]
     found = of_tokens(forward, layers, ids, torch.where(words, silent, ids), question)
-    by_token = found.attributions.sum(-1) if found.attributions.dim() == 2 else found.attributions
+    by_part = found.attributions.float()
+    by_token = by_part.sum(-1) if by_part.dim() == 2 else by_part
     return {
         "tokens": tokenizer.convert_ids_to_tokens(ids.tolist()),
         "attributions": by_token.tolist(),
