@@ -22,6 +22,7 @@ import tritonclient.http
 from openai import OpenAI
 
 from serve_app.client import Client, ServerError
+from serve_app.client.grpc import GrpcClient
 from serve_app.proto import inference_pb2, inference_pb2_grpc, management_pb2, management_pb2_grpc
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
@@ -127,6 +128,18 @@ def ours(client: Client) -> Told:
     yield "put aside, and answered later", told == (ONES + RAMP).tolist()
 
 
+def ours_by_grpc(inference: str, management: str) -> Told:
+    """The same client by gRPC: the same calls, and a stream of them."""
+    with GrpcClient(inference, management) as client:
+        told = client.infer("simple", {"INPUT0": ONES, "INPUT1": RAMP})
+        yield f"1 - 15 is {told['OUTPUT1'][0, 15]}", (told["OUTPUT1"] == ONES - RAMP).all()
+        answers = client.infer_stream("simple", ({"INPUT0": ONES * n, "INPUT1": RAMP} for n in (1, 2, 3)))
+        totals = [int(answer.arrays["OUTPUT0"][0, 0]) for answer in answers]
+        yield f"three over one stream: {totals}", totals == [1, 2, 3]
+        [described] = client.describe("simple")
+        yield f"described: version {described['modelVersion']}", described["workers"][0]["status"] == "READY"
+
+
 def main() -> int:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--grpc", default="127.0.0.1:7070", help="the inference port")
@@ -148,6 +161,7 @@ def main() -> int:
             ("TorchServe's gRPC", lambda: torchserve(at.grpc, at.grpc_management)),
             ("httpx", plain),
             ("serve_app.client", lambda: ours(client)),
+            ("the same, gRPC", lambda: ours_by_grpc(at.grpc, at.grpc_management)),
         ]
         if "rhymes" in served:
             rounds.append(("openai", openai))

@@ -1,4 +1,7 @@
-"""A typed client of everything that a server speaks over HTTP: ``Client``, and ``AsyncClient`` for asyncio."""
+"""A typed client of everything that a server speaks over HTTP: ``Client``, and ``AsyncClient`` for asyncio.
+
+The same by gRPC is in ``serve_app.client.grpc``, which only those load who use it.
+"""
 
 from serve_app.client.errors import (
     AccessDenied,

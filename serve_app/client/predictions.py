@@ -15,7 +15,7 @@ from serve_app.client.pieces import Chunks
 
 Urgency = Literal["high", "normal", "low"]
 # As TorchServe has them where nobody calls them otherwise (runtime.header_key_sequence_...).
-_SEQUENCE, _ENDS = "ts_request_sequence_id", "ts_request_sequence_end"
+SEQUENCE, ENDS = "ts_request_sequence_id", "ts_request_sequence_end"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Prediction:
     @property
     def sequence(self) -> str:
         """The sequence that the call belonged to, as the next call of it names it; empty where it was of none."""
-        return self.headers.get(_SEQUENCE, "")
+        return self.headers.get(SEQUENCE, "")
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -161,9 +161,9 @@ def asked(
     if kind:
         named["content-type"] = kind
     if sequence:
-        named[_SEQUENCE] = sequence
+        named[SEQUENCE] = sequence
     if ends:
-        named[_ENDS] = "true"
+        named[ENDS] = "true"
     if priority != "normal":
         named["x-request-priority"] = priority
     where = path("explanations" if explain else "predictions", model, version)

@@ -207,6 +207,8 @@ class Port:
             try:
                 if rights:
                     self._admit(rpc, *rights)
+                if many:
+                    context.begin()  # its requests may come: some clients wait with them
                 await answer(each(data) if many else _parsed(parse, data), rpc)
                 code = _OK
                 rpc.finish()

@@ -123,6 +123,12 @@ class Context:
     def set_trailing_metadata(self, fields: Sequence[tuple[str, str]]) -> None:
         self._trailers = fields
 
+    def begin(self) -> None:
+        """Tell the caller that its call is let in, before there is anything to say."""
+        if not self._begun and not self._ended:
+            self._begun = True
+            self._stream.head(_HEAD)
+
     async def write(self, message: Any) -> None:
         """Send a message of a stream; it waits for a client that reads slowly."""
         self._send(message)
@@ -231,9 +237,7 @@ class Context:
             raise Refused(_Code.RESOURCE_EXHAUSTED, words, "response_too_large")
         if self._ended:
             return
-        if not self._begun:
-            self._begun = True
-            self._stream.head(_HEAD)
+        self.begin()
         self._stream.send(_PREFIX.pack(0, len(data)) + data)
 
     def _expired(self) -> None:

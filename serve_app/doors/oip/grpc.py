@@ -19,6 +19,7 @@ from serve_app.doors.oip.convert import Inference, Parameter
 from serve_app.doors.streaming import whole
 from serve_app.errors import InvalidBody, MethodNotAllowed, QueueFull, VersionExists
 from serve_app.proto import open_inference_grpc_pb2 as messages
+from serve_app.proto.contents import CONTENTS
 from serve_app.settings import Settings
 from serve_app.tensors import Tensor
 from serve_app.types import Reply, ReplyStream, VersionRow
@@ -31,17 +32,6 @@ TABLE: Table = {
     MethodNotAllowed: StatusCode.PERMISSION_DENIED,  # the model API is switched off
     VersionExists: StatusCode.ALREADY_EXISTS,
     QueueFull: StatusCode.RESOURCE_EXHAUSTED,
-}
-# The list of typed contents that holds a datatype; FP16 and BF16 have none.
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "INT64": "int64_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
 }
 _FINAL = "triton_final_response"
 _WANTS_FINAL = "triton_enable_empty_final_response"
@@ -218,18 +208,18 @@ def write(asked: Inference, reply: Reply, raw: bool) -> messages.ModelInferRespo
     """The answer, ``raw`` where the request was, or where an output has no other form."""
     outputs = convert.outputs(asked, reply)
     response = messages.ModelInferResponse(model_name=asked.model, model_version=reply.version, id=asked.id)
-    raw = raw or any(tensor.datatype not in _CONTENTS for tensor in outputs)
+    raw = raw or any(tensor.datatype not in CONTENTS for tensor in outputs)
     for tensor in outputs:
         output = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         if raw:
             response.raw_output_contents.append(bytes(tensor.data))
         else:
-            getattr(output.contents, _CONTENTS[tensor.datatype]).extend(tensor.values())
+            getattr(output.contents, CONTENTS[tensor.datatype]).extend(tensor.values())
     return response
 
 
 def _typed(tensor: Any) -> Tensor:
-    kind = _CONTENTS.get(tensor.datatype)
+    kind = CONTENTS.get(tensor.datatype)
     if kind is None and tensor.datatype in ("FP16", "BF16"):
         raise InvalidBody(f"The input {tensor.name}: {tensor.datatype} has no typed contents; send raw_input_contents.")
     others = [field.name for field, _ in tensor.contents.ListFields() if field.name != kind]
