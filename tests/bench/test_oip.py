@@ -55,7 +55,7 @@ def test_what_is_sent_comes_back(server):
         oip.mebibyte("raw", address, "m", True),
         oip.mebibyte("json", address, "m", False),
     ):
-        result = contender.measure(Load(connections=1, seconds=1, warmup=0.1))
+        result = contender.measure(Load(connections=1, seconds=3, warmup=0.1))
         assert result.requests > 0
         assert result.failed == 0
 
