@@ -129,6 +129,7 @@ class DataPlane:
         bounded = False  # by the model, more tightly than by the caller
         try:
             if call.expired:
+                self.find(call.model, call.version)  # what is not there is not late
                 raise DeadlineExceeded(call.model, 0.0)
             self._lot = lot = traffic.after(self._lot)
             try:

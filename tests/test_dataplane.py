@@ -190,6 +190,13 @@ def test_everybody_who_wants_to_hears_of_each_table() -> None:
     asyncio.run(main())
 
 
+def test_what_is_not_there_is_not_late() -> None:
+    p = plane(TableReader(table(v1="ready")))
+    for call, error in ((Call("nobody"), ModelNotFound), (Call("m", "9.9"), VersionNotFound)):
+        with pytest.raises(error):
+            asyncio.run(p.infer(replace(call, deadline=time.time() - 1)))
+
+
 def test_a_deadline_that_passed_is_answered_at_once() -> None:
     async def main() -> None:
         with pytest.raises(DeadlineExceeded):

@@ -16,17 +16,20 @@ from serve_app.doors.metrics import MetricsDoor, Render
 from serve_app.doors.oip.rest import OpenInferenceDoor
 from serve_app.doors.openai.inference import OpenAIDoor
 from serve_app.doors.openapi.door import OpenAPIDoor
+from serve_app.doors.openapi.methods import Methods
 from serve_app.doors.torchserve.inference import InferenceDoor
 from serve_app.doors.torchserve.management import ManagementDoor
 from serve_app.doors.torchserve.socket import SocketDoor
 from serve_app.doors.torchserve.workflows import WorkflowDoor
-from serve_app.errors import RelayError
+from serve_app.errors import MethodNotAllowed, RelayError
 from serve_app.settings import Settings
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
 from serve_app.types import Access
 
 _log = logging.getLogger("torchrelay.doors")
+# TorchServe's predictions take every one of them. TRACE, CONNECT and what somebody made up are refused everywhere.
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"))
 _CALLER_LEFT = 499  # in the access log only: nobody was there to get an answer
 
 
@@ -75,8 +78,11 @@ class App:
         access: AccessLog | None,
         always: tuple[tuple[bytes, bytes], ...] = EVERY_ANSWER,
         sockets: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None,
+        *,
+        methods: Methods,
     ) -> None:
         self._door = door
+        self._methods = methods
         self._sockets = sockets  # what answers where a WebSocket is asked for
         self._count = count  # a status that was answered
         self._access = access
@@ -89,6 +95,10 @@ class App:
         started = time.perf_counter()
         exchange = Exchange(scope, receive, send, self._always)
         try:
+            if exchange.method not in _METHODS:
+                raise MethodNotAllowed()
+            if exchange.method == "OPTIONS":
+                self._allow(exchange)
             await self._door.answer(exchange)
         except CallerLeft:
             pass
@@ -99,12 +109,18 @@ class App:
                 raise
             if not known:
                 _log.error("%s failed: a fault of this server", exchange.request_id, exc_info=error)
+            if isinstance(error, MethodNotAllowed):
+                self._allow(exchange, exchange.method)
             await self._door.refuse(exchange, error)
         finally:
             if self._count is not None and exchange.status:
                 self._count(exchange.status)
             if self._access is not None:
                 self._write(self._access, exchange, time.perf_counter() - started)
+
+    def _allow(self, exchange: Exchange, but: str = "") -> None:
+        if (methods := self._methods.allow(exchange.path, but)) is not None:
+            exchange.say(b"allow", methods)
 
     def _write(self, access: AccessLog, exchange: Exchange, seconds: float) -> None:
         scope = exchange.scope
@@ -149,11 +165,13 @@ def inference_app(
     if control is not None:
         others.append(DeferralDoor(plane, control))
     others.append(OpenAIDoor(plane, settings))
-    others.append(OpenAPIDoor(openapi.inference(settings.inference.also_management)))
+    document = openapi.inference(settings.inference.also_management)
+    others.append(OpenAPIDoor(document))
     if render is not None:
         others.append(MetricsDoor(render, settings, lambda: plane.access))
     sockets = SocketDoor(plane, settings, meters.response, access)
-    return App(Doors(door, *others), meters.response, access, every_answer(settings.inference), sockets)
+    always, methods = every_answer(settings.inference), Methods(document)
+    return App(Doors(door, *others), meters.response, access, always, sockets, methods=methods)
 
 
 def replay(plane: DataPlane, settings: Settings) -> Replay:
@@ -171,18 +189,22 @@ def management_app(
 ) -> App:
     """What answers on the management port; with ``render``, the metrics too."""
     doors: list[Door] = [ManagementDoor(control, settings), WorkflowDoor(control, settings)]
-    doors.append(OpenAPIDoor(openapi.management()))
+    document = openapi.management()
+    doors.append(OpenAPIDoor(document))
     if render is not None:
         doors.append(MetricsDoor(render, settings, lambda: control.access))
-    return App(Doors(*doors), meters and meters.rest, access, every_answer(settings.inference))
+    always, methods = every_answer(settings.inference), Methods(document)
+    return App(Doors(*doors), meters and meters.rest, access, always, methods=methods)
 
 
 def metrics_app(
     render: Render, settings: Settings, access: Callable[[], Access | None], meters: Meters | None = None
 ) -> App:
     """What answers on the metrics port."""
-    doors = Doors(MetricsDoor(render, settings, access), OpenAPIDoor(openapi.metrics()))
-    return App(doors, meters and meters.rest, None, every_answer(settings.inference))
+    document = openapi.metrics()
+    doors = Doors(MetricsDoor(render, settings, access), OpenAPIDoor(document))
+    always, methods = every_answer(settings.inference), Methods(document)
+    return App(doors, meters and meters.rest, None, always, methods=methods)
 
 
 async def _decline(scope: Scope, receive: Receive, send: Send) -> None:

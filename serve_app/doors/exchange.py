@@ -91,6 +91,10 @@ class Exchange:
         self._receive = receive
         self._send = send
 
+    def say(self, name: bytes, value: bytes) -> None:
+        """A header of the answer, whoever gives it."""
+        self._always = (*self._always, (name, value))
+
     async def body(self, limit: int) -> bytes:
         """The whole body. Raises TooLarge as soon as it is known to be over ``limit`` bytes, and CallerLeft."""
         announced = self.headers.get("content-length")

@@ -175,7 +175,7 @@ def test_a_name_that_no_route_can_have(server: Server, tmp_path: Path, name: str
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"url": ["a.mar"]}', b'{"url": "a.mar", "batch_size": "many"}'])
 def test_a_body_that_cannot_be_read(server: Server, body: bytes) -> None:
     answer = server.management.post("/models", content=body, headers={"content-type": "application/json"})
-    assert refusal(answer)[:2] == (500, "JsonSyntaxException")
+    assert refusal(answer)[:2] == (400, "JsonSyntaxException")
 
 
 @pytest.mark.parametrize("path", ["/predictions/served", "/%70redictions/served"])

@@ -159,8 +159,21 @@ def test_a_port_says_its_document(inference: Any) -> None:
     assert {"/metrics", "/openapi.json"} < set(DOCUMENTS["metrics"]["paths"])
 
 
+@pytest.mark.parametrize("port", ["inference", "management", "both"])
+def test_a_refused_method_is_told_which_there_are(ports: dict[str, Any], port: str) -> None:
+    for path, operations in DOCUMENTS[port]["paths"].items():
+        here = {"id": "m" if path.startswith("/v1/models/") else "0" * 32, "url_path": "v1/completions"}
+        answer = ports[port]("TRACE", re.sub(r"\{(\w+)\}", lambda found, here=here: here.get(found[1], "m"), path))
+        assert answer.status == 405, path
+        allowed = set(answer["allow"].split(", "))
+        assert {method.upper() for method in operations} <= allowed <= {*METHODS, "HEAD", "OPTIONS"}, path
+    refused = ports[port]("DELETE", "/openapi.json")
+    assert (refused.status, refused["allow"]) == (405, "GET, HEAD, OPTIONS")
+
+
 # Answers
 
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 CHECKED = ("status_code_conformance", "content_type_conformance", "response_headers_conformance")
 CHECKED += ("response_schema_conformance",)
 

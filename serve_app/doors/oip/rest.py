@@ -42,7 +42,7 @@ class OpenInferenceDoor:
 
     async def answer(self, exchange: Exchange) -> None:
         if exchange.method == "OPTIONS":
-            return await exchange.reply(204, [(b"allow", b"GET, HEAD, POST, OPTIONS")], b"")
+            return await exchange.reply(204, [], b"")
         match exchange.segments[1:]:
             case ["models", model, "infer"]:
                 await self._infer(exchange, model, None)

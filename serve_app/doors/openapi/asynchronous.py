@@ -44,7 +44,7 @@ _PATHS: Json = {
         "get": operation(
             "deferral",
             "How far it is.",
-            {"200": answer("So far.", schema("Deferral")), **DIALECT.refusals(400, 404, 500)},
+            {"200": answer("So far.", schema("Deferral")), **DIALECT.refusals(400, 404, 500, 503)},
             _ID,
         ),
         "delete": operation(
@@ -53,7 +53,7 @@ _PATHS: Json = {
             {
                 "200": answer("It stops.", schema("Deferral")),
                 "204": answer("It is forgotten."),
-                **DIALECT.refusals(400, 404, 500),
+                **DIALECT.refusals(400, 404, 500, 503),
             },
             _ID,
         ),
@@ -65,7 +65,7 @@ _PATHS: Json = {
             {
                 "200": answer("The answer, under its own content type."),
                 "202": answer("It has none yet.", schema("Deferral")),
-                **DIALECT.refusals(400, 404, 410, 500),
+                **DIALECT.refusals(400, 404, 410, 500, 503),
                 "default": {"description": "The answer's own status."},
             },
             _ID,

@@ -73,7 +73,7 @@ _SCHEMAS = {
     ),
 }
 
-_TRUTH = text(pattern="^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee])$")
+_TRUTH = text("Whatever is not true is false.")
 _WAITS = in_query("synchronous", "true: the answer waits for the workers.", _TRUTH)
 
 
@@ -167,7 +167,7 @@ _PATHS: Json = {
             "models",
             "List the models by name.",
             {"200": answer("A page of models.", schema("Models")), **DIALECT.refusals(400, 500)},
-            in_query("limit", "The most models on a page: 0 to 100; what is not is 100.", integer()),
+            in_query("limit", "The most models on a page: 0 to 100; what is not, or is no number, is 100."),
             in_query("next_page_token", "Where the page begins: the nextPageToken of the page before.", text()),
         ),
         "post": operation(

@@ -122,6 +122,11 @@ _PATHS: Json = {
         in_query("model_name", "The model."),
     ),
     "/wfpredict/{workflow_name}": _calls("wfpredict", "Ask a workflow.", in_path("workflow_name", "The workflow.")),
+    "/": {
+        "get": operation(
+            "v1_live", "Whether this server answers. KServe's version 1.", {"200": answer("It does.", schema("Status"))}
+        )
+    },
     "/ping": {
         "get": operation(
             "ping",

@@ -128,7 +128,7 @@ MEANING = {
     404: "There is no such thing.",
     405: "There is no such method, or the model API is off.",
     409: "It is there already, or something else that is in force stands against it.",
-    410: "The state of the sequence is gone.",
+    410: "The state of the sequence, or the answer, is gone.",
     413: "The body is larger than inference.max_request_size.",
     422: "The body is no document of this kind.",
     424: "The model's handler failed.",

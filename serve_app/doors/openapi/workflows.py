@@ -81,7 +81,7 @@ WORKFLOWS = Part(
                 "workflows",
                 "List workflows by name.",
                 {"200": answer("A page of them.", schema("Workflows")), **DIALECT.refusals(400, 500)},
-                in_query("limit", "How many at most: 0 to 100.", integer()),
+                in_query("limit", "How many at most: 0 to 100; what is not, or is no number, is 100."),
                 in_query("next_page_token", "Where the page begins."),
             ),
             "post": operation(

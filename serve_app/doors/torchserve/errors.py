@@ -22,7 +22,7 @@ class TokenRefused(errors.AccessDenied):
 
 
 class JsonSyntaxError(errors.InvalidBody):
-    """``JsonSyntaxError(message)``: a registration's JSON body that cannot be read; TorchServe takes it on itself."""
+    """``JsonSyntaxError(message)``: a registration's JSON body that cannot be read. TorchServe's status is 500."""
 
 
 class NodeFailed(errors.OfStep, errors.WorkerDied):
@@ -42,7 +42,7 @@ class NodeFailed(errors.OfStep, errors.WorkerDied):
 TABLE: dict[type[BaseException], tuple[int, str]] = {
     Exception: (500, "InternalServerException"),
     errors.BadRequest: (400, "BadRequestException"),
-    JsonSyntaxError: (500, "JsonSyntaxException"),
+    JsonSyntaxError: (400, "JsonSyntaxException"),
     errors.InvalidArchive: (400, "InvalidModelException"),
     errors.InvalidWorkflow: (400, "InvalidWorkflowException"),
     errors.InvalidGraph: (400, "InvalidDAGException"),

@@ -93,7 +93,7 @@ class InferenceDoor:
         return None
 
     async def _root(self, exchange: Exchange) -> None:
-        if exchange.method == "GET":  # how KServe's first protocol asks whether a server lives
+        if exchange.method in ("GET", "HEAD"):  # how KServe's first protocol asks whether a server lives
             return await errors.reply_json(exchange, {"status": "alive"})
         if exchange.method != "OPTIONS":
             raise MethodNotAllowed()

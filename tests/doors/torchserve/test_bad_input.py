@@ -242,7 +242,7 @@ def test_the_same_version_twice(register) -> None:
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"null", b'{"url": "m.mar", "batch_size": "many"}'])
 def test_json_that_is_none(management, body: bytes) -> None:
-    assert refused(management()("POST", "/models", body, JSON))[:2] == (500, "JsonSyntaxException")
+    assert refused(management()("POST", "/models", body, JSON))[:2] == (400, "JsonSyntaxException")
 
 
 def test_a_number_in_a_query_that_is_none_is_no_error(management) -> None:

@@ -45,7 +45,7 @@ SAID = [
     (errors.MissingParameter("url"), 400, "BadRequestException", "Parameter url is required."),
     (errors.InvalidBody("no"), 400, "BadRequestException", "no"),
     (errors.InvalidInput("no"), 400, "BadRequestException", "no"),
-    (JsonSyntaxError("no"), 500, "JsonSyntaxException", "no"),
+    (JsonSyntaxError("no"), 400, "JsonSyntaxException", "no"),
     (errors.InvalidArchive("a.mar", "no"), 400, "InvalidModelException", "a.mar: no"),
     (errors.DownloadFailed("u", "w"), 400, "DownloadArchiveException", "Failed to download archive from: u"),
     (errors.InstallFailed("m", "no"), 400, "ModelException", "Custom pip package installation failed for model m"),

@@ -321,7 +321,7 @@ def test_a_null_in_json_says_nothing(management) -> None:
 def test_json_that_cannot_be_read(management, body: bytes, says: str) -> None:
     answer = management()("POST", "/models", body, {"Content-Type": "application/json"})
     status, kind, message = refused(answer)
-    assert (status, kind) == (500, "JsonSyntaxException")
+    assert (status, kind) == (400, "JsonSyntaxException")
     assert says in message
 
 
@@ -431,7 +431,7 @@ def test_a_scale_whose_body_cannot_be_read(management) -> None:
     app = management()
     app.shelf.put(spec())
     answer = app("PUT", "/models/noop", b'{"min_worker": "many"}', {"Content-Type": "application/json"})
-    assert refused(answer) == (500, "JsonSyntaxException", 'min_worker must be an integer, and is "many".')
+    assert refused(answer) == (400, "JsonSyntaxException", 'min_worker must be an integer, and is "many".')
     assert app.shelf.asked == []
 
 
