@@ -22,11 +22,13 @@ async def load(control: ControlPlane, model: str, parameters: Mapping[str, Any],
     it is. Raises RelayError.
     """
     for key in parameters:
-        if key not in ("url", "workers"):
+        if key == "config" or key.startswith("file:"):
             raise Unsupported(
                 f"The parameter {short(key)} of a load is not served: a model's configuration and files are its "
                 "archive's. There are url and workers."
             )
+        if key not in ("url", "workers"):
+            raise InvalidBody(f"A load has no parameter {short(key)}. There are url and workers.")
     url, workers = parameters.get("url"), _workers(parameters.get("workers"))
     try:
         found = await control.describe(model) if url is None else []

@@ -297,6 +297,16 @@ def test_a_handlers_own_words_and_a_fault_of_it(ask: Any, models: Any) -> None:
     assert (answer.status_code, answer.json()) == (500, {"error": "Prediction failed"})
 
 
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [("config", 501, "is not served"), ("file:1/model.pt", 501, "is not served"), ("wrokers", 400, "url and workers")],
+)
+def test_what_a_load_cannot_be_told(ask: Any, name: str, status: int, words: str) -> None:
+    answer = ask("POST", "/v2/repository/models/plain/load", json.dumps({"parameters": {name: "x"}}).encode())
+    assert answer.status_code == status
+    assert name in answer.json()["error"] and words in answer.json()["error"]
+
+
 def test_keys(ask: Any, models: Any) -> None:
     def key(name: str, *rights: str, models: tuple[str, ...] = ("*",)) -> tuple[bytes, Grant]:
         return sha256(name.encode()).digest(), Grant(frozenset(rights), models)
