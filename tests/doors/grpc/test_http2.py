@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import itertools
 import logging
 import random
 import socket
@@ -53,6 +54,7 @@ from serve_app.doors.grpc.frames import (
     frame,
 )
 from serve_app.doors.grpc.headers import Reader
+from serve_app.doors.grpc.messages import Messages, Refused
 from serve_app.doors.grpc.server import Context, Limits, Server
 
 Made = Callable[..., "Served"]
@@ -302,6 +304,33 @@ def test_messages_that_are_compressed(served: Made) -> None:
         ("12", "Messages may be identity, deflate, gzip, not snappy."),
         ("13", "The message is marked as compressed, and its call names no encoding."),
     ]
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.binary(max_size=300).map(lambda data: data * 40)), max_size=6),
+    st.lists(st.integers(1, 200), min_size=1, max_size=20),
+)
+def test_messages_are_the_same_however_they_are_cut(sent: list[tuple[bool, bytes]], cuts: list[int]) -> None:
+    framed = [gzip.compress(data) if compressed else data for compressed, data in sent]
+    wire = b"".join(
+        struct.pack(">BI", compressed, len(data)) + data for (compressed, _), data in zip(sent, framed, strict=True)
+    )
+    messages, got = Messages("gzip", 100_000), []
+    for cut in itertools.cycle(cuts):
+        if not wire:
+            break
+        got += messages.feed(wire[:cut])
+        wire = wire[cut:]
+        assert messages.partial or wire or len(got) == len(sent)
+    assert got == [data for _, data in sent]
+
+
+def test_a_message_is_inflated_as_it_comes() -> None:
+    bomb = gzip.compress(bytes(20_000_000))
+    messages = Messages("gzip", 10_000_000)
+    assert messages.feed(struct.pack(">BI", 1, len(bomb)) + bomb[: len(bomb) // 4]) == []
+    with pytest.raises(Refused, match="is inflated and is larger than inference.max_request_size"):
+        messages.feed(bomb[len(bomb) // 4 : -len(bomb) // 4])  # nobody waits for its end
 
 
 def test_what_is_too_large_names_its_setting(served: Made) -> None:
