@@ -151,9 +151,12 @@ class VisionHandler(BaseHandler):
         if not value:
             raise PredictionException("There is no image: send it as the body, or as the form field data.", 400)
         try:
-            return torch.tensor(value, dtype=torch.float32)
-        except (TypeError, ValueError) as error:
+            tensor = torch.tensor(value, dtype=torch.float32)
+        except (TypeError, ValueError, OverflowError) as error:
             raise PredictionException(f"The input is neither image nor JSON list of numbers: {error}", 400) from error
+        if not tensor.dim():
+            raise PredictionException("The input is a single number, and neither image nor JSON list of numbers.", 400)
+        return tensor
 
 
 def heed_pixel_limit(context: Any) -> None:

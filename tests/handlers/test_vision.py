@@ -184,6 +184,7 @@ def test_a_broken_image_fails_alone(classify: Any, china: Image.Image) -> None:
         "not an image in base64": {"body": "no base64!"},
         "There is no image": {"name": "x"},
         "neither image nor JSON list of numbers": {"body": ["a"]},
+        "a single number": {"body": True},
     }
     (answer, *errors), _ = classify([{"body": content}, *broken.values()])
     assert len(answer) == 5
