@@ -6,13 +6,14 @@ import math
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from parts import Server, make_archive
+from parts import Pulse, Server, make_archive
 from safetensors.torch import load_file
 
 from handlers.causal_lm import CausalLM
@@ -104,11 +105,15 @@ def test_two_ranks_answer_as_one_and_are_replaced_together(server: Server, llama
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert all(rank["held"] == pytest.approx(whole / 2, rel=0.02) for rank in ranks)
 
-    with Generation(server) as load:
+    with Generation(server) as load, Pulse() as pulse:
         server.wait(lambda: len(load.answers) > 10, what="answers before the kill")
+        killed = time.monotonic()
         os.kill(ranks[1]["pid"], signal.SIGKILL)
         server.wait(lambda: load.failed, patience=60, what="an error for the rows in flight")
+        failed = time.monotonic()
+        assert failed - killed - pulse.stood(killed) < 5
         server.wait(lambda: load.answers[-1][0] == 200, patience=60, what="an answer of the next replica")
+        assert time.monotonic() - failed - pulse.stood(failed) < 20
     assert {status for status, _ in load.failed} <= {500, 503}, load.failed
     assert any("Worker died" in text for _, text in load.failed)
     [said] = server.client.describe("halves")
