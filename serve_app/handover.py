@@ -31,7 +31,7 @@ def is_tensor(given: Input) -> bool:
 def unpacked(value: Value, alone: str) -> tuple[Input, ...]:
     """A whole answer as the inputs of a step: each of its tensors, or itself under the name ``alone``."""
     if value[1] == PACKED:
-        return tuple(_input(tensor) for tensor in tensors.unpack(value[0]))
+        return tuple(Input(*tensor.sent()) for tensor in tensors.unpack(value[0]))
     return (Input(alone, *value),)
 
 
@@ -98,10 +98,6 @@ def _without_tensors(value: Value) -> Value:
 
 def _tensor(given: Input) -> Tensor:
     return tensors.received(given.name, given.value, given.content_type or "")
-
-
-def _input(tensor: Tensor) -> Input:
-    return Input(tensor.name, bytes(tensor.data), tensor.content_type)
 
 
 def _value(tensor: Tensor) -> Value:

@@ -27,7 +27,7 @@ _AXES = 32
 _LARGEST = 2**63 - 1  # bytes that a shape may stand for
 _NO_JSON = ("FP16", "BF16")
 _FLOATS = ("FP32", "FP64")
-_SHORT = 512  # bytes of a header that is remembered
+SHORT = 512  # bytes of a header that is remembered
 _PAGE = 4096  # bytes up to which a copy takes less time than a view
 _HEAD = struct.Struct("<I")  # the length in front of an element of BYTES
 
@@ -62,8 +62,12 @@ class Tensor(NamedTuple):
 
     @property
     def content_type(self) -> str:
-        """Datatype and shape, as an input of a call carries them; see ``received``."""
+        """Datatype and shape."""
         return _media_type(self.datatype, self.shape)
+
+    def sent(self) -> tuple[str, bytes, str]:
+        """Name, bytes and content type, of which an input of a call is made; ``received`` is the way back."""
+        return self.name, bytes(self.data), self.content_type
 
     def array(self) -> np.ndarray:
         """A copy that may be written to; BF16 as float32, BYTES as objects of ``bytes``."""
@@ -109,17 +113,17 @@ class Layout(NamedTuple):
     datatype: str
     shape: tuple[int, ...]
     size: int
+    content_type: str  # the tensor's
 
-    def filled(self, data: Buffer) -> Tensor:
-        """The tensor of these bytes. Raises InvalidInput where they are not as many as datatype and shape say."""
-        name, datatype, shape, size = self
-        if datatype == "BYTES":
-            _count(name, size, data)
-        elif len(data) != size:
+    def check(self, data: Buffer) -> None:
+        """Raises InvalidInput where these bytes are not as many as datatype and shape say."""
+        if self.datatype == "BYTES":
+            _count(self.name, self.size, data)
+        elif len(data) != self.size:
             raise InvalidInput(
-                f"The input {name}, {datatype} {list(shape)}, has {size} bytes as it says, and {len(data)} came."
+                f"The input {self.name}, {self.datatype} {list(self.shape)}, has {self.size} bytes as it says, and "
+                f"{len(data)} came."
             )
-        return Tensor(name, datatype, shape, data)
 
 
 _BINARY = "which has no form in JSON; ask for it as binary data (parameters.binary_data: true)."
@@ -127,13 +131,15 @@ _BINARY = "which has no form in JSON; ask for it as binary data (parameters.bina
 
 def layout(name: str, datatype: Any, shape: Any) -> Layout:
     """A tensor whose data is still to come. Raises InvalidInput where no tensor is so."""
-    size = _size(name, datatype, shape)
-    return Layout(name, datatype, tuple(shape), size)
+    size, shape = _size(name, datatype, shape), tuple(shape)
+    return Layout(name, datatype, shape, size, _media_type(datatype, shape))
 
 
 def raw(name: str, datatype: str, shape: Any, data: Buffer) -> Tensor:
     """A tensor of raw bytes. Raises InvalidInput where they are not as many as datatype and shape say."""
-    return layout(name, datatype, shape).filled(data)
+    made = layout(name, datatype, shape)
+    made.check(data)
+    return Tensor(name, datatype, made.shape, data)
 
 
 def listed(name: str, datatype: str, shape: Any, data: Any) -> Tensor:
@@ -218,22 +224,32 @@ def pack(tensors: Sequence[Tensor]) -> bytes:
 
 def unpack(body: Buffer) -> tuple[Tensor, ...]:
     """What ``pack`` made, without a copy of data that are large."""
-    view = memoryview(body) if len(body) > _PAGE else body
-    place = 4 + _HEAD.unpack_from(view)[0]
-    header = view[4:place]
+    header, data = parted(body)
+    place = 0
     tensors = []
-    for name, datatype, shape, size in _known(bytes(header)) if place < _SHORT else _packed(header):
-        tensors.append(Tensor(name, datatype, shape, view[place : place + size]))
+    for name, datatype, shape, size in listing(header):
+        tensors.append(Tensor(name, datatype, shape, data[place : place + size]))
         place += size
     return tuple(tensors)
 
 
-def _packed(header: Buffer) -> list[tuple[str, str, tuple[int, ...], int]]:
+def parted(body: Buffer) -> tuple[bytes, Buffer]:
+    """The header of what ``pack`` made, which ``listing`` reads, and all its data, not copied where they are large."""
+    place = 4 + int.from_bytes(body[:4], "little")
+    view = memoryview(body) if len(body) > _PAGE else body
+    return bytes(view[4:place]), view[place:]
+
+
+def listing(header: bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
     """Name, datatype, shape and bytes of each tensor behind a header of ``pack``."""
+    return _known(header) if len(header) < SHORT else _listing(header)
+
+
+def _listing(header: bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
     return [(name, datatype, tuple(shape), size) for name, datatype, shape, size in orjson.loads(header)]
 
 
-_known = lru_cache(maxsize=1024)(_packed)  # a model's answers begin alike
+_known = lru_cache(maxsize=1024)(_listing)  # a model's answers begin alike
 
 
 def _size(name: str, datatype: Any, shape: Any) -> int:

@@ -33,11 +33,11 @@ class Wanted:
 
 
 class Inference(NamedTuple):
-    """A request, read. No ``outputs``: all of them. ``parameters`` are the request's own."""
+    """A request, read: its tensors as a call carries them. No ``outputs``: all of them. ``parameters`` are its own."""
 
     model: str
     version: str | None
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Input, ...]
     outputs: tuple[Wanted, ...] = ()
     id: str = ""
     parameters: Mapping[str, Parameter] = MappingProxyType({})
@@ -57,7 +57,7 @@ def call(
     ``sequence_start`` and ``sequence_end`` become TorchServe's headers. Raises InvalidBody.
     """
     said = asked.parameters
-    inputs = tuple([Input(tensor.name, bytes(tensor.data), tensor.content_type) for tensor in asked.inputs])
+    inputs = asked.inputs
     if len(inputs) > 1 and len({part.name for part in inputs}) < len(inputs):
         names = [part.name for part in inputs]
         twice = next(name for name in names if names.count(name) > 1)

@@ -17,7 +17,8 @@ from serve_app.doors.oip import convert
 from serve_app.doors.oip.convert import Inference, Parameter, Wanted
 from serve_app.errors import InvalidBody
 from serve_app.signature import ANY, DATATYPES, Signature, short
-from serve_app.tensors import Layout, Tensor
+from serve_app.tensors import Layout
+from serve_app.types import Input, Reply
 
 LENGTH = "inference-header-content-length"
 _SHORT = 1024  # bytes of JSON in front of tensors that is remembered
@@ -28,7 +29,7 @@ _OBJECTS, _SCALARS = {dict}, {str, int, float, bool}
 class _Head(NamedTuple):
     """The JSON of a request; an input is a layout where its data are so many bytes behind."""
 
-    inputs: tuple[tuple[Tensor, None] | tuple[Layout, int], ...]
+    inputs: tuple[tuple[Input, None] | tuple[Layout, int], ...]
     outputs: tuple[Wanted, ...]
     id: str
     parameters: Mapping[str, Parameter]
@@ -48,17 +49,19 @@ def read(model: str, version: str | None, body: bytes, length: str | None) -> In
     head = _known(body[:size]) if size < len(body) and size <= _SHORT else _read_head(body[:size])
     place = size
     inputs = []
-    for tensor, behind in head.inputs:
+    for given, behind in head.inputs:
         if behind is not None:
             left = len(body) - place
             if behind > left:
                 raise InvalidBody(
-                    f"The input {short(tensor.name)}: binary_data_size is {behind}, and {left} bytes are left behind "
+                    f"The input {short(given.name)}: binary_data_size is {behind}, and {left} bytes are left behind "
                     "the JSON and the inputs before it."
                 )
-            tensor = tensor.filled(body[place : place + behind])  # a call has bytes
+            data = body[place : place + behind]
+            given.check(data)
+            given = Input(given.name, data, given.content_type)
             place += behind
-        inputs.append(tensor)
+        inputs.append(given)
     if place != len(body):
         raise InvalidBody(f"{len(body) - place} bytes behind the JSON belong to no input: binary_data_size says whose.")
     return Inference(model, version, tuple(inputs), head.outputs, head.id, head.parameters)
@@ -74,13 +77,13 @@ def _read_head(text: bytes) -> _Head:
 _known = lru_cache(maxsize=256)(_read_head)
 
 
-def _input(given: dict[str, Any]) -> tuple[Tensor, None] | tuple[Layout, int]:
+def _input(given: dict[str, Any]) -> tuple[Input, None] | tuple[Layout, int]:
     name, datatype, shape = _name(given, "input"), given.get("datatype"), given.get("shape")
     behind = _parameters(given).get("binary_data_size")
     if behind is None:
         if "data" not in given:
             raise InvalidBody(f"The input {short(name)} has no data, and its parameters no binary_data_size.")
-        return tensors.listed(name, datatype, shape, given["data"]), None
+        return Input(*tensors.listed(name, datatype, shape, given["data"]).sent()), None
     if type(behind) is not int or behind < 0:
         raise InvalidBody(f"The input {short(name)}: binary_data_size is {short(behind)}; it is a number of bytes.")
     return tensors.layout(name, datatype, shape), behind
@@ -104,31 +107,54 @@ def raw(model: str, version: str | None, body: bytes, signature: Signature | Non
                 rest *= 1 if axis == ANY else axis
             shape[shape.index(ANY)] = len(body) // rest if rest else 0
         tensor = tensors.raw(port.name, port.datatype, shape, body)
-    return Inference(model, version, (tensor,), parameters={"binary_data_output": True})
+    return Inference(model, version, (Input(*tensor.sent()),), parameters={"binary_data_output": True})
 
 
-def write(asked: Inference, model: str, version: str, outputs: Sequence[Tensor]) -> tuple[list[Any], int | None]:
-    """The pieces of the answer's body; the bytes of its JSON where raw tensors follow, else None.
+def write(asked: Inference, model: str, reply: Reply) -> tuple[bytes, int | None]:
+    """The answer's body; the bytes of its JSON where raw tensors follow, else None.
 
-    Raises InvalidInput for an output that has no form in JSON, and was to have one.
+    Raises InvalidInput for an output that is not there, or has no form in JSON and was to have one; HandlerSaid where
+    the handler answered with a status of its own.
     """
     everything = asked.parameters.get("binary_data_output") is True
+    if everything and not asked.outputs and reply.content_type == tensors.PACKED and reply.status == 200:
+        header, data = tensors.parted(reply.body)  # as it lies there: no tensor is taken out
+        once = asked.id or len(header) >= tensors.SHORT
+        head = (_describe if once else _described)(model, reply.version, asked.id, header)
+        return b"".join((head, data)), len(head)
+    outputs = convert.outputs(asked, reply)
     forms = [everything if one.binary is None else one.binary for one in asked.outputs] or [everything] * len(outputs)
     said, behind = [], []
     for tensor, binary in zip(outputs, forms):
         name, datatype, shape, data = tensor
         if binary:
-            size = {"binary_data_size": len(data)}
-            said.append({"name": name, "datatype": datatype, "shape": shape, "parameters": size})
+            said.append(_behind(name, datatype, shape, len(data)))
             behind.append(data)
         else:
             said.append({"name": name, "datatype": datatype, "shape": shape, "data": orjson.Fragment(tensor.json())})
+    head = _head(model, reply.version, asked.id, said)
+    return b"".join((head, *behind)), len(head) if behind else None
+
+
+def _head(model: str, version: str, id: str, outputs: list[dict[str, Any]]) -> bytes:
     answer: dict[str, Any] = {"model_name": model, "model_version": version}
-    if asked.id:
-        answer["id"] = asked.id
-    answer["outputs"] = said
-    head = orjson.dumps(answer)
-    return [head, *behind], len(head) if behind else None
+    if id:
+        answer["id"] = id
+    answer["outputs"] = outputs
+    return orjson.dumps(answer)
+
+
+def _behind(name: str, datatype: str, shape: Sequence[int], size: int) -> dict[str, Any]:
+    """An output whose data are so many bytes behind the JSON."""
+    return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
+
+
+def _describe(model: str, version: str, id: str, header: bytes) -> bytes:
+    """The JSON in front of packed tensors that have this header."""
+    return _head(model, version, id, [_behind(*one) for one in tensors.listing(header)])
+
+
+_described = lru_cache(maxsize=1024)(_describe)  # a model's answers begin alike
 
 
 def document(body: bytes) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from serve_app.proto import open_inference_grpc_pb2 as messages
 from serve_app.proto.contents import CONTENTS
 from serve_app.settings import Settings
 from serve_app.tensors import Tensor
-from serve_app.types import Reply, ReplyStream, VersionRow
+from serve_app.types import Input, Reply, ReplyStream, VersionRow
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -201,7 +201,8 @@ def read(request: messages.ModelInferRequest) -> Inference:
     outputs = [convert.wanted(output.name, _parameters(output.parameters)) for output in request.outputs]
     parameters = _parameters(request.parameters)
     model, version = request.model_name, request.model_version or None
-    return Inference(model, version, tuple(inputs), tuple(outputs), request.id, parameters)
+    given = tuple([Input(*tensor.sent()) for tensor in inputs])
+    return Inference(model, version, given, tuple(outputs), request.id, parameters)
 
 
 def write(asked: Inference, reply: Reply, raw: bool) -> messages.ModelInferResponse:

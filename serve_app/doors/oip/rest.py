@@ -91,7 +91,7 @@ class OpenInferenceDoor:
         if "prefer" in headers and await self._aside.take(exchange, model, version):
             return
         length = headers.get(framing.LENGTH)
-        body = await self._body(exchange)
+        body = await (self._body(exchange) if "content-encoding" in headers else exchange.body(self._limit))
         if length == "0":
             asked = framing.raw(model, version, body, self._plane.describe(model, version).signature)
         else:
@@ -104,7 +104,7 @@ class OpenInferenceDoor:
                 reply = await self._collected(reply)
         finally:
             watch.cancel()
-        pieces, head = framing.write(asked, model, reply.version, convert.outputs(asked, reply))
+        body, head = framing.write(asked, model, reply)
         sent = reply_headers(reply, typed=False)
         if reply.headers:
             exchange.yield_to(sent)
@@ -112,7 +112,6 @@ class OpenInferenceDoor:
             sent.append(JSON)
         else:
             sent += _OCTETS, (_LENGTH, b"%d" % head)
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if "accept-encoding" in headers and (coding := compression.asked(headers["accept-encoding"], len(body))):
             body = await compression.deflated(body, coding)
             sent.append((b"content-encoding", coding.encode()))

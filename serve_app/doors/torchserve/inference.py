@@ -77,6 +77,8 @@ class InferenceDoor:
         route = self._routes.get(segments[0])
         if route is not None:
             return route
+        if segments[-1] == "infer":  # another protocol's, and more frequent than all that follows
+            return None
         match segments:
             case ["v1", "models", asked] if asked.endswith((":predict", ":explain")):
                 return self._kserve_v1

@@ -14,10 +14,10 @@ from serve_app.doors.oip import convert
 from serve_app.doors.oip.convert import Inference, Wanted
 from serve_app.errors import HandlerSaid, InvalidBody, InvalidInput
 from serve_app.settings import RuntimeSettings
-from serve_app.types import Call, Reply
+from serve_app.types import Call, Input, Reply
 
 _X = tensors.of("x", np.arange(6, dtype=np.float32).reshape(2, 3))
-_ASKED = Inference("m", None, (_X,))
+_ASKED = Inference("m", None, (Input(*_X.sent()),))
 
 
 def _call(asked: Inference, **named: object) -> Call:
@@ -57,7 +57,7 @@ def test_parameters_that_are_none(said: dict) -> None:
 
 def test_two_inputs_of_one_name() -> None:
     with pytest.raises(InvalidBody, match="'x' is there twice"):
-        _call(_ASKED._replace(inputs=(_X, _X)))
+        _call(_ASKED._replace(inputs=_ASKED.inputs * 2))
 
 
 @given(st.permutations(["a", "b", "c"]), st.integers(0, 3))

@@ -23,6 +23,7 @@ from handlers import openai
 from handlers.engines.engine import Sampling
 from handlers.errors import PredictionException
 from serve_app import errors as tree
+from serve_app import tensors
 from serve_app.doors.oip import compression, errors, framing, generate
 from serve_app.errors import BadRequest, HandlerSaid
 from serve_app.types import Access, Grant, ModelRef, VersionRow
@@ -101,6 +102,26 @@ def test_some_outputs_binary_and_some_not(ask: Any) -> None:
     assert [o["name"] for o in said["outputs"]] == ["c", "b", "a"]
     assert [o.get("parameters") for o in said["outputs"]] == [{"binary_data_size": 4}, None, {"binary_data_size": 2}]
     assert answer.content[size:] == struct.pack("<f", 1.0) + b"\1\2"
+
+
+@pytest.mark.parametrize("size", [1, 5_000])
+@pytest.mark.parametrize("name", ["x", "n" * 600])
+@pytest.mark.parametrize("id", ["", "me"])
+def test_all_outputs_raw_are_the_same_as_each_by_its_name(ask: Any, size: int, name: str, id: str) -> None:
+    inputs = [
+        {"name": f"{name}{i}", "datatype": "UINT8", "shape": [size], "parameters": {"binary_data_size": size}}
+        for i in range(2)
+    ]
+    body = {"inputs": inputs, "parameters": {"binary_data_output": True}, **({"id": id} if id else {})}
+    answers = []
+    for more in ({}, {"outputs": [{"name": sent["name"]} for sent in inputs]}, {}):
+        head = orjson.dumps({**body, **more})
+        raw = bytes(i % 251 for i in range(2 * size))
+        length = str(len(head))
+        answers.append(ask("POST", "/v2/models/identity/infer", head + raw, inference_header_content_length=length))
+    lengths = {int(answer.headers["inference-header-content-length"]) for answer in answers}
+    assert len(lengths) == len({answer.content for answer in answers}) == 1
+    assert answers[0].content[lengths.pop() :] == raw
 
 
 def test_one_raw_tensor_without_json(ask: Any) -> None:
@@ -450,14 +471,15 @@ def test_whatever_comes_is_read_or_refused(said: Any, raw: bytes, off: int) -> N
         except BadRequest as error:
             assert len(str(error)) < 600
         else:
-            assert all(tensor.array().shape == tensor.shape for tensor in asked.inputs)
+            given = [tensors.received(part.name, part.value, part.content_type or "") for part in asked.inputs]
+            assert all(tensor.array().shape == tensor.shape for tensor in given)
 
 
 def test_the_same_words_before_other_bytes() -> None:
     length = str(len(HEAD))
     for numbers in ([1.0, 2.0], [3.0, 4.0]):
         asked = framing.read("m", None, HEAD + np.array(numbers, np.float32).tobytes(), length)
-        assert asked.inputs[0].values() == numbers
+        assert np.frombuffer(asked.inputs[0].value, np.float32).tolist() == numbers
         with pytest.raises(BadRequest, match="7 bytes are left behind"):
             framing.read("m", None, HEAD + b"1234567", length)
 
