@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +144,8 @@ CHANGES = sa.Table(
 
 _SETTING = "control.database_url"
 _PATIENCE = 10  # seconds to reach a server, or to wait for SQLite's lock
+_AGAIN = 0.01  # seconds between two looks at a lock that SQLite does not wait for
+_MIGRATION = 60  # seconds to wait for another process that brings SQLite's schema up to date
 _LOCK = 0x746F726368  # PostgreSQL's advisory lock of whoever brings the schema up to date
 
 
@@ -267,31 +272,44 @@ _EXAMPLES = (
 
 
 def _open(url: URL) -> sa.Engine:
-    engine = _engine(url)
+    upgrading = _engine(url, _MIGRATION)
     try:
-        with engine.begin() as connection:
+        with upgrading.begin() as connection:
             _upgrade(connection)
-    except BaseException:
-        engine.dispose()
-        raise
-    return engine
+    finally:
+        upgrading.dispose()
+    return _engine(url)
 
 
-def _engine(url: URL) -> sa.Engine:
+def _engine(url: URL, patience: float = _PATIENCE) -> sa.Engine:
+    """``patience``: seconds to wait for SQLite's lock."""
     if url.get_backend_name() == "postgresql":
-        patience = {} if "connect_timeout" in url.query else {"connect_timeout": _PATIENCE}
+        connecting = {} if "connect_timeout" in url.query else {"connect_timeout": _PATIENCE}
         # Asked before it is used: a connection that lay idle while the server restarted is replaced.
-        return sa.create_engine(url, pool_pre_ping=True, connect_args=patience)
+        return sa.create_engine(url, pool_pre_ping=True, connect_args=connecting)
     Path(str(url.database)).parent.mkdir(parents=True, exist_ok=True)
-    engine = sa.create_engine(url, connect_args={"timeout": _PATIENCE})
-    sa.event.listen(engine, "connect", _prepare)
+    engine = sa.create_engine(url, connect_args={"timeout": patience})
+    sa.event.listen(engine, "connect", partial(_prepare, patience))
     sa.event.listen(engine, "begin", _begin)
     return engine
 
 
-def _prepare(connection: Any, _record: Any) -> None:
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+def _prepare(patience: float, connection: Any, _record: Any) -> None:
+    _to_wal(connection, patience)
+    for pragma in ("synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _to_wal(connection: Any, patience: float) -> None:
+    """A new file gets its journal mode once; SQLite does not wait there for another process that begins with it."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return connection.execute("PRAGMA journal_mode = WAL").close()
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > until:
+                raise
+        time.sleep(_AGAIN)
 
 
 def _begin(connection: Connection) -> None:

@@ -253,6 +253,21 @@ class TestMigrations:
         assert stored(url) == (Registry(), 0)
 
 
+def test_a_new_file_that_another_process_has_just_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "new.db"
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")  # SQLite waits for no such lock where the journal's mode is set
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        other.execute("COMMIT")
+
+    monkeypatch.setattr("serve_app.control.database.time.sleep", wait)
+    Database(f"sqlite:///{file}").close()
+    assert len(waited) == 1
+
+
 OPEN_AT_THE_WORD = """
 import sys
 from serve_app.control.database import Database
