@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -203,7 +204,8 @@ def started(
     """Run ``command`` until the block ends; its output goes to ``folder/<name>.log``.
 
     Ready is when ``/ping`` answers 200. Raises PeerFailed when it ends before, or takes longer than
-    ``timeout`` seconds. At the end it gets what Ctrl-C gives; whatever is left of it then is killed.
+    ``timeout`` seconds. At the end it gets what Ctrl-C gives; whatever is left of it then is killed. Where this process
+    is terminated, that is the end.
     """
     base, management = base.rstrip("/"), management.rstrip("/")
     log = folder / f"{re.sub('[^A-Za-z0-9]+', '-', name).lower()}.log"
@@ -212,21 +214,34 @@ def started(
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, **(env or {}), _MARK: mark}
     began = time.monotonic()
-    with log.open("wb") as out:
+    with _ending_when_terminated(), log.open("wb") as out:
         streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
         process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
+        try:
+            with httpx.Client(timeout=2.0) as client:
+                while not _healthy(client, base):
+                    if process.poll() is not None:
+                        raise PeerFailed(f"{name} ended with {process.returncode} before it was ready:\n{_tail(log)}")
+                    if time.monotonic() - began > timeout:
+                        raise PeerFailed(f"{name} was not ready after {timeout:g} s:\n{_tail(log)}")
+                    time.sleep(0.02)
+            ready = time.monotonic() - began
+            yield Peer(name, base, management, process.pid, mark, began, ready, store)
+        finally:
+            _end(process, mark)
+
+
+@contextmanager
+def _ending_when_terminated() -> Iterator[None]:
+    """A termination of this process is an exception meanwhile, where it would have ended it without one."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with httpx.Client(timeout=2.0) as client:
-            while not _healthy(client, base):
-                if process.poll() is not None:
-                    raise PeerFailed(f"{name} ended with {process.returncode} before it was ready:\n{_tail(log)}")
-                if time.monotonic() - began > timeout:
-                    raise PeerFailed(f"{name} was not ready after {timeout:g} s:\n{_tail(log)}")
-                time.sleep(0.02)
-        ready = time.monotonic() - began
-        yield Peer(name, base, management, process.pid, mark, began, ready, store)
+        yield
     finally:
-        _end(process, mark)
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

@@ -82,10 +82,22 @@ class Target:
         return f"{where}: {self.measure} of *{self.ours}* {sign} {self.needed:g} × *{self.theirs}*"
 
     def ratio(self, figures: Figures) -> float:
-        """The ratio of the medians; NaN where either side was not measured."""
+        """The median of the rounds' own ratios, which a machine that slows down between rounds does not move.
+
+        The ratio of the medians where one of the two has missed a round; NaN where one was not measured.
+        """
+        ours, theirs = self._sides(figures)
+        if len(ours) != len(theirs):
+            return self.of_medians(figures)
+        return _median([_over(getattr(a, self.measure), getattr(b, self.measure)) for a, b in zip(ours, theirs)])
+
+    def of_medians(self, figures: Figures) -> float:
+        """The ratio of the medians over all rounds; NaN where either side was not measured."""
+        return _over(*(median(results, self.measure) for results in self._sides(figures)))
+
+    def _sides(self, figures: Figures) -> tuple[Sequence[Result], Sequence[Result]]:
         contenders = figures.get(self.case, {})
-        ours, theirs = (median(contenders.get(name, ()), self.measure) for name in (self.ours, self.theirs))
-        return ours / theirs if theirs else math.nan
+        return contenders.get(self.ours, ()), contenders.get(self.theirs, ())
 
     def reached(self, figures: Figures) -> bool | None:
         ratio = self.ratio(figures)
@@ -208,9 +220,16 @@ class Report:
 
     def _targets(self) -> str:
         words = {True: "reached", False: "**not reached**", None: "not measured"}
-        judged = [(t, t.ratio(self.figures), t.reached(self.figures)) for t in self.targets]
-        rows = [(target.text, _number(ratio, "{:.2f}"), words[reached]) for target, ratio, reached in judged]
-        return _table(("target", "measured", ""), rows, left={0, 2})
+        rows = [
+            (
+                target.text,
+                _number(target.ratio(self.figures), "{:.2f}"),
+                _number(target.of_medians(self.figures), "{:.2f}"),
+                words[target.reached(self.figures)],
+            )
+            for target in self.targets
+        ]
+        return _table(("target", "measured", "of the medians", ""), rows, left={0, 3})
 
 
 def median(results: Sequence[Result], measure: str) -> float:
@@ -221,6 +240,10 @@ def median(results: Sequence[Result], measure: str) -> float:
 def _median(values: Sequence[float]) -> float:
     known = [v for v in values if not math.isnan(v)]
     return statistics.median(known) if known else math.nan
+
+
+def _over(ours: float, theirs: float) -> float:
+    return ours / theirs if theirs else math.nan
 
 
 def _number(value: float, form: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -62,6 +65,24 @@ def test_a_peer_that_never_answers_is_ended(tmp_path):
     with pytest.raises(peers.PeerFailed, match="not ready after 2 s"), late:
         pytest.fail("it is not ready")
     assert not psutil.pid_exists(int((tmp_path / "it.log").read_text()))
+
+
+def test_who_is_terminated_ends_what_it_started(tmp_path):
+    own = """
+import sys
+from pathlib import Path
+from serve_app.bench import peers
+with peers.started("It", ["sh", "-c", "echo $$; exec sleep 600"], sys.argv[1], folder=Path(sys.argv[2])):
+    pass
+"""
+    with subprocess.Popen([sys.executable, "-c", own, _NOBODY, str(tmp_path)], cwd=peers.ROOT) as process:
+        log, deadline = tmp_path / "it.log", time.monotonic() + 60
+        while not (log.exists() and log.read_text().endswith("\n")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(int(log.read_text()))
 
 
 def test_a_refused_registration_is_told_with_the_answer(files):
