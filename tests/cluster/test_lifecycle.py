@@ -105,7 +105,14 @@ def test_no_workers_is_said_and_scaling_from_none(server: Server, tmp_path: Path
     assert server.management.put("/models/idle", params={"min_worker": 1, "synchronous": "true"}).status_code == 200
     assert server.http.post("/predictions/idle", content=b"x").content == b"x"
     assert server.management.put("/models/idle", params={"min_worker": 0, "synchronous": "true"}).status_code == 200
-    assert server.http.post("/predictions/idle", content=b"x").status_code == 503
+    statuses: list[int] = []  # while HAProxy's table still has the replica that is leaving, it answers
+
+    def refused_again() -> bool:
+        statuses.append(server.http.post("/predictions/idle", content=b"x").status_code)
+        return statuses[-1] != 200
+
+    server.wait(refused_again, patience=30, what="the end of the last replica")
+    assert statuses[-1] == 503
 
 
 def test_unregister_and_the_default_version(server: Server, tmp_path: Path) -> None:

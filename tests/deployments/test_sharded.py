@@ -84,8 +84,10 @@ def test_a_model_that_cannot_be_cut_is_refused_with_figures(llama: Path, config:
 @pytest.mark.cluster
 def test_two_ranks_answer_as_one_and_are_replaced_together(server: Server, llama: Path, tmp_path: Path) -> None:
     assert server.register(archive(llama, tmp_path, "whole")).status_code == 200
+    asked = time.monotonic()
     sharded = server.register(archive(llama, tmp_path, "halves", tensor_parallel=2))
     assert sharded.status_code == 200, sharded.text
+    start = time.monotonic() - asked
 
     for prompt in PROMPTS:
         one, two = (ask(server, model, prompt=prompt, logits=True)["logits"] for model in ("whole", "halves"))
@@ -113,7 +115,8 @@ def test_two_ranks_answer_as_one_and_are_replaced_together(server: Server, llama
         failed = time.monotonic()
         assert failed - killed - pulse.stood(killed) < 5
         server.wait(lambda: load.answers[-1][0] == 200, patience=60, what="an answer of the next replica")
-        assert time.monotonic() - failed - pulse.stood(failed) < 20
+        # on a machine that needs longer than that to start two ranks at all, no later than they started
+        assert time.monotonic() - failed - pulse.stood(failed) < max(20, start)
     assert {status for status, _ in load.failed} <= {500, 503}, load.failed
     assert any("Worker died" in text for _, text in load.failed)
     [said] = server.client.describe("halves")
