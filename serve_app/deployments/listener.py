@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from serve_app.deployments.port import PATIENCE, bind
+from serve_app.doors.http import Protocol
 
 
 class _Server(uvicorn.Server):
@@ -37,7 +38,9 @@ class Listener:
         Raises ConfigurationError, which names who holds the port and which setting moves it.
         """
         sock = await bind(self._host, self._port, self._setting, patience)
-        config = uvicorn.Config(self._app, lifespan="off", access_log=False, log_config=None, timeout_keep_alive=75)
+        config = uvicorn.Config(
+            self._app, http=Protocol, lifespan="off", access_log=False, log_config=None, timeout_keep_alive=75
+        )
         config.load()
         config.ssl = self._tls
         self._server = _Server(config)

@@ -22,7 +22,7 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
-from serve_app.doors import websocket
+from serve_app.doors import http, websocket
 from serve_app.doors.exchange import EVERY_ANSWER
 from serve_app.doors.torchserve import errors
 from serve_app.errors import WorkerDied
@@ -98,5 +98,6 @@ _LOST = _lost()
 
 def build() -> list[Middleware]:
     """Ray Serve's callback, before it starts an HTTP server: its middlewares."""
+    http.install()
     websocket.install()
     return [Middleware(ShortWay)]

@@ -288,6 +288,7 @@ def test_closing_cancels_what_is_under_way(inference: Any) -> None:
 def rays_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes of the tests' servers what Ray Serve's are, for as long as a test runs."""
     monkeypatch.setitem(uvicorn.config.WS_PROTOCOLS, "auto", uvicorn.config.WS_PROTOCOLS["auto"])
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
     monkeypatch.setattr(websocket, "_limit", None)
     monkeypatch.setattr(middleware, "_doors", None)
     middleware.build()
