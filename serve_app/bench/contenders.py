@@ -77,13 +77,18 @@ def _model(model: str | Model) -> Model:
     return MODELS[model] if isinstance(model, str) else model
 
 
+def _with(threads: int) -> dict[str, str]:
+    """The environment of a process that computes in so many threads, and splits its texts in as many, as a replica."""
+    tokenizers = {"TOKENIZERS_PARALLELISM": "false"} if threads == 1 else {"RAYON_NUM_THREADS": str(threads)}
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), **tokenizers}
+
+
 def bare_loop(model: str, threads: int) -> Contender:
     """The same model in a process of its own, without a server."""
 
     def measure(load: Load) -> Result:
         command = [sys.executable, "-m", "serve_app.bench.bare_loop", model, str(threads), str(load.seconds)]
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(command, env=env, cwd=peers.ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, env=_with(threads), cwd=peers.ROOT, capture_output=True, text=True)
         if done.returncode:
             raise PeerFailed(f"the bare loop of {model} ended with {done.returncode}: {done.stderr.strip()}")
         found = json.loads(done.stdout)
@@ -132,10 +137,9 @@ class Measurer:
 def measurer(module: str, *words: str, threads: int) -> Iterator[Measurer]:
     """``serve_app.bench.MODULE`` with ``words``, in a process of its own that ends with the block."""
     command = [sys.executable, "-m", f"serve_app.bench.{module}", *words]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile("w+") as errors:
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        with subprocess.Popen(command, env=env, cwd=peers.ROOT, text=True, **streams) as process:
+        with subprocess.Popen(command, env=_with(threads), cwd=peers.ROOT, text=True, **streams) as process:
             try:
                 yield Measurer(process, errors, f"{module} {words[0]}")
             finally:

@@ -109,6 +109,7 @@ class Runner:
                 threads.limit(number)
                 if pinned:
                     cores.pin(number, self._spec.ref.app)
+            threads.limit_tokenizers()
             if self._gpu is not None and 0 < self._spec.num_gpus < 1:
                 from handlers import device  # torch, which most processes of CPU models never import
 

@@ -1,4 +1,4 @@
-"""How many threads one operation of a model runs in: the model's, PyTorch's and ONNX Runtime's alike."""
+"""How many threads one operation of a model runs in: the model's, PyTorch's, ONNX Runtime's and tokenizers' alike."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def limit(threads: int) -> None:
     import torch  # late: a handler without a model may need none
 
     torch.set_num_threads(threads)
+
+
+def limit_tokenizers() -> None:
+    """Let Hugging Face's tokenizers keep to the threads that this process has, unless somebody has said otherwise.
+
+    By itself a batch of texts wakes a thread for each core of the machine, and waits until all have had their turn.
+    """
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    if number == "1":
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    elif number.isdecimal():
+        os.environ.setdefault("RAYON_NUM_THREADS", number)

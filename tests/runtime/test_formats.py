@@ -4,6 +4,8 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -115,6 +117,60 @@ def test_the_threads_that_were_asked_for(runner, monkeypatch):
         assert json.loads(reply.body) == [3, "3"]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ({}, {}),
+        ({"OMP_NUM_THREADS": "1"}, {"TOKENIZERS_PARALLELISM": "false"}),
+        ({"OMP_NUM_THREADS": "3"}, {"RAYON_NUM_THREADS": "3"}),
+        ({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}, {"TOKENIZERS_PARALLELISM": "true"}),
+        ({"OMP_NUM_THREADS": "3", "RAYON_NUM_THREADS": "8"}, {"RAYON_NUM_THREADS": "8"}),
+    ],
+)
+def test_tokenizers_keep_to_the_threads_of_the_process(monkeypatch, given, then):
+    monkeypatch.setattr(os, "environ", dict(given))
+    threads.limit_tokenizers()
+    assert {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} == then
+
+
+TOKENIZING = """
+from tokenizers import Tokenizer, models, pre_tokenizers
+import psutil
+
+class Counts:
+    def initialize(self, context):
+        self.tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+
+    def handle(self, data, context):
+        before = psutil.Process().num_threads()
+        self.tokenizer.encode_batch(["a a a a"] * 1000)
+        return [psutil.Process().num_threads() - before] * len(data)
+"""
+ONE_THREAD = """
+import sys
+from handlers.context import Context
+from serve_app.runtime.runner import Runner
+from serve_app.settings import RuntimeSettings
+from serve_app.types import Call, Input, ModelSpec
+
+spec = ModelSpec("m", "1.0", url="m.mar", digest="", archive="", handler="counts.py", config={"threads": 1})
+runner = Runner(spec, sys.argv[1], {"model": {"handler": "counts.py"}}, RuntimeSettings())
+runner.load()
+[reply] = runner.run([Call("m", inputs=(Input("body", b"x"),))], emit=None)
+print(reply.body.decode())
+"""
+
+
+def test_a_batch_of_texts_wakes_no_threads_where_the_model_has_one(tmp_path):
+    (tmp_path / "counts.py").write_text(TOKENIZING)
+    hidden = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    command = [sys.executable, "-c", ONE_THREAD, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[-1:] == ["0"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
