@@ -33,8 +33,10 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def handle_websocket_upgrade(self) -> None:
-        self.transport = self.transport.ungathered()
+        gathering = self.transport
+        self.transport = gathering.ungathered()
         super().handle_websocket_upgrade()
+        self.transport = gathering
 
 
 class Gathering:
@@ -68,7 +70,9 @@ class Gathering:
             return
         self._soon.cancel()
         pieces, self._pieces, self._soon = self._pieces, [], None
-        if self._size > _MOST:
+        if self.is_closing():  # the peer has left meanwhile
+            pass
+        elif self._size > _MOST:
             self._transport.writelines(pieces)
         else:
             self._transport.write(b"".join(pieces))

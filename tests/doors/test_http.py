@@ -89,6 +89,17 @@ def test_pipelined_answers_come_in_order_and_before_the_end() -> None:
     assert b"".join(answers).count(BODY) == 3 and b"".join(answers).endswith(BODY) and end == b"closed"
 
 
+def test_nothing_is_written_to_who_has_left() -> None:
+    async def talk(protocol: Any, transport: Noted) -> None:
+        protocol.transport.write(b"too late")
+        transport.close()
+        protocol.connection_lost(ConnectionResetError())
+        await asyncio.sleep(0)  # what was to leave has its turn
+        await asyncio.sleep(0)
+
+    assert noted(whole, talk) == [b"closed"]
+
+
 def test_what_cannot_be_read_is_told_behind_the_answer_that_waits() -> None:
     async def unfinished(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
