@@ -105,6 +105,7 @@ def test_no_workers_is_said_and_scaling_from_none(server: Server, tmp_path: Path
     assert server.management.put("/models/idle", params={"min_worker": 1, "synchronous": "true"}).status_code == 200
     assert server.http.post("/predictions/idle", content=b"x").content == b"x"
     assert server.management.put("/models/idle", params={"min_worker": 0, "synchronous": "true"}).status_code == 200
+    assert server.pids("idle") == []
     statuses: list[int] = []  # while HAProxy's table still has the replica that is leaving, it answers
 
     def refused_again() -> bool:
