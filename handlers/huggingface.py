@@ -67,7 +67,8 @@ class HuggingFace(BaseHandler):
     @timed
     def postprocess(self, data: Any) -> list[Any]:
         examples, encoded, output = data
-        return self.task.answers(output, encoded, examples)
+        answers = self.task.answers(output, encoded, examples)
+        return self._numbers(answers) if isinstance(answers, torch.Tensor) else answers
 
     def _run(self, data: list[Any], mark: Callable[[str], Any]) -> list[Any]:
         return super()._run([unfolded(row) for row in data] if self._is_explain() else data, mark)

@@ -24,7 +24,8 @@ class ImageSegmenter(VisionHandler):
     @timed
     def postprocess(self, data: dict[str, torch.Tensor]) -> list[Any]:
         probabilities, classes = torch.softmax(data["out"], dim=1).max(dim=1)
-        return torch.stack([classes.to(probabilities.dtype), probabilities], dim=3).tolist()
+        pixels = torch.stack([classes.to(probabilities.dtype), probabilities], dim=3)
+        return self._numbers(pixels)
 
     def get_insights(self, tensor_data: torch.Tensor, raw_data: Any, target: Any = 0) -> list[Any]:
         """For each row what each pixel had to do with the part of the image that class ``target`` has: its mean

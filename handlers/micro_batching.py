@@ -130,7 +130,7 @@ class MicroBatching:
             raise (fatal or errors)[0]
         output: list[Any] = []
         for job in jobs:
-            output += [job.error] * job.size if job.error is not None else job.value
+            output.extend([job.error] * job.size if job.error is not None else job.value)
         if context.metrics is not None:
             context.metrics.add_time("HandlerTime", round((time.perf_counter() - started) * 1000, 2), None, "ms")
         return output

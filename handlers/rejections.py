@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
+
 _batch: ContextVar[Rejections | None] = ContextVar("batch", default=None)  # a thread's own
 
 
@@ -33,7 +35,7 @@ class Rejections:
 
     def over(self, output: Any) -> Any:
         """``output`` with the errors in their rows' places; as it is where it has not one value a row."""
-        if not self._errors or not isinstance(output, list) or len(output) != self._size:
+        if not self._errors or not isinstance(output, (list, np.ndarray)) or len(output) != self._size:
             return output
         return [self._errors.get(index, value) for index, value in enumerate(output)]
 

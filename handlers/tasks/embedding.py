@@ -92,16 +92,16 @@ class SentenceEmbedding(_Vectors):
     def pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.cat([pool(hidden, mask) for pool in self._pools], dim=-1)
 
-    def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
+    def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> torch.Tensor | list[Any]:
         hidden = output.last_hidden_state.float()
         mask = encoded["attention_mask"].unsqueeze(-1).to(hidden.dtype)
         vectors = self.pooled(hidden, mask)
-        unit = torch.nn.functional.normalize(vectors, dim=-1).tolist()
+        unit = torch.nn.functional.normalize(vectors, dim=-1)
         if not any(example.parameters for example in examples):
             return unit
         plain, counts = vectors.tolist(), encoded["attention_mask"].sum(dim=1).tolist()
         answers: list[Any] = []
-        for example, normal, own, count in zip(examples, unit, plain, counts):
+        for example, normal, own, count in zip(examples, unit.tolist(), plain, counts):
             vector = normal if example.parameters.get("normalize", True) else own
             answers.append({"embedding": vector, "tokens": count} if example.parameters.get("tokens") else vector)
         return answers

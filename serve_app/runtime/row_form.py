@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from serve_app import tensors
 from serve_app.errors import InvalidInput, UnsupportedOutput
-from serve_app.runtime import rows
+from serve_app.runtime import answer_json, rows
 from serve_app.signature import Signature, short
 from serve_app.tensors import Tensor
 from serve_app.types import Call
@@ -61,6 +61,13 @@ class RowForm:
             return tensors.pack(self._tensors(value)), tensors.PACKED
         except ValueError as error:
             raise UnsupportedOutput(f"a handler's answer is no tensors: {error}") from None
+
+    def rows(self, calls: Sequence[Call], array: np.ndarray) -> list[Any]:
+        """The answers in an array with a row for each call, all of one kind: as JSON already, where they want it."""
+        if self._tensors_only or (calls and calls[0].kind == "tensors"):
+            return list(array)
+        written = answer_json.dumps_rows(array)
+        return array.tolist() if written is None else written
 
     def _parsed(self, call: Call) -> dict[str, np.ndarray]:
         """The tensors of a JSON document ``{name: nested list}``, of a form, or of a list where there is one input.

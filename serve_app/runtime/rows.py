@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import orjson
 
 from handlers.context import Row
 from serve_app.errors import UnsupportedOutput
+from serve_app.runtime import answer_json
 from serve_app.types import Call, Input
 
 _INJECTED = {
@@ -25,11 +25,6 @@ _INJECTED = {
     "explain": {"explain": "True"},
     "describe": {"describe": "True"},
 }
-
-# What json.dumps refuses must not be written either: those types go to orjson's default, which is none.
-_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
-_EXPONENT = re.compile(rb"e[-+0-9]")
-_SMALL = re.compile(rb"0\.0000|e[-+0-9]")
 
 
 def decode(part: Input) -> Any:
@@ -99,7 +94,7 @@ def encode(value: Any) -> bytes:
     """The bytes of one returned value. Raises UnsupportedOutput.
 
     Bytes as they are, text as UTF-8, a tensor as ``torch.save`` writes it, anything else exactly as
-    ``json.dumps(value, indent=2)`` does.
+    ``json.dumps(value, indent=2)`` does, and arrays as their lists.
     """
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
@@ -110,57 +105,9 @@ def encode(value: Any) -> bytes:
 
 
 def _dumps(value: Any) -> bytes:
-    """A tensor as ``torch.save`` writes it, else JSON: by orjson where it writes the bytes of json.dumps.
-
-    The two differ in text that is not printable ASCII (which json escapes), in NaN and infinity
-    (orjson: null), in floats below 1e-4 and in exponents (1e-07, 1e-7). Such floats, which half of all embeddings
-    have, are written anew; for the rest a false alarm is only slow.
-    """
-    try:
-        fast = orjson.dumps(value, option=_INDENTED)
-    except TypeError:
-        torch = sys.modules.get("torch")  # whoever made a tensor has imported it
-        if torch is not None and isinstance(value, torch.Tensor):
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            return buffer.getvalue()
-        return json.dumps(value, indent=2).encode()
-    # One byte is looked for at the speed of memory, and few answers of numbers have an n or an e.
-    if fast.isascii() and b"\x7f" not in fast and not (b"n" in fast and b"null" in fast):
-        places = _small_floats(fast)
-        if not places:
-            return fast
-        with contextlib.suppress(ValueError):
-            return _rewritten(fast, places)
-    return json.dumps(value, indent=2).encode()
-
-
-def _small_floats(text: bytes) -> list[int]:
-    """Where in JSON a float may stand that is below 1e-4 or has an exponent, in order."""
-    places, at = [], text.find(b"0.0000")
-    while at >= 0:
-        places.append(at)
-        at = text.find(b"0.0000", at + 1)
-    if b"e" in text:
-        places = sorted(places + [found.start() for found in _EXPONENT.finditer(text)])
-    return places
-
-
-def _rewritten(text: bytes, places: list[int]) -> bytes:
-    """Indented JSON with its floats at ``places`` as Python writes them. ValueError where one of them may be text."""
-    parts, done = [], 0
-    for place in places:
-        if place < done:
-            continue
-        start = max(done, text.rfind(b"\n", done, place) + 1)
-        end = text.find(b"\n", start)
-        line = text[start : end if end >= 0 else len(text)]
-        number = line.rpartition(b'": ')[2].strip(b" ,")  # behind its key, where it has one; text ends with a quote
-        parts.append(text[done:start])
-        if _SMALL.search(number):
-            head, _, tail = line.rpartition(number)
-            parts += head, repr(float(number)).encode(), tail
-        else:  # only its key looks like one
-            parts.append(line)
-        done = start + len(line)
-    return b"".join((*parts, text[done:]))
+    torch = sys.modules.get("torch")  # whoever made a tensor has imported it
+    if torch is None or not isinstance(value, torch.Tensor):
+        return answer_json.dumps(value)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

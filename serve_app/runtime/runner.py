@@ -130,6 +130,8 @@ class Runner:
             self._prepare_row = getattr(entry.instance, "prepare_row", None)
             length = getattr(entry.instance, "length", None) if self._spec.bucket_by_length else None
             self._length = length if callable(length) else None
+            if callable(leave := getattr(entry.instance, "leave_arrays", None)):
+                leave()
         ended = getattr(entry.instance, "sequence_ended", None)
         self._sequence_ended = ended if callable(ended) else None
         if self.loop is not None:

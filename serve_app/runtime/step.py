@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from serve_app.errors import RelayError
 from serve_app.runtime.turn import Turn, failure
 from serve_app.types import Chunk, Reply
@@ -20,7 +22,7 @@ class Step(Turn):
 
     def close(self, values: Any) -> list[Any]:
         self._closing = True
-        return super().close(values)
+        return super().close(list(values) if isinstance(values, np.ndarray) else values)
 
     def _reply(self, index: int, value: Any) -> Any:
         reply = super()._reply(index, value)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 import handlers
 from handlers.context import Context, Row
 from handlers.errors import PredictionException
@@ -82,6 +84,8 @@ class Turn:
         """The answers that the handler's return value makes."""
         count = len(self._calls)
         seconds = time.perf_counter() - self._began
+        if isinstance(values, np.ndarray) and values.ndim:
+            values = self._form.rows(self._calls, values)
         if not isinstance(values, list):
             detail = f"a handler returns a list with one element a row, this one returned {type(values).__name__}"
             self.failures.append(detail)

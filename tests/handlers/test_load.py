@@ -193,7 +193,8 @@ def test_an_archive_gets_its_own_modules_whatever_was_imported_before(tmp_path: 
     for name in ("one", "two", "one"):
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
-        (directory / "words.py").write_text(f"WORD = '{name}{len(answers)}' + '!' * {len(answers)}")
+        word = f"{name}{len(answers)}" + "!" * len(answers)  # bytecode stands for all files of its size and second
+        (directory / "words.py").write_text(f"WORD = {word!r}")
         (directory / "handler.py").write_text("import words\ndef handle(data, context):\n    return [words.WORD]")
         answers += run("handler.py", directory)
     assert answers == ["one0", "two1!", "one2!!"]

@@ -29,15 +29,18 @@ def own_process():
 
 @pytest.fixture
 def make_runner(tmp_path, own_process):
-    """A Runner over a real archive directory: ``files`` is name -> text, ``code`` that of handler.py."""
+    """A Runner over a real archive directory: ``files`` is name -> text, ``code`` that of handler.py.
 
-    def make(code, files=None, settings=None, gpu_id=None, **spec):
+    ``model`` is what the manifest says beside the name and the handler.
+    """
+
+    def make(code, files=None, settings=None, gpu_id=None, model=None, **spec):
         directory = tmp_path / "archive"
         for name, content in {"handler.py": code, **(files or {})}.items():
             file = directory / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        manifest = {"model": {"modelName": "m", "modelVersion": "1.0", "handler": "handler.py"}}
+        manifest = {"model": {"modelName": "m", "modelVersion": "1.0", "handler": "handler.py", **(model or {})}}
         known = ModelSpec("m", "1.0", url="m.mar", digest="", archive="")
         return Runner(known.with_(**spec), directory, manifest, settings or RuntimeSettings(), gpu_id)
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.errors import UnsupportedOutput
-from serve_app.runtime import rows
+from serve_app.runtime import answer_json, rows
+from serve_app.runtime.row_form import RowForm
 from serve_app.types import Call, Input
 
 # What json.dumps writes
@@ -111,9 +112,9 @@ CIRCULAR.append(CIRCULAR)
     [
         object(),
         {1, 2},
-        numpy.zeros(2),
-        [numpy.float32(1)],
-        [numpy.int64(1)],
+        numpy.array(["text", b"bytes"], object),
+        numpy.zeros(2, complex),
+        numpy.array("2024-01-01", "datetime64[D]"),
         {"a": torch.zeros(1)},
         Point(),
         datetime.date(2024, 1, 1),
@@ -215,3 +216,82 @@ def test_a_vector_with_small_numbers_takes_the_fast_way(monkeypatch):
     expected = json.dumps(vector, indent=2).encode()
     monkeypatch.setattr(json, "dumps", None)
     assert rows.encode(vector) == expected
+
+
+# Arrays of numpy
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.zeros(2),
+        numpy.float32(0.1),
+        [numpy.float32(1), numpy.int64(1), numpy.bool_(True)],
+        {"vector": numpy.array([0.1, 1e-05], "f4"), "count": numpy.arange(3)},
+        numpy.array(3.5),
+        numpy.array([[math.nan, 1.0]]),
+        numpy.array(["text", "é"]),
+    ],
+    ids=repr,
+)
+def test_an_array_is_its_list(value):
+    assert rows.encode(value) == json.dumps(value, indent=2, default=lambda held: held.tolist()).encode()
+
+
+def test_each_number_format_is_written_as_its_list():
+    for kind in ("f2", "f4", "f8", ">f4", ">i4", "i1", "u8", "?", "g", "U4"):
+        array = numpy.array([[0, 1, 1], [1, 0, 1]]).astype(kind)
+        if kind == "g":  # numpy has no number of Python's for it
+            with pytest.raises(UnsupportedOutput):
+                [rows.encode(row) for row in written_rows(array)]
+        else:
+            same_rows(array)
+
+
+def written_rows(array):
+    return RowForm().rows([], array)
+
+
+def same_rows(array):
+    written = [rows.encode(row) for row in written_rows(array)]
+    assert written == [json.dumps(row, indent=2).encode() for row in array.tolist()]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=60, max_size=60), st.sampled_from(("f4", "f2", "u4")))
+@settings(max_examples=150, deadline=None, database=None)
+def test_rows_of_all_bit_patterns_are_json_dumps(bits, kind):
+    same_rows(numpy.array(bits, "u4").view(kind)[:60].reshape(3, -1))
+
+
+@given(
+    st.lists(
+        st.one_of(st.floats(-1e-4, 1e-4), st.floats(-1, 1), st.sampled_from((0.0, -0.0, 1e-5, 1.2e-5, 1e15, 1e16))),
+        min_size=24,
+        max_size=24,
+    ),
+    st.sampled_from(((24,), (4, 6), (2, 3, 4), (1, 24), (24, 1), (3, 8, 1, 1))),
+)
+@settings(max_examples=250, deadline=None, database=None)
+def test_rows_with_small_and_large_numbers_are_json_dumps(numbers, shape):
+    same_rows(numpy.array(numbers).reshape(shape))
+
+
+def test_a_number_that_begins_like_another_stays_itself():
+    same_rows(numpy.array([[1.00005e-5, 1e-5, 1.00001, 10.00001, -1e-5, 1e-5]]))
+
+
+def test_rows_of_any_layout_in_memory_are_written_in_order():
+    array = numpy.arange(24, dtype="f4").reshape(2, 3, 4)
+    for view in array.transpose(2, 0, 1), array[:, ::-1], array[:0], array[:, :, :0]:
+        same_rows(view)
+
+
+def test_numbers_that_orjson_writes_in_another_way_are_json_dumps_all_the_same(monkeypatch):
+    dumps = orjson.dumps
+    alone = lambda value, *rest, **named: b"0" if isinstance(value, float) else dumps(value, *rest, **named)  # noqa: E731
+    array = numpy.array([[1e-5, 0.5], [0.25, 2e-7]])
+    expected = [json.dumps(row, indent=2).encode() for row in array.tolist()]
+    monkeypatch.setattr(orjson, "dumps", alone)
+    assert answer_json.dumps_rows(array) is None
+    monkeypatch.undo()
+    assert [rows.encode(row) for row in written_rows(array)] == expected
