@@ -201,6 +201,12 @@ class TestWrk:
         first = server.bodies.index(bodies[0])  # wrk makes one request that it only looks at
         assert first < 3 and server.bodies[first : first + 30] == [*bodies] * 10
 
+    def test_the_beginning_of_a_run_is_not_counted(self, server):
+        result = wrk.run(Request(server.base + "/ok"), Load(connections=40, seconds=1, warmup=0, timeout=60))
+        early = sum(arrival < server.arrivals[0] + 0.4 for arrival in server.arrivals)
+        assert early >= 40
+        assert 0 < result.completed <= len(server.arrivals) - early
+
     def test_error_statuses_are_no_answers(self, server):
         result = wrk.run(Request(server.base + "/503"), Load(connections=2, seconds=1, warmup=0, timeout=60))
         assert result.requests == 0
