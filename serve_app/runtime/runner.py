@@ -27,7 +27,7 @@ from handlers.context import Context
 from handlers.metrics import MetricCache, outlet
 from serve_app import signature
 from serve_app.errors import BadRequest, OutOfResources, RelayError, StartFailed, StartOutOfMemory
-from serve_app.runtime import cores, rows, threads
+from serve_app.runtime import cores, heap, rows, threads
 from serve_app.runtime.row_form import RowForm
 from serve_app.runtime.step import Step
 from serve_app.runtime.turn import Emit, Turn, out_of_memory, trace
@@ -167,7 +167,7 @@ class Runner:
         ``samples:`` in model-config.yaml names their files; without it they are what lies in the
         archive's ``samples/``. A compiled model runs smaller batches too. Ends with everything that loading
         made set aside from garbage collection, which otherwise walks through it again and again, tens of
-        milliseconds a time; and with ``profile:`` ready to record.
+        milliseconds a time; with the heap kept for the batches; and with ``profile:`` ready to record.
         """
         samples = [(file, self._sample(file)) for file in self._sample_files()]
         with outlet.muted():
@@ -179,6 +179,7 @@ class Runner:
         self._profile()
         gc.collect()
         gc.freeze()
+        heap.keep()
 
     def run(
         self,
