@@ -11,7 +11,7 @@ import ctypes
 import os
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt
-_KEPT = 256 << 20  # bytes that may lie free at a heap's end
+_KEPT = 256 << 20  # bytes that may lie free at the end of the process's first heap; a thread's are smaller
 _IN_HEAP = 32 << 20  # bytes of the largest block that is not mapped by itself: glibc takes no more
 _HEAP = 64 << 20  # bytes of a thread's heap, of which it may have several: an empty one stays, too
 # Whoever sets one of these has settled it for all processes of the server.
@@ -19,8 +19,10 @@ _SETTLED = "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_"
 
 
 def keep() -> None:
-    """Give back what loading a model has left, and nothing of what its batches leave from now on.
+    """Give back what loading a model has left, and keep what its batches leave from now on.
 
+    The author's thread keeps as much as its largest batch took, as PyTorch does with a GPU's memory; only single blocks
+    of more than 32 MiB, where no free room is as large, go back.
     It holds for all threads of the process. Nothing happens with another C library than glibc, or where the
     environment says how the heap is to be managed.
     """
