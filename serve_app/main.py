@@ -1,4 +1,4 @@
-"""The application that ``serve run configs/app.yaml`` builds."""
+"""The builder of the Serve application for ``serve run configs/app.yaml``."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ import dataclasses
 import os
 from typing import Any
 
-from serve_app.control.results import place_of
-from serve_app.deployments.options import server_app
+from serve_app.control.async_predictions.blob_store import parse_location
+from serve_app.deployments.applications import server_application
+from serve_app.deployments.gateway import Gateway
+from serve_app.deployments.management import Management
 from serve_app.settings import load
 from serve_app.telemetry import torchserve
 
-HOME = "TORCHRELAY_HOME"  # where relative paths of the settings start; the working directory when unset
-LOGS = "LOG_LOCATION"  # TorchServe's variable for the folder of the logs
-METRICS = "METRICS_LOCATION"  # and for that of the metrics' logs
+HOME_ENV = "TORCHRELAY_HOME"  # where relative paths of the settings start; the working directory when unset
+LOG_DIR_ENV = "LOG_LOCATION"  # TorchServe's variable for the folder of the logs
+METRICS_DIR_ENV = "METRICS_LOCATION"  # and for that of the metrics' logs
 
 
 def build(args: dict[str, Any]) -> Any:
-    """Ray Serve's builder: the ``args`` of configs/app.yaml in, the application out."""
+    """Build the Serve application from the ``args`` of configs/app.yaml."""
     settings = load(args, "the args of configs/app.yaml")
     if not settings.home:
-        settings = dataclasses.replace(settings, home=os.environ.get(HOME) or os.getcwd())
-    if place := os.environ.get(LOGS):
-        settings = dataclasses.replace(settings, telemetry=dataclasses.replace(settings.telemetry, log_dir=place))
-    if place := os.environ.get(METRICS):
-        settings = dataclasses.replace(settings, telemetry=dataclasses.replace(settings.telemetry, metrics_dir=place))
-    # What is wrong with these ends it here, where an operator looks.
-    torchserve.catalogue_of(settings)
-    place_of(settings)
-    return server_app(settings)
+        settings = dataclasses.replace(settings, home=os.environ.get(HOME_ENV) or os.getcwd())
+    if path := os.environ.get(LOG_DIR_ENV):
+        settings = dataclasses.replace(
+            settings, telemetry=dataclasses.replace(settings.telemetry, log_dir=path)
+        )
+    if path := os.environ.get(METRICS_DIR_ENV):
+        settings = dataclasses.replace(
+            settings, telemetry=dataclasses.replace(settings.telemetry, metrics_dir=path)
+        )
+    # Errors in these settings stop the start here, where the operator sees them.
+    torchserve.load_catalog(settings)
+    parse_location(settings)
+    return server_application(Gateway, Management, settings)

@@ -1,7 +1,7 @@
-"""Every setting, one frozen dataclass a room, each default once.
+"""All settings: one frozen dataclass for each section, each default once.
 
-``load`` reads them from a plain mapping (the ``args`` of configs/app.yaml) and refuses what it
-does not know, naming the nearest key that it does.
+``load`` parses them from a plain mapping (the ``args`` of configs/app.yaml) and rejects unknown keys, with
+the nearest known key.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from serve_app import documents
-from serve_app import policy as policies
+from serve_app.domain import traffic_policy as policies
+from serve_app.domain import validation
 from serve_app.errors import BadRequest, ConfigurationError
 
-_STRICT = documents.STRICT
+_STRICT = validation.STRICT
 MIB = 1 << 20
 
-INFERENCE_HOST = "TORCHRELAY_INFERENCE_HOST"  # the variable in which `torchrelay start` says where clients come in
+INFERENCE_HOST = (
+    "TORCHRELAY_INFERENCE_HOST"  # the variable in which `torchrelay start` says where clients come in
+)
 
 
 @dataclass(frozen=True)
-class StoreSettings:
-    """Where archives come from and how large they may be."""
+class ModelStoreSettings:
+    """The sources of archives, and the limits of their size."""
 
     __pydantic_config__ = _STRICT
     model_store: str = "model_store"
     workflow_store: str = ""  # of .war archives; empty: model_store
     allowed_urls: tuple[str, ...] = ("file://.*", "http(s)?://.*", "s3://.*", "gs://.*", "hf://.*")
-    storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # to fsspec, by scheme: s3, gs, hf
+    storage_options: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # to fsspec, by scheme: s3, gs, hf
     download_timeout: float = 120.0  # seconds, for the whole download
     max_archive_bytes: int = 64 * 1024 * MIB
     max_unpacked_bytes: int = 128 * 1024 * MIB
@@ -45,7 +49,7 @@ class StoreSettings:
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """What a version gets where neither its registration nor its model-config.yaml says."""
+    """The defaults of a version, after its registration and its model-config.yaml."""
 
     __pydantic_config__ = _STRICT
     default_workers_per_model: int = 0  # 0 at start-up: one; 0 at a registration: none, as TorchServe
@@ -55,7 +59,9 @@ class RuntimeSettings:
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
     max_response_size: int = 0  # bytes of one row's answer; 0: no limit
-    service_envelope: str = ""  # body, json, kserve or kservev2; a model's own model-config.yaml goes before it
+    service_envelope: str = (
+        ""  # body, json, kserve or kservev2; a model's own model-config.yaml goes before it
+    )
     blacklist_env_vars: str = ""  # a regular expression: variables that no handler sees
     header_key_sequence_id: str = "ts_request_sequence_id"
     header_key_sequence_start: str = "ts_request_sequence_start"
@@ -69,13 +75,15 @@ class RuntimeSettings:
 
 @dataclass(frozen=True)
 class VersionSettings:
-    """What one version gets when it is registered; its model-config.yaml and the caller go before it.
+    """The settings of one version at its registration; its model-config.yaml and the caller have precedence.
 
-    Delay in milliseconds, time-outs in seconds; None says nothing.
+    Delay in milliseconds, timeouts in seconds; None: no setting.
     """
 
     __pydantic_config__ = _STRICT
-    default_version: bool = False  # calls that name no version get this one, from the start-up that first loads it
+    default_version: bool = (
+        False  # calls that name no version get this one, from the start-up that first loads it
+    )
     min_workers: int | None = None
     max_workers: int | None = None
     batch_size: int | None = None
@@ -86,7 +94,7 @@ class VersionSettings:
 
 @dataclass(frozen=True)
 class ControlSettings:
-    """Where the registry lives, and how often it is compared with what runs."""
+    """The location of the registry, and the period of the reconcile loop."""
 
     __pydantic_config__ = _STRICT
     state_dir: str = "state"
@@ -101,17 +109,21 @@ class ControlSettings:
 
 @dataclass(frozen=True)
 class InferenceSettings:
-    """The doors on 8080."""
+    """The inference port, 8080."""
 
     __pydantic_config__ = _STRICT
     max_request_size: int = 6_553_500  # bytes
     gateways: int = 1  # gateway replicas, at most one a node
-    short_hops: bool = True  # reach replicas of the same machine over sockets rather than through Ray
-    late_answer: Literal["answer", "drop"] = "answer"  # to a request over clientTimeoutInMills: 504, or none at all
+    unix_sockets: bool = True  # reach replicas of the same machine over sockets rather than through Ray
+    late_response: Literal["send", "drop"] = (
+        "send"  # to a request over clientTimeoutInMills: 504, or none at all
+    )
     max_workflow_items: int = 1000  # for each of which a workflow's step is asked, of one call
-    handler_errors: Literal["hidden", "message", "traceback"] = "hidden"  # how much of a handler's error a caller sees
-    also_management: bool = False  # the management API on this port too
-    also_metrics: bool = False  # /metrics on this port too
+    handler_errors: Literal["hidden", "message", "traceback"] = (
+        "hidden"  # how much of a handler's error a caller sees
+    )
+    serve_management: bool = False  # the management API on this port too
+    serve_metrics: bool = False  # /metrics on this port too
     # Headers Access-Control-Allow-* of every answer, on every port; empty: that one is not sent.
     cors_allowed_origin: str = ""
     cors_allowed_methods: str = ""
@@ -119,24 +131,28 @@ class InferenceSettings:
 
 
 @dataclass(frozen=True)
-class AsynchronousSettings:
-    """Predictions that are asked for with ``Prefer: respond-async``, and answered later. Seconds and bytes."""
+class AsyncPredictionSettings:
+    """Predictions that are requested with ``Prefer: respond-async`` and answered later. Seconds and bytes."""
 
     __pydantic_config__ = _STRICT
     enabled: bool = True  # false: they are answered at once, whatever they prefer
-    keep: Annotated[float, pydantic.Field(gt=0)] = 3600.0  # for which an answer is kept
-    patience: Annotated[float, pydantic.Field(ge=0)] = 600.0  # for which one is tried that nobody has room for
+    retention_s: Annotated[float, pydantic.Field(gt=0)] = 3600.0  # for which an answer is kept
+    max_queue_time_s: Annotated[float, pydantic.Field(ge=0)] = (
+        600.0  # for which one is tried that nobody has room for
+    )
     concurrency: Annotated[int, pydantic.Field(ge=1)] = 64  # that run at once
     model_concurrency: Annotated[int, pydantic.Field(ge=1)] = 16  # of one model
     max_predictions: Annotated[int, pydantic.Field(ge=1)] = 20_000  # that wait, run or are kept
     max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1024 * MIB  # of their requests and answers
     max_result_size: Annotated[int, pydantic.Field(ge=1)] = 64 * MIB  # of one answer
-    inline: Annotated[int, pydantic.Field(ge=0)] = 1 * MIB  # what is larger lies in ``results``, not in the database
+    inline_max_bytes: Annotated[int, pydantic.Field(ge=0)] = (
+        1 * MIB
+    )  # what is larger lies in ``results``, not in the database
     results: str = ""  # a folder, as a path or a URL of fsspec's; empty: one in state_dir
     webhook_urls: tuple[str, ...] = ()  # patterns of what may be told of an end; empty: nothing may
     webhook_secret: str = ""  # "env:NAME"
     webhook_attempts: Annotated[int, pydantic.Field(ge=1)] = 8
-    webhook_pause: Annotated[float, pydantic.Field(gt=0)] = 1.0  # before the second attempt; then doubled
+    webhook_backoff: Annotated[float, pydantic.Field(gt=0)] = 1.0  # before the second attempt; then doubled
     webhook_timeout: Annotated[float, pydantic.Field(gt=0)] = 10.0
 
 
@@ -150,7 +166,7 @@ class ManagementSettings:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 8082
     enable_metrics_api: bool = True  # false: nobody listens on metrics_port
-    also_metrics: bool = False  # /metrics on the management port too
+    serve_metrics: bool = False  # /metrics on the management port too
     certificate_file: str = ""  # PEM, with its chain: TLS on these listeners
     private_key_file: str = ""  # PEM, without a password
 
@@ -173,13 +189,15 @@ class GrpcSettings:
     max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
     management_max_connection_age: Annotated[float, pydantic.Field(ge=0)] = 0.0
     management_max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
-    max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = 10_000  # of one port at once; more are refused
+    max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = (
+        10_000  # of one port at once; more are refused
+    )
     reflection: bool = True  # the ports tell tools like grpcurl what they speak
 
 
 @dataclass(frozen=True)
 class KeySettings:
-    """A key of the operator's own. What is kept here is its digest, or where to find it, never the key."""
+    """A key of the operator: its digest, or the variable that holds it, never the key itself."""
 
     __pydantic_config__ = _STRICT
     name: str = ""
@@ -192,34 +210,38 @@ class KeySettings:
         return (self.models,) if isinstance(self.models, str) else self.models
 
     def digest(self, environ: Mapping[str, str]) -> bytes:
-        """The key's SHA-256. Raises ConfigurationError, which never shows what was given for a key."""
-        kind, _, said = self.key.partition(":")
+        """Return the key's SHA-256. Raises ConfigurationError, which never shows the configured key."""
+        kind, _, value = self.key.partition(":")
         where = f"auth.keys, the key named {self.name!r}"
-        if kind == "sha256" and re.fullmatch("[0-9a-fA-F]{64}", said):
-            return bytes.fromhex(said)
-        if kind != "env" or not said:
+        if kind == "sha256" and re.fullmatch("[0-9a-fA-F]{64}", value):
+            return bytes.fromhex(value)
+        if kind != "env" or not value:
             cure = "write sha256: and the key's digest (`printf %s KEY | sha256sum`), or env: and a variable"
             raise ConfigurationError(where, f"a key does not stand here in plain text; {cure}")
-        key = environ.get(said, "")
+        key = environ.get(value, "")
         if not key or key.split() != [key]:
-            raise ConfigurationError(where, f"the variable {said} must hold the key, which is one word; set it")
+            raise ConfigurationError(
+                where, f"the variable {value} must hold the key, which is one word; set it"
+            )
         return hashlib.sha256(key.encode()).digest()
 
 
-def _switch(said: Any) -> Any:
-    """YAML takes a bare ``on`` and ``off`` for true and false."""
-    return ("off", "on")[said] if isinstance(said, bool) else said
+def _parse_switch(value: Any) -> Any:
+    """Map the booleans that YAML reads from a bare ``on`` and ``off`` back to text."""
+    return ("off", "on")[value] if isinstance(value, bool) else value
 
 
 @dataclass(frozen=True)
 class AuthSettings:
-    """Who may ask for what. A request shows its key as ``Authorization: Bearer KEY``."""
+    """Authorization of requests. A request sends its key as ``Authorization: Bearer KEY``."""
 
     __pydantic_config__ = _STRICT
     # auto: on as soon as an address is not the loopback's
-    mode: Annotated[Literal["auto", "on", "off"], pydantic.BeforeValidator(_switch)] = "auto"
+    mode: Annotated[Literal["auto", "on", "off"], pydantic.BeforeValidator(_parse_switch)] = "auto"
     key_file: str = "key_file.json"  # TorchServe's tokens, new at each start; its folder must be writable
-    token_expiration: Annotated[float, pydantic.Field(gt=0)] = 60.0  # minutes that a TorchServe token is good for
+    token_expiration: Annotated[float, pydantic.Field(gt=0)] = (
+        60.0  # minutes that a TorchServe token is good for
+    )
     torchserve_tokens: bool = True  # make the three keys of key_file.json
     keys: tuple[KeySettings, ...] = ()  # of the operator's own
     metrics: Literal["open", "observe"] = "open"  # observe: /metrics wants a key that may observe every model
@@ -236,7 +258,9 @@ class TelemetrySettings:
     model_metrics_auto_detect: bool = False  # handlers' metrics that no file declares are taken too
     system_metrics: bool = True  # CPU, memory, disk and GPUs of every node
     system_metrics_period: float = 60.0  # seconds
-    log_dir: str = "logs"  # access_log.log, ts_log.log and model_log.log; every process of a node appends to them
+    log_dir: str = (
+        "logs"  # access_log.log, ts_log.log and model_log.log; every process of a node appends to them
+    )
     log_format: Literal["text", "json"] = "text"  # TorchServe's layout, or an object a line
     log_bytes: int = 256 * MIB  # a larger ts_log.log or model_log.log is put aside as ts_log.log.1; 0: never
     log_level: str = "INFO"
@@ -248,11 +272,11 @@ class TelemetrySettings:
 @dataclass(frozen=True)
 class Settings:
     __pydantic_config__ = _STRICT
-    store: StoreSettings = field(default_factory=StoreSettings)
+    store: ModelStoreSettings = field(default_factory=ModelStoreSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     control: ControlSettings = field(default_factory=ControlSettings)
     inference: InferenceSettings = field(default_factory=InferenceSettings)
-    asynchronous: AsynchronousSettings = field(default_factory=AsynchronousSettings)
+    async_predictions: AsyncPredictionSettings = field(default_factory=AsyncPredictionSettings)
     management: ManagementSettings = field(default_factory=ManagementSettings)
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
@@ -280,13 +304,17 @@ class Settings:
         return self.log_dir / self.telemetry.access_log if self.telemetry.access_log else None
 
     @property
-    def results(self) -> str:
-        """The folder of what is too large for the database: an absolute path, or a URL."""
-        said = self.asynchronous.results
-        return said if "://" in said else str(self.root / said if said else self.state_dir / "asynchronous")
+    def results_location(self) -> str:
+        """The folder of bodies that are too large for the database: an absolute path, or a URL."""
+        value = self.async_predictions.results
+        return (
+            value
+            if "://" in value
+            else str(self.root / value if value else self.state_dir / "async_predictions")
+        )
 
     @property
-    def last_words(self) -> Path:
+    def crash_reports_dir(self) -> Path:
         return self.state_dir / "replicas"
 
     @property
@@ -298,23 +326,23 @@ class Settings:
         return self.root / self.auth.key_file
 
     @property
-    def key_run(self) -> Path:
-        """Names the start of the server whose keys are in ``key_file``."""
+    def key_run_file(self) -> Path:
+        """The file with the id of the server start that created the keys in ``key_file``."""
         return self.state_dir / "key_file.run"
 
-    def is_open(self, *inference_hosts: str) -> bool:
-        """Whether others than this machine reach one of the server's addresses."""
+    def is_exposed(self, *inference_hosts: str) -> bool:
+        """Return whether one of the server's addresses is reachable from other machines."""
         m, g = self.management, self.grpc
         hosts = [*inference_hosts, m.host, m.metrics_host]
         hosts += [host for host, port in ((g.host, g.port), (g.management_host, g.management_port)) if port]
         return not all(map(is_loopback, hosts))
 
-    def wants_keys(self, *inference_hosts: str) -> bool:
-        """Whether requests must show a key, where the inference port listens on ``inference_hosts``.
+    def requires_keys(self, *inference_hosts: str) -> bool:
+        """Return whether requests need a key, if the inference port listens on ``inference_hosts``.
 
-        Raises ConfigurationError where they would have to and there could be no key.
+        Raises ConfigurationError if they need one and no key can exist.
         """
-        wanted = self.auth.mode == "on" or (self.auth.mode == "auto" and self.is_open(*inference_hosts))
+        wanted = self.auth.mode == "on" or (self.auth.mode == "auto" and self.is_exposed(*inference_hosts))
         if wanted and not self.auth.torchserve_tokens and not self.auth.keys:
             cure = "name keys in auth.keys, or set auth.torchserve_tokens to true, or auth.mode to off"
             raise ConfigurationError("auth", f"requests must show a key, and there is none; {cure}")
@@ -329,12 +357,38 @@ class Settings:
         return self.control.database_url or f"sqlite:///{self.state_dir / 'registry.db'}"
 
 
+# Keys of earlier versions, with the key that replaces each.
+RENAMED = {
+    "asynchronous": "async_predictions",
+    "async_predictions.keep": "async_predictions.retention_s",
+    "async_predictions.patience": "async_predictions.max_queue_time_s",
+    "async_predictions.inline": "async_predictions.inline_max_bytes",
+    "async_predictions.webhook_pause": "async_predictions.webhook_backoff",
+    "inference.short_hops": "inference.unix_sockets",
+    "inference.also_management": "inference.serve_management",
+    "inference.also_metrics": "inference.serve_metrics",
+    "inference.late_answer": "inference.late_response",
+    "management.also_metrics": "management.serve_metrics",
+}
+
+
+def _reject_renamed(mapping: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigurationError with the new key when ``mapping`` has a key of an earlier version."""
+    for old, new in RENAMED.items():
+        section, _, key = old.partition(".")
+        values = mapping.get(section)
+        if section in mapping and (not key or (isinstance(values, Mapping) and key in values)):
+            raise ConfigurationError(where, f"the setting {old} is now called {new}; rename it")
+
+
 def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings:
-    """Settings from a plain mapping. Raises ConfigurationError, which names key, place and cure."""
-    said = dict(mapping) if isinstance(mapping, Mapping) else mapping or {}
+    """Parse settings from a plain mapping. Raises ConfigurationError, which names key, place and remedy."""
+    value = dict(mapping) if isinstance(mapping, Mapping) else mapping or {}
+    if isinstance(value, dict):
+        _reject_renamed(value, where)
     try:
-        settings = documents.read(Settings, said, secret=(("auth", "keys"),))
-    except documents.Misread as error:
+        settings = validation.read(Settings, value, secret_paths=(("auth", "keys"),))
+    except validation.DocumentError as error:
         raise ConfigurationError(where, str(error)) from None
     for model, policy in settings.control.traffic.items():
         try:
@@ -345,7 +399,9 @@ def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``. A name that is not localhost may be anywhere."""
+    """Return whether ``host`` is reachable from this machine only. A name other than localhost may be
+    anywhere.
+    """
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
