@@ -1,0 +1,252 @@
+"""``torchrelay optimize``: time variants of an archive's model, and write the fastest as a new version."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Container
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Optional
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from serve_app.cli import progress
+from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, console, errors
+from serve_app.errors import RelayError
+from serve_app.model_store.archive import pack, unpack
+from serve_app.model_store.manifest import HUGGING_FACE, Manifest
+from serve_app.model_store.model_check import check_model
+from serve_app.model_store.model_config import ModelConfig
+from serve_app.settings import ModelStoreSettings
+
+VARIANTS = (
+    "plain", "bfloat16", "int8", "compile", "compile-bfloat16", "channels-last", "onnx", "onnx-int8",
+    "torchscript", "export", "aotinductor",
+)  # fmt: skip
+
+
+def optimize(
+    model: Annotated[
+        str, typer.Argument(metavar="ARCHIVE_OR_MODEL", help="A .mar, or a model of the running server.")
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the new archive.")] = Path("."),
+    version: Annotated[Optional[str], typer.Option(help="The new version; by default the next one.")] = None,  # noqa: UP045
+    register: Annotated[
+        bool, typer.Option("--register", help="Register the new version with the server.")
+    ] = False,
+    sample: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(metavar="FILE", help="A sample request; by default the archive's own samples."),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="By default the model's own, or 8.")] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            help="The relative tolerance; by default that under accuracy: in the model-config.yaml."
+        ),
+    ] = None,
+    atol: Annotated[Optional[float], typer.Option(help="The absolute tolerance.")] = None,  # noqa: UP045
+    cosine: Annotated[Optional[float], typer.Option(help="The minimum cosine of a row.")] = None,  # noqa: UP045
+    variants: Annotated[str, typer.Option("--try", metavar="A,B,…", help="The variants to try.")] = ",".join(
+        VARIANTS
+    ),
+    rounds: Annotated[
+        int, typer.Option(min=1, help="The number of timings of each variant, interleaved.")
+    ] = 7,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="The threads of PyTorch and ONNX Runtime.")
+    ] = None,
+    model_store: Annotated[Path, typer.Option(help="The folder of the server's archives.")] = Path(
+        "model_store"
+    ),
+    management: ManagementUrl = MANAGEMENT,
+    token: Token = "",
+) -> None:
+    """Time an archive's model in other number formats, compiled and as a graph; write the fastest variant."""
+    names = [name.strip() for name in variants.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in VARIANTS]:
+        _fail(f"Unknown variant {unknown[0]!r}; the variants are {', '.join(VARIANTS)}.")
+    if not output.is_dir():
+        _fail(f"{output} is not a folder; create it, or choose another one with --output.")
+    archive, served = _find_archive(model, model_store, management, token)
+    settings = ModelStoreSettings()
+    with tempfile.TemporaryDirectory(prefix="torchrelay-optimize-") as temporary:
+        work = Path(temporary)
+        try:
+            directory = archive.resolve() if archive.is_dir() else unpack(archive, work / "archive", settings)
+            manifest = Manifest.read(directory, archive.name)
+            if served:  # the registration may have overridden the archive
+                manifest = replace(
+                    manifest, model_name=served[0]["modelName"], version=served[0]["modelVersion"]
+                )
+            config = check_model(directory, manifest, served[0].get("task") if served else None)
+        except RelayError as error:
+            _fail(str(error))
+        if served and manifest.handler == HUGGING_FACE and "task" not in served[0]:
+            _fail(f"{model} was registered with its own handler. Pass its archive, {archive}, instead.")
+        new_version = version or _next_version(
+            manifest.version, {version["modelVersion"] for version in served}
+        )
+        target = output / f"{manifest.model_name}-{new_version}.mar"
+        if target.exists():
+            _fail(f"{target} exists already; choose another version with --version, or folder with --output.")
+        (work / "variants").mkdir()
+        job = {
+            "directory": str(directory),
+            "work": str(work / "variants"),
+            "manifest": _manifest_document(manifest, new_version),
+            "config": dict(config.raw),
+            "handler": manifest.handler,
+            "samples": _samples(directory, config, sample or []),
+            "batch_size": batch_size or config.batch_size or 8,
+            "tolerance": _tolerance(config, rtol, atol, cosine),
+            "variants": names,
+            "rounds": rounds,
+            "threads": threads,
+        }
+        results = _run_search(job)
+        console.print(table(f"{manifest.model_name} {manifest.version}", results))
+        for name, reason in results["failed"].items():
+            console.print(f"  {name}: {escape(reason)}", highlight=False, soft_wrap=True)
+        if results["directory"] is None:
+            console.print(
+                "Nothing within the tolerance is faster than the plain model: no archive is written."
+            )
+            return
+        pack(Path(results["directory"]), target, settings)
+    console.print(
+        f"{target}: {manifest.model_name} {new_version}, {results['best']}", highlight=False, soft_wrap=True
+    )
+    if register:
+        with CliClient(management, token) as client:
+            url = target.resolve().as_uri()
+            console.print(progress.register(client, console, url, initial_workers=1, synchronous=True))
+    else:
+        console.print(
+            f"  torchrelay models register {target.resolve().as_uri()}", highlight=False, soft_wrap=True
+        )
+
+
+def table(title: str, results: dict[str, Any]) -> Table:
+    """Return a table of the variants; times are medians of the rounds, × is the speed-up over plain."""
+    sizes = list(results["variants"][0]["ms"])
+    caption = f"{results['samples']} samples, {results['threads']} threads"
+    made = Table(
+        title=title, caption=caption, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
+    )
+    made.add_column("variant", no_wrap=True)
+    for size in sizes:
+        made.add_column(f"batch {size}\nms", justify="right", no_wrap=True)
+        made.add_column("\n×", justify="right", no_wrap=True)
+    for name in ("weights\nMiB", "off by\nat most", "lowest\ncosine"):
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column("ok")
+    plain = results["variants"][0]["ms"]
+    for row in results["variants"]:
+        cells = [f"[bold]{row['name']}" if row["name"] == results["best"] else row["name"]]
+        for size in sizes:
+            cells += [f"{row['ms'][size]:.2f}", f"{plain[size] / row['ms'][size]:.2f}"]
+        cells += [f"{row['mib']:.1f}"]
+        cells += ["not finite" if row["largest"] is None else f"{row['largest']:.2g}", f"{row['cosine']:.5f}"]
+        made.add_row(*cells, "[red]no" if row["outside"] else "[green]yes")
+    return made
+
+
+def _run_search(job: dict[str, Any]) -> dict[str, Any]:
+    """Run ``handlers.optimize.search`` in its own process, which loads torch and the author's code."""
+    with tempfile.TemporaryFile("w+") as log, Progress(
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=console,
+        transient=True,
+    ) as bars:  # fmt: skip
+        bar = bars.add_task("Loading the model", total=None)
+        command = [sys.executable, "-m", "handlers.optimize.search"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process:
+            try:
+                assert process.stdin is not None and process.stdout is not None
+                process.stdin.write(json.dumps(job))
+                process.stdin.close()
+                last: dict[str, Any] = {}
+                for line in process.stdout:
+                    last = json.loads(line)
+                    if "doing" in last:
+                        bars.update(bar, description=f"Trying {last['doing']}")
+            except BaseException:
+                process.kill()
+                raise
+        log.seek(0)
+        tail = "".join(log.readlines()[-20:])
+    if "variants" in last:
+        return last
+    _fail(last.get("error") or f"The search ended with code {process.returncode}:\n{tail}")
+
+
+def _find_archive(model: str, store: Path, management: str, token: str) -> tuple[Path, list[dict[str, Any]]]:
+    """Return the given path, or the archive of the server's model of that name with its versions."""
+    path = Path(model)
+    if path.exists():
+        return path, []
+    if path.suffix or len(path.parts) > 1:
+        _fail(f"There is no archive {model}.")
+    with CliClient(management, token) as client:
+        served = client.describe(model)
+    url = served[0]["modelUrl"]
+    for candidate in (Path(url.removeprefix("file://")), store / url):
+        if candidate.exists():
+            return candidate, served
+    _fail(f"The archive of {model} is {url}, which is not in {store}. Pass the folder with --model-store.")
+
+
+def _manifest_document(manifest: Manifest, version: str) -> dict[str, Any]:
+    """Return the new version's manifest: the archive's, with the values that the server applied."""
+    raw = json.loads(json.dumps(dict(manifest.raw)))
+    model = raw.setdefault("model", {})
+    model |= {"modelName": manifest.model_name, "modelVersion": version, "handler": manifest.handler}
+    if manifest.config_file:
+        model["configFile"] = manifest.config_file
+    return raw
+
+
+def _samples(directory: Path, config: ModelConfig, given: list[Path]) -> list[str]:
+    if missing := [file for file in given if not file.is_file()]:
+        _fail(f"There is no sample {missing[0]}.")
+    packed = [directory / name for name in config.samples or ()]
+    if config.samples is None and (folder := directory / "samples").is_dir():
+        packed = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+    if not (files := given or packed):
+        _fail(
+            "The archive has no sample requests. Pass some with --sample FILE, or pack them under "
+            "samples: of its model-config.yaml."
+        )
+    return [str(file.resolve()) for file in files]
+
+
+def _tolerance(
+    config: ModelConfig, rtol: float | None, atol: float | None, cosine: float | None
+) -> dict[str, Any]:
+    given = {"rtol": rtol, "atol": atol, "cosine": cosine}
+    if any(value is not None for value in given.values()):
+        return given
+    configured = config.raw.get("accuracy")
+    return {key: configured.get(key) for key in given} if isinstance(configured, dict) else {}
+
+
+def _next_version(version: str, taken: Container[str] = ()) -> str:
+    """Return the next free version: 1.0 -> 1.1, 2 -> 3; one without a final number gets ".1"."""
+    match = re.fullmatch(r"(.*?)(\d+)", version)
+    new = f"{match[1]}{int(match[2]) + 1}" if match else f"{version}.1"
+    return _next_version(new, taken) if new in taken else new
+
+
+def _fail(message: str) -> NoReturn:
+    errors.print(escape(message), style="red", highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
