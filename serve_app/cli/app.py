@@ -1,4 +1,4 @@
-"""What the command line offers; each command is a few lines over the client or the process."""
+"""The commands of ``torchrelay``, over the client and the server process."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from serve_app import __version__
-from serve_app.bench.command import bench
 from serve_app.cli import progress, torchserve
-from serve_app.cli.archive import archive
-from serve_app.cli.experiment import experiment_app
-from serve_app.cli.migrate import migrate
-from serve_app.cli.optimize import optimize
-from serve_app.cli.process import ServerProcess, StartError
-from serve_app.cli.rollout import rollout_app
-from serve_app.cli.shadow import shadow
-from serve_app.cli.talk import (
+from serve_app.cli.api_client import (
     INFERENCE,
     MANAGEMENT,
+    CliClient,
     Inference,
     ManagementUrl,
-    Talk,
     Token,
     console,
     errors,
+    exit_with_error,
     key_file,
-    refused,
 )
-from serve_app.cli.traffic import traffic
-from serve_app.cli.translation import Flags, serve_env, state_dir
-from serve_app.cli.workflow import workflow_app
-from serve_app.client import NEVER, Client, ServerError
+from serve_app.cli.commands.archive import archive
+from serve_app.cli.commands.experiment import experiment_app
+from serve_app.cli.commands.migrate import migrate
+from serve_app.cli.commands.optimize import optimize
+from serve_app.cli.commands.rollout import rollout_app
+from serve_app.cli.commands.shadow import shadow
+from serve_app.cli.commands.traffic import traffic
+from serve_app.cli.commands.workflow import workflow_app
+from serve_app.cli.server_process import ServerProcess, StartError
+from serve_app.cli.torchserve_flags import TorchServeFlags, serve_env, state_dir
+from serve_app.client import NO_RETRIES, Client, ServerError
+from serve_app.loadgen.command import bench
 
 app = typer.Typer(help="Serve PyTorch models from TorchServe archives on Ray Serve.", no_args_is_help=True)
 models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
@@ -51,10 +51,10 @@ _CONFIG = Path("configs/app.yaml")
 _ENV = Path("configs/serve.env")
 
 
-class _WithModels(TyperCommand):
-    """A command whose ``--models`` takes all the words that follow it, as TorchServe's does."""
+class _ModelCommands(TyperCommand):
+    """A command whose ``--models`` takes all following arguments, as TorchServe's does."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--models" in args:
             first = args.index("--models") + 1
             end = next((i for i in range(first, len(args)) if args[i].startswith("-")), len(args))
@@ -62,42 +62,57 @@ class _WithModels(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-_THEIRS = "As the command torchserve"  # the panel of its flags
+_TORCHSERVE_PANEL = "As the command torchserve"  # the heading of its flags
 
 
-def _their(*names: str, **more: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=_THEIRS, **more)
+def _torchserve_option(*names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=_TORCHSERVE_PANEL, **options)
 
 
-@app.command(cls=_WithModels)
+@app.command(cls=_ModelCommands)
 def start(
     config: Annotated[Optional[Path], typer.Argument(help="The application, as for `serve run`.")] = None,  # noqa: UP045
-    env: Annotated[Optional[Path], typer.Option("--env", help="What Ray Serve starts with.")] = None,  # noqa: UP045
-    detach: Annotated[bool, typer.Option("--detach", help="Return once ready, and leave the server running.")] = False,
+    env: Annotated[
+        Path | None, typer.Option("--env", help="The environment that Ray Serve starts with.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once ready, and leave the server running.")
+    ] = False,
     example: Annotated[
         Optional[str], typer.Option(help="MODEL=FILE: show a curl line that sends FILE to MODEL.")  # noqa: UP045
     ] = None,
-    patience: Annotated[float, typer.Option(help="Seconds until the server must be ready.")] = 300.0,
-    model_store: Annotated[Optional[str], _their(help="The folder of the archives.")] = None,  # noqa: UP045
-    models: Annotated[Optional[str], _their(help="[NAME=]ARCHIVE …, or all: loaded at start-up.")] = None,  # noqa: UP045
-    ts_config: Annotated[Optional[str], _their(help="A config.properties.")] = None,  # noqa: UP045
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds until the server must be ready.")
+    ] = 300.0,
+    model_store: Annotated[Optional[str], _torchserve_option(help="The folder of the archives.")] = None,  # noqa: UP045
+    models: Annotated[
+        str | None, _torchserve_option(help="[NAME=]ARCHIVE …, or all: models to load at start-up.")
+    ] = None,
+    ts_config: Annotated[Optional[str], _torchserve_option(help="A config.properties.")] = None,  # noqa: UP045
     no_config_snapshots: Annotated[
-        bool, _their("--no-config-snapshots", "--ncs", help="Forget what the last start had.")
+        bool,
+        _torchserve_option("--no-config-snapshots", "--ncs", help="Discard the state of earlier starts."),
     ] = False,
     disable_token_auth: Annotated[
-        bool, _their("--disable-token-auth", "--dt", help="Ask nobody for a token.")
+        bool, _torchserve_option("--disable-token-auth", "--dt", help="Require no token.")
     ] = False,
-    enable_model_api: Annotated[bool, _their("--enable-model-api", help="Let models be registered.")] = False,
-    workflow_store: Annotated[Optional[str], _their(help="The folder of the workflow archives.")] = None,  # noqa: UP045
-    log_config: Annotated[Optional[str], _their(help="Taken, and not read.")] = None,  # noqa: UP045
-    foreground: Annotated[bool, _their("--foreground", help="Always, without --detach.")] = False,
+    enable_model_api: Annotated[
+        bool, _torchserve_option("--enable-model-api", help="Allow models to be registered.")
+    ] = False,
+    workflow_store: Annotated[
+        str | None, _torchserve_option(help="The folder of the workflow archives.")
+    ] = None,
+    log_config: Annotated[Optional[str], _torchserve_option(help="Accepted and ignored.")] = None,  # noqa: UP045
+    foreground: Annotated[
+        bool, _torchserve_option("--foreground", help="Stay in the foreground; the default without --detach.")
+    ] = False,
 ) -> None:
     """Start the server and wait until its models are ready; Ctrl-C ends it and everything it started.
 
-    Without CONFIG it is configs/app.yaml. TorchServe's flags, or a config.properties where there is no
-    configs/app.yaml, start a server as TorchServe's user asks for it.
+    CONFIG is configs/app.yaml by default. TorchServe's flags, or a config.properties where there is no
+    configs/app.yaml, start a server as the command torchserve does.
     """
-    flags = Flags(
+    flags = TorchServeFlags(
         ts_config=ts_config,
         model_store=model_store,
         models=tuple(models.split(",")) if models else (),
@@ -110,7 +125,7 @@ def start(
     try:
         server = _server(config, env, flags)
         server.start(detached=detach)
-        progress.until_ready(server, console, patience)
+        progress.wait_until_ready(server, console, timeout)
     except StartError as error:
         errors.print("[red]Torchrelay did not start.[/red]", escape(str(error)), highlight=False)
         raise typer.Exit(1) from None
@@ -118,7 +133,7 @@ def start(
         console.print("Stopping …")
         server.stop()
         raise typer.Exit(130) from None
-    progress.welcome(server, console, example)
+    progress.print_addresses(server, console, example)
     if detach:
         return
     code = server.wait()
@@ -129,15 +144,15 @@ def start(
     raise typer.Exit(code)
 
 
-def _server(config: Path | None, env: Path | None, flags: Flags) -> ServerProcess:
-    """The server that `torchrelay start` is asked for. Raises StartError."""
-    theirs = flags != Flags()
-    if config is not None and theirs:
-        raise StartError(f"{config} and TorchServe's flags say two things; name one of them")
-    if config is None and not theirs and not _CONFIG.is_file():
-        theirs = bool(os.environ.get("TS_CONFIG_FILE")) or Path("config.properties").is_file()
-    if theirs:
-        return torchserve.prepared(flags, env)
+def _server(config: Path | None, env: Path | None, flags: TorchServeFlags) -> ServerProcess:
+    """Return the server that the arguments of `torchrelay start` describe. Raises StartError."""
+    like_torchserve = flags != TorchServeFlags()
+    if config is not None and like_torchserve:
+        raise StartError(f"{config} and TorchServe's flags cannot be combined; use one of them")
+    if config is None and not like_torchserve and not _CONFIG.is_file():
+        like_torchserve = bool(os.environ.get("TS_CONFIG_FILE")) or Path("config.properties").is_file()
+    if like_torchserve:
+        return torchserve.create_server(flags, env)
     return ServerProcess(config or _CONFIG, env or (_ENV if _ENV.is_file() else serve_env()))
 
 
@@ -148,8 +163,8 @@ def stop(
 ) -> None:
     """Stop the server that `torchrelay start` left running here."""
     if config is None:
-        made = [state_dir(os.environ, Path.cwd(), fresh) / "app.yaml" for fresh in (False, True)]
-        configs = [path for path in (_CONFIG, *made) if path.is_file()] or [_CONFIG]
+        generated = [state_dir(os.environ, Path.cwd(), fresh) / "app.yaml" for fresh in (False, True)]
+        configs = [path for path in (_CONFIG, *generated) if path.is_file()] or [_CONFIG]
     else:
         configs = [config]
     try:
@@ -161,17 +176,19 @@ def stop(
 
 
 @app.command()
-def status(inference: Inference = INFERENCE, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
+def status(
+    inference: Inference = INFERENCE, management: ManagementUrl = MANAGEMENT, token: Token = ""
+) -> None:
     """Show whether the server is ready, and every version with its replicas."""
     keys = key_file(management)
-    with Client(inference, management, timeout=10, token=token, key_file=keys, retries=NEVER) as client:
+    with Client(inference, management, timeout=10, token=token, key_file=keys, retries=NO_RETRIES) as client:
         try:
             ready = client.ready()
-            table = progress.versions(client)
+            table = progress.version_table(client)
         except ServerError as error:
-            refused(error)
+            exit_with_error(error)
         except httpx.HTTPError as error:
-            errors.print(f"No server answers at {management}: {escape(str(error))}", highlight=False)
+            errors.print(f"No server responds at {management}: {escape(str(error))}", highlight=False)
             raise typer.Exit(1) from None
     console.print("ready" if ready else "not ready yet", style="green" if ready else "yellow")
     console.print(table)
@@ -198,7 +215,7 @@ def models(context: typer.Context, management: ManagementUrl = MANAGEMENT, token
     """List the models; the subcommands change them."""
     context.obj = management, token
     if context.invoked_subcommand is None:
-        with Talk(*context.obj) as client:
+        with CliClient(*context.obj) as client:
             table = Table("model", "archive of the default version")
             for model in client.models():
                 table.add_row(model["modelName"], model["modelUrl"])
@@ -208,17 +225,21 @@ def models(context: typer.Context, management: ManagementUrl = MANAGEMENT, token
 @models_app.command()
 def register(
     context: typer.Context,
-    url: Annotated[str, typer.Argument(help="A name in the model store, or a URL: file, http(s), s3, gs, hf.")],
+    url: Annotated[
+        str, typer.Argument(help="A name in the model store, or a URL: file, http(s), s3, gs, hf.")
+    ],
     workers: Annotated[int, typer.Option(help="Replicas to start with.")] = 1,
     model_name: Annotated[Optional[str], typer.Option("--name")] = None,  # noqa: UP045
     batch_size: Annotated[Optional[int], typer.Option()] = None,  # noqa: UP045
     max_batch_delay: Annotated[Optional[int], typer.Option(help="Milliseconds.")] = None,  # noqa: UP045
     handler: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
-    task: Annotated[Optional[str], typer.Option(help="Of a Hugging Face folder: text-classification ...")] = None,  # noqa: UP045
+    task: Annotated[
+        str | None, typer.Option(help="The task of a Hugging Face folder: text-classification ...")
+    ] = None,
 ) -> None:
     """Register an archive, or a model's folder, and wait for its replicas."""
-    with Talk(*context.obj) as client:
-        answer = progress.registered(
+    with CliClient(*context.obj) as client:
+        message = progress.register(
             client,
             console,
             url,
@@ -230,7 +251,7 @@ def register(
             task=task,
             synchronous=True,
         )
-    console.print(answer, highlight=False)
+    console.print(message, highlight=False)
 
 
 @models_app.command()
@@ -239,21 +260,25 @@ def scale(
     model: str,
     workers: int,
     version: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
-    most: Annotated[Optional[int], typer.Option("--max", help="From WORKERS to so many, as the load is.")] = None,  # noqa: UP045
-    autoscaling_policy: Annotated[Optional[str], typer.Option("--policy", help="requests or latency.")] = None,  # noqa: UP045
-    target_ongoing_requests: Annotated[Optional[float], typer.Option(help="Rows to do, a replica.")] = None,  # noqa: UP045
-    target_p95_ms: Annotated[Optional[float], typer.Option(help="Of the policy latency.")] = None,  # noqa: UP045
+    max_workers: Annotated[
+        int | None, typer.Option("--max", help="Scale between WORKERS and this number with the load.")
+    ] = None,
+    autoscaling_policy: Annotated[str | None, typer.Option("--policy", help="requests or latency.")] = None,
+    target_ongoing_requests: Annotated[
+        float | None, typer.Option(help="Target of pending rows per replica.")
+    ] = None,
+    target_p95_ms: Annotated[Optional[float], typer.Option(help="Target of the policy latency.")] = None,  # noqa: UP045
     upscale_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
     downscale_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
     downscale_to_zero_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
 ) -> None:
-    """Give a version that many replicas, or with --max that many and more as its load is, and wait for them."""
-    with Talk(*context.obj) as client, console.status(f"Scaling {model} …"):
-        answer = client.scale(
+    """Set the number of a version's replicas and wait for them; with --max it scales with the load."""
+    with CliClient(*context.obj) as client, console.status(f"Scaling {model} …"):
+        message = client.scale(
             model,
             version,
             min_worker=workers,
-            max_worker=workers if most is None else most,
+            max_worker=workers if max_workers is None else max_workers,
             autoscaling_policy=autoscaling_policy,
             target_ongoing_requests=target_ongoing_requests,
             target_p95_ms=target_p95_ms,
@@ -262,13 +287,13 @@ def scale(
             downscale_to_zero_delay_s=downscale_to_zero_delay_s,
             synchronous=True,
         )
-    console.print(answer, highlight=False)
+    console.print(message, highlight=False)
 
 
 @models_app.command("default")
 def set_default(context: typer.Context, model: str, version: str) -> None:
-    """Make a version the one that calls get which name none."""
-    with Talk(*context.obj) as client:
+    """Make a version the default one, for requests that name no version."""
+    with CliClient(*context.obj) as client:
         console.print(client.set_default(model, version), highlight=False)
 
 
@@ -279,12 +304,12 @@ def remove(
     version: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
 ) -> None:
     """Unregister a version, or the model's last one."""
-    with Talk(*context.obj) as client:
+    with CliClient(*context.obj) as client:
         console.print(client.unregister(model, version), highlight=False)
 
 
 @models_app.command()
 def describe(context: typer.Context, model: str) -> None:
-    """Show every version of a model, as the management API has it."""
-    with Talk(*context.obj) as client:
+    """Show the management API's description of every version of a model."""
+    with CliClient(*context.obj) as client:
         console.print_json(data=client.describe(model))

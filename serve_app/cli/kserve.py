@@ -1,31 +1,32 @@
-"""What KServe wants of its TorchServe runtime beside the config.properties that lies with the models.
+"""KServe's requirements for its TorchServe runtime, besides the config.properties of the models.
 
-KServe puts PROTOCOL_VERSION into the container, and reaches it at 8080, or at 8081 by gRPC. The files of its users say
-another inference address, because a process of KServe's stood before TorchServe: it is not needed here.
+KServe sets PROTOCOL_VERSION in the container and connects to port 8080, or to 8081 over gRPC. The files of
+its users have another inference address, because KServe's own process ran in front of TorchServe. Here that
+process is not needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from serve_app import properties
-from serve_app.cli.process import StartError
+from serve_app import torchserve_config
+from serve_app.cli.server_process import StartError
 
 VARIABLE = "PROTOCOL_VERSION"
 _ENVELOPES = {"v1": "kserve", "v2": "kservev2", "grpc-v2": "kservev2"}
 _REST = "http://0.0.0.0:8080"
 _GRPC = "8081"
-_MANAGEMENT = "http://127.0.0.1:8085"  # whoever manages can run code: the pod alone
+_MANAGEMENT = "http://127.0.0.1:8085"  # management can run code, so only the pod may connect
 _METRICS = "http://0.0.0.0:8082"
 
-Said = dict[str, tuple[str, str]]
+Overrides = dict[str, tuple[str, str]]
 
 
-def overrides(environment: Mapping[str, str], text: str, where: str) -> Said:
-    """The keys that KServe says, each with its value and the place; none where the server is not KServe's.
+def overrides(environment: Mapping[str, str], text: str, where: str) -> Overrides:
+    """Return the keys that KServe sets, each with its value and origin; none outside KServe.
 
-    ``text`` is the config.properties, which goes before where KServe has no opinion; variables TS_… go before all.
-    Raises StartError for a protocol that is none.
+    ``text`` is the config.properties, which takes precedence for keys that KServe does not require. Variables
+    TS_… take precedence over all. Raises StartError for an unknown protocol.
     """
     protocol = environment.get(VARIABLE)
     if not protocol:
@@ -33,18 +34,24 @@ def overrides(environment: Mapping[str, str], text: str, where: str) -> Said:
     if protocol not in _ENVELOPES:
         raise StartError(f"{VARIABLE}={protocol}: KServe's protocols are {', '.join(_ENVELOPES)}")
     place = f"{VARIABLE}={protocol}"
-    said = {"inference_address": _REST, "management_address": _MANAGEMENT, "enable_envvars_config": "true"}
+    required = {
+        "inference_address": _REST,
+        "management_address": _MANAGEMENT,
+        "enable_envvars_config": "true",
+    }
     if protocol == "grpc-v2":
-        said |= {"grpc_inference_address": "0.0.0.0", "grpc_inference_port": _GRPC}
-    unsaid = {"service_envelope": _ENVELOPES[protocol], "metrics_address": _METRICS}
-    unsaid["disable_token_authorization"] = "true"  # KServe's own probes and clients show no key
-    file = properties.parse(text, where)
-    said |= {key: value for key, value in unsaid.items() if key not in file}
-    return {key: (value, place) for key, value in said.items()}
+        required |= {"grpc_inference_address": "0.0.0.0", "grpc_inference_port": _GRPC}
+    defaults = {"service_envelope": _ENVELOPES[protocol], "metrics_address": _METRICS}
+    defaults["disable_token_authorization"] = "true"  # KServe's own probes and clients send no key
+    in_file = torchserve_config.parse(text, where)
+    required |= {key: value for key, value in defaults.items() if key not in in_file}
+    return {key: (value, place) for key, value in required.items()}
 
 
-def variables(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment without TS_… variables that say nothing: KServe fills them in from labels, if there are any."""
+def without_empty_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment without empty TS_… variables: KServe fills them from labels that may be
+    absent.
+    """
     if not environment.get(VARIABLE):
         return environment
     return {name: value for name, value in environment.items() if value.strip() or not name.startswith("TS_")}

@@ -1,4 +1,4 @@
-"""What a person sees while the server starts, and once it is ready."""
+"""The terminal output while the server starts and models load, and once it is ready."""
 
 from __future__ import annotations
 
@@ -17,115 +17,133 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.process import ServerProcess, StartError
+from serve_app.cli.server_process import ServerProcess, StartError
 from serve_app.client import Client, ServerError
 
 
-def versions(client: Client) -> Table:
-    """Every version of every model, with its replicas."""
+def version_table(client: Client) -> Table:
+    """Return a table of every version of every model, with its replicas."""
     table = Table("model", "version", "replicas", "state", "archive")
     for model in client.models():
         for version in client.describe(model["modelName"]):
             running = sum(worker["status"] == "READY" for worker in version["workers"])
-            wanted, most = version["minWorkers"], version["maxWorkers"]
-            failed = version.get("lastError")
-            if wanted == most == 0:
+            min_workers, max_workers = version["minWorkers"], version["maxWorkers"]
+            last_error = version.get("lastError")
+            if min_workers == max_workers == 0:
                 state = "no workers"
-            elif failed and not running:
+            elif last_error and not running:
                 state = "[red]failed"
-            elif not wanted and not running:
+            elif not min_workers and not running:
                 state = "[green]idle"
             else:
-                state = "[green]ready" if running >= wanted else "[yellow]loading"
-            count = f"{running} of {wanted}" + (f" to {most}" if most > wanted else "")
+                state = "[green]ready" if running >= min_workers else "[yellow]loading"
+            count = f"{running} of {min_workers}" + (
+                f" to {max_workers}" if max_workers > min_workers else ""
+            )
             table.add_row(model["modelName"], version["modelVersion"], count, state, version["modelUrl"])
-            if failed and running < wanted:
-                table.add_row("", "", "", Text(failed.strip().splitlines()[-1], style="red"), "")
+            if last_error and running < min_workers:
+                table.add_row("", "", "", Text(last_error.strip().splitlines()[-1], style="red"), "")
     return table
 
 
-def until_ready(server: ServerProcess, console: Console, patience: float) -> None:
-    """Show how the models come up, until all of them are ready or have failed. Raises StartError."""
-    deadline = time.monotonic() + patience
+def wait_until_ready(server: ServerProcess, console: Console, timeout: float) -> None:
+    """Show how the models load, until all of them are ready or have failed. Raises StartError."""
+    deadline = time.monotonic() + timeout
     spinner = Spinner("dots", "Starting Ray …")
-    with server.client(timeout=2) as client, Live(
-        spinner, console=console, transient=True, refresh_per_second=8
-    ) as live:
+    with (
+        server.client(timeout=2) as client,
+        Live(spinner, console=console, transient=True, refresh_per_second=8) as live,
+    ):
         while not client.ready():
-            if server.ended() is not None:
-                raise StartError(f"`serve run` ended with code {server.ended()}:\n{server.last_lines()}")
+            if server.exit_code() is not None:
+                raise StartError(f"`serve run` ended with code {server.exit_code()}:\n{server.last_lines()}")
             if time.monotonic() > deadline:
                 server.stop()
-                raise StartError(f"It was not ready within {patience:.0f} s:\n{server.last_lines()}")
+                raise StartError(f"It was not ready within {timeout:.0f} s:\n{server.last_lines()}")
             try:
                 spinner.update(text="Loading models …")
-                live.update(Group(spinner, versions(client)))
+                live.update(Group(spinner, version_table(client)))
             except (httpx.HTTPError, ServerError):
                 spinner.update(text="Starting Ray …")
                 live.update(spinner)
             time.sleep(0.1)
         try:
-            console.print(versions(client))
-        except ServerError as error:  # it wants a key that we do not know
+            console.print(version_table(client))
+        except ServerError as error:  # it requires a key that is not known here
             console.print(f"Its models are not shown here: {error}", highlight=False)
 
 
-def registered(client: Client, console: Console, url: str, **parameters: Any) -> str:
-    """Register an archive, and show how far it has come; what the server answers. Raises what the client does."""
-    mine = uuid.uuid4().hex
+def register(client: Client, console: Console, url: str, **parameters: Any) -> str:
+    """Register an archive and show its progress; return the server's message.
+
+    Raises the client's errors.
+    """
+    registration_id = uuid.uuid4().hex
     path = url.partition("?")[0].rstrip("/").rpartition("/")[2]
     name = parameters.get("model_name") or re.sub(r"\.(mar|zip|tar\.gz|tgz)$", "", path, flags=re.IGNORECASE)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TaskProgressColumn()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(20),
+        TaskProgressColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task(f"Registering {url}", total=None)
 
-        def listen() -> None:
-            # A server that tells nothing still answers the registration, and says there what is wrong.
+        def show_events() -> None:
+            # The response to the registration itself reports any error, so these can be ignored.
             with contextlib.suppress(httpx.HTTPError, httpx.StreamError, ServerError, RuntimeError):
-                for stage, said in client.events(name, registration=mine):
-                    bars.update(bar, description=_step(stage, said), total=said.get("total"))
-                    bars.update(bar, completed=said.get("bytes", 0))
+                for stage, details in client.events(name, registration=registration_id):
+                    bars.update(bar, description=_describe_stage(stage, details), total=details.get("total"))
+                    bars.update(bar, completed=details.get("bytes", 0))
 
-        listener = threading.Thread(target=listen, daemon=True)
+        listener = threading.Thread(target=show_events, daemon=True)
         listener.start()
-        answer = client.register(url, registration=mine, **parameters)
+        message = client.register(url, registration=registration_id, **parameters)
         listener.join(1)
-    return answer
+    return message
 
 
-def _step(stage: str, said: dict[str, Any]) -> str:
-    """A stage of a model's events in words."""
+def _describe_stage(stage: str, details: dict[str, Any]) -> str:
+    """Return a line of text for a stage of a model's events."""
     if stage == "installing":
-        return f"Installing: {said.get('line', '')[:60]}"
-    if stage == "starting" and "waiting_for" in said:
-        return f"Waiting for {', '.join(_lacking(kind, one) for kind, one in said['waiting_for'].items())}"
-    words = {"accepted": "Registering", "starting": "Starting workers", "warming": "Warming up"}
-    return words.get(stage, stage.capitalize())
+        return f"Installing: {details.get('line', '')[:60]}"
+    if stage == "starting" and "waiting_for" in details:
+        resources = details["waiting_for"].items()
+        return f"Waiting for {', '.join(_describe_shortage(name, shortage) for name, shortage in resources)}"
+    texts = {"accepted": "Registering", "starting": "Starting workers", "warming": "Warming up"}
+    return texts.get(stage, stage.capitalize())
 
 
-def _lacking(kind: str, one: dict[str, Any]) -> str:
-    if one.get("placement") != "STRICT_PACK":
-        return f"{one['wanted']:g} {kind} ({one['free']:g} free)"
-    machines = ", ".join(f"{address} {free:g}" for address, free in one["machines"].items())
-    return f"{one['wanted']:g} {kind} on one machine (free: {machines})"
+def _describe_shortage(resource: str, shortage: dict[str, Any]) -> str:
+    required = f"{shortage['wanted']:g} {resource}"
+    if shortage.get("placement") != "STRICT_PACK":
+        return f"{required} ({shortage['free']:g} free)"
+    machines = ", ".join(f"{address} {free:g}" for address, free in shortage["machines"].items())
+    return f"{required} on one machine (free: {machines})"
 
 
-def welcome(server: ServerProcess, console: Console, example: str | None) -> None:
-    """Say where it listens, and what to paste."""
+def print_addresses(server: ServerProcess, console: Console, example: str | None) -> None:
+    """Print the addresses of the server, and a command to try."""
     console.print("\n[bold green]Torchrelay is ready.[/bold green]")
     rows = {
         "inference": server.inference,
         "management": server.management,
         "metrics": server.metrics,
-        **({"gRPC": ", ".join(f"{name} {where}" for name, where in server.grpc.items())} if server.grpc else {}),
-        "dashboard": "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that it asks for)",
+        **(
+            {"gRPC": ", ".join(f"{name} {address}" for name, address in server.grpc.items())}
+            if server.grpc
+            else {}
+        ),
+        "dashboard": "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that it requires)",
         "log": str(server.log),
-        **({"keys": str(server.settings.key_file)} if server.makes_keys else {}),
+        **({"keys": str(server.settings.key_file)} if server.creates_key_file else {}),
     }
     for name, value in rows.items():
         console.print(f"  {name:<11} {value}", highlight=False, soft_wrap=True)
     model, _, file = (example or "MODEL=FILE").partition("=")
     console.print("\nTry it:")
-    key = ' -H "Authorization: Bearer KEY"' if server.makes_keys else ""
-    console.print(f"  curl {server.inference}/predictions/{model} -T {file}{key}\n", highlight=False, soft_wrap=True)
-
+    key = ' -H "Authorization: Bearer KEY"' if server.creates_key_file else ""
+    console.print(
+        f"  curl {server.inference}/predictions/{model} -T {file}{key}\n", highlight=False, soft_wrap=True
+    )

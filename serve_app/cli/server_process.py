@@ -17,18 +17,18 @@ from pathlib import Path
 import psutil
 import yaml
 
-from serve_app import tls
-from serve_app.cli import tls_front
-from serve_app.client import NEVER, Client
+from serve_app.cli import haproxy_tls
+from serve_app.client import NO_RETRIES, Client
 from serve_app.errors import ConfigurationError
-from serve_app.ports import holder
+from serve_app.net import tls
+from serve_app.net.port_owner import describe_port_owner
 from serve_app.settings import INFERENCE_HOST, Settings, load
 
-_GRACE = 3.0  # seconds for a clean end, before what is left is killed
-_CLOSING = 3.0  # seconds in which the sockets of a process that was just killed must be gone
-_MARK = "TORCHRELAY_RUN"  # in the environment of every process of one start, however it was daemonised
+_STOP_TIMEOUT = 3.0  # seconds for a clean end, before the rest is killed
+_PORT_RELEASE_TIMEOUT = 3.0  # seconds in which the sockets of a killed process must be closed
+_RUN_ID = "TORCHRELAY_RUN"  # in the environment of every process of one start, daemons included
 
-# Ports that Ray Serve takes beside ours, and the variables that move them.
+# The ports that Ray Serve binds besides ours, and the variables that change them.
 _RAY_PORTS = {
     8404: "RAY_SERVE_HAPROXY_STATS_PORT",
     8500: "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
@@ -37,11 +37,11 @@ _RAY_PORTS = {
 
 
 class StartError(Exception):
-    """Why the server did not start, in words for the one who started it."""
+    """An error message for the operator whose server did not start."""
 
 
 def read_env(path: Path) -> dict[str, str]:
-    """The KEY=VALUE lines of an environment file. Raises StartError, naming file and line."""
+    """Return the KEY=VALUE lines of an environment file. Raises StartError with file and line."""
     values = {}
     try:
         lines = path.read_text().splitlines()
@@ -60,33 +60,35 @@ def read_env(path: Path) -> dict[str, str]:
 class ServerProcess:
     """One server, started from a configuration and an environment file.
 
-    ``names`` says where an operator changes what stands in the configuration, if not there:
+    ``setting_names`` maps keys of the configuration to where an operator sets them, if not there:
     ``{"http_options.port": "inference_address in config.properties"}``.
     """
 
-    def __init__(self, config: Path, env: Path, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, config: Path, env: Path, setting_names: Mapping[str, str] | None = None) -> None:
         self.config = config
         self._env = env
-        self._names = names or {}
+        self._setting_names = setting_names or {}
         try:
             document = yaml.safe_load(config.read_text())
         except OSError as error:
-            raise StartError(f"{config}: {error.strerror}; run this in the project's folder, or name a file") from None
+            raise StartError(
+                f"{config}: {error.strerror}; run this in the project's folder, or name a file"
+            ) from None
         except yaml.YAMLError as error:
             raise StartError(f"{config}: {error}") from None
         try:
             http = document.get("http_options") or {}
             self._http = (str(http.get("host", "127.0.0.1")), int(http.get("port", 8000)))
-            self._pair = [Path(http[name]) for name in ("ssl_certfile", "ssl_keyfile") if http.get(name)]
+            self._tls_files = [Path(http[name]) for name in ("ssl_certfile", "ssl_keyfile") if http.get(name)]
             args = document["applications"][0].get("args")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            wanted = "a mapping http_options with a port and a list applications whose first has import_path and args"
-            raise StartError(f"{config}: not a configuration of `serve run`, which is {wanted}") from None
+            expected = "a mapping http_options with a port, and applications with import_path and args"
+            raise StartError(f"{config}: not a configuration of `serve run`, which is {expected}") from None
         try:
             self.settings: Settings = load(args, str(config))
         except ConfigurationError as error:
             raise StartError(str(error)) from None
-        if len(self._pair) == 1:
+        if len(self._tls_files) == 1:
             raise StartError(f"{config}: http_options: ssl_certfile and ssl_keyfile go together; give both")
         self._document = document
         self._plain_port: int | None = None
@@ -94,11 +96,11 @@ class ServerProcess:
 
     @property
     def inference(self) -> str:
-        return _address(*self._http, secure=bool(self._pair))
+        return _address(*self._http, secure=bool(self._tls_files))
 
     @property
     def local(self) -> str:
-        """The inference address for this machine; without TLS where there is a way round it."""
+        """The inference address for this machine, without TLS where there is a plain port."""
         return self.inference if self._plain_port is None else _address("127.0.0.1", self._plain_port)
 
     @property
@@ -111,21 +113,27 @@ class ServerProcess:
         m = self.settings.management
         if m.metrics_port:
             return _address(m.metrics_host, m.metrics_port, secure=bool(m.certificate_file)) + "/metrics"
-        return (self.management if m.also_metrics else self.local) + "/metrics"
+        return (self.management if m.serve_metrics else self.local) + "/metrics"
 
     @property
     def grpc(self) -> dict[str, str]:
-        """The gRPC ports that there are to be, as ``host:port``."""
+        """The gRPC ports of the configuration, as ``host:port``."""
         g = self.settings.grpc
         ports = {"inference": (g.host, g.port), "management": (g.management_host, g.management_port)}
         secure = " (TLS)" if g.certificate_file else ""
         return {name: _authority(*where) + secure for name, where in ports.items() if where[1]}
 
     def client(self, timeout: float) -> Client:
-        """A client on this machine, with the keys of the server's file and trust in its certificates."""
-        token = os.environ.get("TORCHRELAY_TOKEN", "")
-        files = {"key_file": self.settings.key_file, "verify": self._trust}
-        return Client(self.local, self.management, timeout, token, **files, retries=NEVER)
+        """Return a client on this machine that has the server's key file and trusts its certificates."""
+        return Client(
+            self.local,
+            self.management,
+            timeout,
+            token=os.environ.get("TORCHRELAY_TOKEN", ""),
+            key_file=self.settings.key_file,
+            verify=self._verify,
+            retries=NO_RETRIES,
+        )
 
     @property
     def pid(self) -> int | None:
@@ -133,45 +141,48 @@ class ServerProcess:
         return self._process.pid if self._process is not None else None
 
     @property
-    def _trust(self) -> ssl.SSLContext | bool:
+    def _verify(self) -> ssl.SSLContext | bool:
         own = self.settings.management.certificate_file
-        certificates = [*self._pair[:1], *([self.settings.root / own] if own else [])]
-        return tls.trusting(*certificates) if certificates else True
+        certificates = [*self._tls_files[:1], *([self.settings.root / own] if own else [])]
+        return tls.client_context(*certificates) if certificates else True
 
     @property
-    def makes_keys(self) -> bool:
-        """Whether there will be a key file."""
-        return self.settings.auth.torchserve_tokens and self.settings.wants_keys(self._http[0])
+    def creates_key_file(self) -> bool:
+        """Return whether the server creates a key file."""
+        return self.settings.auth.torchserve_tokens and self.settings.requires_keys(self._http[0])
 
     @property
     def log(self) -> Path:
         return self.settings.state_dir / "logs" / "server.log"
 
     @property
-    def _mark_file(self) -> Path:
+    def _run_file(self) -> Path:
         return self.settings.state_dir / "server.run"
 
     def start(self, detached: bool = False) -> None:
-        """Start `serve run` in the environment of the file. Raises StartError."""
+        """Start `serve run` with the variables of the environment file. Raises StartError."""
         env = {**read_env(self._env), **os.environ}
         if self.processes():
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
         self._check_keys(env)
         self._check_ports(env)
-        config = self._end_tls(env) if self._pair else self.config
+        config = self._terminate_tls(env) if self._tls_files else self.config
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-            # A shell without job control starts its background jobs so, and `serve run` would never hear us.
+            # A shell without job control ignores SIGINT in background jobs, and `serve run` would inherit
+            # that.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        env[_MARK] = mark = uuid.uuid4().hex
+        env[_RUN_ID] = run_id = uuid.uuid4().hex
         env[INFERENCE_HOST] = self._http[0]
         env["PYTHONUNBUFFERED"] = "1"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
         if "RAY_ADDRESS" not in env:
-            # A Ray of its own: without a word `serve run` looks for one that somebody started here, dead ones too.
+            # A Ray instance of its own: by default `serve run` looks for a running one, and finds dead ones
+            # too.
             command += ["--address", "local"]
         with self.log.open("wb") as log:
-            # A session of its own: Ctrl-C in the terminal reaches this process alone, which ends the rest in order.
+            # A session of its own: Ctrl-C in the terminal reaches only this process, which stops the server
+            # in order.
             self._process = subprocess.Popen(
                 command,
                 env=env,
@@ -180,20 +191,20 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._mark_file.write_text(f"{mark} {self._process.pid}")
+        self._run_file.write_text(f"{run_id} {self._process.pid}")
 
-    def ended(self) -> int | None:
-        """The exit code, once the server has ended by itself."""
+    def exit_code(self) -> int | None:
+        """Return the exit code, once the server has ended by itself; None before."""
         return self._process.poll() if self._process is not None else None
 
     def wait(self) -> int:
-        """Wait for the end, or for Ctrl-C or SIGTERM, which bring it about."""
+        """Wait until the server ends; Ctrl-C and SIGTERM stop it. Return its exit code."""
         assert self._process is not None
 
-        def leave(*_: object) -> None:
+        def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
-        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGTERM, interrupt)
         try:
             return self._process.wait()
         except KeyboardInterrupt:
@@ -201,37 +212,37 @@ class ServerProcess:
             return 0
 
     def stop(self) -> bool:
-        """End the server and everything that it started; False where there was nothing to end."""
-        ours = self.processes()
-        if not ours:
-            if self._process is not None:  # whoever killed it, it is ours to reap
+        """Stop the server and everything that it started; return False where nothing was running."""
+        processes = self.processes()
+        if not processes:
+            if self._process is not None:  # killed by another process, but still our child to reap
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_GRACE)
+                    self._process.wait(_STOP_TIMEOUT)
             return False
-        first = min(ours, key=lambda process: process.create_time())
+        first = min(processes, key=lambda process: process.create_time())
         with contextlib.suppress(psutil.Error):
             first.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _STOP_TIMEOUT
         while time.monotonic() < deadline and first.is_running() and first.status() != psutil.STATUS_ZOMBIE:
             if self._process is not None:
                 self._process.poll()
             time.sleep(0.05)
         for _ in range(3):  # a process that is being killed may still have started another
-            left = self.processes()
-            for process in left:
+            remaining = self.processes()
+            for process in remaining:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(left, timeout=1)
+            psutil.wait_procs(remaining, timeout=1)
         if self._process is not None:
             self._process.wait()
-        self._mark_file.unlink(missing_ok=True)
-        if self.settings.key_run.exists():  # the keys were made for the server that has just ended
+        self._run_file.unlink(missing_ok=True)
+        if self.settings.key_run_file.exists():  # the keys were made for the server that has just ended
             self.settings.key_file.unlink(missing_ok=True)
-            self.settings.key_run.unlink()
+            self.settings.key_run_file.unlink()
         return True
 
     def last_lines(self, count: int = 15) -> str:
-        """The end of the log, for a message."""
+        """Return the last lines of the log, for an error message."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
@@ -239,41 +250,47 @@ class ServerProcess:
         return "\n".join(lines[-count:]) + f"\nThe whole log: {self.log}"
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of this server: it carries its mark, or belongs to its session."""
+        """Return the live processes of this server: those with its run id or in its session."""
         try:
-            mark, session = self._mark_file.read_text().split()
+            run_id, session = self._run_file.read_text().split()
         except (OSError, ValueError):
             return []
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                if os.getsid(process.pid) == int(session) or mark in _environment(process):
-                    found.append(process)
-        return found
+                if os.getsid(process.pid) == int(session) or run_id in _environment(process):
+                    processes.append(process)
+        return processes
 
-    def _named(self, key: str) -> str:
-        return self._names.get(key) or f"{key} in {self.config}"
+    def _setting_name(self, key: str) -> str:
+        return self._setting_names.get(key) or f"{key} in {self.config}"
 
-    def _end_tls(self, env: dict[str, str]) -> Path:
-        """Make HAProxy speak TLS, where it stands in front; returns the configuration that `serve run` gets then."""
+    def _terminate_tls(self, env: dict[str, str]) -> Path:
+        """Configure HAProxy for TLS, where it is the proxy; return the configuration for `serve run`."""
         try:
-            tls.server(self._pair[0], self._pair[1], ("http_options.ssl_certfile", "http_options.ssl_keyfile"))
+            tls.server_context(
+                self._tls_files[0],
+                self._tls_files[1],
+                ("http_options.ssl_certfile", "http_options.ssl_keyfile"),
+            )
         except ConfigurationError as error:
             raise StartError(f"{self.config}: {error}") from None
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
-            return self.config  # Ray's Python proxy does it itself
-        config, self._plain_port, more = tls_front.put_up(self._document, self.settings.state_dir / "tls", env)
-        env.update(more)
+            return self.config  # Ray's Python proxy terminates TLS itself
+        config, self._plain_port, variables = haproxy_tls.configure(
+            self._document, self.settings.state_dir / "tls", env
+        )
+        env.update(variables)
         return config
 
     def _check_keys(self, env: dict[str, str]) -> None:
-        """What Management would stumble over, said before anything runs."""
+        """Check certificates and keys before anything starts. Raises StartError."""
         try:
-            tls.of_management(self.settings)
-            tls.of_grpc(self.settings)
-            if self.settings.wants_keys(self._http[0]):
+            tls.management_context(self.settings)
+            tls.grpc_context(self.settings)
+            if self.settings.requires_keys(self._http[0]):
                 for key in self.settings.auth.keys:
                     key.digest(env)
         except ConfigurationError as error:
@@ -281,28 +298,29 @@ class ServerProcess:
 
     def _check_ports(self, env: dict[str, str]) -> None:
         m, g = self.settings.management, self.settings.grpc
-        wanted = {
-            self._http[1]: (self._http[0], self._named("http_options.port")),
-            m.port: (m.host, self._named("management.port")),
-            m.metrics_port: (m.metrics_host, self._named("management.metrics_port")),
-            g.port: (g.host, self._named("grpc.port")),
-            g.management_port: (g.management_host, self._named("grpc.management_port")),
+        ports = {
+            self._http[1]: (self._http[0], self._setting_name("http_options.port")),
+            m.port: (m.host, self._setting_name("management.port")),
+            m.metrics_port: (m.metrics_host, self._setting_name("management.metrics_port")),
+            g.port: (g.host, self._setting_name("grpc.port")),
+            g.management_port: (g.management_host, self._setting_name("grpc.management_port")),
         }
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
             for port, name in _RAY_PORTS.items():
-                wanted[int(env.get(name, port))] = ("0.0.0.0", f"{name} in {self._env}")
-        wanted.pop(0, None)  # no listener of its own
-        for port, (host, setting) in wanted.items():
-            deadline = time.monotonic() + _CLOSING
+                ports[int(env.get(name, port))] = ("0.0.0.0", f"{name} in {self._env}")
+        ports.pop(0, None)  # no listener
+        for port, (host, setting) in ports.items():
+            deadline = time.monotonic() + _PORT_RELEASE_TIMEOUT
             while (error := _cannot_bind(host, port)) is not None:
-                who = holder(port)
-                if who or time.monotonic() > deadline:
-                    raise StartError(f"Port {port}: {error}{who}. End that process, or change {setting}.")
+                owner = describe_port_owner(port)
+                if owner or time.monotonic() > deadline:
+                    raise StartError(f"Port {port}: {error}{owner}. End that process, or change {setting}.")
                 time.sleep(0.1)
 
 
 def _environment(process: psutil.Process) -> str:
-    # Read raw where that is possible: Ray's workers write their title over the front of it, where psutil gives up.
+    # Read raw where that is possible: Ray's workers overwrite its start with their title, which psutil cannot
+    # parse.
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
     return str(process.environ())

@@ -1,4 +1,4 @@
-"""The command ``torchserve``: TorchServe's flags, messages and exit codes over a server of ours."""
+"""The command ``torchserve``: TorchServe's flags, messages and exit codes for a Torchrelay server."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import psutil
 import yaml
 
 from serve_app import __version__
-from serve_app.cli import translation
-from serve_app.cli.process import ServerProcess, StartError
+from serve_app.cli import torchserve_flags
+from serve_app.cli.server_process import ServerProcess, StartError
 
 TORCHSERVE = "0.12.0"  # the release whose command line this is
 _JAVA = "org.pytorch.serve.ModelServer"
-_PATIENCE = 300.0  # seconds until requests must be accepted
+_START_TIMEOUT = 300.0  # seconds until requests must be accepted
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Run the command; ends the process with TorchServe's exit code."""
-    args = _parser().parse_args(words)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit with TorchServe's exit code."""
+    args = _parser().parse_args(arguments)
     if args.version:
         print(f"TorchServe Version is {TORCHSERVE} (Torchrelay {__version__})")
         return
@@ -40,62 +40,84 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchserve", description="TorchServe's command line, served by Torchrelay")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("-v", "--version", action="store_true", help="show the version")
-    what.add_argument("--start", action="store_true", help="start the server; so does saying nothing")
-    what.add_argument("--stop", action="store_true", help="stop the server")
-    parser.add_argument("--ts-config", metavar="FILE", help="a config.properties; the variable TS_CONFIG_FILE wins")
+    parser = argparse.ArgumentParser(
+        prog="torchserve", description="TorchServe's command line, served by Torchrelay"
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("-v", "--version", action="store_true", help="show the version")
+    action.add_argument("--start", action="store_true", help="start the server; the default")
+    action.add_argument("--stop", action="store_true", help="stop the server")
+    parser.add_argument(
+        "--ts-config",
+        metavar="FILE",
+        help="a config.properties; the variable TS_CONFIG_FILE takes precedence",
+    )
     parser.add_argument("--model-store", metavar="DIR", help="the folder of the archives")
     parser.add_argument("--workflow-store", metavar="DIR", help="the folder of the workflow archives")
-    parser.add_argument("--models", nargs="+", metavar="[NAME=]ARCHIVE", help="what is loaded at start-up, or all")
-    parser.add_argument("--log-config", metavar="FILE", help="taken, and not read: Log4j's")
-    parser.add_argument("--cpp-log-config", metavar="FILE", help="taken, and not read: there is no C++ backend")
+    parser.add_argument(
+        "--models", nargs="+", metavar="[NAME=]ARCHIVE", help="the models to load at start-up, or all"
+    )
+    parser.add_argument("--log-config", metavar="FILE", help="accepted and ignored: Log4j's")
+    parser.add_argument(
+        "--cpp-log-config", metavar="FILE", help="accepted and ignored: there is no C++ backend"
+    )
     parser.add_argument("--foreground", action="store_true", help="stay, and show the log")
-    parser.add_argument("--no-config-snapshots", "--ncs", action="store_true", help="forget what the last start had")
-    parser.add_argument("--plugins-path", "--ppath", metavar="DIR", help="taken, and not read: Java archives")
-    parser.add_argument("--disable-token-auth", "--dt", action="store_true", help="ask nobody for a token")
-    parser.add_argument("--enable-model-api", action="store_true", help="let models be registered and removed")
+    parser.add_argument(
+        "--no-config-snapshots", "--ncs", action="store_true", help="discard the state of earlier starts"
+    )
+    parser.add_argument(
+        "--plugins-path", "--ppath", metavar="DIR", help="accepted and ignored: Java archives"
+    )
+    parser.add_argument("--disable-token-auth", "--dt", action="store_true", help="require no token")
+    parser.add_argument(
+        "--enable-model-api", action="store_true", help="allow models to be registered and removed"
+    )
     return parser
 
 
 def _start(args: argparse.Namespace) -> int:
     if _running(_pid_file()) is not None:
         raise StartError("TorchServe is already running, please use torchserve --stop to stop TorchServe.")
-    said = {key: value for key, value in vars(args).items() if key not in ("version", "start", "stop", "foreground")}
-    flags = translation.Flags(**{**said, "models": tuple(args.models or ())})
-    server = prepared(flags)
+    given = {
+        key: value
+        for key, value in vars(args).items()
+        if key not in ("version", "start", "stop", "foreground")
+    }
+    flags = torchserve_flags.TorchServeFlags(**{**given, "models": tuple(args.models or ())})
+    server = create_server(flags)
     server.start(detached=not args.foreground)
     _pid_file().write_text(f"{server.pid}\n{server.config}\n")
     try:
-        _until_accepting(server)
+        _wait_until_accepting(server)
     except KeyboardInterrupt:
         server.stop()
         return 130
     print("Model server started.", flush=True)
     if not args.foreground:
         return 0
-    threading.Thread(target=_show, args=(server,), daemon=True).start()
+    threading.Thread(target=_copy_log, args=(server,), daemon=True).start()
     return max(0, server.wait())  # a signal is `torchserve --stop`, from elsewhere
 
 
-def prepared(flags: translation.Flags, env: Path | None = None) -> ServerProcess:
-    """The server that these flags ask for here, not yet started; its app.yaml lies in its state directory.
+def create_server(flags: torchserve_flags.TorchServeFlags, env: Path | None = None) -> ServerProcess:
+    """Return the server of these flags, not yet started; its app.yaml is written to its state directory.
 
-    ``env`` is what Ray Serve starts with, if not the file that is installed. Says on stderr what there is
-    to say. Raises StartError.
+    ``env`` is Ray Serve's environment file, by default the installed one. Warnings are written to stderr.
+    Raises StartError.
     """
     folder = Path.cwd()
-    made = translation.translate(flags, os.environ, folder)
-    for warning in made.warnings:
+    translated = torchserve_flags.translate(flags, os.environ, folder)
+    for warning in translated.warnings:
         print(f"WARNING - {warning}", file=sys.stderr)
-    config = translation.state_dir(os.environ, folder, flags.no_config_snapshots) / "app.yaml"
+    config = torchserve_flags.state_dir(os.environ, folder, flags.no_config_snapshots) / "app.yaml"
     try:
         config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(yaml.safe_dump(dict(made.document), sort_keys=False))
+        config.write_text(yaml.safe_dump(dict(translated.document), sort_keys=False))
     except OSError as error:
-        raise StartError(f"{error.filename}: {error.strerror}; name a folder for it with LOG_LOCATION") from None
-    server = ServerProcess(config, env or translation.serve_env(), made.names)
+        raise StartError(
+            f"{error.filename}: {error.strerror}; name a folder for it with LOG_LOCATION"
+        ) from None
+    server = ServerProcess(config, env or torchserve_flags.serve_env(), translated.setting_names)
     if flags.no_config_snapshots and not server.processes():
         for path in config.parent.iterdir():
             if path != config:
@@ -120,7 +142,7 @@ def _stop() -> int:
             process.terminate()
             process.wait(timeout=60)
         else:
-            server = ServerProcess(config, translation.serve_env())
+            server = ServerProcess(config, torchserve_flags.serve_env())
             key_file = server.settings.root / server.settings.auth.key_file
             server.stop()
         key_file.unlink(missing_ok=True)
@@ -141,7 +163,7 @@ def _pid_file() -> Path:
 
 
 def _running(pid_file: Path) -> int | None:
-    """The process that the file names, if it is a server, ours or TorchServe's; else the file is removed."""
+    """Return the process id in the file, if it is a Torchrelay or TorchServe server; else remove the file."""
     try:
         pid = int(pid_file.read_text().split()[0])
     except FileNotFoundError:
@@ -150,40 +172,47 @@ def _running(pid_file: Path) -> int | None:
         pid = 0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        words = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
-        if _JAVA in words or ("run" in words and any(Path(word).name == "serve" for word in words)):
+        arguments = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+        if _JAVA in arguments or (
+            "run" in arguments and any(Path(argument).name == "serve" for argument in arguments)
+        ):
             return pid
     print("Removing orphan pid file.")
     pid_file.unlink(missing_ok=True)
     return None
 
 
-def _until_accepting(server: ServerProcess) -> None:
-    """Wait until both APIs answer, whatever it is that they say. Raises StartError."""
-    deadline = time.monotonic() + _PATIENCE
-    with httpx.Client(timeout=2, verify=False) as client:  # our own, whatever its certificate
-        while not (_answers(client, server.local + "/ping", '"status"') and _answers(client, server.management + "/")):
-            if (code := server.ended()) is not None:
+def _wait_until_accepting(server: ServerProcess) -> None:
+    """Wait until both APIs respond, with any status. Raises StartError."""
+    deadline = time.monotonic() + _START_TIMEOUT
+    with httpx.Client(timeout=2, verify=False) as client:  # it is the own server
+        while not (
+            _responds(client, server.local + "/ping", '"status"')
+            and _responds(client, server.management + "/")
+        ):
+            if (code := server.exit_code()) is not None:
                 raise StartError(f"The server ended with code {code}:\n{server.last_lines()}")
             if time.monotonic() > deadline:
                 server.stop()
-                raise StartError(f"No request was accepted within {_PATIENCE:.0f} s:\n{server.last_lines()}")
+                raise StartError(
+                    f"No request was accepted within {_START_TIMEOUT:.0f} s:\n{server.last_lines()}"
+                )
             time.sleep(0.1)
 
 
-def _answers(client: httpx.Client, url: str, word: str = "") -> bool:
+def _responds(client: httpx.Client, url: str, text: str = "") -> bool:
     try:
-        return word in client.get(url).text
+        return text in client.get(url).text
     except httpx.HTTPError:
         return False
 
 
-def _show(server: ServerProcess) -> None:
-    """Copy the server's log to where this command writes, as TorchServe in the foreground does."""
+def _copy_log(server: ServerProcess) -> None:
+    """Copy the server's log to stdout, as TorchServe in the foreground does."""
     with server.log.open("rb") as log:
         while True:
-            if text := log.read(1 << 16):
-                sys.stdout.buffer.write(text)
+            if data := log.read(1 << 16):
+                sys.stdout.buffer.write(data)
                 sys.stdout.flush()
             else:
                 time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""``torchrelay archive``: torch-model-archiver's options."""
+"""``torchrelay archive``: make model archives, with torch-model-archiver's options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from serve_app.store.archiver import ArchiverError, Format, Recipe, Runtime, make
+from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError, Format, Runtime, make
 
 
 def file_option(*names: str, help: str) -> Any:
@@ -16,30 +16,34 @@ def file_option(*names: str, help: str) -> Any:
 
 
 def archive(
-    model_name: Annotated[str, typer.Option(help="The archive's name too: MODEL_NAME.mar.")],
+    model_name: Annotated[str, typer.Option(help="The model's name; the archive is MODEL_NAME.mar.")],
     version: Annotated[str, typer.Option("-v", "--version", help="The model's version.")],
-    handler: Annotated[str, typer.Option(help="A built-in handler, or a file: handler.py or handler.py:function.")],
+    handler: Annotated[
+        str, typer.Option(help="A built-in handler, or a file: handler.py or handler.py:function.")
+    ],
     serialized_file: Annotated[Optional[str], file_option(help="Weights, TorchScript or ONNX.")] = None,  # noqa: UP045
     model_file: Annotated[Optional[str], file_option(help="The model's class, for eager weights.")] = None,  # noqa: UP045
     extra_files: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="A,B,…", help="Files, folders and patterns; of folders, what is in them."),
+        typer.Option(metavar="A,B,…", help="Files, contents of folders, and patterns."),
     ] = None,
     runtime: Annotated[Runtime, typer.Option()] = "python",
-    export_path: Annotated[str, typer.Option(metavar="DIR", help="Where it goes; here, without a word.")] = ".",
+    export_path: Annotated[
+        str, typer.Option(metavar="DIR", help="The folder of the archive; by default the working directory.")
+    ] = ".",
     archive_format: Annotated[
-        Format, typer.Option(help="A .mar, one that is not compressed, a .tar.gz, or a plain folder.")
+        Format, typer.Option(help="A .mar, an uncompressed .mar, a .tar.gz, or a plain folder.")
     ] = "default",
-    force: Annotated[bool, typer.Option("-f", "--force", help="Write over an archive of that name.")] = False,
+    force: Annotated[bool, typer.Option("-f", "--force", help="Overwrite an archive of that name.")] = False,
     requirements_file: Annotated[
-        Optional[str], file_option("-r", "--requirements-file", help="Python packages of its own.")  # noqa: UP045
+        Optional[str], file_option("-r", "--requirements-file", help="Python packages of the model.")  # noqa: UP045
     ] = None,
     config_file: Annotated[
         Optional[str], file_option("-c", "--config-file", help="Its model-config.yaml.")  # noqa: UP045
     ] = None,
 ) -> None:
     """Make a model archive, with the options of torch-model-archiver."""
-    recipe = Recipe(
+    recipe = ArchiveRecipe(
         model_name=model_name,
         version=version,
         handler=handler,
@@ -54,15 +58,15 @@ def archive(
         config_file=config_file,
     )
     try:
-        made = make(recipe)
+        archived = make(recipe)
     except ArchiverError as error:
         print(f"ERROR - {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    for warning in made.warnings:
+    for warning in archived.warnings:
         print(f"WARNING - {warning}", file=sys.stderr)
-    print(f"{shown_path(made.path)}: {model_name} {version}, {made.files} files and the manifest")
+    print(f"{display_path(archived.path)}: {model_name} {version}, {archived.files} files and the manifest")
 
 
-def shown_path(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def display_path(path: Path) -> Path:
+    folder = Path.cwd()
+    return path.relative_to(folder) if path.is_relative_to(folder) else path

@@ -1,4 +1,4 @@
-"""`torchrelay shadow`: how a model's shadow agrees with its live versions."""
+"""`torchrelay shadow`: agreement of a model's shadow with its live versions."""
 
 from __future__ import annotations
 
@@ -10,40 +10,56 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.talk import MANAGEMENT, ManagementUrl, Talk, Token, console
+from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, console
 
 _WIDTH = 60  # characters of an input or an output in the table
 
 
 def shadow(
     model: Annotated[str, typer.Argument()],
-    worst: Annotated[int, typer.Option(min=0, help="So many of the worst disagreements.")] = 5,
-    forget: Annotated[bool, typer.Option("--forget", help="Drop the figures, and the inputs that are kept.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As the management API has it.")] = False,
+    worst: Annotated[int, typer.Option(min=0, help="Number of the worst mismatches.")] = 5,
+    forget: Annotated[
+        bool, typer.Option("--reset", help="Delete the figures and the stored inputs.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The management API's JSON.")] = False,
     management: ManagementUrl = MANAGEMENT,
     token: Token = "",
 ) -> None:
-    """Show how the answers of a model's shadow agree with the live ones, and where they differ most."""
-    with Talk(management, token) as client:
+    """Show how a shadow's responses agree with the live ones, and the worst mismatches."""
+    with CliClient(management, token) as client:
         if forget:
-            console.print(client.forget_shadow(model), highlight=False)
+            console.print(client.delete_shadow_stats(model), highlight=False)
             return
-        said = client.shadow(model)
+        document = client.shadow(model)
     if as_json:
-        console.print_json(data=said)
+        console.print_json(data=document)
     else:
-        console.print(shown(said, worst))
+        console.print(render(document, worst))
 
 
-def shown(said: dict[str, Any], worst: int = 5) -> RenderableType:
-    """A shadow's figures as a table of live versions, and the disagreements under it."""
-    now = said["shadow"]
-    head = f"{said['model']}: no shadow now" if now is None else f"{said['model']}: shadow {now['version']}"
-    if now is not None:
-        head += f", {now['percent']:g} % of the calls, compared as {now['compare']['kind']}"
-    columns = ("live", "shadow", "compared", "agree", "label flips", "errors", "not sent", "p99 live", "p99 shadow")
+def render(document: dict[str, Any], worst: int = 5) -> RenderableType:
+    """Return a shadow's figures as a table of live versions, and the mismatches under it."""
+    active = document["shadow"]
+    head = (
+        f"{document['model']}: no active shadow"
+        if active is None
+        else f"{document['model']}: shadow {active['version']}"
+    )
+    if active is not None:
+        head += f", {active['percent']:g} % of the requests, compared as {active['compare']['kind']}"
+    columns = (
+        "live",
+        "shadow",
+        "compared",
+        "agree",
+        "label flips",
+        "errors",
+        "not sent",
+        "p99 live",
+        "p99 shadow",
+    )
     table = Table(*columns)
-    for pair in said["against"]:
+    for pair in document["against"]:
         calls, latency = pair["calls"], pair["latency"]
         table.add_row(
             pair["version"],
@@ -53,26 +69,31 @@ def shown(said: dict[str, Any], worst: int = 5) -> RenderableType:
             _share(pair["label_flip_rate"]),
             _count(pair, "error"),
             _count(pair, "skipped", "dropped"),
-            *(f"{latency[which]['p99_ms']:.4g} ms" if which in latency else "-" for which in ("live", "shadow")),
+            *(
+                f"{latency[which]['p99_ms']:.4g} ms" if which in latency else "-"
+                for which in ("live", "shadow")
+            ),
         )
-    if not said["against"]:
-        return Group(Text(head, style="bold"), Text("Nothing was compared yet."))
+    if not document["against"]:
+        return Group(Text(head, style="bold"), Text("No comparisons yet."))
     parts: list[RenderableType] = [Text(head, style="bold"), table]
-    for pair in said["against"]:
+    for pair in document["against"]:
         if means := {name: value for name, value in pair["measures"].items() if name != "label_flipped"}:
-            said_means = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
-            parts.append(Text(f"{pair['version']} and {pair['shadow']}, on average: {said_means}"))
+            mean_texts = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
+            parts.append(Text(f"{pair['version']} and {pair['shadow']}, on average: {mean_texts}"))
         if worst and pair["disagreements"]:
-            parts.append(_disagreements(pair, worst))
+            parts.append(_mismatch_table(pair, worst))
     return Group(*parts)
 
 
-def _disagreements(pair: dict[str, Any], worst: int) -> Table:
-    table = Table("why", "distance", "input", pair["version"], pair["shadow"], title="The worst disagreements")
-    for one in pair["disagreements"][:worst]:
-        inputs = " ".join(_short(part) for part in one["inputs"])
+def _mismatch_table(pair: dict[str, Any], worst: int) -> Table:
+    table = Table("why", "distance", "input", pair["version"], pair["shadow"], title="The worst mismatches")
+    for mismatch in pair["disagreements"][:worst]:
+        inputs = " ".join(_truncate(part) for part in mismatch["inputs"])
         table.add_row(
-            one["why"], f"{one['distance']:.4g}", *map(Text, (inputs, _short(one["live"]), _short(one["shadow"])))
+            mismatch["reason"],
+            f"{mismatch['distance']:.4g}",
+            *map(Text, (inputs, _truncate(mismatch["live"]), _truncate(mismatch["shadow"]))),
         )
     return table
 
@@ -82,7 +103,7 @@ def _share(rate: float | None) -> str:
 
 
 def _count(pair: dict[str, Any], *outcomes: str) -> str:
-    """How many calls came to these, and of what."""
+    """Return the number of requests with these outcomes, and of how many."""
     reasons: dict[str, int] = {}
     for outcome in outcomes:
         for reason, calls in pair["reasons"].get(outcome, {}).items():
@@ -91,8 +112,8 @@ def _count(pair: dict[str, Any], *outcomes: str) -> str:
     return f"{total:,}" + "".join(f"\n{reason} {calls:,}" for reason, calls in sorted(reasons.items()))
 
 
-def _short(part: dict[str, Any]) -> str:
-    """What is kept of an input or an output, on a line or two."""
+def _truncate(part: dict[str, Any]) -> str:
+    """Return the stored part of an input or an output, truncated."""
     if "json" in part:
         text = json.dumps(part["json"], ensure_ascii=False)
     elif "text" in part:
