@@ -1,4 +1,4 @@
-"""TorchServe's command line and config.properties as an app.yaml of ours."""
+"""Translation of TorchServe's command line and config.properties to an app.yaml."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import yaml
 
-from serve_app import properties
+from serve_app import torchserve_config
 from serve_app.cli import kserve, sagemaker
-from serve_app.cli.process import StartError
+from serve_app.cli.server_process import StartError
 from serve_app.errors import ConfigurationError
 
 _FILE = "config.properties"
 
 
 @dataclass(frozen=True)
-class Flags:
-    """What TorchServe's command line can say of a server; None and empty where it does not."""
+class TorchServeFlags:
+    """The flags of TorchServe's command line; None and empty where they are not given."""
 
     ts_config: str | None = None
     model_store: str | None = None
@@ -36,58 +36,88 @@ class Flags:
 
 
 class MissingModelStore(StartError):
-    """Neither the command nor the file names a model store."""
+    """An error: neither the command nor the file names a model store."""
 
 
 @dataclass(frozen=True)
-class Translation:
-    """A server as TorchServe's user asked for it: the document for `serve run`, and what there is to say."""
+class ServerDocument:
+    """A server that TorchServe's flags describe: the document for `serve run`, and warnings."""
 
     document: Mapping[str, Any]
-    source: Path | None  # the file that it was read from
-    reading: properties.Reading
+    source: Path | None  # the configuration file
+    translated: torchserve_config.TranslatedConfig
     warnings: tuple[str, ...]
 
     @property
-    def names(self) -> dict[str, str]:
-        """Where the operator changes a port: in TorchServe's words."""
-        where = self.source or _FILE
+    def setting_names(self) -> dict[str, str]:
+        """The keys of TorchServe by which the operator sets the ports."""
+        file = self.source or _FILE
         return {
-            "http_options.port": f"inference_address in {where}",
-            "management.port": f"management_address in {where}",
-            "management.metrics_port": f"metrics_address in {where}",
-            "grpc.port": f"grpc_inference_port in {where}",
-            "grpc.management_port": f"grpc_management_port in {where}",
+            "http_options.port": f"inference_address in {file}",
+            "management.port": f"management_address in {file}",
+            "management.metrics_port": f"metrics_address in {file}",
+            "grpc.port": f"grpc_inference_port in {file}",
+            "grpc.management_port": f"grpc_management_port in {file}",
         }
 
 
-def logs(environment: Mapping[str, str], folder: Path) -> Path:
+def log_dir(environment: Mapping[str, str], folder: Path) -> Path:
     return folder / (environment.get("LOG_LOCATION") or "logs")
 
 
 def state_dir(environment: Mapping[str, str], folder: Path, fresh: bool = False) -> Path:
-    """Where such a server's registry lives: beside TorchServe's snapshots, whose place it takes."""
-    return logs(environment, folder) / "config" / ("torchrelay-ncs" if fresh else "torchrelay")
+    """Return the folder of the server's registry: that of TorchServe's snapshots, which it replaces."""
+    return log_dir(environment, folder) / "config" / ("torchrelay-ncs" if fresh else "torchrelay")
 
 
-def find(flags: Flags, environment: Mapping[str, str], folder: Path) -> Path | None:
-    """The configuration file, where TorchServe looks and in its order. Raises StartError."""
+def find_config(flags: TorchServeFlags, environment: Mapping[str, str], folder: Path) -> Path | None:
+    """Return the configuration file, searched in TorchServe's order. Raises StartError."""
     named = environment.get("TS_CONFIG_FILE") or flags.ts_config
     if named:
         if not (folder / named).is_file():
             raise StartError(f"--ts-config file not found: {named}")
         return folder / named
     if not flags.no_config_snapshots:
-        snapshots = (logs(environment, folder) / "config").glob("*.cfg")
+        snapshots = (log_dir(environment, folder) / "config").glob("*.cfg")
         if last := max(snapshots, key=lambda path: path.stat().st_mtime, default=None):
             return last
     return folder / _FILE if (folder / _FILE).is_file() else None
 
 
-def translate(flags: Flags, environment: Mapping[str, str], folder: Path) -> Translation:
-    """The server that these flags ask for, in this environment and working directory. Raises StartError."""
-    source = find(flags, environment, folder)
-    command = {}
+def translate(flags: TorchServeFlags, environment: Mapping[str, str], folder: Path) -> ServerDocument:
+    """Translate these flags, in this environment and working directory. Raises StartError."""
+    source = find_config(flags, environment, folder)
+    command = _command_keys(flags)
+    try:
+        text = torchserve_config.decode(source.read_bytes()) if source is not None else ""
+        where = str(source) if source is not None else "TorchServe's settings"
+        for platform in (kserve, sagemaker):
+            command = {**platform.overrides(environment, text, where), **command}
+        translated = torchserve_config.read(
+            text, where, kserve.without_empty_variables(environment), command, count_gpus(environment)
+        )
+        settings = translated.settings
+    except OSError as error:
+        raise StartError(f"{source}: {error.strerror}") from None
+    except ConfigurationError as error:
+        raise StartError(str(error)) from None
+    if all(note.key != "model_store" for note in translated.notes):
+        raise MissingModelStore("Missing mandatory parameter --model-store")
+    _check_paths(flags, settings.store.model_store, folder)
+    warnings = list(translated.warnings)
+    if flags.log_config:
+        warnings.append(
+            f"--log-config {flags.log_config}: Log4j's files are not read; set telemetry.log_level and "
+            ".log_format in an app.yaml instead"
+        )
+    state = state_dir(environment, folder, flags.no_config_snapshots)
+    document = app_document(translated, folder, {"home": str(folder), "control": {"state_dir": str(state)}})
+    return ServerDocument(document, source, translated, tuple(warnings))
+
+
+def _command_keys(flags: TorchServeFlags) -> dict[str, tuple[str, str]]:
+    """Return the keys that the flags set, each with its value and the flag's name."""
+    command: dict[str, tuple[str, str]] = {}
     if flags.model_store:
         command["model_store"] = (flags.model_store, "--model-store")
     if flags.models:
@@ -102,47 +132,36 @@ def translate(flags: Flags, environment: Mapping[str, str], folder: Path) -> Tra
         command["disable_token_authorization"] = ("true", "--disable-token-auth")
     if flags.enable_model_api:
         command["enable_model_api"] = ("true", "--enable-model-api")
-    try:
-        text = properties.decode(source.read_bytes()) if source is not None else ""
-        where = str(source) if source is not None else "TorchServe's settings"
-        for platform in (kserve, sagemaker):
-            command = {**platform.overrides(environment, text, where), **command}
-        reading = properties.read(text, where, kserve.variables(environment), command, gpus(environment))
-        settings = reading.settings
-    except OSError as error:
-        raise StartError(f"{source}: {error.strerror}") from None
-    except ConfigurationError as error:
-        raise StartError(str(error)) from None
-    if all(note.key != "model_store" for note in reading.notes):
-        raise MissingModelStore("Missing mandatory parameter --model-store")
-    for option, path in (("model-store", settings.store.model_store), ("workflow-store", flags.workflow_store)):
+    return command
+
+
+def _check_paths(flags: TorchServeFlags, model_store: str | None, folder: Path) -> None:
+    """Raise StartError, with TorchServe's messages, for folders and files that do not exist."""
+    for option, path in (("model-store", model_store), ("workflow-store", flags.workflow_store)):
         if path and not (folder / path).is_dir():
             raise StartError(f"--{option} directory not found: {path}")
-    warnings = list(reading.warnings)
     for option, path in (("log-config", flags.log_config), ("cpp-log-config", flags.cpp_log_config)):
         if path and not (folder / path).is_file():
             raise StartError(f"--{option} file not found: {os.path.realpath(folder / path)}")
-    if flags.log_config:
-        warnings.append(
-            f"--log-config {flags.log_config}: Log4j's files are not read; telemetry.log_level and .log_format of an "
-            "app.yaml say how much is written and how"
-        )
-    state = state_dir(environment, folder, flags.no_config_snapshots)
-    document = app_document(reading, folder, {"home": str(folder), "control": {"state_dir": str(state)}})
-    return Translation(document, source, reading, tuple(warnings))
 
 
-def app_document(reading: properties.Reading, folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The configuration of `serve run` that says what ``reading`` says, with ``more`` among its args.
+def app_document(
+    translated: torchserve_config.TranslatedConfig, folder: Path, extra_args: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the configuration of `serve run` for a translated config, with ``extra_args`` in its args.
 
-    Certificates are found from ``folder``.
+    Paths of certificates are relative to ``folder``.
     """
-    http: dict[str, Any] = {"host": reading.inference.host, "port": reading.inference.port, "keep_alive_timeout_s": 75}
-    if reading.certificate_file:
-        http["ssl_certfile"] = str(folder / reading.certificate_file)
-        http["ssl_keyfile"] = str(folder / reading.private_key_file)
-    args: dict[str, Any] = {room: dict(values) for room, values in reading.args.items()}
-    for name, value in (more or {}).items():
+    http: dict[str, Any] = {
+        "host": translated.inference.host,
+        "port": translated.inference.port,
+        "keep_alive_timeout_s": 75,
+    }
+    if translated.certificate_file:
+        http["ssl_certfile"] = str(folder / translated.certificate_file)
+        http["ssl_keyfile"] = str(folder / translated.private_key_file)
+    args: dict[str, Any] = {section: dict(values) for section, values in translated.args.items()}
+    for name, value in (extra_args or {}).items():
         args[name] = {**args.get(name, {}), **value} if isinstance(value, dict) else value
     return {
         "proxy_location": "EveryNode",
@@ -154,23 +173,23 @@ def app_document(reading: properties.Reading, folder: Path, more: Mapping[str, A
     }
 
 
-def app_yaml(reading: properties.Reading, source: str, folder: Path) -> str:
-    """The app.yaml that takes the place of a config.properties, each value with the key that it comes from."""
-    keys = {key.becomes.strip("`"): key for key in properties.KEYS if key.fate == "setting"}
-    said = {note.key for note in reading.notes}
+def app_yaml(translated: torchserve_config.TranslatedConfig, source: str, folder: Path) -> str:
+    """Return the app.yaml that replaces a config.properties, each value with the key that it comes from."""
+    keys = {key.becomes.strip("`"): key for key in torchserve_config.KEYS if key.fate == "setting"}
+    given = {note.key for note in translated.notes}
 
-    def comment(room: str, name: str) -> str:
-        key = keys.get(f"{room}.{name}")
+    def comment(section: str, name: str) -> str:
+        key = keys.get(f"{section}.{name}")
         if key is None:
             return ""
-        whose = key.name if key.name in said else f"{key.name}, TorchServe's default"
-        return f"   # {whose}"
+        origin = key.name if key.name in given else f"{key.name}, TorchServe's default"
+        return f"   # {origin}"
 
-    document = app_document(reading, folder)
+    document = app_document(translated, folder)
     http = document["http_options"]
     lines = [
-        f"# What {source} says, for `torchrelay start`. Values that are not here have Torchrelay's defaults:",
-        "# every key is in configs/README.md.",
+        f"# The settings of {source}, for `torchrelay start`. Other keys have Torchrelay's defaults;",
+        "# configs/README.md lists every key.",
         "",
         "proxy_location: EveryNode",
         "",
@@ -178,7 +197,7 @@ def app_yaml(reading: properties.Reading, source: str, folder: Path) -> str:
         *(f"  {name}: {json.dumps(value)}" for name, value in http.items()),
         "",
         "logging_config:",
-        "  enable_access_log: false   # the doors write the access log themselves",
+        "  enable_access_log: false   # Torchrelay writes its own access log",
         "",
         "applications:",
         "  - name: torchrelay",
@@ -186,27 +205,27 @@ def app_yaml(reading: properties.Reading, source: str, folder: Path) -> str:
         "    import_path: serve_app.main:build",
         "    args:",
     ]
-    for room, values in document["applications"][0]["args"].items():
-        lines.append(f"      {room}:")
+    for section, values in document["applications"][0]["args"].items():
+        lines.append(f"      {section}:")
         for name, value in values.items():
             if isinstance(value, dict):
                 block = yaml.safe_dump({name: value}, sort_keys=False, default_flow_style=False)
                 lines += [f"        {line}" for line in block.splitlines()]
             else:
-                lines.append(f"        {name}: {json.dumps(value)}{comment(room, name)}")
+                lines.append(f"        {name}: {json.dumps(value)}{comment(section, name)}")
     return "\n".join(lines) + "\n"
 
 
-def gpus(environment: Mapping[str, str]) -> int:
-    """The NVIDIA GPUs that this machine has, and that this process may see."""
-    there = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+def count_gpus(environment: Mapping[str, str]) -> int:
+    """Return the number of this machine's NVIDIA GPUs that are visible to this process."""
+    installed = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return there
-    return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+        return installed
+    return min(installed, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
 def serve_env() -> Path:
-    """The environment file that is installed with this package, or lies in the checkout that it runs from."""
+    """Return the environment file of this package, or of the checkout that it runs from."""
     checkout = Path(__file__).parents[2] / "configs/serve.env"
     return checkout if checkout.is_file() else Path(__file__).with_name("serve.env")
