@@ -1,0 +1,86 @@
+"""Async predictions: requests that the server stores and answers later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from serve_app.client._body import Body
+from serve_app.client._operations import Operation, RequestDescriptor, RequestFlow, fetch_object, join_path
+from serve_app.client.predictions import Prediction, Priority, prediction_request
+
+
+class AsyncPredictionOperations:
+    """The routes under ``/async``; an async prediction is identified by its ``id``."""
+
+    @Operation
+    def submit_async(
+        self,
+        model: str,
+        body: Body,
+        content_type: str = "",
+        version: str | None = None,
+        *,
+        key: str = "",
+        webhook: str = "",
+        explain: bool = False,
+        timeout: float | None = None,
+        priority: Priority = "normal",
+        headers: Mapping[str, str] | None = None,
+        sequence: str = "",
+        sequence_end: bool = False,
+    ) -> RequestFlow[dict[str, Any]]:
+        """Submit an async prediction and return its document, with its ``id``.
+
+        A second request with the same ``key`` returns the same prediction. The server sends a request to the
+        URL ``webhook`` when the prediction ends. The other parameters are those of ``request``.
+        """
+        headers = {**(headers or {}), "prefer": "respond-async"}
+        if key:
+            headers["idempotency-key"] = key
+        if webhook:
+            headers["x-torchrelay-webhook"] = webhook
+        return (
+            yield from fetch_object(
+                prediction_request(
+                    model,
+                    body,
+                    content_type,
+                    version,
+                    explain=explain,
+                    timeout=timeout,
+                    priority=priority,
+                    headers=headers,
+                    sequence=sequence,
+                    sequence_end=sequence_end,
+                    use_client_timeout=False,
+                )
+            )
+        )
+
+    @Operation
+    def async_status(self, id: str) -> RequestFlow[dict[str, Any]]:
+        """Return the document of an async prediction.
+
+        Its ``state`` is queued, running, done, failed or cancelled.
+        """
+        return (yield from fetch_object(RequestDescriptor("inference", "GET", join_path("async", id))))
+
+    @Operation
+    def async_result(self, id: str) -> RequestFlow[Prediction | None]:
+        """Return the response of an async prediction, None while there is none.
+
+        Raises the errors of the prediction itself.
+        """
+        response = yield RequestDescriptor(
+            "inference", "GET", join_path("async", id, "result"), retryable=False
+        )
+        state = response.headers.get("x-torchrelay-state")
+        if response.status_code == 202 and state in ("queued", "running"):
+            return None
+        return Prediction(response.content, response.status_code, response.headers)
+
+    @Operation
+    def cancel_async(self, id: str) -> RequestFlow[None]:
+        """Cancel an async prediction, or delete one that has ended."""
+        yield RequestDescriptor("inference", "DELETE", join_path("async", id))
