@@ -1,62 +1,62 @@
-"""A typed client of everything that a server speaks over HTTP: ``Client``, and ``AsyncClient`` for asyncio.
+"""A typed client of every HTTP API of a server: ``Client``, and ``AsyncClient`` for asyncio.
 
-The same by gRPC is in ``serve_app.client.grpc``, which only those load who use it.
+The gRPC clients are in ``serve_app.client.grpc``, which is not imported here: it loads grpc.
 """
 
+from serve_app.client._decoders import ServerSentEvent
 from serve_app.client.errors import (
-    AccessDenied,
-    BadRequest,
-    Conflict,
-    DeadlineExceeded,
-    Forbidden,
-    HandlerFailed,
-    Loading,
-    MethodNotAllowed,
-    NoReplica,
-    NotFound,
-    NotYet,
-    QueueFull,
-    QuotaExceeded,
-    SequenceLost,
+    AuthenticationError,
+    BadRequestError,
+    ConflictError,
+    DeadlineExceededError,
+    HandlerFailedError,
+    InProgressError,
+    MethodNotAllowedError,
+    ModelLoadingError,
+    NoReplicaError,
+    NotFoundError,
+    PermissionDeniedError,
+    QueueFullError,
+    QuotaExceededError,
+    ReplicaDiedError,
+    RequestTooLargeError,
+    SequenceLostError,
     ServerError,
-    StartFailed,
-    TooLarge,
-    Unavailable,
-    WorkerDied,
+    StartFailedError,
+    UnavailableError,
 )
 from serve_app.client.http import AsyncClient, Client
-from serve_app.client.pieces import Event
 from serve_app.client.predictions import Prediction
-from serve_app.client.retries import NEVER, Retries
-from serve_app.client.sockets import AsyncSocket, End, Socket
+from serve_app.client.retries import NO_RETRIES, Retries
+from serve_app.client.websocket import AsyncSocket, Socket, StreamEnd
 
 __all__ = [
-    "NEVER",
-    "AccessDenied",
+    "NO_RETRIES",
     "AsyncClient",
     "AsyncSocket",
-    "BadRequest",
+    "AuthenticationError",
+    "BadRequestError",
     "Client",
-    "Conflict",
-    "DeadlineExceeded",
-    "End",
-    "Event",
-    "Forbidden",
-    "HandlerFailed",
-    "Loading",
-    "MethodNotAllowed",
-    "NoReplica",
-    "NotFound",
-    "NotYet",
+    "ConflictError",
+    "DeadlineExceededError",
+    "HandlerFailedError",
+    "InProgressError",
+    "MethodNotAllowedError",
+    "ModelLoadingError",
+    "NoReplicaError",
+    "NotFoundError",
+    "PermissionDeniedError",
     "Prediction",
-    "QueueFull",
-    "QuotaExceeded",
+    "QueueFullError",
+    "QuotaExceededError",
+    "ReplicaDiedError",
+    "RequestTooLargeError",
     "Retries",
-    "SequenceLost",
+    "SequenceLostError",
     "ServerError",
+    "ServerSentEvent",
     "Socket",
-    "StartFailed",
-    "TooLarge",
-    "Unavailable",
-    "WorkerDied",
+    "StartFailedError",
+    "StreamEnd",
+    "UnavailableError",
 ]

@@ -1,4 +1,4 @@
-"""A streamed answer's bytes as pieces: as they came, or as server-sent events."""
+"""Decoders of streamed responses: bytes as received, and server-sent events."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Chunks:
-    """The bytes as they came; over HTTP/1.1 each is what the server sent at once, or more of it."""
+class ChunkDecoder:
+    """A decoder that passes bytes on as received.
+
+    Over HTTP/1.1 a chunk holds at least one write of the server, or several.
+    """
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         if data:
@@ -17,8 +20,8 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Event:
-    """A server-sent event; ``data`` is its lines, joined."""
+class ServerSentEvent:
+    """A server-sent event; ``data`` holds its lines, joined."""
 
     kind: str
     data: str
@@ -28,16 +31,19 @@ class Event:
         return json.loads(self.data)
 
 
-class Events:
-    """Server-sent events, without comments. Source: HTML Living Standard, section 9.2.6."""
+class EventDecoder:
+    """A decoder of server-sent events that skips comments.
+
+    Source: HTML Living Standard, section 9.2.6.
+    """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete_line = b""
         self._kind = self._id = ""
         self._data: list[str] = []
 
-    def feed(self, data: bytes) -> Iterator[Event]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+    def feed(self, data: bytes) -> Iterator[ServerSentEvent]:
+        *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
         for line in lines:
             name, _, value = line.decode("utf-8", "replace").removesuffix("\r").partition(":")
             value = value.removeprefix(" ")
@@ -49,5 +55,5 @@ class Events:
                 self._data.append(value)
             elif not name and not value:
                 if self._data:
-                    yield Event(self._kind or "message", "\n".join(self._data), self._id)
+                    yield ServerSentEvent(self._kind or "message", "\n".join(self._data), self._id)
                 self._kind, self._data = "", []

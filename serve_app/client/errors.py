@@ -1,6 +1,6 @@
-"""What a server says no with, as a tree by its reason.
+"""The errors that a server responds with, as a tree by their reasons.
 
-Where no server answered at all, httpx's own errors are raised (``httpx.TransportError``).
+Where no server responds, httpx's own errors are raised (``httpx.TransportError``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from websockets.frames import CloseCode
 
 
 class ServerError(Exception):
-    """The server said no: its ``status`` and ``message``, ``detail`` where it has more.
+    """An error response with its ``status`` and ``message``, and ``detail`` where the server sends more.
 
-    ``reason`` is its machine-readable word, ``request_id`` is how its log calls the request, ``version`` is what was to
-    answer; each empty where it was not said. ``retry_after`` are the seconds after which to come again, or None.
+    ``reason`` is the machine-readable code, ``request_id`` the request's id in the server's log, ``version``
+    the version that the request was routed to; each is empty where the server did not send it.
+    ``retry_after`` are the seconds after which to retry, or None.
     """
 
     def __init__(
@@ -42,76 +43,76 @@ class ServerError(Exception):
         return f"{self.message} ({self.status})" + (f"\n{self.detail}" if self.detail else "")
 
 
-class BadRequest(ServerError):
-    """What was asked is wrong; asked again it will be."""
+class BadRequestError(ServerError):
+    """The request is invalid and will be so if it is repeated."""
 
 
-class AccessDenied(ServerError):
-    """The key that was shown, if any, does not allow it."""
+class AuthenticationError(ServerError):
+    """The key is missing, invalid, or does not permit the request."""
 
 
-class Forbidden(ServerError):
-    """Understood, and refused."""
+class PermissionDeniedError(ServerError):
+    """The request is valid, and the server refuses it."""
 
 
-class NotFound(ServerError):
-    """No such model, version, archive, experiment, workflow or route."""
+class NotFoundError(ServerError):
+    """A model, version, archive, experiment, workflow or route does not exist."""
 
 
-class MethodNotAllowed(ServerError):
+class MethodNotAllowedError(ServerError):
     """The route has no such method, or the model API is off."""
 
 
-class Conflict(ServerError):
-    """It is there already, or something else that is in force stands against it."""
+class ConflictError(ServerError):
+    """The object exists already, or the change conflicts with another that is active."""
 
 
-class TooLarge(ServerError):
-    """The request's body is over the server's limit."""
+class RequestTooLargeError(ServerError):
+    """The request's body exceeds the server's limit."""
 
 
-class Unavailable(ServerError):
-    """Nobody can answer now. Nothing ran, unless a workflow was asked, whose first steps may have."""
+class UnavailableError(ServerError):
+    """The server cannot respond now. Nothing has run, except for the first steps of a workflow."""
 
 
-class QueueFull(Unavailable):
-    """The model's queues have no room."""
+class QueueFullError(UnavailableError):
+    """The model's queues are full."""
 
 
-class Loading(Unavailable):
-    """The model's replicas are on their way."""
+class ModelLoadingError(UnavailableError):
+    """The model's replicas are starting."""
 
 
-class NoReplica(Unavailable):
-    """Nobody asked for a replica of the model, or none can start."""
+class NoReplicaError(UnavailableError):
+    """The model has no replica: none was requested, or none can start."""
 
 
-class QuotaExceeded(Unavailable):
-    """As many calls are under way as the model allows."""
+class QuotaExceededError(UnavailableError):
+    """The model's limit of concurrent requests is reached."""
 
 
-class DeadlineExceeded(ServerError):
-    """The time was over before there was an answer, or would have been."""
+class DeadlineExceededError(ServerError):
+    """The deadline passed before there was a response, or would have passed."""
 
 
-class WorkerDied(ServerError):
-    """The replica that ran the call ended."""
+class ReplicaDiedError(ServerError):
+    """The replica that ran the request died."""
 
 
-class SequenceLost(ServerError):
-    """The state of a sequence is gone."""
+class SequenceLostError(ServerError):
+    """The state of a sequence is lost."""
 
 
-class StartFailed(ServerError):
-    """No replica could be started; ``detail`` has why."""
+class StartFailedError(ServerError):
+    """No replica could be started; ``detail`` has the cause."""
 
 
-class HandlerFailed(ServerError):
-    """The model's handler failed, or refused in words of its own."""
+class HandlerFailedError(ServerError):
+    """The model's handler failed, or rejected the request with its own message."""
 
 
-class NotYet(ServerError):
-    """Stored, and not in force everywhere."""
+class InProgressError(ServerError):
+    """The change is stored, but not yet applied everywhere."""
 
 
 _BY_REASON: dict[str, type[ServerError]] = {
@@ -128,15 +129,23 @@ _BY_REASON: dict[str, type[ServerError]] = {
             "invalid_workflow",
             "invalid_graph",
             "unsupported",
-            "caller_too_slow",
+            "client_too_slow",
             "idempotency_key_reused",
         ),
-        BadRequest,
+        BadRequestError,
     ),
     **dict.fromkeys(
-        ("access_denied", "missing_token", "invalid_token", "expired_token", "wrong_role", "wrong_model"), AccessDenied
+        (
+            "access_denied",
+            "missing_token",
+            "invalid_token",
+            "expired_token",
+            "missing_permission",
+            "model_not_allowed",
+        ),
+        AuthenticationError,
     ),
-    **dict.fromkeys(("forbidden", "default_version"), Forbidden),
+    **dict.fromkeys(("forbidden", "default_version"), PermissionDeniedError),
     **dict.fromkeys(
         (
             "not_found",
@@ -147,108 +156,113 @@ _BY_REASON: dict[str, type[ServerError]] = {
             "experiment_not_found",
             "rollout_not_found",
             "workflow_not_found",
-            "unknown_unit",
+            "exposure_not_found",
             "prediction_not_found",
             "cancelled",
             "prediction_lost",
         ),
-        NotFound,
+        NotFoundError,
     ),
-    "method_not_allowed": MethodNotAllowed,
-    **dict.fromkeys(("version_exists", "workflow_exists", "in_use"), Conflict),
-    "too_large": TooLarge,
-    **dict.fromkeys(("unavailable", "sequences", "asynchronous_full", "asynchronous_results"), Unavailable),
-    "queue_full": QueueFull,
-    "loading": Loading,
-    "no_replica": NoReplica,
-    "quota": QuotaExceeded,
-    **dict.fromkeys(("deadline", "client_timeout"), DeadlineExceeded),
-    **dict.fromkeys(("worker_died", "response_timeout"), WorkerDied),
-    "sequence_lost": SequenceLost,
-    "start_failed": StartFailed,
+    "method_not_allowed": MethodNotAllowedError,
+    **dict.fromkeys(("version_exists", "workflow_exists", "conflict"), ConflictError),
+    "request_too_large": RequestTooLargeError,
+    **dict.fromkeys(
+        ("unavailable", "too_many_sequences", "async_queue_full", "result_store_unavailable"),
+        UnavailableError,
+    ),
+    "queue_full": QueueFullError,
+    "loading": ModelLoadingError,
+    "no_replica": NoReplicaError,
+    "quota_exceeded": QuotaExceededError,
+    **dict.fromkeys(("deadline", "client_timeout"), DeadlineExceededError),
+    **dict.fromkeys(("replica_died", "response_timeout"), ReplicaDiedError),
+    "sequence_lost": SequenceLostError,
+    "start_failed": StartFailedError,
     **dict.fromkeys(
         (
             "handler_failed",
-            "handler_said",
+            "handler_rejected",
             "invalid_output",
-            "count_mismatch",
+            "batch_size_mismatch",
             "response_too_large",
             "unsupported_output",
             "out_of_memory",
         ),
-        HandlerFailed,
+        HandlerFailedError,
     ),
-    "in_progress": NotYet,
+    "in_progress": InProgressError,
 }
-# For answers that come without a reason, such as those of something in between.
+# For responses without a reason, such as those of a proxy.
 _BY_STATUS: dict[int, type[ServerError]] = {
-    400: BadRequest,
-    401: AccessDenied,
-    403: Forbidden,
-    404: NotFound,
-    405: MethodNotAllowed,
-    409: Conflict,
-    413: TooLarge,
-    422: BadRequest,
-    429: Unavailable,
-    503: Unavailable,
-    504: DeadlineExceeded,
+    400: BadRequestError,
+    401: AuthenticationError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    405: MethodNotAllowedError,
+    409: ConflictError,
+    413: RequestTooLargeError,
+    422: BadRequestError,
+    429: UnavailableError,
+    503: UnavailableError,
+    504: DeadlineExceededError,
 }
 
 
-def kind(reason: str, status: int) -> type[ServerError]:
-    """The class of an error by its reason, or else by its status."""
+def error_class(reason: str, status: int) -> type[ServerError]:
+    """Return the class of an error by its reason, or else by its status."""
     return _BY_REASON.get(reason) or _BY_STATUS.get(status, ServerError)
 
 
-def of(answer: httpx.Response) -> ServerError:
-    """The error that an answer, whose body has been read, is in any of the server's dialects."""
-    headers = answer.headers
+def from_response(response: httpx.Response) -> ServerError:
+    """Return the error in a response of any of the server's protocols; its body must have been read."""
+    headers = response.headers
     reason = headers.get("x-torchrelay-reason", "")
-    message, detail = _words(answer)
-    return kind(reason, answer.status_code)(
-        answer.status_code,
+    message, detail = _parse_message(response)
+    return error_class(reason, response.status_code)(
+        response.status_code,
         message,
         detail,
         reason,
         headers.get("x-request-id", ""),
-        seconds(headers.get("retry-after")),
+        parse_retry_after(headers.get("retry-after")),
         headers.get("x-model-version", ""),
     )
 
 
-def ended(end: Mapping[str, Any]) -> ServerError:
-    """The error that an answer over a WebSocket ended with."""
-    status, reason, said = end["status"], end.get("reason", ""), end.get("error", {})
-    message, detail = said.get("message", "The model's answer has this status."), said.get("detail") or ""
-    wait = end.get("retry_after")
-    return kind(reason, status)(status, message, detail, reason, end["request_id"], wait, end["version"])
+def from_stream_end(end: Mapping[str, Any]) -> ServerError:
+    """Return the error in the final message of a response over a WebSocket."""
+    status, reason, error = end["status"], end.get("reason", ""), end.get("error", {})
+    message = error.get("message", "The model's response has this status.")
+    detail, retry_after = error.get("detail") or "", end.get("retry_after")
+    return error_class(reason, status)(
+        status, message, detail, reason, end["request_id"], retry_after, end["version"]
+    )
 
 
-def closed(code: int, words: str) -> ServerError | None:
-    """The error that a WebSocket was closed with; None where it was closed for no fault of the caller's."""
+def from_close_code(code: int, message: str) -> ServerError | None:
+    """Return the error that closed a WebSocket; None where the client did not cause it."""
     if code == CloseCode.MESSAGE_TOO_BIG:
-        return TooLarge(413, words, reason="too_large")
+        return RequestTooLargeError(413, message, reason="request_too_large")
     if code == CloseCode.POLICY_VIOLATION:
-        return BadRequest(400, words, reason="bad_request")
+        return BadRequestError(400, message, reason="bad_request")
     return None
 
 
-def seconds(text: str | None) -> float | None:
-    """What a Retry-After asks for; None where it names no number of seconds."""
+def parse_retry_after(text: str | None) -> float | None:
+    """Return the seconds of a Retry-After header; None where it holds no number of seconds."""
     return float(text) if text is not None and text.isdecimal() else None
 
 
-def _words(answer: httpx.Response) -> tuple[str, str]:
-    """The message of an answer, and its detail."""
+def _parse_message(response: httpx.Response) -> tuple[str, str]:
+    """Return the message of an error response, and its detail."""
     try:
-        said: Any = answer.json()
-        error = said.get("error", said)  # TorchServe's dialect has its words at the top
+        document: Any = response.json()
+        error = document.get("error", document)  # TorchServe's message is at the top level
         if isinstance(error, str):
             return error, ""
         return str(error["message"]), str(error.get("detail") or "")
     except (ValueError, KeyError, TypeError, AttributeError):
-        limit = answer.headers.get("x-torchrelay-limit")
+        limit = response.headers.get("x-torchrelay-limit")
         if limit:
             return f"The request's body is too large: {limit}", ""
-        return answer.text or answer.reason_phrase, ""
+        return response.text or response.reason_phrase, ""

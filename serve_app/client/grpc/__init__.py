@@ -1,7 +1,7 @@
-"""The client by gRPC: ``GrpcClient``, and ``AsyncGrpcClient`` for asyncio."""
+"""The gRPC clients: ``GrpcClient``, and ``AsyncGrpcClient`` for asyncio."""
 
 from serve_app.client.grpc.client import AsyncGrpcClient, GrpcClient
-from serve_app.client.grpc.open_inference import Outputs
-from serve_app.client.grpc.predictions import Piece
+from serve_app.client.grpc.open_inference import InferOutputs
+from serve_app.client.grpc.predictions import GrpcChunk
 
-__all__ = ["AsyncGrpcClient", "GrpcClient", "Outputs", "Piece"]
+__all__ = ["AsyncGrpcClient", "GrpcChunk", "GrpcClient", "InferOutputs"]

@@ -1,4 +1,4 @@
-"""Where a server's gRPC ports are, and how a connection to one is made."""
+"""Addresses, certificates and channels of a server's gRPC ports."""
 
 from __future__ import annotations
 
@@ -10,64 +10,71 @@ from urllib.parse import urlsplit
 
 import grpc
 
-# gRPC's own words for them: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html
+# gRPC's names: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html
 _OPTIONS = {
-    # The server has limits, and names them.
+    # The server limits the size of messages, and its errors name the limit.
     "grpc.max_send_message_length": -1,
     "grpc.max_receive_message_length": -1,
-    # Each client has connections of its own, which end with it.
+    # Each client has its own connections, which are closed with it.
     "grpc.use_local_subchannel_pool": 1,
-    # A further attempt is to find out anew whether somebody listens.
+    # A retry must try to connect again.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 2_000,
-    # How often a call is sent is said here alone; what gRPC sends again itself has not reached a server's methods.
+    # Only the client's own rules retry calls; gRPC itself repeats what no server's method has received.
     "grpc.service_config_disable_resolution": 1,
-    # A server that is gone without a word is missed after a minute and a half.
+    # A server that disappears silently is detected after a minute and a half.
     "grpc.keepalive_time_ms": 60_000,
     "grpc.keepalive_timeout_ms": 30_000,
 }
 
 
-class Address:
-    """``HOST:PORT`` or ``http://HOST:PORT``, ``https://HOST:PORT`` where TLS is spoken, or what else gRPC calls a
-    target (``unix:PATH``). Raises ValueError.
+class GrpcAddress:
+    """An address of a gRPC port.
+
+    ``HOST:PORT``, ``http://HOST:PORT``, ``https://HOST:PORT`` for TLS, or another target of gRPC
+    (``unix:PATH``). Raises ValueError.
     """
 
-    def __init__(self, said: str) -> None:
-        scheme, found, _ = said.partition("://")
-        self.secure = bool(found) and scheme.lower() == "https"
-        self.target = said
-        if found and scheme.lower() in ("http", "https"):
-            parts = urlsplit(said)
+    def __init__(self, address: str) -> None:
+        scheme, separator, _ = address.partition("://")
+        self.secure = bool(separator) and scheme.lower() == "https"
+        self.target = address
+        if separator and scheme.lower() in ("http", "https"):
+            parts = urlsplit(address)
             if not parts.netloc or parts.path not in ("", "/"):
-                raise ValueError(f"{said!r} is no address of a gRPC port; say it as https://HOST:PORT.")
+                raise ValueError(f"{address!r} is no address of a gRPC port; write it as https://HOST:PORT.")
             self.target = parts.netloc
 
 
-class Certificates:
-    """The client's side of TLS, as files in PEM: whom it trusts, if not those that gRPC brings, and who it is."""
+class TlsFiles:
+    """The client's TLS configuration as PEM files: trusted roots (default: gRPC's), its own certificate."""
 
     def __init__(self, roots: Path | None, chain: Path | None, key: Path | None) -> None:
         self._roots = roots
         self._chain = chain
         self._key = key
 
-    def credentials(self) -> grpc.ChannelCredentials:
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Return the configuration for gRPC."""
         return grpc.ssl_channel_credentials(
-            *(f and Path(f).read_bytes() for f in (self._roots, self._key, self._chain))
+            *(path and Path(path).read_bytes() for path in (self._roots, self._key, self._chain))
         )
 
-    def context(self) -> ssl.SSLContext:
-        """The same for HTTP."""
-        made = ssl.create_default_context(cafile=self._roots)
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return the configuration for HTTP."""
+        context = ssl.create_default_context(cafile=self._roots)
         if self._chain is not None:
-            made.load_cert_chain(self._chain, self._key)
-        return made
+            context.load_cert_chain(self._chain, self._key)
+        return context
 
 
-def channel(kind: Any, address: Address, certificates: Certificates, options: Mapping[str, Any]) -> Any:
-    """A channel of ``grpc`` or of ``grpc.aio``, whichever ``kind`` is; it connects when it is first asked."""
-    how = list({**_OPTIONS, **options}.items())
+def create_channel(
+    grpc_module: Any, address: GrpcAddress, tls_files: TlsFiles, options: Mapping[str, Any]
+) -> Any:
+    """Create a channel of ``grpc`` or ``grpc.aio``; it connects with its first call."""
+    all_options = list({**_OPTIONS, **options}.items())
     if address.secure:
-        return kind.secure_channel(address.target, certificates.credentials(), options=how)
-    return kind.insecure_channel(address.target, options=how)
+        return grpc_module.secure_channel(
+            address.target, tls_files.channel_credentials(), options=all_options
+        )
+    return grpc_module.insecure_channel(address.target, options=all_options)

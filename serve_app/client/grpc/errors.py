@@ -1,6 +1,6 @@
-"""What a server says no with over gRPC, as the same tree of errors.
+"""The errors that a server responds with over gRPC, as the error tree of the HTTP client.
 
-Where no server answered, gRPC's own error is raised (``grpc.RpcError``), but for a time that is over.
+Where no server responds, gRPC's own error is raised (``grpc.RpcError``), except for an exceeded deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from serve_app.client import errors
 from serve_app.client.errors import ServerError
 
 _Code = grpc.StatusCode
-# Of the HTTP API, or else what comes next to it. https://cloud.google.com/apis/design/errors
+# The status of the HTTP API, or else the nearest one: https://cloud.google.com/apis/design/errors
 _STATUS = {
     _Code.INVALID_ARGUMENT: 400,
     _Code.FAILED_PRECONDITION: 400,
@@ -30,70 +30,76 @@ _STATUS = {
     _Code.UNAVAILABLE: 503,
     _Code.DEADLINE_EXCEEDED: 504,
 }
-# The same of the kinds of errors, whatever status a dialect has for them.
-_OF_KIND: dict[type[ServerError], int] = {
-    errors.BadRequest: 400,
-    errors.AccessDenied: 401,
-    errors.Forbidden: 403,
-    errors.NotFound: 404,
-    errors.MethodNotAllowed: 405,
-    errors.Conflict: 409,
-    errors.SequenceLost: 410,
-    errors.TooLarge: 413,
-    errors.QuotaExceeded: 429,
-    errors.Unavailable: 503,
-    errors.DeadlineExceeded: 504,
-    errors.NotYet: 202,
+# The status of each error class; a protocol may use another one.
+_CLASS_STATUS: dict[type[ServerError], int] = {
+    errors.BadRequestError: 400,
+    errors.AuthenticationError: 401,
+    errors.PermissionDeniedError: 403,
+    errors.NotFoundError: 404,
+    errors.MethodNotAllowedError: 405,
+    errors.ConflictError: 409,
+    errors.SequenceLostError: 410,
+    errors.RequestTooLargeError: 413,
+    errors.QuotaExceededError: 429,
+    errors.UnavailableError: 503,
+    errors.DeadlineExceededError: 504,
+    errors.InProgressError: 202,
 }
-# What gRPC says itself where an answer is missing.
-_NOBODY_SAID = (_Code.UNAVAILABLE, _Code.CANCELLED, _Code.UNKNOWN, _Code.INTERNAL, _Code.DATA_LOSS)
-# Its words where no connection was made, so that nothing was sent.
+# The codes of gRPC itself where no response was received.
+_NO_RESPONSE = (_Code.UNAVAILABLE, _Code.CANCELLED, _Code.UNKNOWN, _Code.INTERNAL, _Code.DATA_LOSS)
+# The messages of gRPC where no connection was made, so that nothing was sent.
 _NO_CONNECTION = re.compile(
     "failed to connect to all addresses|DNS resolution failed|empty address list", re.IGNORECASE
 )
-_TYPE = re.compile(r"\n\w*(Exception|Error)$")  # TorchServe's name of an error, behind its words
+_EXCEPTION_NAME = re.compile(r"\n\w*(Exception|Error)$")  # TorchServe's, after the message
 
 
-def said(error: grpc.RpcError) -> dict[str, str]:
-    """The trailing metadata of an error."""
+def trailing_metadata(error: grpc.RpcError) -> dict[str, str]:
+    """Return the trailing metadata of an error."""
     return {name: value for name, value in error.trailing_metadata() or () if isinstance(value, str)}
 
 
-def nobody_listened(error: grpc.RpcError) -> bool:
-    """Whether there was no connection to send a call over."""
+def is_unconnected(error: grpc.RpcError) -> bool:
+    """Return whether there was no connection over which to send the call."""
     return error.code() is _Code.UNAVAILABLE and _NO_CONNECTION.match(error.details() or "") is not None
 
 
-def of(error: grpc.RpcError) -> Exception:
-    """What is raised in the place of gRPC's error, which is its cause; or that one, where no server had answered."""
-    code, trailing = error.code(), said(error)
-    if "x-torchrelay-reason" not in trailing and code in _NOBODY_SAID:
-        return error
-    made = told(code, error.details() or "", trailing)
-    made.__cause__ = error
-    return made
+def from_rpc_error(error: grpc.RpcError) -> Exception:
+    """Return the client's error for one of gRPC, which is its cause.
+
+    Where no server responded, gRPC's own error is returned.
+    """
+    code, metadata = error.code(), trailing_metadata(error)
+    if "x-torchrelay-reason" not in metadata and code in _NO_RESPONSE:
+        own_error: Exception = error
+        return own_error
+    server_error = from_status(code, error.details() or "", metadata)
+    server_error.__cause__ = error
+    return server_error
 
 
-def told(code: grpc.StatusCode | None, words: str, said: Mapping[str, str]) -> ServerError:
-    """The error of a status, its words and what was said beside them; ``code`` is None where no status was told."""
-    reason, named = said.get("x-torchrelay-reason", ""), said.get("x-status", "")
-    status = int(named) if named.isdecimal() and int(named) else _STATUS.get(code, 500) if code is not None else 500
-    kind = errors.kind(reason, status)
-    if reason and reason != "handler_said":
-        status = next((_OF_KIND[one] for one in kind.__mro__ if one in _OF_KIND), 500)
-    text, ended = _TYPE.subn("", words)
-    message, _, detail = text.partition("\n") if ended else (text, "", "")
-    return kind(
+def from_status(code: grpc.StatusCode | None, details: str, metadata: Mapping[str, str]) -> ServerError:
+    """Return the error of a status with its details and metadata; ``code`` None means no status."""
+    reason, http_status = metadata.get("x-torchrelay-reason", ""), metadata.get("x-status", "")
+    status = 500 if code is None else _STATUS.get(code, 500)
+    if http_status.isdecimal() and int(http_status):
+        status = int(http_status)
+    error_class = errors.error_class(reason, status)
+    if reason and reason != "handler_rejected":
+        status = next((_CLASS_STATUS[base] for base in error_class.__mro__ if base in _CLASS_STATUS), 500)
+    text, replaced = _EXCEPTION_NAME.subn("", details)
+    message, _, detail = text.partition("\n") if replaced else (text, "", "")
+    return error_class(
         status,
         message or str(code and code.name),
         detail,
         reason,
-        said.get("x-request-id", ""),
-        errors.seconds(said.get("retry-after")),
-        said.get("x-model-version", ""),
+        metadata.get("x-request-id", ""),
+        errors.parse_retry_after(metadata.get("retry-after")),
+        metadata.get("x-model-version", ""),
     )
 
 
-def too_silent(seconds: float) -> ServerError:
-    """Nothing came of a stream for so long."""
-    return errors.DeadlineExceeded(504, f"Nothing came for {seconds:g} seconds.")
+def idle_timeout_error(seconds: float) -> ServerError:
+    """Return the error of a stream that sent no message for ``seconds``."""
+    return errors.DeadlineExceededError(504, f"No message was received for {seconds:g} seconds.")
