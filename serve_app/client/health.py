@@ -1,4 +1,4 @@
-"""Whether a server answers, and what it measures."""
+"""Health and metrics of a server."""
 
 from __future__ import annotations
 
@@ -6,42 +6,46 @@ from typing import Any
 
 import httpx
 
-from serve_app.client.ask import Ask, Talk, operation
+from serve_app.client._operations import Operation, Port, RequestDescriptor, RequestFlow, fetch_object
 from serve_app.client.errors import ServerError
 
 
-class Health:
-    """Of the inference port, and of the one that Prometheus asks."""
+class HealthOperations:
+    """The health routes of the inference port, the metrics port, and the API documents."""
 
-    @operation
-    def live(self) -> Talk[bool]:
-        """Whether the server answers at all."""
-        return (yield from _is_well("/health/live"))
+    @Operation
+    def live(self) -> RequestFlow[bool]:
+        """Return whether the server responds at all."""
+        return (yield from _check("/health/live"))
 
-    @operation
-    def ready(self) -> Talk[bool]:
-        """Whether the server has its table, and every version that start-up wanted is ready or has failed."""
-        return (yield from _is_well("/health/ready"))
+    @Operation
+    def ready(self) -> RequestFlow[bool]:
+        """Return whether the server has a routing table and no version of its start-up is still loading."""
+        return (yield from _check("/health/ready"))
 
-    @operation
-    def readiness(self) -> Talk[dict[str, Any]]:
-        """``ready``, and the versions that are ``loading`` or have ``failed``, as model/version."""
-        return (yield Ask("inference", "GET", "/health/ready", once=True, also=(503,))).json()
+    @Operation
+    def readiness(self) -> RequestFlow[dict[str, Any]]:
+        """Return ``ready``, and the versions that are ``loading`` or have ``failed``, as model/version."""
+        request = RequestDescriptor(
+            "inference", "GET", "/health/ready", retryable=False, accepted_statuses=(503,)
+        )
+        return (yield from fetch_object(request))
 
-    @operation
-    def metrics(self, *names: str) -> Talk[str]:
-        """The metrics of the whole cluster as Prometheus reads them; with ``names``, only these."""
-        return (yield Ask("metrics", "GET", "/metrics", {"name[]": list(names)} if names else {})).text
+    @Operation
+    def metrics(self, *names: str) -> RequestFlow[str]:
+        """Return the metrics of the whole cluster in Prometheus' text format; with ``names``, only these."""
+        query = {"name[]": list(names)} if names else {}
+        return (yield RequestDescriptor("metrics", "GET", "/metrics", query)).text
 
-    @operation
-    def api(self, port: str = "inference") -> Talk[dict[str, Any]]:
-        """The OpenAPI document of a port: ``inference``, ``management`` or ``metrics``."""
-        return (yield Ask(port, "GET", "/openapi.json")).json()  # type: ignore[arg-type]
+    @Operation
+    def api(self, port: Port = "inference") -> RequestFlow[dict[str, Any]]:
+        """Return the OpenAPI document of a port: ``inference``, ``management`` or ``metrics``."""
+        return (yield from fetch_object(RequestDescriptor(port, "GET", "/openapi.json")))
 
 
-def _is_well(path: str) -> Talk[bool]:
+def _check(path: str) -> RequestFlow[bool]:
     try:
-        yield Ask("inference", "GET", path, silence=2.0, once=True)
+        yield RequestDescriptor("inference", "GET", path, idle_timeout=2.0, retryable=False)
     except (httpx.HTTPError, ServerError):
         return False
     return True

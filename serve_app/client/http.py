@@ -1,4 +1,4 @@
-"""The two clients: the same calls, sent and waited for in their own ways."""
+"""The blocking client and the asyncio client over HTTP."""
 
 from __future__ import annotations
 
@@ -7,45 +7,60 @@ import re
 import ssl
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 
 from serve_app.client import errors
-from serve_app.client.ask import Ask, Awaits, Blocks, Dial, Listen
-from serve_app.client.asynchronous import Asynchronous
-from serve_app.client.health import Health
-from serve_app.client.keys import Bearer, KeyFile
-from serve_app.client.models import Models
-from serve_app.client.open_inference import OpenInference
-from serve_app.client.openai import OpenAI
-from serve_app.client.predictions import Predictions
-from serve_app.client.retries import USUAL, Retries
-from serve_app.client.sending import Sending
-from serve_app.client.sockets import AsyncSocket, Socket
-from serve_app.client.traffic import Traffic
-from serve_app.client.upgrade import AsyncUpgrade, Upgrade
-from serve_app.client.workflows import Workflows
+from serve_app.client._operations import (
+    AsyncExecutor,
+    ConnectDescriptor,
+    RequestDescriptor,
+    StreamDescriptor,
+    SyncExecutor,
+)
+from serve_app.client._retry import RetryLoop
+from serve_app.client._ws_transport import AsyncUpgradeTransport, UpgradeTransport
+from serve_app.client.async_predictions import AsyncPredictionOperations
+from serve_app.client.health import HealthOperations
+from serve_app.client.keys import BearerAuth, KeyFile
+from serve_app.client.models import ModelOperations
+from serve_app.client.open_inference import OpenInferenceOperations
+from serve_app.client.openai import OpenAIOperations
+from serve_app.client.predictions import PredictionOperations
+from serve_app.client.retries import DEFAULT_RETRIES, Retries
+from serve_app.client.traffic import TrafficOperations
+from serve_app.client.websocket import AsyncSocket, Socket
+from serve_app.client.workflows import WorkflowOperations
 
 T = TypeVar("T")
-_SOCKETS = ("ws://", "wss://")
+_WEBSOCKET_SCHEMES = ("ws://", "wss://")
 
 
-class _Calls(Predictions, Asynchronous, OpenInference, OpenAI, Models, Traffic, Workflows, Health):
-    """Every call of every door."""
+class _HttpOperations(
+    PredictionOperations,
+    AsyncPredictionOperations,
+    OpenInferenceOperations,
+    OpenAIOperations,
+    ModelOperations,
+    TrafficOperations,
+    WorkflowOperations,
+    HealthOperations,
+):
+    """The operations of every HTTP API."""
 
 
-class _Ports(ABC):
-    """Where a server's ports are, and the keys that each is shown.
+class _HttpEndpoints(ABC):
+    """The addresses of a server's ports, and the key for each.
 
-    ``token`` is the key that requests show. Without one it is looked up in ``key_file``, which is the server's
-    own and may come later; ``verify`` is the client's side of TLS, as httpx takes it. ``timeout`` are the seconds in
-    which something must come; a prediction that is not streamed has them for all of it where it is not given its own,
-    and None is for ever. ``retries`` say when a request is sent again, ``limits`` how many connections there may be, if
-    not httpx's usual hundred.
+    ``token`` is the key that is sent with requests. Without one it is read from ``key_file``, the server's
+    own, which may be created later. ``verify`` configures TLS, as in httpx. ``timeout`` are the seconds in
+    which some data must arrive, and the limit of a whole prediction that is not streamed and has no timeout
+    of its own; None is no limit. ``retries`` configures when a request is sent again, ``limits`` the number
+    of connections (httpx allows 100 by default).
     """
 
     def __init__(
@@ -58,35 +73,44 @@ class _Ports(ABC):
         verify: ssl.SSLContext | bool = True,
         *,
         metrics: str = "http://127.0.0.1:8082",
-        retries: Retries = USUAL,
+        retries: Retries = DEFAULT_RETRIES,
         limits: httpx.Limits | None = None,
     ) -> None:
-        socket = re.sub("^http", "ws", inference, flags=re.IGNORECASE)
-        self._addresses = {"inference": inference, "socket": socket, "management": management, "metrics": metrics}
-        self._keys: dict[str, httpx.Auth | None] = dict.fromkeys(self._addresses, Bearer(token) if token else None)
+        websocket = re.sub("^http", "ws", inference, flags=re.IGNORECASE)
+        self._addresses = {
+            "inference": inference,
+            "socket": websocket,
+            "management": management,
+            "metrics": metrics,
+        }
+        self._keys: dict[str, httpx.Auth | None] = dict.fromkeys(
+            self._addresses, BearerAuth(token) if token else None
+        )
         if key_file is not None and not token:
             self._keys["inference"] = self._keys["socket"] = KeyFile(key_file, "inference", management)
             self._keys["management"] = self._keys["metrics"] = KeyFile(key_file, "management", management)
         self._timeout = timeout
         self._retries = retries
-        self._open(verify, {} if limits is None else {"limits": limits})
+        self._create_pool(verify, {} if limits is None else {"limits": limits})
 
     @abstractmethod
-    def _open(self, verify: ssl.SSLContext | bool, more: Mapping[str, Any]) -> None:
-        """Make the connections' pools."""
+    def _create_pool(self, verify: ssl.SSLContext | bool, options: Mapping[str, Any]) -> None:
+        """Create the connection pool."""
 
-    def _attempts(self, ask: Ask) -> Sending:
-        return Sending(ask, self._addresses[ask.port], self._retries, self._timeout)
+    def _retry_loop(self, request: RequestDescriptor) -> RetryLoop:
+        return RetryLoop(request, self._addresses[request.port], self._retries, self._timeout)
 
 
-class Client(_Ports, _Calls, Blocks):
-    """Speaks to all ports of one server; a ``with`` statement, or ``close``, closes its connections.
+class Client(_HttpEndpoints, _HttpOperations, SyncExecutor[RequestDescriptor, httpx.Response]):
+    """A client of all ports of one server; a ``with`` statement, or ``close``, closes its connections.
 
-    May be used by several threads.
+    Several threads may use it.
     """
 
-    def _open(self, verify: ssl.SSLContext | bool, more: Mapping[str, Any]) -> None:
-        self._http = httpx.Client(verify=verify, mounts=dict.fromkeys(_SOCKETS, Upgrade(verify)), **more)
+    def _create_pool(self, verify: ssl.SSLContext | bool, options: Mapping[str, Any]) -> None:
+        self._http = httpx.Client(
+            verify=verify, mounts=dict.fromkeys(_WEBSOCKET_SCHEMES, UpgradeTransport(verify)), **options
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -97,41 +121,43 @@ class Client(_Ports, _Calls, Blocks):
     def close(self) -> None:
         self._http.close()
 
-    def _listen(self, listen: Listen[T]) -> Iterator[T]:
-        answer = self._answer(listen.ask, stream=True)
+    def _stream(self, stream: StreamDescriptor[T]) -> Generator[T, None, None]:
+        response = self._send(stream.request, stream=True)
         try:
-            for data in answer.iter_bytes():
-                yield from listen.reader.feed(data)
+            for data in response.iter_bytes():
+                yield from stream.decoder.feed(data)
         finally:
-            answer.close()
+            response.close()
 
     @contextmanager
-    def _connect(self, dial: Dial) -> Iterator[Socket]:
-        with self._answer(dial.ask).extensions["line"] as line:
-            yield Socket(line, self._timeout, dial.within)
+    def _connect(self, target: ConnectDescriptor) -> Iterator[Socket]:
+        with self._send(target.request).extensions["websocket"] as connection:
+            yield Socket(connection, self._timeout, target.timeout)
 
-    def _answer(self, ask: Ask, stream: bool = False) -> httpx.Response:
-        http, attempts, keys = self._http, self._attempts(ask), self._keys[ask.port]
+    def _send(self, request: RequestDescriptor, stream: bool = False) -> httpx.Response:
+        http, attempts, key = self._http, self._retry_loop(request), self._keys[request.port]
         while True:
             outcome: httpx.Response | httpx.TransportError
             try:
-                outcome = http.send(attempts.request(http), stream=stream, auth=keys)
-                if outcome.is_success or outcome.status_code in ask.also:
+                outcome = http.send(attempts.build_request(http), stream=stream, auth=key)
+                if outcome.is_success or outcome.status_code in request.accepted_statuses:
                     return outcome
                 outcome.read()
             except httpx.TransportError as error:
                 outcome = error
-            wait = attempts.wait(outcome)
-            if wait is None:
-                raise outcome if isinstance(outcome, Exception) else errors.of(outcome)
-            time.sleep(wait)
+            delay = attempts.retry_delay(outcome)
+            if delay is None:
+                raise outcome if isinstance(outcome, Exception) else errors.from_response(outcome)
+            time.sleep(delay)
 
 
-class AsyncClient(_Ports, _Calls, Awaits):
-    """The same for asyncio: calls are awaited, streams are iterated over with ``async for``."""
+class AsyncClient(_HttpEndpoints, _HttpOperations, AsyncExecutor[RequestDescriptor, httpx.Response]):
+    """A client for asyncio: methods are awaited, streams are iterated over with ``async for``."""
 
-    def _open(self, verify: ssl.SSLContext | bool, more: Mapping[str, Any]) -> None:
-        self._http = httpx.AsyncClient(verify=verify, mounts=dict.fromkeys(_SOCKETS, AsyncUpgrade(verify)), **more)
+    def _create_pool(self, verify: ssl.SSLContext | bool, options: Mapping[str, Any]) -> None:
+        self._http = httpx.AsyncClient(
+            verify=verify, mounts=dict.fromkeys(_WEBSOCKET_SCHEMES, AsyncUpgradeTransport(verify)), **options
+        )
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -142,34 +168,34 @@ class AsyncClient(_Ports, _Calls, Awaits):
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def _listen(self, listen: Listen[T]) -> AsyncIterator[T]:
-        answer = await self._answer(listen.ask, stream=True)
+    async def _stream(self, stream: StreamDescriptor[T]) -> AsyncGenerator[T, None]:
+        response = await self._send(stream.request, stream=True)
         try:
-            async with aclosing(answer.aiter_bytes()) as received:
+            async with aclosing(cast("AsyncGenerator[bytes, None]", response.aiter_bytes())) as received:
                 async for data in received:
-                    for piece in listen.reader.feed(data):
-                        yield piece
+                    for chunk in stream.decoder.feed(data):
+                        yield chunk
         finally:
-            await answer.aclose()
+            await response.aclose()
 
     @asynccontextmanager
-    async def _connect(self, dial: Dial) -> AsyncIterator[AsyncSocket]:
-        answer = await self._answer(dial.ask)
-        async with answer.extensions["line"] as line:
-            yield AsyncSocket(line, self._timeout, dial.within)
+    async def _connect(self, target: ConnectDescriptor) -> AsyncIterator[AsyncSocket]:
+        response = await self._send(target.request)
+        async with response.extensions["websocket"] as connection:
+            yield AsyncSocket(connection, self._timeout, target.timeout)
 
-    async def _answer(self, ask: Ask, stream: bool = False) -> httpx.Response:
-        http, attempts, keys = self._http, self._attempts(ask), self._keys[ask.port]
+    async def _send(self, request: RequestDescriptor, stream: bool = False) -> httpx.Response:
+        http, attempts, key = self._http, self._retry_loop(request), self._keys[request.port]
         while True:
             outcome: httpx.Response | httpx.TransportError
             try:
-                outcome = await http.send(attempts.request(http), stream=stream, auth=keys)
-                if outcome.is_success or outcome.status_code in ask.also:
+                outcome = await http.send(attempts.build_request(http), stream=stream, auth=key)
+                if outcome.is_success or outcome.status_code in request.accepted_statuses:
                     return outcome
                 await outcome.aread()
             except httpx.TransportError as error:
                 outcome = error
-            wait = attempts.wait(outcome)
-            if wait is None:
-                raise outcome if isinstance(outcome, Exception) else errors.of(outcome)
-            await asyncio.sleep(wait)
+            delay = attempts.retry_delay(outcome)
+            if delay is None:
+                raise outcome if isinstance(outcome, Exception) else errors.from_response(outcome)
+            await asyncio.sleep(delay)

@@ -9,18 +9,29 @@ from typing import Any
 import httpx
 import numpy as np
 
-from serve_app import tensors
-from serve_app.client.ask import Ask, Listen, Talk, of_json, operation, path, streaming
+from serve_app.client._decoders import EventDecoder
+from serve_app.client._operations import (
+    Operation,
+    RequestDescriptor,
+    RequestFlow,
+    StreamDescriptor,
+    StreamOperation,
+    fetch_list,
+    fetch_object,
+    fetch_text,
+    join_path,
+    json_body,
+)
 from serve_app.client.errors import ServerError
-from serve_app.client.pieces import Events
+from serve_app.domain import tensors
 
-_LENGTH = "inference-header-content-length"
+_JSON_LENGTH = "inference-header-content-length"
 
 
-class OpenInference:
+class OpenInferenceOperations:
     """The routes under ``/v2``."""
 
-    @operation
+    @Operation
     def infer(
         self,
         model: str,
@@ -33,117 +44,145 @@ class OpenInference:
         binary: bool = True,
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Talk[dict[str, np.ndarray]]:
-        """A model's outputs by their names, those that ``outputs`` names or all.
+    ) -> RequestFlow[dict[str, np.ndarray]]:
+        """Return a model's outputs by name, those in ``outputs`` or all.
 
-        ``inputs`` are arrays, or what numpy makes arrays of; ``datatypes`` are theirs in the protocol's words where
-        they are not the arrays' own (``BF16``). BYTES come as arrays of ``bytes``. Not ``binary``: all is JSON.
+        ``inputs`` are arrays, or values that numpy converts to arrays. ``datatypes`` are the protocol's names
+        of their types where they differ from the arrays' own (``BF16``). BYTES are arrays of ``bytes``.
+        Without ``binary`` all data is JSON.
         """
-        sent = [tensors.of(name, value, (datatypes or {}).get(name)) for name, value in inputs.items()]
-        head: dict[str, Any] = {"parameters": {**(parameters or {}), "binary_data_output": binary}, "inputs": []}
-        for tensor in sent:
-            said: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-            if binary:
-                said["parameters"] = {"binary_data_size": len(tensor.data)}
-            else:
-                said["data"] = _plain(tensor)
-            head["inputs"].append(said)
+        sent = [
+            tensors.from_array(name, value, (datatypes or {}).get(name)) for name, value in inputs.items()
+        ]
+        document: dict[str, Any] = {
+            "parameters": {**(parameters or {}), "binary_data_output": binary},
+            "inputs": [_input(tensor, binary) for tensor in sent],
+        }
         if outputs:
-            head["outputs"] = [{"name": name} for name in outputs]
-        front = json.dumps(head).encode()
-        named = {"content-type": "application/json", **(headers or {})}
+            document["outputs"] = [{"name": name} for name in outputs]
+        encoded = json.dumps(document).encode()
+        all_headers = {"content-type": "application/json", **(headers or {})}
         if binary:
-            named |= {"content-type": "application/octet-stream", _LENGTH: str(len(front))}
-        content = b"".join((front, *(tensor.data for tensor in sent))) if binary else front
-        where = _model(model, version, "infer")
-        return _outputs((yield Ask("inference", "POST", where, {}, named, content, within=timeout, hurries=True)))
+            all_headers |= {"content-type": "application/octet-stream", _JSON_LENGTH: str(len(encoded))}
+        content = b"".join((encoded, *(tensor.data for tensor in sent))) if binary else encoded
+        path = _model_path(model, version, "infer")
+        response = yield RequestDescriptor(
+            "inference", "POST", path, {}, all_headers, content, timeout=timeout, use_client_timeout=True
+        )
+        return _outputs(response)
 
-    @operation
-    def model_ready(self, model: str, version: str | None = None) -> Talk[bool]:
-        """Whether a version answers; the default one where none is named. Raises NotFound."""
-        answer = yield Ask("inference", "GET", _model(model, version, "ready"), once=True, also=(503,))
-        return bool(answer.json().get("ready"))
+    @Operation
+    def model_ready(self, model: str, version: str | None = None) -> RequestFlow[bool]:
+        """Return whether a version is ready; without ``version``, the default one. Raises NotFoundError."""
+        path = _model_path(model, version, "ready")
+        document = yield from fetch_object(
+            RequestDescriptor("inference", "GET", path, retryable=False, accepted_statuses=(503,))
+        )
+        return bool(document.get("ready"))
 
-    @operation
-    def metadata(self, model: str, version: str | None = None) -> Talk[dict[str, Any]]:
-        """A model's versions, and its inputs and outputs by name, datatype and shape."""
-        return (yield Ask("inference", "GET", _model(model, version))).json()
+    @Operation
+    def metadata(self, model: str, version: str | None = None) -> RequestFlow[dict[str, Any]]:
+        """Return a model's versions, and its inputs and outputs by name, datatype and shape."""
+        return (yield from fetch_object(RequestDescriptor("inference", "GET", _model_path(model, version))))
 
-    @operation
-    def config(self, model: str, version: str | None = None) -> Talk[dict[str, Any]]:
-        """A model's configuration as Triton's clients read it: its inputs, outputs and batches."""
-        return (yield Ask("inference", "GET", _model(model, version, "config"))).json()
+    @Operation
+    def config(self, model: str, version: str | None = None) -> RequestFlow[dict[str, Any]]:
+        """Return a model's configuration for Triton's clients: its inputs, outputs and batches."""
+        path = _model_path(model, version, "config")
+        return (yield from fetch_object(RequestDescriptor("inference", "GET", path)))
 
-    @operation
-    def statistics(self, model: str | None = None, version: str | None = None) -> Talk[list[dict[str, Any]]]:
-        """What was counted of each version of a model, or of all models."""
-        where = _model(model, version, "stats") if model else path("v2", "models", "stats")
-        return (yield Ask("inference", "GET", where)).json()["model_stats"]
+    @Operation
+    def statistics(
+        self, model: str | None = None, version: str | None = None
+    ) -> RequestFlow[list[dict[str, Any]]]:
+        """Return the counters of each version of a model, or of all models."""
+        path = _model_path(model, version, "stats") if model else join_path("v2", "models", "stats")
+        return (yield from fetch_list(RequestDescriptor("inference", "GET", path), "model_stats"))
 
-    @operation
-    def repository(self, ready: bool = False) -> Talk[list[dict[str, Any]]]:
-        """Every version of every model, and its state; with ``ready``, those that can be asked."""
-        return (yield Ask("inference", "POST", "/v2/repository/index", **of_json({"ready": ready}))).json()
+    @Operation
+    def repository(self, ready: bool = False) -> RequestFlow[list[dict[str, Any]]]:
+        """Return every version of every model with its state; with ``ready``, only those that are ready."""
+        body = json_body({"ready": ready})
+        return (yield from fetch_list(RequestDescriptor("inference", "POST", "/v2/repository/index", **body)))
 
-    @operation
-    def load(self, model: str, **parameters: Any) -> Talk[None]:
+    @Operation
+    def load(self, /, model: str, **parameters: Any) -> RequestFlow[None]:
         """Start a model, or register the archive of its name; ``parameters``: ``url`` and ``workers``."""
-        where = path("v2", "repository", "models", model, "load")
-        yield Ask("inference", "POST", where, **of_json({"parameters": parameters}), silence=None)
+        path = join_path("v2", "repository", "models", model, "load")
+        body = json_body({"parameters": parameters})
+        yield RequestDescriptor("inference", "POST", path, **body, idle_timeout=None)
 
-    @operation
-    def unload(self, model: str) -> Talk[None]:
-        """Take a model's replicas away; it stays registered."""
-        yield Ask("inference", "POST", path("v2", "repository", "models", model, "unload"), silence=None)
+    @Operation
+    def unload(self, model: str) -> RequestFlow[None]:
+        """Stop a model's replicas; the model stays registered."""
+        path = join_path("v2", "repository", "models", model, "unload")
+        yield RequestDescriptor("inference", "POST", path, idle_timeout=None)
 
-    @operation
-    def generate(self, model: str, text: str, version: str | None = None, **parameters: Any) -> Talk[str]:
-        """The text that a model goes on with; ``parameters`` such as ``max_tokens`` and ``temperature``."""
-        body = of_json({"text_input": text, "parameters": parameters})
-        asked = Ask("inference", "POST", _model(model, version, "generate"), **body, hurries=True)
-        return (yield asked).json()["text_output"]
+    @Operation
+    def generate(
+        self, /, model: str, text: str, version: str | None = None, **parameters: Any
+    ) -> RequestFlow[str]:
+        """Return the generated text; ``parameters`` such as ``max_tokens`` and ``temperature``."""
+        body = json_body({"text_input": text, "parameters": parameters})
+        path = _model_path(model, version, "generate")
+        request = RequestDescriptor("inference", "POST", path, **body, use_client_timeout=True)
+        return (yield from fetch_text(request, "text_output"))
 
-    @streaming
-    def generate_stream(self, model: str, text: str, version: str | None = None, **parameters: Any) -> Listen[str]:
-        """The same, piece by piece."""
-        body = of_json({"text_input": text, "parameters": parameters})
-        return Listen(Ask("inference", "POST", _model(model, version, "generate_stream"), **body), _Texts())
+    @StreamOperation
+    def generate_stream(
+        self, /, model: str, text: str, version: str | None = None, **parameters: Any
+    ) -> StreamDescriptor[str]:
+        """Yield the generated text chunk by chunk; the parameters are those of ``generate``."""
+        body = json_body({"text_input": text, "parameters": parameters})
+        path = _model_path(model, version, "generate_stream")
+        return StreamDescriptor(RequestDescriptor("inference", "POST", path, **body), _TextDecoder())
 
 
-class _Texts:
-    """The texts among the events of ``generate_stream``. Raises ServerError for one that is an error."""
+class _TextDecoder:
+    """A decoder of the events of ``generate_stream`` into texts.
+
+    Raises ServerError for an event that is an error.
+    """
 
     def __init__(self) -> None:
-        self._events = Events()
+        self._events = EventDecoder()
 
     def feed(self, data: bytes) -> Iterator[str]:
         for event in self._events.feed(data):
-            said = event.json()
-            if "error" in said:
-                raise ServerError(200, said["error"])
-            yield said["text_output"]
+            document = event.json()
+            if "error" in document:
+                raise ServerError(200, document["error"])
+            yield document["text_output"]
 
 
-def _model(model: str, version: str | None, verb: str = "") -> str:
-    return path("v2", "models", model, *(("versions", version) if version else ()), verb)
+def _model_path(model: str, version: str | None, route: str = "") -> str:
+    return join_path("v2", "models", model, *(("versions", version) if version else ()), route)
 
 
-def _plain(tensor: tensors.Tensor) -> list[Any]:
-    return [value.decode() if isinstance(value, bytes) else value for value in tensor.values()]
+def _input(tensor: tensors.Tensor, binary: bool) -> dict[str, Any]:
+    """Return the JSON document of an input; with ``binary``, its data follows the JSON."""
+    document: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+    if binary:
+        document["parameters"] = {"binary_data_size": len(tensor.data)}
+    else:
+        document["data"] = [
+            value.decode() if isinstance(value, bytes) else value for value in tensor.to_list()
+        ]
+    return document
 
 
-def _outputs(answer: httpx.Response) -> dict[str, np.ndarray]:
-    """The arrays of an answer, whose raw tensors stand behind its JSON in the order of its outputs."""
-    body = answer.content
-    place = int(answer.headers.get(_LENGTH, len(body)))
-    found = {}
-    for output in json.loads(body[:place])["outputs"]:
+def _outputs(response: httpx.Response) -> dict[str, np.ndarray]:
+    """Return the arrays of a response, whose raw tensors follow its JSON in the order of its outputs."""
+    body = response.content
+    position = int(response.headers.get(_JSON_LENGTH, len(body)))
+    arrays = {}
+    for output in json.loads(body[:position])["outputs"]:
         name, datatype, shape = output["name"], output["datatype"], output["shape"]
         size = (output.get("parameters") or {}).get("binary_data_size")
         if size is None:
-            tensor = tensors.listed(name, datatype, shape, output["data"])
+            tensor = tensors.from_list(name, datatype, shape, output["data"])
         else:
-            tensor = tensors.raw(name, datatype, shape, body[place : place + size])
-            place += size
-        found[name] = tensor.array()
-    return found
+            tensor = tensors.from_bytes(name, datatype, shape, body[position : position + size])
+            position += size
+        arrays[name] = tensor.to_array()
+    return arrays

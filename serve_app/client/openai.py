@@ -1,70 +1,97 @@
-"""OpenAI's API, thinly: JSON in and out as OpenAI has it. Its own client can be pointed at ``/v1`` as well."""
+"""OpenAI's API: requests and responses are OpenAI's JSON documents.
+
+OpenAI's own client can be pointed at ``/v1`` as well.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serve_app.client.ask import Ask, Listen, Talk, of_json, operation, path, streaming
+from serve_app.client._decoders import EventDecoder
+from serve_app.client._operations import (
+    Operation,
+    RequestDescriptor,
+    RequestFlow,
+    StreamDescriptor,
+    StreamOperation,
+    fetch_list,
+    fetch_object,
+    join_path,
+    json_body,
+)
 from serve_app.client.errors import ServerError
-from serve_app.client.pieces import Events
 
 _Messages = Sequence[dict[str, Any]]
 
 
-class OpenAI:
-    """The routes under ``/v1``. ``model`` is a model's name or ``name:version``; ``more`` are fields of the body."""
+class OpenAIOperations:
+    """The routes under ``/v1``.
 
-    @operation
-    def served_models(self) -> Talk[list[str]]:
-        """The names by which models can be asked."""
-        return [one["id"] for one in (yield Ask("inference", "GET", path("v1", "models"))).json()["data"]]
+    ``model`` is a model's name or ``name:version``; ``fields`` are further fields of the body.
+    """
 
-    @operation
-    def chat(self, model: str, messages: _Messages, **more: Any) -> Talk[dict[str, Any]]:
-        """A chat completion."""
-        return (yield _post("chat/completions", model=model, messages=list(messages), **more)).json()
+    @Operation
+    def served_models(self) -> RequestFlow[list[str]]:
+        """Return the names by which models can be requested."""
+        request = RequestDescriptor("inference", "GET", join_path("v1", "models"))
+        return [model["id"] for model in (yield from fetch_list(request, "data"))]
 
-    @streaming
-    def chat_stream(self, model: str, messages: _Messages, **more: Any) -> Listen[dict[str, Any]]:
-        """The chunks of a chat completion, as they come."""
-        body = {"model": model, "messages": list(messages), **more, "stream": True}
-        return Listen(_post("chat/completions", False, **body), _Documents())
+    @Operation
+    def chat(self, /, model: str, messages: _Messages, **fields: Any) -> RequestFlow[dict[str, Any]]:
+        """Return a chat completion."""
+        body = {"model": model, "messages": list(messages), **fields}
+        return (yield from fetch_object(_post("chat/completions", body)))
 
-    @operation
-    def complete(self, model: str, prompt: Any, **more: Any) -> Talk[dict[str, Any]]:
-        """A completion."""
-        return (yield _post("completions", model=model, prompt=prompt, **more)).json()
+    @StreamOperation
+    def chat_stream(
+        self, /, model: str, messages: _Messages, **fields: Any
+    ) -> StreamDescriptor[dict[str, Any]]:
+        """Yield the chunks of a chat completion as they arrive."""
+        body = {"model": model, "messages": list(messages), **fields, "stream": True}
+        return StreamDescriptor(_post("chat/completions", body, use_client_timeout=False), _JsonDecoder())
 
-    @streaming
-    def complete_stream(self, model: str, prompt: Any, **more: Any) -> Listen[dict[str, Any]]:
-        """The chunks of a completion, as they come."""
-        return Listen(_post("completions", False, model=model, prompt=prompt, **{**more, "stream": True}), _Documents())
+    @Operation
+    def complete(self, /, model: str, prompt: Any, **fields: Any) -> RequestFlow[dict[str, Any]]:
+        """Return a completion."""
+        return (yield from fetch_object(_post("completions", {"model": model, "prompt": prompt, **fields})))
 
-    @operation
-    def embed(self, model: str, texts: str | Sequence[str], **more: Any) -> Talk[list[list[float]]]:
-        """The vector of each text."""
-        given = texts if isinstance(texts, str) else list(texts)
-        answer = yield _post("embeddings", model=model, input=given, **more)
-        return [one["embedding"] for one in answer.json()["data"]]
+    @StreamOperation
+    def complete_stream(self, /, model: str, prompt: Any, **fields: Any) -> StreamDescriptor[dict[str, Any]]:
+        """Yield the chunks of a completion as they arrive."""
+        body = {"model": model, "prompt": prompt, **fields, "stream": True}
+        return StreamDescriptor(_post("completions", body, use_client_timeout=False), _JsonDecoder())
+
+    @Operation
+    def embed(
+        self, /, model: str, texts: str | Sequence[str], **fields: Any
+    ) -> RequestFlow[list[list[float]]]:
+        """Return the vector of each text."""
+        body = {"model": model, "input": texts if isinstance(texts, str) else list(texts), **fields}
+        return [item["embedding"] for item in (yield from fetch_list(_post("embeddings", body), "data"))]
 
 
-def _post(verb: str, hurries: bool = True, **body: Any) -> Ask:
-    return Ask("inference", "POST", f"/v1/{verb}", **of_json(body), hurries=hurries)
+def _post(route: str, body: dict[str, Any], use_client_timeout: bool = True) -> RequestDescriptor:
+    return RequestDescriptor(
+        "inference", "POST", f"/v1/{route}", **json_body(body), use_client_timeout=use_client_timeout
+    )
 
 
-class _Documents:
-    """The JSON of each event, up to the one that says that it was the last. Raises ServerError for an error's."""
+class _JsonDecoder:
+    """A decoder of events into their JSON; the final event ``[DONE]`` is skipped.
+
+    Raises ServerError for an event that is an error.
+    """
 
     def __init__(self) -> None:
-        self._events = Events()
+        self._events = EventDecoder()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         for event in self._events.feed(data):
             if event.data == "[DONE]":
                 continue
-            said = event.json()
-            if "error" in said:
-                error = said["error"]
+            document = event.json()
+            if "error" in document:
+                error = document["error"]
                 raise ServerError(200, error["message"], reason=str(error.get("code") or ""))
-            yield said
+            yield document

@@ -1,29 +1,52 @@
-"""Predictions and explanations: any body in, any body out, whole or in pieces."""
+"""Predictions and explanations with bodies of any type, whole or streamed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import httpx
 
-from serve_app.client.ask import Ask, Dial, Listen, Talk, connecting, operation, path, streaming
-from serve_app.client.forms import Body, encode
-from serve_app.client.pieces import Chunks
+from serve_app.client._body import Body, encode_body
+from serve_app.client._decoders import ChunkDecoder
+from serve_app.client._operations import (
+    ConnectDescriptor,
+    ConnectOperation,
+    Operation,
+    RequestDescriptor,
+    RequestFlow,
+    StreamDescriptor,
+    StreamOperation,
+    fetch_json,
+    join_path,
+)
 
-Urgency = Literal["high", "normal", "low"]
-# As TorchServe has them where nobody calls them otherwise (runtime.header_key_sequence_...).
-SEQUENCE, ENDS = "ts_request_sequence_id", "ts_request_sequence_end"
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Priority = Literal["high", "normal", "low"]
+# TorchServe's default names of these headers (runtime.header_key_sequence_...).
+SEQUENCE_ID, SEQUENCE_END = "ts_request_sequence_id", "ts_request_sequence_end"
+
+
+class PredictionOptions(TypedDict, total=False):
+    """The options of a prediction, documented at ``PredictionOperations``."""
+
+    timeout: float | None
+    priority: Priority
+    headers: Mapping[str, str] | None
+    sequence: str
+    sequence_end: bool
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model answered, and what the server said of it.
+    """A model's response with its metadata.
 
-    ``version`` is the one that answered, ``arm`` the trial that counted the call and its arm there, ``request_id`` is
-    what rewards name.
+    ``version`` is the version that ran, ``arm`` the experiment or rollout that counted the request with its
+    arm, ``request_id`` the id that reward events name.
     """
 
     body: bytes
@@ -32,42 +55,46 @@ class Prediction:
 
     @property
     def content_type(self) -> str:
-        return self.headers.get("content-type", "")
+        return self._header("content-type")
 
     @property
     def version(self) -> str:
-        return self.headers.get("x-model-version", "")
+        return self._header("x-model-version")
 
     @property
     def arm(self) -> str:
-        return self.headers.get("x-torchrelay-arm", "")
+        return self._header("x-torchrelay-arm")
 
     @property
     def request_id(self) -> str:
-        return self.headers.get("x-request-id", "")
+        return self._header("x-request-id")
 
     @property
     def sequence(self) -> str:
-        """The sequence that the call belonged to, as the next call of it names it; empty where it was of none."""
-        return self.headers.get(SEQUENCE, "")
+        """The id of the request's sequence, for its next request; empty where it has none."""
+        return self._header(SEQUENCE_ID)
 
     def json(self) -> Any:
         return json.loads(self.body)
 
+    def _header(self, name: str) -> str:
+        value: str = self.headers.get(name, "")
+        return value
 
-class Predictions:
-    """Calls of models, and of workflows, which are called by their names as models are.
 
-    ``body`` is bytes, text, or a mapping of names to parts, which is sent as ``multipart/form-data``: a handler gets
-    each by its name. A part that is text is a field; bytes, or ``(file name, bytes, content type)``, are a file.
-    ``timeout`` are the seconds for all of a call, its waits and further attempts included; the server is told, and
-    drops what would come too late. Without it a call has the client's own. ``headers`` go to the handler. ``sequence``
-    names the sequence of a stateful model's call, which begins one where it names none; ``ends`` says that it is the
-    last of it.
+class PredictionOperations:
+    """Requests to models, and to workflows, which are called by their names as models are.
+
+    ``body`` is bytes, text, or a mapping of names to parts, which is sent as ``multipart/form-data``; a
+    handler receives each part by its name. A part that is text is a field; bytes, or ``(file name, bytes,
+    content type)``, are a file. ``timeout`` are the seconds for a request with its waits and retries; the
+    server receives it and drops requests whose deadline has passed. Without it the client's own timeout
+    holds. ``headers`` are passed to the handler. ``sequence`` is the id of a stateful model's sequence; a
+    request without one starts a sequence, and ``sequence_end`` ends it.
     """
 
-    @operation
-    def ask(
+    @Operation
+    def request(
         self,
         model: str,
         body: Body,
@@ -76,52 +103,86 @@ class Predictions:
         *,
         explain: bool = False,
         timeout: float | None = None,
-        priority: Urgency = "normal",
+        priority: Priority = "normal",
         headers: Mapping[str, str] | None = None,
         sequence: str = "",
-        ends: bool = False,
-    ) -> Talk[Prediction]:
-        """A model's answer, or with ``explain`` its explanation, with everything that was said of it."""
-        how = {"explain": explain, "timeout": timeout, "priority": priority, "headers": headers}
-        answer = yield asked(model, body, content_type, version, **how, sequence=sequence, ends=ends)
-        return Prediction(answer.content, answer.status_code, answer.headers)
+        sequence_end: bool = False,
+    ) -> RequestFlow[Prediction]:
+        """Return a model's response, or with ``explain`` its explanation, with its metadata."""
+        response = yield prediction_request(
+            model,
+            body,
+            content_type,
+            version,
+            explain=explain,
+            timeout=timeout,
+            priority=priority,
+            headers=headers,
+            sequence=sequence,
+            sequence_end=sequence_end,
+        )
+        return Prediction(response.content, response.status_code, response.headers)
 
-    @operation
+    @Operation
     def predict(
-        self, model: str, body: Body, content_type: str = "", version: str | None = None, **more: Any
-    ) -> Talk[bytes]:
-        """The body of a model's answer; ``more`` is that of ``ask``."""
-        return (yield asked(model, body, content_type, version, **more)).content
+        self,
+        model: str,
+        body: Body,
+        content_type: str = "",
+        version: str | None = None,
+        **options: Unpack[PredictionOptions],
+    ) -> RequestFlow[bytes]:
+        """Return the body of a model's response."""
+        return (yield prediction_request(model, body, content_type, version, **options)).content
 
-    @operation
-    def predict_json(self, model: str, value: Any, version: str | None = None, **more: Any) -> Talk[Any]:
-        """A model's answer to a JSON value, as a JSON value; ``more`` is that of ``ask``."""
-        return (yield asked(model, json.dumps(value), "application/json", version, **more)).json()
+    @Operation
+    def predict_json(
+        self, model: str, value: Any, version: str | None = None, **options: Unpack[PredictionOptions]
+    ) -> RequestFlow[Any]:
+        """Send a JSON value and return the JSON value of the response."""
+        body = json.dumps(value)
+        request = prediction_request(model, body, "application/json", version, **options)
+        return (yield from fetch_json(request))
 
-    @operation
+    @Operation
     def explain(
-        self, model: str, body: Body, content_type: str = "", version: str | None = None, **more: Any
-    ) -> Talk[bytes]:
-        """The body of a model's explanation; ``more`` is that of ``ask``."""
-        return (yield asked(model, body, content_type, version, explain=True, **more)).content
+        self,
+        model: str,
+        body: Body,
+        content_type: str = "",
+        version: str | None = None,
+        **options: Unpack[PredictionOptions],
+    ) -> RequestFlow[bytes]:
+        """Return the body of a model's explanation."""
+        return (yield prediction_request(model, body, content_type, version, explain=True, **options)).content
 
-    @operation
-    def explain_json(self, model: str, value: Any, version: str | None = None, **more: Any) -> Talk[Any]:
-        """A model's explanation of its answer to a JSON value, as a JSON value; ``more`` is that of ``ask``."""
-        return (yield asked(model, json.dumps(value), "application/json", version, explain=True, **more)).json()
+    @Operation
+    def explain_json(
+        self, model: str, value: Any, version: str | None = None, **options: Unpack[PredictionOptions]
+    ) -> RequestFlow[Any]:
+        """Send a JSON value and return the explanation of its prediction, a JSON value."""
+        body = json.dumps(value)
+        request = prediction_request(model, body, "application/json", version, explain=True, **options)
+        return (yield from fetch_json(request))
 
-    @streaming
+    @StreamOperation
     def stream(
-        self, model: str, body: Body, content_type: str = "", version: str | None = None, **more: Any
-    ) -> Listen[bytes]:
-        """The pieces of a model's answer as they come; ``more`` is that of ``ask``.
+        self,
+        model: str,
+        body: Body,
+        content_type: str = "",
+        version: str | None = None,
+        **options: Unpack[PredictionOptions],
+    ) -> StreamDescriptor[bytes]:
+        """Yield the chunks of a model's response as they arrive.
 
-        A stream that breaks off raises httpx.RemoteProtocolError: a part is never taken for the whole. ``timeout`` is
-        that of the whole stream, and it has none unless it is given one.
+        An interrupted stream raises httpx.RemoteProtocolError, so a part is never taken for the whole.
+        ``timeout`` limits the whole stream; without it there is no limit.
         """
-        return Listen(asked(model, body, content_type, version, hurries=False, **more), Chunks())
+        request = prediction_request(model, body, content_type, version, use_client_timeout=False, **options)
+        return StreamDescriptor(request, ChunkDecoder())
 
-    @connecting
+    @ConnectOperation
     def connect(
         self,
         model: str,
@@ -129,42 +190,64 @@ class Predictions:
         content_type: str = "",
         *,
         timeout: float | None = None,
-        priority: Urgency = "normal",
+        priority: Priority = "normal",
         headers: Mapping[str, str] | None = None,
         sequence: str = "",
-    ) -> Dial:
-        """A WebSocket to a model, to be opened by ``with``; what is said here holds for all that is sent over it.
+    ) -> ConnectDescriptor:
+        """Open a WebSocket to a model, in a ``with`` statement; the options hold for every request over it.
 
-        ``timeout`` are the seconds for each answer, and there are none unless it is given.
+        ``timeout`` are the seconds for each response, by default without limit.
         """
-        ask = asked(model, b"", content_type, version, False, None, priority, headers, sequence, hurries=False)
-        named = {**ask.headers, **({"x-request-timeout-seconds": str(timeout)} if timeout is not None else {})}
-        return Dial(replace(ask, port="socket", method="GET", headers=named, also=(101,)), timeout)
+        request = prediction_request(
+            model,
+            b"",
+            content_type,
+            version,
+            priority=priority,
+            headers=headers,
+            sequence=sequence,
+            use_client_timeout=False,
+        )
+        all_headers = dict(request.headers)
+        if timeout is not None:
+            all_headers["x-request-timeout-seconds"] = str(timeout)
+        handshake = replace(
+            request, port="socket", method="GET", headers=all_headers, accepted_statuses=(101,)
+        )
+        return ConnectDescriptor(handshake, timeout)
 
 
-def asked(
+def prediction_request(
     model: str,
     body: Body,
     content_type: str,
     version: str | None,
+    *,
     explain: bool = False,
     timeout: float | None = None,
-    priority: Urgency = "normal",
+    priority: Priority = "normal",
     headers: Mapping[str, str] | None = None,
     sequence: str = "",
-    ends: bool = False,
-    hurries: bool = True,
-) -> Ask:
-    """The request of a prediction."""
-    named = httpx.Headers(headers)
-    content, kind = encode(body, content_type)
-    if kind:
-        named["content-type"] = kind
+    sequence_end: bool = False,
+    use_client_timeout: bool = True,
+) -> RequestDescriptor:
+    """Return the request of a prediction or an explanation."""
+    all_headers = httpx.Headers(headers)
+    content, body_type = encode_body(body, content_type)
+    if body_type:
+        all_headers["content-type"] = body_type
     if sequence:
-        named[SEQUENCE] = sequence
-    if ends:
-        named[ENDS] = "true"
+        all_headers[SEQUENCE_ID] = sequence
+    if sequence_end:
+        all_headers[SEQUENCE_END] = "true"
     if priority != "normal":
-        named["x-request-priority"] = priority
-    where = path("explanations" if explain else "predictions", model, version)
-    return Ask("inference", "POST", where, headers=named, content=content, within=timeout, hurries=hurries)
+        all_headers["x-request-priority"] = priority
+    return RequestDescriptor(
+        "inference",
+        "POST",
+        join_path("explanations" if explain else "predictions", model, version),
+        headers=all_headers,
+        content=content,
+        timeout=timeout,
+        use_client_timeout=use_client_timeout,
+    )

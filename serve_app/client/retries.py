@@ -1,4 +1,4 @@
-"""When a request is sent again: only where nothing of it has run, and while its time lasts."""
+"""The rules for sending a request again: only where nothing of it has run, and within its timeout."""
 
 from __future__ import annotations
 
@@ -9,52 +9,66 @@ from dataclasses import dataclass
 
 from serve_app.client import errors
 
-# Refusals that say that nothing has run.
-_NOTHING_RAN = ("queue_full", "loading", "no_replica", "quota", "sequences")
-_NOTHING_RAN += ("asynchronous_full", "asynchronous_results")
+# Reasons of refusals that guarantee that nothing has run.
+_NOTHING_RAN = frozenset(
+    (
+        "queue_full",
+        "loading",
+        "no_replica",
+        "quota_exceeded",
+        "too_many_sequences",
+        "async_queue_full",
+        "result_store_unavailable",
+    )
+)
 
 
 @dataclass(frozen=True)
 class Retries:
-    """A request is sent ``most`` times; before each further one passes what the server asks for, or more.
+    """The number of attempts of a request and the delays between them, in seconds.
 
-    Where it says nothing, or nobody is there to say it, the first wait is up to ``first`` seconds and each further one
-    up to twice as long, at random, so that many clients do not come at once. A wait that would be longer than
-    ``longest`` seconds, or than what is left of the request's own time, is not begun: the error is raised instead.
+    A request is sent at most ``max_attempts`` times. Before each retry the client waits as long as the
+    server's ``Retry-After`` asks for, plus a random delay. The random delay is at most ``initial_delay``
+    before the first retry and doubles with each further one, so that many clients do not retry at once.
+    Where ``Retry-After`` exceeds ``max_delay``, or the wait exceeds the rest of the request's timeout, the
+    error is raised at once.
     """
 
-    most: int = 4
-    first: float = 0.1
-    longest: float = 5.0
+    max_attempts: int = 4
+    initial_delay: float = 0.1
+    max_delay: float = 5.0
 
 
-USUAL = Retries()
-NEVER = Retries(most=1)
+DEFAULT_RETRIES = Retries()
+NO_RETRIES = Retries(max_attempts=1)
 
 
-class Attempts:
-    """One request, to be sent until it is not to be sent again. ``within`` are the seconds for all of it."""
+class RetryAttempts:
+    """The attempts of one request; ``timeout`` limits all of them together, in seconds."""
 
-    def __init__(self, retries: Retries, within: float | None) -> None:
+    def __init__(self, retries: Retries, timeout: float | None) -> None:
         self._retries = retries
-        self._until = None if within is None else time.monotonic() + within
-        self._sent = 0
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._attempts = 0
 
-    def begin(self) -> float | None:
-        """It is sent now; the seconds that are left for it."""
-        self._sent += 1
-        return None if self._until is None else max(0.001, self._until - time.monotonic())
+    def start_attempt(self) -> float | None:
+        """Count an attempt; return the seconds that are left for it, None where there is no limit."""
+        self._attempts += 1
+        return None if self._deadline is None else max(0.001, self._deadline - time.monotonic())
 
-    def refused(self, said: Mapping[str, str]) -> float | None:
-        """Seconds after which to send it again, by the headers of a refusal; None: it is refused."""
-        if said.get("x-torchrelay-reason") not in _NOTHING_RAN or "x-torchrelay-step" in said:
+    def delay_after_refusal(self, headers: Mapping[str, str]) -> float | None:
+        """Return the seconds after which to retry a refused request; None where it must not be retried.
+
+        ``headers`` are those of the refusal.
+        """
+        if headers.get("x-torchrelay-reason") not in _NOTHING_RAN or "x-torchrelay-step" in headers:
             return None
-        return self.again(errors.seconds(said.get("retry-after")) or 0.0)
+        return self.next_delay(errors.parse_retry_after(headers.get("retry-after")) or 0.0)
 
-    def again(self, asked: float = 0.0) -> float | None:
-        """The same where nobody listened, or where the server asks for a wait of so many seconds."""
-        if self._sent >= self._retries.most:
+    def next_delay(self, min_delay: float = 0.0) -> float | None:
+        """Return the seconds before the next attempt, at least ``min_delay``; None where there is none."""
+        if self._attempts >= self._retries.max_attempts:
             return None
-        wait = asked + random.uniform(0, self._retries.first * 2 ** (self._sent - 1))
-        left = self._until - time.monotonic() if self._until is not None else wait + 1
-        return wait if asked <= self._retries.longest and wait < left else None
+        delay = min_delay + random.uniform(0, self._retries.initial_delay * 2 ** (self._attempts - 1))
+        remaining = self._deadline - time.monotonic() if self._deadline is not None else delay + 1
+        return delay if min_delay <= self._retries.max_delay and delay < remaining else None

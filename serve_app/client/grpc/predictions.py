@@ -1,4 +1,4 @@
-"""Predictions by TorchServe's service: any body in, any body out, whole, in pieces, or one after the other."""
+"""Predictions by TorchServe's service with bodies of any type, whole, streamed, or as a sequence."""
 
 from __future__ import annotations
 
@@ -6,87 +6,110 @@ import json
 from collections.abc import AsyncIterable, Iterable, Mapping
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import grpc
 import httpx
 from google.rpc.error_details_pb2 import ErrorInfo
 
-from serve_app.client.ask import operation, streaming
+from serve_app.client._body import Body
+from serve_app.client._operations import Operation, StreamOperation
 from serve_app.client.errors import ServerError
-from serve_app.client.forms import Body
 from serve_app.client.grpc import errors
-from serve_app.client.grpc.ask import Answered, Ask, Listen, Requests, Talk
-from serve_app.client.predictions import ENDS, SEQUENCE, Prediction, Urgency
+from serve_app.client.grpc._operations import (
+    GrpcFlow,
+    GrpcReply,
+    GrpcRequestDescriptor,
+    GrpcStreamDescriptor,
+    RequestStream,
+)
+from serve_app.client.predictions import SEQUENCE_END, SEQUENCE_ID, Prediction, PredictionOptions, Priority
 from serve_app.proto.inference_pb2 import PredictionResponse, PredictionsRequest
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub as Stub
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One answer of a sequence, or a piece of one; where it is an ``error``, that is what its request came to."""
+class GrpcChunk:
+    """A response in a sequence, or a chunk of one; ``error`` is set where its request failed."""
 
     body: bytes
     sequence: str
     error: ServerError | None = None
 
 
-class Predictions:
-    """Calls of models, and of workflows, which are called by their names as models are.
+class GrpcPredictionOperations:
+    """Requests to models, and to workflows, which are called by their names as models are.
 
-    ``body`` is bytes, text, or a mapping of names to parts, which are text or bytes; a handler gets each by its name.
-    ``content_type`` is of a body that is no mapping. ``timeout`` are the seconds for all of a call, its waits and
-    further attempts included; it is the call's deadline, and without it a call has the client's own. ``headers`` are
-    metadata, and go to the handler. ``sequence`` names the sequence of a stateful model's call, which begins one where
-    it names none; ``ends`` says that it is the last of it.
+    ``body`` is bytes, text, or a mapping of names to parts, which are text or bytes; a handler receives each
+    part by its name. ``content_type`` is that of a body that is no mapping. ``timeout`` are the seconds for a
+    call with its waits and retries; it is the call's deadline, and without it the client's own timeout holds.
+    ``headers`` are metadata and are passed to the handler. ``sequence`` is the id of a stateful model's
+    sequence; a request without one starts a sequence, and ``sequence_end`` ends it.
     """
 
-    @operation
-    def ask(
+    @Operation
+    def request(
         self,
         model: str,
         body: Body,
         content_type: str = "",
         version: str | None = None,
-        *,
-        timeout: float | None = None,
-        priority: Urgency = "normal",
-        headers: Mapping[str, str] | None = None,
-        sequence: str = "",
-        ends: bool = False,
-    ) -> Talk[Prediction]:
-        """A model's answer with everything that was said of it."""
-        how = {"timeout": timeout, "priority": priority, "headers": headers, "sequence": sequence, "ends": ends}
-        return _prediction((yield asked("Predictions", model, body, content_type, version, **how)))
+        **options: Unpack[PredictionOptions],
+    ) -> GrpcFlow[Prediction]:
+        """Return a model's response with its metadata."""
+        return _prediction(
+            (yield _prediction_request("Predictions", model, body, content_type, version, **options))
+        )
 
-    @operation
+    @Operation
     def predict(
-        self, model: str, body: Body, content_type: str = "", version: str | None = None, **more: Any
-    ) -> Talk[bytes]:
-        """The body of a model's answer; ``more`` is that of ``ask``."""
-        return (yield asked("Predictions", model, body, content_type, version, **more)).message.prediction
+        self,
+        model: str,
+        body: Body,
+        content_type: str = "",
+        version: str | None = None,
+        **options: Unpack[PredictionOptions],
+    ) -> GrpcFlow[bytes]:
+        """Return the body of a model's response."""
+        reply = yield _prediction_request("Predictions", model, body, content_type, version, **options)
+        content: bytes = reply.message.prediction
+        return content
 
-    @operation
-    def predict_json(self, model: str, value: Any, version: str | None = None, **more: Any) -> Talk[Any]:
-        """A model's answer to a JSON value, as a JSON value; ``more`` is that of ``ask``."""
-        answer = yield asked("Predictions", model, json.dumps(value), "application/json", version, **more)
-        return json.loads(answer.message.prediction)
+    @Operation
+    def predict_json(
+        self, model: str, value: Any, version: str | None = None, **options: Unpack[PredictionOptions]
+    ) -> GrpcFlow[Any]:
+        """Send a JSON value and return the JSON value of the response."""
+        body = json.dumps(value)
+        reply = yield _prediction_request("Predictions", model, body, "application/json", version, **options)
+        return json.loads(reply.message.prediction)
 
-    @streaming
+    @StreamOperation
     def stream(
-        self, model: str, body: Body, content_type: str = "", version: str | None = None, **more: Any
-    ) -> Listen[bytes]:
-        """The pieces of a model's answer as they come; ``more`` is that of ``ask``.
+        self,
+        model: str,
+        body: Body,
+        content_type: str = "",
+        version: str | None = None,
+        **options: Unpack[PredictionOptions],
+    ) -> GrpcStreamDescriptor[bytes]:
+        """Yield the chunks of a model's response as they arrive.
 
-        ``timeout`` is that of the whole stream, and it has none unless it is given one. Who leaves a stream cancels it.
+        ``timeout`` limits the whole stream; without it there is no limit. Closing the iterator cancels the
+        stream.
         """
-        ask = asked("StreamPredictions", model, body, content_type, version, None, **more)
-        return Listen(ask, lambda message: message.prediction)
+        request = _prediction_request(
+            "StreamPredictions", model, body, content_type, version, default_timeout=None, **options
+        )
+        return GrpcStreamDescriptor(request, lambda message: message.prediction)
 
-    @streaming
+    @StreamOperation
     def stream_sequence(
         self,
         model: str,
@@ -95,96 +118,107 @@ class Predictions:
         version: str | None = None,
         *,
         timeout: float | None = None,
-        priority: Urgency = "normal",
+        priority: Priority = "normal",
         headers: Mapping[str, str] | None = None,
         sequence: str = "",
-    ) -> Listen[Piece]:
-        """The answers to the calls of one sequence over one stream, each of which is sent as ``bodies`` gives it.
+    ) -> GrpcStreamDescriptor[GrpcChunk]:
+        """Send the requests of one sequence over one stream as ``bodies`` yields them; yield the responses.
 
-        A mapping whose part ``ts_request_sequence_end`` is ``true`` is the last of its sequence. An answer that goes
-        wrong is a piece with its ``error``, and the stream goes on. ``sequence`` is its name, made up where there is
-        none. ``timeout`` is that of the whole stream.
+        A mapping whose part ``ts_request_sequence_end`` is ``true`` ends its sequence. A failed request
+        yields a chunk with its ``error``, and the stream goes on. ``sequence`` is the sequence's id,
+        generated by default. ``timeout`` limits the whole stream.
         """
-        name = sequence or uuid4().hex
+        sequence_id = sequence or uuid4().hex
         metadata = _metadata(priority, headers, content_type)
 
-        def request(body: Body) -> PredictionsRequest:
-            return _request(model, version, _parts(body, content_type), name)
+        def build_message(body: Body) -> PredictionsRequest:
+            return _build_message(model, version, _parts(body, content_type), sequence_id)
 
-        ask = Ask("inference", Stub, "StreamPredictions2", Requests(bodies, request), metadata, timeout)
-        return Listen(ask, lambda message: _piece(message, name))
+        requests = RequestStream(bodies, build_message)
+        request = GrpcRequestDescriptor("inference", Stub, "StreamPredictions2", requests, metadata, timeout)
+        return GrpcStreamDescriptor(request, lambda message: _chunk(message, sequence_id))
 
 
-def asked(
+def _prediction_request(
     method: str,
     model: str,
     body: Body,
     content_type: str,
     version: str | None,
-    usual: EllipsisType | None = ...,
     *,
+    default_timeout: EllipsisType | None = ...,
     timeout: float | None = None,
-    priority: Urgency = "normal",
+    priority: Priority = "normal",
     headers: Mapping[str, str] | None = None,
     sequence: str = "",
-    ends: bool = False,
-) -> Ask:
-    """The call of a prediction; ``usual`` is the time of one that is given none."""
-    request = _request(model, version, _parts(body, content_type), sequence)
-    metadata = _metadata(priority, headers, content_type) | ({ENDS: "true"} if ends else {})
-    return Ask("inference", Stub, method, request, metadata, usual if timeout is None else timeout)
+    sequence_end: bool = False,
+) -> GrpcRequestDescriptor:
+    """Return the call of a prediction; ``default_timeout`` holds where ``timeout`` is None."""
+    message = _build_message(model, version, _parts(body, content_type), sequence)
+    metadata = _metadata(priority, headers, content_type)
+    if sequence_end:
+        metadata[SEQUENCE_END] = "true"
+    return GrpcRequestDescriptor(
+        "inference", Stub, method, message, metadata, default_timeout if timeout is None else timeout
+    )
 
 
 def _parts(body: Body, content_type: str) -> dict[str, bytes]:
-    """A body as a row's parts. Raises ValueError for parts that gRPC has no form for."""
+    """Return a body as named parts. Raises ValueError for parts that gRPC cannot represent."""
     if isinstance(body, (str, bytes)):
-        return {"body": _bytes(body)}
+        return {"body": _encode(body)}
     if not body:
-        raise ValueError("There is no part to send; a mapping that is meant as JSON goes by predict_json.")
+        raise ValueError("A mapping without parts cannot be sent; send JSON with predict_json.")
     if content_type:
-        raise ValueError(f"Named parts have no type over gRPC, and are not {content_type}; send JSON by predict_json.")
+        raise ValueError(
+            f"Named parts have no type over gRPC, and are not {content_type}; send JSON with predict_json."
+        )
     for name, part in body.items():
         if not isinstance(part, (str, bytes)):
             raise ValueError(
-                f"The part {name} has a file name and a type, for which gRPC has no place: give its bytes alone, "
-                "or send it over HTTP, by serve_app.client.Client."
+                f"The part {name} has a file name and a type, which gRPC cannot send: pass its bytes alone, "
+                "or send it over HTTP, with serve_app.client.Client."
             )
-    return {name: _bytes(part) for name, part in body.items() if isinstance(part, (str, bytes))}
+    return {name: _encode(part) for name, part in body.items() if isinstance(part, (str, bytes))}
 
 
-def _bytes(part: str | bytes) -> bytes:
+def _encode(part: str | bytes) -> bytes:
     return part.encode() if isinstance(part, str) else part
 
 
-def _request(model: str, version: str | None, parts: dict[str, bytes], sequence: str) -> PredictionsRequest:
-    return PredictionsRequest(model_name=model, model_version=version or "", input=parts, sequence_id=sequence or None)
+def _build_message(
+    model: str, version: str | None, parts: dict[str, bytes], sequence: str
+) -> PredictionsRequest:
+    return PredictionsRequest(
+        model_name=model, model_version=version or "", input=parts, sequence_id=sequence or None
+    )
 
 
-def _metadata(priority: Urgency, headers: Mapping[str, str] | None, content_type: str) -> dict[str, str]:
-    named = {name.lower(): value for name, value in (headers or {}).items()}
-    kind = content_type or named.pop("content-type", "")  # which is gRPC's own there
-    if kind:
-        named["x-content-type"] = kind
+def _metadata(priority: Priority, headers: Mapping[str, str] | None, content_type: str) -> dict[str, str]:
+    metadata = {name.lower(): value for name, value in (headers or {}).items()}
+    body_type = content_type or metadata.pop("content-type", "")  # reserved by gRPC
+    if body_type:
+        metadata["x-content-type"] = body_type
     if priority != "normal":
-        named["x-request-priority"] = priority
-    return named
+        metadata["x-request-priority"] = priority
+    return metadata
 
 
-def _prediction(answer: Answered) -> Prediction:
-    headers = httpx.Headers({name: value for name, value in answer.said.items() if isinstance(value, str)})
+def _prediction(reply: GrpcReply) -> Prediction:
+    headers = httpx.Headers({name: value for name, value in reply.metadata.items() if isinstance(value, str)})
     if "x-content-type" in headers:
         headers["content-type"] = headers.pop("x-content-type")
-    if answer.message.sequence_id:
-        headers[SEQUENCE] = answer.message.sequence_id
-    return Prediction(answer.message.prediction, int(headers.get("x-status", "200").split()[0]), headers)
+    if reply.message.sequence_id:
+        headers[SEQUENCE_ID] = reply.message.sequence_id
+    return Prediction(reply.message.prediction, int(headers.get("x-status", "200").split()[0]), headers)
 
 
-def _piece(message: PredictionResponse, name: str) -> Piece:
+def _chunk(message: PredictionResponse, sequence_id: str) -> GrpcChunk:
     error = None
     if message.HasField("status"):
         info = ErrorInfo()
-        beside = {}
+        metadata = {}
         if message.status.details and message.status.details[0].Unpack(info):
-            beside = {**info.metadata, "x-torchrelay-reason": info.reason}
-        error = errors.told(_CODES.get(message.status.code), message.status.message, beside)
-    return Piece(message.prediction, message.sequence_id or name, error)
+            metadata = {**info.metadata, "x-torchrelay-reason": info.reason}
+        error = errors.from_status(_CODES.get(message.status.code), message.status.message, metadata)
+    return GrpcChunk(message.prediction, message.sequence_id or sequence_id, error)
