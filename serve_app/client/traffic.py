@@ -1,89 +1,114 @@
-"""Who gets a model's calls: policies, experiments, rollouts and shadows, over the management API."""
+"""Traffic of a model over the management API: policies, experiments, rollouts and shadows."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from serve_app.client.ask import Ask, Talk, of_json, operation, path
+from serve_app.client._operations import (
+    JsonObject,
+    Operation,
+    RequestDescriptor,
+    RequestFlow,
+    fetch_list,
+    fetch_object,
+    fetch_text,
+    join_path,
+    json_body,
+)
 
-Said = dict[str, Any]
 
+class TrafficOperations:
+    """Operations whose arguments and results are JSON documents."""
 
-class Traffic:
-    """Documents go in and come out as JSON has them."""
+    @Operation
+    def traffic(self, model: str) -> RequestFlow[JsonObject]:
+        """Return a model's traffic policy, and under ``active`` the current shares of its versions."""
+        path = join_path("models", model, "traffic")
+        return (yield from fetch_object(RequestDescriptor("management", "GET", path)))
 
-    @operation
-    def traffic(self, model: str) -> Talk[Said]:
-        """A model's traffic policy, and under ``in_force`` who gets how much of its calls now."""
-        return (yield Ask("management", "GET", path("models", model, "traffic"))).json()
+    @Operation
+    def set_traffic(self, model: str, policy: Any) -> RequestFlow[JsonObject]:
+        """Replace the traffic policy and return the document of ``traffic``.
 
-    @operation
-    def set_traffic(self, model: str, policy: Any) -> Talk[Said]:
-        """Set the whole policy; what ``traffic`` says then, or ``status`` where a part of the server is late."""
-        return (yield Ask("management", "PUT", path("models", model, "traffic"), **of_json(policy))).json()
-
-    @operation
-    def reset_traffic(self, model: str) -> Talk[Said]:
-        """Every call gets the default version again; the answer is as of ``set_traffic``."""
-        return (yield Ask("management", "DELETE", path("models", model, "traffic"))).json()
-
-    @operation
-    def begin_experiment(self, model: str, document: Any) -> Talk[Said]:
-        """Deal a model's calls out to the arms of an experiment; the answer has its ``id``."""
-        return (yield Ask("management", "POST", path("models", model, "experiments"), **of_json(document))).json()
-
-    @operation
-    def experiments(self, model: str | None = None) -> Talk[list[Said]]:
-        """Those of a model (None: of all), the newest first, without their figures."""
-        where = path("models", model, "experiments") if model else "/experiments"
-        return (yield Ask("management", "GET", where)).json()["experiments"]
-
-    @operation
-    def experiment(self, id: str) -> Talk[Said]:
-        """What is known by now."""
-        return (yield Ask("management", "GET", path("experiments", id))).json()
-
-    @operation
-    def stop_experiment(self, id: str) -> Talk[Said]:
-        """The model's policy deals its calls out again; what was measured stays."""
-        return (yield Ask("management", "DELETE", path("experiments", id))).json()
-
-    @operation
-    def forget_experiment(self, id: str) -> Talk[str]:
-        """Drop one that was stopped, with what was measured."""
-        return (yield Ask("management", "DELETE", path("experiments", id), {"forget": True})).json()["status"]
-
-    @operation
-    def reward(
-        self, id: str, *events: Said, port: Literal["management", "inference"] = "management"
-    ) -> Talk[dict[str, int]]:
-        """How many of them were ``counted``, and how many ``repeated`` what had been counted before.
-
-        The inference port takes them too, for applications that reach no other.
+        ``status`` is in it while a part of the server has not applied the policy yet.
         """
-        return (yield Ask(port, "POST", path("experiments", id, "events"), **of_json(list(events)))).json()
+        path = join_path("models", model, "traffic")
+        return (yield from fetch_object(RequestDescriptor("management", "PUT", path, **json_body(policy))))
 
-    @operation
-    def begin_rollout(self, model: str, document: Any) -> Talk[Said]:
-        """Let the version ``to`` of ``document`` take over a model's calls step by step."""
-        return (yield Ask("management", "POST", path("models", model, "rollout"), **of_json(document))).json()
+    @Operation
+    def reset_traffic(self, model: str) -> RequestFlow[JsonObject]:
+        """Route every request to the default version again; return the document of ``set_traffic``."""
+        path = join_path("models", model, "traffic")
+        return (yield from fetch_object(RequestDescriptor("management", "DELETE", path)))
 
-    @operation
-    def rollout(self, model: str) -> Talk[Said]:
-        """How far a model's last rollout is, its figures, its guardrails and its decisions."""
-        return (yield Ask("management", "GET", path("models", model, "rollout"))).json()
+    @Operation
+    def start_experiment(self, model: str, document: Any) -> RequestFlow[JsonObject]:
+        """Split a model's requests between the arms of an experiment; return it, with its ``id``."""
+        path = join_path("models", model, "experiments")
+        return (yield from fetch_object(RequestDescriptor("management", "POST", path, **json_body(document))))
 
-    @operation
-    def steer_rollout(self, model: str, verb: Literal["pause", "resume", "abort"]) -> Talk[Said]:
-        """Hold a rollout, let it go on, or end it."""
-        return (yield Ask("management", "POST", path("models", model, "rollout", verb))).json()
+    @Operation
+    def experiments(self, model: str | None = None) -> RequestFlow[list[JsonObject]]:
+        """Return the experiments of a model (None: of all), the newest first, without their figures."""
+        path = join_path("models", model, "experiments") if model else "/experiments"
+        return (yield from fetch_list(RequestDescriptor("management", "GET", path), "experiments"))
 
-    @operation
-    def shadow(self, model: str) -> Talk[Said]:
-        """How the answers of a model's shadow agree with the live ones, and the worst disagreements."""
-        return (yield Ask("management", "GET", path("models", model, "shadow"))).json()
+    @Operation
+    def experiment(self, id: str) -> RequestFlow[JsonObject]:
+        """Return the current results of an experiment."""
+        return (yield from fetch_object(RequestDescriptor("management", "GET", join_path("experiments", id))))
 
-    @operation
-    def forget_shadow(self, model: str) -> Talk[str]:
-        """Drop these figures, and the inputs that are kept."""
-        return (yield Ask("management", "DELETE", path("models", model, "shadow"))).json()["status"]
+    @Operation
+    def stop_experiment(self, id: str) -> RequestFlow[JsonObject]:
+        """Route the model's requests by its policy again; the measurements are kept."""
+        path = join_path("experiments", id)
+        return (yield from fetch_object(RequestDescriptor("management", "DELETE", path)))
+
+    @Operation
+    def delete_experiment(self, id: str) -> RequestFlow[str]:
+        """Delete a stopped experiment with its measurements."""
+        request = RequestDescriptor("management", "DELETE", join_path("experiments", id), {"purge": True})
+        return (yield from fetch_text(request, "status"))
+
+    @Operation
+    def reward(
+        self, id: str, *events: JsonObject, port: Literal["management", "inference"] = "management"
+    ) -> RequestFlow[dict[str, int]]:
+        """Report reward events; return how many were ``counted`` and how many ``repeated`` earlier ones.
+
+        The inference port accepts them too, for applications that reach no other.
+        """
+        path = join_path("experiments", id, "events")
+        return (yield from fetch_object(RequestDescriptor(port, "POST", path, **json_body(list(events)))))
+
+    @Operation
+    def start_rollout(self, model: str, document: Any) -> RequestFlow[JsonObject]:
+        """Move a model's requests step by step to the version ``to`` of ``document``."""
+        path = join_path("models", model, "rollout")
+        return (yield from fetch_object(RequestDescriptor("management", "POST", path, **json_body(document))))
+
+    @Operation
+    def rollout(self, model: str) -> RequestFlow[JsonObject]:
+        """Return the progress, figures, guardrails and decisions of a model's last rollout."""
+        path = join_path("models", model, "rollout")
+        return (yield from fetch_object(RequestDescriptor("management", "GET", path)))
+
+    @Operation
+    def update_rollout(
+        self, model: str, action: Literal["pause", "resume", "abort"]
+    ) -> RequestFlow[JsonObject]:
+        """Pause, resume or abort a rollout."""
+        path = join_path("models", model, "rollout", action)
+        return (yield from fetch_object(RequestDescriptor("management", "POST", path)))
+
+    @Operation
+    def shadow(self, model: str) -> RequestFlow[JsonObject]:
+        """Return how a shadow's responses agree with the live ones, and the worst mismatches."""
+        path = join_path("models", model, "shadow")
+        return (yield from fetch_object(RequestDescriptor("management", "GET", path)))
+
+    @Operation
+    def delete_shadow_stats(self, model: str) -> RequestFlow[str]:
+        """Delete the figures of a model's shadow, and its stored inputs."""
+        path = join_path("models", model, "shadow")
+        return (yield from fetch_text(RequestDescriptor("management", "DELETE", path), "status"))

@@ -1,34 +1,47 @@
-"""Workflows over the management API; they are called as models are, by their names."""
+"""Workflows over the management API; a workflow is called by its name, as a model is."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from serve_app.client.ask import Ask, Talk, of_json, operation, path
-from serve_app.client.models import pages
+from serve_app.client._operations import (
+    Operation,
+    RequestDescriptor,
+    RequestFlow,
+    fetch_list,
+    fetch_text,
+    join_path,
+    json_body,
+)
+from serve_app.client.models import fetch_pages
 
 
-class Workflows:
+class WorkflowOperations:
     """The routes under ``/workflows``."""
 
-    @operation
-    def register_workflow(self, url: str | None = None, document: Any = None, **parameters: Any) -> Talk[str]:
+    @Operation
+    def register_workflow(
+        self, /, url: str | None = None, document: Any = None, **parameters: Any
+    ) -> RequestFlow[str]:
         """Register a .war by its ``url``, or a document; ``parameters`` are those of ``POST /workflows``."""
-        asked = {"url": url, **parameters}
-        answer = yield Ask("management", "POST", "/workflows", asked, **of_json(document), silence=None)
-        return answer.json()["status"]
+        query = {"url": url, **parameters}
+        request = RequestDescriptor(
+            "management", "POST", "/workflows", query, **json_body(document), idle_timeout=None
+        )
+        return (yield from fetch_text(request, "status"))
 
-    @operation
-    def workflows(self) -> Talk[list[dict[str, Any]]]:
-        """Every workflow by name: ``workflowName`` and ``workflowUrl``."""
-        return (yield from pages("/workflows", "workflows"))
+    @Operation
+    def workflows(self) -> RequestFlow[list[dict[str, Any]]]:
+        """Return every workflow by name: ``workflowName`` and ``workflowUrl``."""
+        return (yield from fetch_pages("/workflows", "workflows"))
 
-    @operation
-    def workflow(self, name: str) -> Talk[list[dict[str, Any]]]:
-        """Every version of a workflow, the default one first."""
-        return (yield Ask("management", "GET", path("workflows", name))).json()
+    @Operation
+    def workflow(self, name: str) -> RequestFlow[list[dict[str, Any]]]:
+        """Return every version of a workflow, the default one first."""
+        return (yield from fetch_list(RequestDescriptor("management", "GET", join_path("workflows", name))))
 
-    @operation
-    def unregister_workflow(self, name: str, version: str | None = None) -> Talk[str]:
-        """Remove a workflow with what came with it; with a ``version``, that one."""
-        return (yield Ask("management", "DELETE", path("workflows", name, version))).json()["status"]
+    @Operation
+    def unregister_workflow(self, name: str, version: str | None = None) -> RequestFlow[str]:
+        """Remove a workflow and the models that came with it; with a ``version``, only that one."""
+        path = join_path("workflows", name, version)
+        return (yield from fetch_text(RequestDescriptor("management", "DELETE", path), "status"))
