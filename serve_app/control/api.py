@@ -1,0 +1,380 @@
+"""Operations of the control plane: arguments are validated here, then sent to the process that may write.
+
+Every management protocol uses the same class. It depends on neither a protocol nor Ray: the backend, which
+stores the registry and makes the cluster agree with it, is passed to the constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+from serve_app.domain import experiment as experiments
+from serve_app.domain import rollout as rollouts
+from serve_app.domain import traffic_policy as policies
+from serve_app.domain import workflow_graph as graphs
+from serve_app.domain.access import AccessTable, matches
+from serve_app.domain.async_prediction import StoredRequest, StoredResponse
+from serve_app.domain.experiment import Experiment, Reward
+from serve_app.domain.model import (
+    ModelEvent,
+    ModelRef,
+    Registration,
+    ScalingProgress,
+    VersionDescription,
+    VersionStats,
+)
+from serve_app.domain.rollout import RolloutPlan
+from serve_app.domain.traffic_policy import TrafficPolicy
+from serve_app.domain.workflow_graph import WorkflowGraph
+from serve_app.errors import BadRequest, InvalidWorkflow, MethodNotAllowed, MissingParameter
+from serve_app.settings import Settings
+
+JsonDict = dict[str, Any]  # a JSON object that a protocol sends unchanged
+RolloutAction = Literal["pause", "resume", "abort"]
+
+
+class ControlAPI(Protocol):
+    """The operations of the only writer, see deployments/management.py."""
+
+    async def register(self, registration: Registration) -> ScalingProgress: ...
+
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        min_workers: int | None,
+        max_workers: int | None,
+        wait: bool,
+        autoscaling: Mapping[str, Any] | None = None,
+    ) -> ScalingProgress: ...
+
+    async def set_default(self, model: str, version: str) -> ModelRef: ...
+
+    async def unregister(self, model: str, version: str | None) -> ModelRef: ...
+
+    async def describe(self, model: str, version: str | None) -> VersionDescription: ...
+
+    async def get_metadata(self, model: str, version: str | None) -> Any: ...
+
+    async def list_versions(self, model: str) -> list[str]: ...
+
+    async def list_models(self) -> list[tuple[str, str]]: ...
+
+    async def get_version_stats(self) -> list[VersionStats]: ...
+
+    async def renew_key(self, kind: Literal["inference", "management"]) -> None: ...
+
+    async def poll_events(
+        self, model: str, registration: str | None, since: int | None, timeout: float
+    ) -> list[ModelEvent]: ...
+
+    async def get_traffic(self, model: str) -> JsonDict: ...
+
+    async def set_traffic(self, model: str, policy: TrafficPolicy) -> JsonDict: ...
+
+    async def get_shadow(self, model: str) -> JsonDict: ...
+
+    async def reset_shadow(self, model: str) -> None: ...
+
+    async def start_experiment(self, experiment: Experiment) -> JsonDict: ...
+
+    async def list_experiments(self, model: str | None) -> list[JsonDict]: ...
+
+    async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict: ...
+
+    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict: ...
+
+    async def delete_experiment(self, id: str, allowed_models: tuple[str, ...]) -> None: ...
+
+    async def record_rewards(
+        self, id: str, rewards: list[Reward], allowed_models: tuple[str, ...]
+    ) -> JsonDict: ...
+
+    async def register_workflow(
+        self, registration: Registration, graph: WorkflowGraph | None
+    ) -> ModelRef: ...
+
+    async def list_workflows(self) -> list[tuple[str, str]]: ...
+
+    async def get_workflow(self, name: str) -> list[JsonDict]: ...
+
+    async def unregister_workflow(self, name: str, version: str | None) -> None: ...
+
+    async def start_rollout(self, model: str, plan: RolloutPlan) -> JsonDict: ...
+
+    async def get_rollout(self, model: str) -> JsonDict: ...
+
+    async def update_rollout(self, model: str, action: RolloutAction) -> JsonDict: ...
+
+    async def submit_prediction(self, request: StoredRequest) -> JsonDict: ...
+
+    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict: ...
+
+    async def get_prediction_result(
+        self, id: str, allowed_models: tuple[str, ...]
+    ) -> tuple[JsonDict, StoredResponse | None]: ...
+
+    async def cancel_prediction(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict | None: ...
+
+
+class ControlPlane:
+    """The validated operations.
+
+    Every method raises RelayError. A change that returns without one is stored and in force.
+    ``allowed_models`` are patterns: a method returns or changes only models whose name matches one of them.
+    """
+
+    def __init__(
+        self,
+        backend: ControlAPI,
+        settings: Settings,
+        access: Callable[[], AccessTable | None] = lambda: None,
+    ) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._access = access
+
+    @property
+    def access(self) -> AccessTable | None:
+        """The rights of every key; None where no key is required."""
+        return self._access()
+
+    async def renew_key(self, kind: Literal["inference", "management"]) -> None:
+        """Replace one of TorchServe's keys; the old key is refused once this returns."""
+        await self._backend.renew_key(kind)
+
+    async def register(self, registration: Registration) -> ScalingProgress:
+        """Fetch, check and store an archive; start its workers. The first version becomes the default."""
+        if not self._settings.control.enable_model_api:
+            raise MethodNotAllowed()
+        if not registration.url:
+            raise MissingParameter("url")
+        return await self._backend.register(registration)
+
+    async def poll_events(
+        self, model: str, registration: str | None = None, since: int | None = None, timeout: float = 0.0
+    ) -> list[ModelEvent]:
+        """Return a model's events after the one with id ``since``, as soon as there is one.
+
+        The list is empty after ``timeout`` seconds without an event. Without ``since``, the events are those
+        of the model's last registration or scaling; with ``registration``, those of that registration alone,
+        which may not have started yet. Raises ModelNotFound.
+        """
+        return await self._backend.poll_events(model, registration, since, timeout)
+
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        min_workers: int | None,
+        max_workers: int | None,
+        wait: bool,
+        autoscaling: Mapping[str, Any] | None = None,
+    ) -> ScalingProgress:
+        """Request ``min_workers`` to ``max_workers`` replicas of a version (None: the default one).
+
+        Between two different bounds their number follows the load, as ``autoscaling`` configures (see
+        domain/autoscaling.py). With ``min_workers`` None the bounds stay as they are.
+        """
+        max_workers = min_workers if max_workers is None else max_workers
+        if min_workers is not None and max_workers is not None:
+            if min_workers < 0 or max_workers < 0:
+                raise BadRequest("min_worker and max_worker cannot be negative.")
+            if max_workers < min_workers:
+                raise BadRequest("max_worker cannot be less than min_worker.")
+        return await self._backend.scale(
+            model, version, min_workers, max_workers, wait, *([autoscaling] if autoscaling else [])
+        )
+
+    async def set_default(self, model: str, version: str) -> ModelRef:
+        """Make ``version`` the one that requests without a version get once this returns."""
+        return await self._backend.set_default(model, version)
+
+    async def unregister(self, model: str, version: str | None) -> ModelRef:
+        """Remove a version (None: the default one, which must be the last); its replicas drain."""
+        if not self._settings.control.enable_model_api:
+            raise MethodNotAllowed()
+        return await self._backend.unregister(model, version)
+
+    async def describe(
+        self, model: str, version: str | None = None, every: bool = False, customized: bool = False
+    ) -> list[VersionDescription]:
+        """Return one version (None: the default one), or with ``every`` all versions of a model.
+
+        ``customized`` adds the metadata that the version's handler returns. Raises NoReplica where no
+        replica can return it.
+        """
+        if not every:
+            description = await self._backend.describe(model, version)
+            if customized:
+                description = replace(description, metadata=await self._backend.get_metadata(model, version))
+            return [description]
+        return [await self._backend.describe(model, v) for v in await self._backend.list_versions(model)]
+
+    async def list_models(
+        self, start: int = 0, limit: int = 100, allowed_models: tuple[str, ...] = ("*",)
+    ) -> tuple[list[tuple[str, str]], int | None]:
+        """Return a page of (model name, URL of its default version) by name, and the next page's start."""
+        rows = [row for row in await self._backend.list_models() if matches(row[0], allowed_models)]
+        end = start + limit
+        return rows[start:end], end if end <= len(rows) else None
+
+    async def register_workflow(self, registration: Registration, document: Any = None) -> ModelRef:
+        """Store a workflow, from a .war or from a document (see domain/workflow_graph.py), and start it.
+
+        Either everything that the workflow brings is started, or nothing is registered. Raises
+        WorkflowExists, WorkflowNotFound, InvalidWorkflow, WorkflowFailed and ModelNotAllowed, and whatever
+        ``register`` raises.
+        """
+        if not self._settings.control.enable_model_api:
+            raise MethodNotAllowed()
+        if document is None:
+            if not registration.url:
+                raise MissingParameter("url")
+            return await self._backend.register_workflow(registration, None)
+        graph = graphs.read(document)
+        name = registration.model_name or graph.name
+        if not name:
+            raise InvalidWorkflow("the workflow", "name: it has none; say how calls are to name it")
+        return await self._backend.register_workflow(registration, graphs.with_name(graph, name))
+
+    async def list_workflows(
+        self, start: int = 0, limit: int = 100, allowed_models: tuple[str, ...] = ("*",)
+    ) -> tuple[list[tuple[str, str]], int | None]:
+        """Return a page of (name, URL of its default version) of workflows, as ``list_models`` does."""
+        rows = [row for row in await self._backend.list_workflows() if matches(row[0], allowed_models)]
+        end = start + limit
+        return rows[start:end], end if end <= len(rows) else None
+
+    async def get_workflow(self, name: str) -> list[JsonDict]:
+        """Return every version of a workflow, the default one first. Raises WorkflowNotFound."""
+        return await self._backend.get_workflow(name)
+
+    async def unregister_workflow(self, name: str, version: str | None = None) -> None:
+        """Remove a workflow with the models that it brought (``version``: that version).
+
+        Requests in progress are completed. Raises WorkflowNotFound, VersionNotFound, and Conflict where
+        another workflow calls it.
+        """
+        if not self._settings.control.enable_model_api:
+            raise MethodNotAllowed()
+        await self._backend.unregister_workflow(name, version)
+
+    async def get_version_stats(self, allowed_models: tuple[str, ...] = ("*",)) -> list[VersionStats]:
+        """Return the request counts of each version, by model name."""
+        return [
+            stats for stats in await self._backend.get_version_stats() if matches(stats.model, allowed_models)
+        ]
+
+    # Traffic. Documents arrive as parsed JSON and are validated here; BadRequest names the key and the cure.
+
+    async def get_traffic(self, model: str) -> JsonDict:
+        """Return a model's policy, and the split that is active in its place. Raises ModelNotFound."""
+        return await self._backend.get_traffic(model)
+
+    async def set_traffic(self, model: str, document: Any) -> JsonDict:
+        """Split the model's traffic as ``document`` specifies once this returns.
+
+        Raises ModelNotFound, VersionNotFound, and Conflict while an experiment or a rollout splits it.
+        """
+        return await self._backend.set_traffic(model, policies.read(document))
+
+    async def reset_traffic(self, model: str) -> JsonDict:
+        """Send every request to the default version again. Raises as ``set_traffic`` does."""
+        return await self._backend.set_traffic(model, TrafficPolicy())
+
+    async def get_shadow(self, model: str) -> JsonDict:
+        """Return how a shadow's responses agree with the live ones. Raises ModelNotFound and NotFound."""
+        return await self._backend.get_shadow(model)
+
+    async def reset_shadow(self, model: str) -> None:
+        """Delete a model's shadow statistics and the inputs stored with them. Raises ModelNotFound."""
+        await self._backend.reset_shadow(model)
+
+    async def start_experiment(self, model: str, document: Any) -> JsonDict:
+        """Split a model's traffic among the arms of an experiment; return it with its id.
+
+        Raises ModelNotFound, VersionNotFound, and Conflict while another experiment or a rollout is active.
+        """
+        return await self._backend.start_experiment(replace(experiments.read(document), model=model))
+
+    async def list_experiments(
+        self, model: str | None = None, allowed_models: tuple[str, ...] = ("*",)
+    ) -> list[JsonDict]:
+        """Return the experiments of a model (None: of all models), the newest first.
+
+        Raises ModelNotFound.
+        """
+        found = await self._backend.list_experiments(model)
+        return [document for document in found if matches(document["model"], allowed_models)]
+
+    async def get_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> JsonDict:
+        """Return an experiment and its results so far. Raises ExperimentNotFound and ModelNotAllowed."""
+        return await self._backend.get_experiment(id, allowed_models)
+
+    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> JsonDict:
+        """Put the model's policy back in force; the measurements are kept.
+
+        Raises as ``get_experiment`` does.
+        """
+        return await self._backend.stop_experiment(id, allowed_models)
+
+    async def delete_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> None:
+        """Delete a stopped experiment with its measurements.
+
+        Raises as ``get_experiment`` does, and Conflict.
+        """
+        await self._backend.delete_experiment(id, allowed_models)
+
+    async def record_rewards(
+        self, id: str, document: Any, allowed_models: tuple[str, ...] = ("*",)
+    ) -> JsonDict:
+        """Count rewards, each once however often it is sent; all of them, or none where one is invalid.
+
+        Raises as ``get_experiment`` does, and ExposureNotFound.
+        """
+        return await self._backend.record_rewards(id, experiments.read_rewards(document), allowed_models)
+
+    async def start_rollout(self, model: str, document: Any) -> JsonDict:
+        """Move a model's traffic to a version step by step.
+
+        Raises ModelNotFound, VersionNotFound and Conflict.
+        """
+        return await self._backend.start_rollout(model, rollouts.read(document))
+
+    async def get_rollout(self, model: str) -> JsonDict:
+        """Return a model's last rollout, with its decisions. Raises ModelNotFound and NotFound."""
+        return await self._backend.get_rollout(model)
+
+    async def update_rollout(self, model: str, action: RolloutAction) -> JsonDict:
+        """Pause, resume or abort a model's rollout.
+
+        Raises as ``get_rollout`` does, and Conflict where it has ended.
+        """
+        return await self._backend.update_rollout(model, action)
+
+    async def submit_prediction(self, request: StoredRequest) -> JsonDict:
+        """Store a request that is answered later; return the prediction's status.
+
+        Raises AsyncQueueFull, IdempotencyKeyReused, BadRequest.
+        """
+        return await self._backend.submit_prediction(request)
+
+    async def get_prediction(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> JsonDict:
+        """Return a prediction's status. Raises PredictionNotFound and ModelNotAllowed."""
+        return await self._backend.get_prediction(id, allowed_models)
+
+    async def get_prediction_result(
+        self, id: str, allowed_models: tuple[str, ...] = ("*",)
+    ) -> tuple[JsonDict, StoredResponse | None]:
+        """Return a prediction's status, and its response once it has one.
+
+        Raises as ``get_prediction`` does, and PredictionCancelled.
+        """
+        return await self._backend.get_prediction_result(id, allowed_models)
+
+    async def cancel_prediction(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> JsonDict | None:
+        """Cancel a prediction, or delete it (None) where it has ended. Raises as ``get_prediction`` does."""
+        return await self._backend.cancel_prediction(id, allowed_models)

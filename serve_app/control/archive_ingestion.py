@@ -1,0 +1,192 @@
+"""The steps from an archive's URL to a spec: an archive is fetched, stored and checked before any change."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from serve_app.control.spec_builder import build_spec, build_workflow_spec
+from serve_app.domain.model import ModelSpec, Registration
+from serve_app.errors import ArchiveNotFound, WorkflowArchiveNotFound
+from serve_app.model_store import workflow_archive
+from serve_app.model_store.cache import ArchiveCache, CachedArchive
+from serve_app.model_store.manifest import Manifest, is_model_folder
+from serve_app.model_store.model_check import check_model
+from serve_app.model_store.sources import fetch, file_path
+from serve_app.settings import Settings
+
+log = logging.getLogger("torchrelay.admission")
+
+OnProgress = Callable[..., None]  # is called with a stage of domain.model.Stage and its details
+
+_SUFFIXES = (".mar", ".tar.gz", ".tgz", ".zip")
+
+
+def _ignore_progress(stage: str, **details: object) -> None:
+    pass
+
+
+class ArchiveIngestor:
+    """The fetching, checking and caching of archives. Every method blocks: call it from a thread.
+
+    Calls of ``ingest`` may overlap each other, and never a call of ``remove_unused``.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._cache = ArchiveCache(settings.state_dir, settings.store)
+        # Digests that may be removed. At first all of them: a Management that was killed removed nothing.
+        self._removable: set[str] = self._cache.digests()
+
+    def ingest(
+        self,
+        registration: Registration,
+        at_startup: bool = False,
+        on_progress: OnProgress = _ignore_progress,
+    ) -> ModelSpec:
+        """Store the archive that ``registration`` names in the cache and return the spec of its version.
+
+        ``on_progress`` is called from this thread. Raises ArchiveNotFound, DownloadFailed, InvalidArchive,
+        ConfigurationError and BadRequest.
+        """
+        settings = self._settings
+        stored, source = self._store(registration, settings.model_store, on_progress)
+        manifest = Manifest.read(stored.directory, source, settings.store.default_service_handler)
+        manifest = dataclasses.replace(
+            manifest,
+            model_name=registration.model_name or manifest.model_name,
+            handler=registration.handler or manifest.handler,
+        )
+        config = check_model(stored.directory, manifest, registration.task)
+        if config.unserved:
+            keys = ", ".join(config.unserved)
+            log.warning(
+                "%s: %s in its %s: not served, and without effect", source, keys, manifest.config_file
+            )
+        spec = build_spec(
+            registration,
+            manifest,
+            config,
+            digest=stored.digest,
+            archive=stored.uri,
+            settings=settings,
+            at_startup=at_startup,
+        )
+        if manifest.requirements_file is not None and not spec.requirements:
+            cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
+            log.warning("%s: its %s is not installed; %s", source, manifest.requirements_file, cure)
+        if spec.device_type == "gpu" and not spec.num_gpus:
+            cure = "num_gpus in the same file, or runtime.num_gpus, does"
+            log.warning("%s: deviceType gpu alone claims no GPU, so its replicas see none; %s", source, cure)
+        return spec
+
+    def ingest_workflow(
+        self, registration: Registration
+    ) -> tuple[ModelSpec, list[Registration], tuple[workflow_archive.WorkflowModel, ...]]:
+        """Return the spec of the workflow in a .war, its models, and a registration for each of them.
+
+        Raises WorkflowArchiveNotFound, InvalidWorkflow and whatever ``ingest`` raises.
+        """
+        url = registration.url
+        try:
+            stored, source = self._store(registration, self._settings.workflow_store, _ignore_progress)
+        except ArchiveNotFound as error:
+            where = "at" if "://" in url or url.startswith("/") else "in workflow store"
+            is_missing = str(error).startswith("Model not found at: ")
+            raise WorkflowArchiveNotFound(
+                f"Workflow not found {where}: {url}" if is_missing else str(error)
+            ) from None
+        archive = workflow_archive.read(stored.directory, source, registration.model_name)
+        spec = build_workflow_spec(
+            registration,
+            archive.graph,
+            self._settings,
+            digest=stored.digest,
+            archive=stored.uri,
+            file=archive.file,
+        )
+        registrations = [
+            dataclasses.replace(
+                registration,
+                url=member.url,
+                model_name=member.name,
+                batch_size=member.batch_size,
+                max_batch_delay=member.max_batch_delay,
+                initial_workers=member.max_workers,
+                id=None,
+            )
+            for member in archive.members
+        ]
+        return spec, registrations, archive.members
+
+    def _store(
+        self, registration: Registration, store: Path, on_progress: OnProgress
+    ) -> tuple[CachedArchive, str]:
+        """Store an archive in the cache; return it and its file name."""
+        with tempfile.TemporaryDirectory(prefix="torchrelay-") as folder:
+            source = fetch(
+                registration.url,
+                self._settings.store,
+                store,
+                Path(folder),
+                lambda done, total: on_progress("downloading", bytes=done, total=total),
+                registration.s3_sse_kms,
+            )
+            stored = self._cache.store(
+                source, source.name, lambda done, total: on_progress("unpacking", bytes=done, total=total)
+            )
+        on_progress("checking")
+        self._removable.add(stored.digest)
+        return stored, source.name
+
+    def directory(self, spec: ModelSpec) -> Path:
+        """Return the directory with a version's unpacked archive on this node."""
+        return self._cache.open(spec.archive, spec.digest)
+
+    def startup_registrations(self) -> list[Registration]:
+        """Return the registrations of ``control.load_models``: all of the model store, none, or a list."""
+        names = self._settings.control.load_models.strip()
+        if names in ("", "none"):
+            return []
+        if names == "all":
+            store = self._settings.model_store
+            paths = sorted(store.iterdir()) if store.is_dir() else []
+            return [Registration(path.name) for path in paths if _is_archive(path)]
+        return [_parse_registration(item.strip()) for item in names.split(",") if item.strip()]
+
+    def mark_unused(self, digest: str) -> None:
+        """Mark the archive of a removed version for removal."""
+        self._removable.add(digest)
+
+    def remove_unused(self, used: frozenset[str]) -> None:
+        """Remove the archives of refused and removed versions: all marked ones but those in ``used``."""
+        while self._removable:
+            digest = self._removable.pop()
+            if digest not in used:
+                self._cache.remove(digest)
+
+    def read_chunk(self, spec: ModelSpec, offset: int, length: int) -> bytes:
+        """Read a chunk of a stored archive; it is empty at the end of the file."""
+        path = file_path(spec.archive)
+        assert path is not None, "the cache stores archives in files"
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+
+def _parse_registration(item: str) -> Registration:
+    """Parse ``a.mar`` or ``name=a.mar``; a URL may contain equals signs of its own."""
+    name, equals, url = item.partition("=")
+    is_named = equals and not {"/", ":"} & set(name)
+    return Registration(url, model_name=name) if is_named else Registration(item)
+
+
+def _is_archive(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
+    if path.is_dir():
+        return (path / "MAR-INF").is_dir() or is_model_folder(path)
+    return path.name.lower().endswith(_SUFFIXES)

@@ -1,0 +1,358 @@
+"""The service of asynchronous predictions: it queues, executes, stores and expires them, and sends webhooks.
+
+Management owns them: a single process uses their database, a lost gateway or replica loses none of them, and
+no lease is needed. An accepted request is stored. A prediction that has not ended when the process ends is
+executed again: at least once. By default predictions use the data plane at the lowest priority.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from serve_app.control.async_predictions.store import AsyncPredictionStore
+from serve_app.control.async_predictions.webhooks import WebhookSender
+from serve_app.domain.access import matches
+from serve_app.domain.async_prediction import AsyncPrediction, State, StoredRequest, StoredResponse
+from serve_app.errors import (
+    AsyncQueueFull,
+    IdempotencyKeyReused,
+    ModelNotAllowed,
+    PredictionCancelled,
+    PredictionLost,
+    PredictionNotFound,
+    ResultStoreUnavailable,
+    Unavailable,
+)
+from serve_app.settings import AsyncPredictionSettings
+from serve_app.telemetry.metrics import Meters
+
+log = logging.getLogger("torchrelay.management")
+
+_MAX_RETRY_PAUSE = 30.0  # seconds between two attempts while no replica has capacity
+_GC_INTERVAL = 5.0  # seconds between two removals of expired predictions
+_STORE_RETRY_S = 5.0  # seconds between attempts to store a response
+
+
+class AsyncPredictionService:
+    """All asynchronous predictions. ``execute`` returns the response to a request.
+
+    Every method runs on the event loop that the service is created on.
+    """
+
+    def __init__(
+        self,
+        store: AsyncPredictionStore,
+        execute: Callable[[StoredRequest], Awaitable[StoredResponse]],
+        webhooks: WebhookSender,
+        settings: AsyncPredictionSettings,
+        meters: Meters,
+    ) -> None:
+        self._store = store
+        self._execute = execute
+        self._webhooks = webhooks
+        self._settings = settings
+        self._meters = meters
+        self._all: dict[str, AsyncPrediction] = {}
+        self._by_key: dict[tuple[str, str], str] = {}
+        # Predictions, and their bytes, that are being stored.
+        self._reserved_count = 0
+        self._reserved_bytes = 0
+        self._bytes = 0
+        self._queues: dict[str, deque[str]] = {}  # by model, in order
+        self._running: dict[str, asyncio.Task[StoredResponse]] = {}
+        self._supervisors: dict[str, asyncio.Task[None]] = {}
+        self._running_by_model = Counter[str]()
+        self._key_lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def load(self) -> None:
+        """Reload stored predictions: queue unfinished ones again, and resend pending webhooks."""
+        for prediction in await self._store.load():
+            self._add(prediction)
+            if not prediction.has_ended:
+                self._enqueue(prediction)
+            elif prediction.webhook_state == "pending":
+                self._spawn(self._send_webhook(prediction.id))
+
+    # Operations
+
+    async def submit_prediction(self, request: StoredRequest) -> dict[str, Any]:
+        """Store a request that is executed later, and return the prediction.
+
+        Raises AsyncQueueFull, IdempotencyKeyReused and BadRequest.
+        """
+        if request.webhook:
+            self._webhooks.check(request.webhook)
+        if not request.key:
+            return (await self._accept(request)).to_dict()
+        async with self._key_lock:
+            known = self._all.get(self._by_key.get((request.model, request.key), ""))
+            if known is not None and not _expired(known):
+                if known.digest != request.digest:
+                    raise IdempotencyKeyReused(request.key, request.model)
+                return known.to_dict()
+            return (await self._accept(request)).to_dict()
+
+    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> dict[str, Any]:
+        return self._find(id, allowed_models).to_dict()
+
+    async def get_prediction_result(
+        self, id: str, allowed_models: tuple[str, ...]
+    ) -> tuple[dict[str, Any], StoredResponse | None]:
+        """Return a prediction, and its response where there is one.
+
+        Raises PredictionNotFound, PredictionCancelled, PredictionLost and ResultStoreUnavailable.
+        """
+        prediction = self._find(id, allowed_models)
+        if prediction.state == "cancelled":
+            raise PredictionCancelled(id)
+        response = await self._store.get_response(prediction) if prediction.has_ended else None
+        return prediction.to_dict(), response
+
+    async def cancel_prediction(self, id: str, allowed_models: tuple[str, ...]) -> dict[str, Any] | None:
+        """Cancel an unfinished prediction, or delete a finished one and return None."""
+        prediction = self._find(id, allowed_models)
+        if prediction.has_ended:
+            await self._delete([prediction])
+            return None
+        if (running := self._running.get(id)) is not None:
+            running.cancel()
+            await asyncio.wait({self._supervisors[id]})
+        elif id in self._queues.get(prediction.model, ()):
+            self._queues[prediction.model].remove(id)
+            self._report_counts()
+            await self._end(id, "cancelled", None)
+        return self._find(id, allowed_models).to_dict()
+
+    # Execution
+
+    async def run(self) -> None:
+        """Delete expired predictions and unused objects until cancelled."""
+        await asyncio.gather(self._expire(), self._remove_objects())
+
+    async def close(self) -> None:
+        """Cancel running predictions; they are executed again after the next start."""
+        self._closed = True
+        tasks = [*self._running.values(), *self._supervisors.values(), *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._webhooks.close()
+        self._store.close()
+
+    async def _expire(self) -> None:
+        while True:
+            expired = list(filter(_expired, self._all.values()))
+            if expired:
+                try:
+                    await self._delete(expired)
+                except Unavailable as error:
+                    log.warning("what has expired could not be removed, and will be: %s", error)
+            await asyncio.sleep(min(_GC_INTERVAL, self._settings.retention_s))
+
+    async def _remove_objects(self) -> None:
+        """Remove objects that a crash left, then those whose removal failed; log an unusable folder."""
+        clean = self._store.remove_orphans
+        has_warned = False
+        while True:
+            try:
+                await clean()
+                clean, has_warned = self._store.remove_unneeded, False
+            except Unavailable as error:
+                if not has_warned:
+                    log.warning("large asynchronous predictions are refused or have to wait: %s", error)
+                has_warned = True
+            await asyncio.sleep(_GC_INTERVAL)
+
+    async def _accept(self, request: StoredRequest) -> AsyncPrediction:
+        size = len(request.body)
+        limit = self._settings
+        if len(self._all) + self._reserved_count >= limit.max_predictions:
+            raise AsyncQueueFull("async_predictions.max_predictions", limit.max_predictions)
+        if self._bytes + self._reserved_bytes + size > limit.max_bytes:
+            raise AsyncQueueFull("async_predictions.max_bytes", limit.max_bytes)
+        prediction = AsyncPrediction(
+            secrets.token_hex(16),
+            request.model,
+            request.version,
+            request.request_id,
+            time.time(),
+            size=size,
+            key=request.key,
+            digest=request.digest,
+            webhook=request.webhook,
+        )
+
+        async def store() -> None:
+            self._reserved_count += 1
+            self._reserved_bytes += size
+            try:
+                await self._store.add(prediction, request)
+            finally:
+                self._reserved_count -= 1
+                self._reserved_bytes -= size
+            self._add(prediction)
+            self._enqueue(prediction)
+
+        await asyncio.shield(
+            self._spawn(store())
+        )  # its caller may disconnect: a stored prediction must be known
+        return prediction
+
+    def _add(self, prediction: AsyncPrediction) -> None:
+        self._all[prediction.id] = prediction
+        self._bytes += prediction.size
+        if prediction.key:
+            self._by_key[prediction.model, prediction.key] = prediction.id
+
+    def _enqueue(self, prediction: AsyncPrediction) -> None:
+        self._queues.setdefault(prediction.model, deque()).append(prediction.id)
+        self._start_queued()
+
+    def _start_queued(self) -> None:
+        """Start as many predictions as the limits allow; the models take turns, each in order."""
+        limit = self._settings
+        for model in list(self._queues):
+            if self._closed or len(self._supervisors) >= limit.concurrency:
+                break
+            waiting = self._queues.pop(model)
+            room = min(
+                limit.model_concurrency - self._running_by_model[model],
+                limit.concurrency - len(self._supervisors),
+            )
+            for _ in range(min(room, len(waiting))):
+                id = waiting.popleft()
+                self._running_by_model[model] += 1
+                self._running[id] = asyncio.get_running_loop().create_task(self._run(id))
+                self._supervisors[id] = self._spawn(self._supervise(id))
+            if waiting:
+                self._queues[model] = waiting  # behind the other models
+        self._report_counts()
+
+    async def _supervise(self, id: str) -> None:
+        model = self._all[id].model
+        try:
+            try:
+                response = await self._running[id]
+            except asyncio.CancelledError:
+                if self._closed:
+                    raise
+                await self._end(id, "cancelled", None)
+            except PredictionLost as error:
+                log.error("%s", error)
+                await self._end(id, "failed", None, error.problem)
+            except Exception:
+                log.exception("prediction %s failed: a fault of this server", id)
+                await self._end(id, "failed", StoredResponse(500, (), b""))
+            else:
+                await self._end(id, "done" if response.status < 400 else "failed", response)
+        finally:
+            del self._running[id], self._supervisors[id]
+            self._running_by_model[model] -= 1
+            if not self._closed:
+                self._start_queued()
+
+    async def _run(self, id: str) -> StoredResponse:
+        """Execute a prediction; retry while no replica has capacity, until its queue time is over.
+
+        Raises PredictionLost.
+        """
+        self._all[id] = prediction = replace(self._all[id], state="running", started=time.time())
+        deadline = time.time() + self._settings.max_queue_time_s
+        while True:
+            try:
+                response = await self._execute(await self._store.get_request(prediction))
+                pause = response.retry_after
+            except Unavailable as error:
+                if isinstance(error, ResultStoreUnavailable) and time.time() + error.retry_after > deadline:
+                    raise PredictionLost(id, f"{error}.") from error
+                log.warning("prediction %s cannot be read now: %s", id, error)
+                response, pause = None, error.retry_after
+            if response is not None and (pause is None or time.time() + pause > deadline):
+                return response
+            await asyncio.sleep(min(pause or 1, _MAX_RETRY_PAUSE))
+
+    async def _end(self, id: str, state: State, response: StoredResponse | None, error: str = "") -> None:
+        """Store the outcome; a response that the folder refuses is given up after the queue time."""
+        before, now = self._all[id], time.time()
+        while True:
+            after = replace(
+                before,
+                state=state,
+                ended=now,
+                expires=now + self._settings.retention_s,
+                status=response.status if response is not None else 0,
+                size=len(response.body) if response is not None else 0,
+                webhook_state="pending" if before.webhook else "",
+                error=error,
+            )
+            try:
+                await self._store.finish(before, after, response)
+                break
+            except Unavailable as why:
+                log.warning("the response of prediction %s could not be stored, and will be: %s", id, why)
+                if (
+                    isinstance(why, ResultStoreUnavailable)
+                    and time.time() > now + self._settings.max_queue_time_s
+                ):
+                    state, response, error = "failed", None, f"It was there, and could not be stored: {why}."
+                    log.error("prediction %s has lost its response: %s", id, why)
+                    continue
+            await asyncio.sleep(_STORE_RETRY_S)
+        self._all[id] = after
+        self._bytes += after.size - before.size
+        self._meters.count_async_prediction(after.model, state)
+        if after.webhook:
+            self._spawn(self._send_webhook(id))
+
+    async def _send_webhook(self, id: str) -> None:
+        prediction = self._all[id]
+        delivered = await self._webhooks.send(prediction.webhook, id, prediction.to_dict())
+        self._meters.webhook("delivered" if delivered else "failed")
+        if id in self._all:
+            self._all[id] = prediction = replace(
+                prediction, webhook_state="delivered" if delivered else "failed"
+            )
+            with contextlib.suppress(Unavailable):  # the webhook is sent again after the next start
+                await self._store.update(prediction)
+
+    async def _delete(self, predictions: list[AsyncPrediction]) -> None:
+        await self._store.remove(predictions)
+        for prediction in predictions:
+            if self._all.pop(prediction.id, None) is not None:
+                self._bytes -= prediction.size
+                if self._by_key.get((prediction.model, prediction.key)) == prediction.id:
+                    del self._by_key[prediction.model, prediction.key]
+
+    def _find(self, id: str, allowed_models: tuple[str, ...]) -> AsyncPrediction:
+        prediction = self._all.get(id)
+        if prediction is None or _expired(prediction):
+            raise PredictionNotFound(id)
+        if not matches(prediction.model, allowed_models):
+            raise ModelNotAllowed(prediction.model)
+        return prediction
+
+    def _report_counts(self) -> None:
+        for model in {*self._running_by_model, *self._queues}:
+            self._meters.set_async_predictions(
+                model, len(self._queues.get(model, ())), self._running_by_model[model]
+            )
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _expired(prediction: AsyncPrediction) -> bool:
+    return prediction.has_ended and time.time() >= prediction.expires
