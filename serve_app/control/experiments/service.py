@@ -1,0 +1,193 @@
+"""The service of experiments: start, stop, results and rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from serve_app.control.api import JsonDict
+from serve_app.control.experiments import registry_changes
+from serve_app.control.experiments.analysis import ArmTotals, assess
+from serve_app.control.metric_store import MetricStore
+from serve_app.control.registry import Registry, find_experiment, find_version
+from serve_app.control.state import StateStore
+from serve_app.dataplane.experiment_collector import ERROR_RATE, LATENCY, OUTPUT, REWARD, UNITS, ArmStats
+from serve_app.domain import validation
+from serve_app.domain.access import matches
+from serve_app.domain.experiment import Experiment, ExperimentMetric, Reward
+from serve_app.domain.sequential_statistics import Groups
+from serve_app.errors import BadRequest, ExposureNotFound, InProgress, ModelNotAllowed, Unavailable
+
+_PERIOD = 60.0  # seconds
+
+
+class ExperimentService:
+    """The operations of ``ControlAPI`` on experiments, in the process that owns the registry."""
+
+    def __init__(self, state: StateStore, metric_store: MetricStore) -> None:
+        self._state = state
+        self._metric_store = metric_store
+        self._p_values: dict[str, float] = {}  # the least that was answered for an experiment's sample ratio
+
+    async def run(self) -> None:
+        """Delete the metrics of removed experiments periodically; they were removed with their model."""
+        while True:
+            await self.delete_orphans()
+            await asyncio.sleep(_PERIOD)
+
+    async def delete_orphans(self) -> None:
+        for id in self._p_values.keys() - self._state.registry.experiments.keys():
+            del self._p_values[id]
+        for trial in self._metric_store.splits:
+            if (
+                ":" not in trial and trial not in self._state.registry.experiments
+            ):  # a rollout's have one in it
+                with contextlib.suppress(Unavailable):  # the next time, then
+                    await self._metric_store.delete(trial)
+
+    async def start_experiment(self, experiment: Experiment) -> JsonDict:
+        begun = replace(experiment, id=secrets.token_hex(5), started_at=time.time())
+        async with self._state.write_lock:
+            late = await self._commit(registry_changes.start(self._state.registry, begun))
+        return await self._results(begun) | late
+
+    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict:
+        self._find(id, allowed_models)
+        async with self._state.write_lock:
+            late = await self._commit(registry_changes.stop(self._state.registry, id, time.time()))
+        return await self._results(self._find(id, allowed_models)) | late
+
+    async def delete_experiment(self, id: str, allowed_models: tuple[str, ...]) -> None:
+        self._find(id, allowed_models)
+        async with self._state.write_lock:
+            await self._commit(registry_changes.delete(self._state.registry, id))
+        await self.delete_orphans()
+
+    async def _commit(self, after: Registry) -> JsonDict:
+        """Commit a change; return the status to add where some reader does not have it yet."""
+        if after is not self._state.registry:
+            try:
+                await self._state.commit(after)
+            except InProgress as late:
+                return {"status": str(late)}
+        return {}
+
+    async def list_experiments(self, model: str | None) -> list[JsonDict]:
+        registry = self._state.registry
+        if model is not None:
+            find_version(registry, model, None)
+        found = [e for e in registry.experiments.values() if model in (None, e.model)]
+        return [_to_document(e) for e in sorted(found, key=lambda e: e.started_at, reverse=True)]
+
+    async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict:
+        return await self._results(self._find(id, allowed_models))
+
+    async def record_rewards(
+        self, id: str, rewards: list[Reward], allowed_models: tuple[str, ...]
+    ) -> JsonDict:
+        experiment = self._find(id, allowed_models)
+        answers = await self._metric_store.record_rewards(
+            id, [_with_metric(experiment, reward) for reward in rewards]
+        )
+        for reward, answer in zip(rewards, answers):
+            if answer is None:
+                raise ExposureNotFound(reward.unit, id)
+        return {"counted": answers.count(True), "repeated": answers.count(False)}
+
+    def _find(self, id: str, allowed_models: tuple[str, ...]) -> Experiment:
+        """Return an experiment. Raises ExperimentNotFound and ModelNotAllowed."""
+        experiment = find_experiment(self._state.registry, id)
+        if not matches(experiment.model, allowed_models):
+            raise ModelNotAllowed(experiment.model)
+        return experiment
+
+    async def _results(self, experiment: Experiment) -> JsonDict:
+        figures = self._metric_store.arm_stats(experiment.id)
+        tallies = [
+            ArmTotals(
+                name,
+                arm.version,
+                arm.weight,
+                seen.units,
+                seen.calls,
+                _metric_groups(experiment.metrics, seen),
+            )
+            for name, arm in experiment.arms.items()
+            for seen in [figures.get(name, ArmStats())]
+        ]
+        least = self._p_values.get(experiment.id, 1.0)
+        found = await asyncio.to_thread(
+            assess, tallies, experiment.metrics, experiment.baseline, p_value=least
+        )
+        self._p_values[experiment.id] = min(least, found["sample_ratio"]["p_value"])
+        for name, seen in figures.items():
+            found["arms"][name]["failed"] = seen.failed
+        for metric in experiment.metrics:
+            if metric.kind == "output":
+                for name, seen in figures.items():
+                    found["metrics"][metric.name]["arms"][name]["missing"] = seen.missing.get(
+                        OUTPUT + metric.name, 0
+                    )
+        return _to_document(experiment) | found
+
+
+def _to_document(experiment: Experiment) -> JsonDict:
+    """Return an experiment without its results as JSON."""
+    key = experiment.key
+    return {
+        "id": experiment.id,
+        "name": experiment.name,
+        "model": experiment.model,
+        "state": experiment.state,
+        "started_at": experiment.started_at,
+        "ended": experiment.ended_at or None,
+        "key": key and {source: where for source, where in validation.write(key).items() if where},
+        "arms": validation.write(experiment)["arms"],
+        "baseline": experiment.baseline,
+    }
+
+
+def _metric_groups(metrics: tuple[ExperimentMetric, ...], seen: ArmStats) -> Mapping[str, Groups]:
+    """Return each metric's values in one arm, by groups of buckets."""
+    found: dict[str, Groups] = {}
+    for metric in metrics:
+        if metric.kind == "latency":
+            found[metric.name] = seen.sums.get(LATENCY, {})
+        elif metric.kind == "error_rate":
+            found[metric.name] = seen.sums.get(ERROR_RATE, {})
+        elif metric.kind == "output":
+            found[metric.name] = seen.sums.get(OUTPUT + metric.name, {})
+        else:
+            values = seen.sums.get(REWARD + metric.name, {})
+            if metric.per == "exposure":  # a unit without a reward counts as zero
+                exposed = seen.sums.get(UNITS, {})
+                values = {
+                    group: (count, values.get(group, (0, 0.0))[1]) for group, (count, _) in exposed.items()
+                }
+            found[metric.name] = values
+    return found
+
+
+def _with_metric(experiment: Experiment, reward: Reward) -> Reward:
+    """Return a reward with its metric. Raises BadRequest for a metric that the experiment lacks."""
+    rewards = [metric.name for metric in experiment.metrics if metric.kind == "reward"]
+    metric = reward.metric or (rewards[0] if len(rewards) == 1 else "")
+    if metric not in rewards:
+        known = f"its rewards are {', '.join(map(repr, rewards))}" if rewards else "it measures no reward"
+        problem = (
+            f"has no reward {metric!r}"
+            if metric
+            else "cannot tell which reward an event is for; name its metric"
+        )
+        raise BadRequest(f"Events: experiment {experiment.id} {problem}: {known}.")
+    if reward.key and experiment.key is None:
+        raise BadRequest(
+            f"Events: experiment {experiment.id} deals out each call by itself, so that nobody is "
+            f"known by the key "
+            f"{reward.key!r}; name the request_id of a call."
+        )
+    return replace(reward, metric=metric)

@@ -1,0 +1,349 @@
+"""The service that registers, scales, describes and removes models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import orjson
+
+from serve_app.control import registry_changes
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.cluster_metrics import ClusterMetrics
+from serve_app.control.lifecycle_events import EventHistory, EventLog
+from serve_app.control.reconcile_loop import ReconcileLoop
+from serve_app.control.registry import find_version, is_workflow
+from serve_app.control.state import StateStore
+from serve_app.domain.access import matches
+from serve_app.domain.model import (
+    ModelEvent,
+    ModelRef,
+    ModelSpec,
+    Registration,
+    ScalingProgress,
+    VersionDescription,
+)
+from serve_app.domain.request import InferenceResponse, ResponseStream
+from serve_app.domain.routing_table import VersionRoute
+from serve_app.errors import (
+    Conflict,
+    HandlerFailed,
+    InProgress,
+    ModelNotAllowed,
+    NoReplica,
+    RelayError,
+    StartFailed,
+)
+from serve_app.model_store.manifest import HUGGING_FACE, archive_stem
+from serve_app.runtime.package_envs import PackageEnvs
+from serve_app.settings import Settings
+
+log = logging.getLogger("torchrelay.models")
+
+# Sends a ``describe`` request to one of the replicas of a version.
+DescribeHandler = Callable[[ModelRef, VersionRoute], Awaitable[InferenceResponse | ResponseStream]]
+
+_PLACEMENT_REPORT_S = 2.0  # seconds without a place after which an event names the missing resources
+_MAX_LINE_LENGTH = 300  # characters of an installer's line in an event
+
+
+class ModelService:
+    """The operations of ``ControlAPI`` on models, in the process that owns the registry."""
+
+    def __init__(
+        self,
+        state: StateStore,
+        reconcile_loop: ReconcileLoop,
+        metrics: ClusterMetrics,
+        ingestor: ArchiveIngestor,
+        environments: PackageEnvs,
+        events: EventLog,
+        describe_handler: DescribeHandler,
+        settings: Settings,
+    ) -> None:
+        self._state = state
+        self._reconcile_loop = reconcile_loop
+        self._metrics = metrics
+        self._ingestor = ingestor
+        self._environments = environments
+        self._events = events
+        self._describe_handler = describe_handler
+        self._settings = settings
+        self._watchers: set[asyncio.Task[None]] = set()  # of histories whose callers did not wait
+
+    def close(self) -> None:
+        for task in self._watchers:
+            task.cancel()
+
+    # Changes
+
+    async def register(self, registration: Registration) -> ScalingProgress:
+        history = self.open_history(registration)
+        with self._events.record_failure(history):
+            return await self._register(registration, history)
+
+    async def _register(self, registration: Registration, history: EventHistory) -> ScalingProgress:
+        state = self._state
+        async with self.ingest(registration, history) as spec:
+            if not matches(spec.name, registration.allowed_models):
+                raise ModelNotAllowed(spec.name)
+            registry_changes.register(state.registry, spec)  # refused before anything is installed for it
+            await self.install_requirements(spec, history)
+            while self._reconcile_loop.is_draining(spec.ref):
+                await self._reconcile_loop.wait_for_round()
+            async with state.write_lock:
+                # A reader without the new version returns an error for it a little longer.
+                with contextlib.suppress(InProgress):
+                    await state.commit(registry_changes.register(state.registry, spec))
+        advice = "" if registration.handler else _advice(spec)
+        if spec.min_workers == 0:
+            self._events.append(history, "ready", workers=0)
+            return ScalingProgress(spec.ref, 0, "done", _autoscaling_bounds(spec), advice=advice)
+        if not registration.wait:
+            self._watch(history, spec)
+            return ScalingProgress(spec.ref, 0, "processing", _autoscaling_bounds(spec), advice=advice)
+        try:
+            return replace(await self.wait_until_started(history, spec), advice=advice)
+        except StartFailed:
+            await self._undo_registration(spec)
+            raise
+
+    async def _undo_registration(self, spec: ModelSpec) -> None:
+        state = self._state
+        async with state.write_lock:
+            # A version that a traffic policy names meanwhile stays, and its start is retried.
+            with contextlib.suppress(Conflict):
+                after = registry_changes.unregister(state.registry, spec.name, spec.version)[0]
+                with contextlib.suppress(InProgress):
+                    await state.commit(after)
+                self._reconcile_loop.mark_removed(spec)
+
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        min_workers: int | None,
+        max_workers: int | None,
+        wait: bool,
+        autoscaling: Mapping[str, Any] | None = None,
+    ) -> ScalingProgress:
+        state = self._state
+        async with state.write_lock:
+            before = find_version(state.registry, model, version)
+            after, ref = registry_changes.scale(
+                state.registry, model, version, min_workers, max_workers, autoscaling
+            )
+            self._reconcile_loop.reset_backoff(ref)
+            await state.commit(after)
+        spec = find_version(after, ref.name, ref.version)
+        history = self._events.open(ref.name, version=ref.version, workers=spec.min_workers)
+        previous_bounds = None if spec.scaling else _autoscaling_bounds(before)
+        if not wait:
+            self._watch(history, spec)
+            running = self._reconcile_loop.count_running(ref)
+            return ScalingProgress(ref, running, "processing", _autoscaling_bounds(spec), previous_bounds)
+        with self._events.record_failure(history):
+            return replace(await self.wait_until_started(history, spec), previous_bounds=previous_bounds)
+
+    async def set_default(self, model: str, version: str) -> ModelRef:
+        async with self._state.write_lock:
+            after, ref = registry_changes.set_default(self._state.registry, model, version)
+            await self._state.commit(after)
+        return ref
+
+    async def unregister(self, model: str, version: str | None) -> ModelRef:
+        async with self._state.write_lock:
+            spec = find_version(self._state.registry, model, version)
+            after, ref = registry_changes.unregister(self._state.registry, model, version)
+            await self._state.commit(after)
+            self._reconcile_loop.mark_removed(spec)
+            if (history := self._events.find_unfinished(ref.name, ref.version)) is not None:
+                self._events.append(
+                    history, "failed", reason="removed", message=f"{ref.name} {ref.version} was removed."
+                )
+        return ref
+
+    async def renew_key(self, kind: Literal["inference", "management"]) -> None:
+        await self._state.renew_key(kind)
+
+    async def load_model_store(self, on_loaded: Callable[[], Awaitable[None]]) -> None:
+        """Register the new and the changed archives of the model store, then call ``on_loaded``."""
+        try:
+            for registration in await asyncio.to_thread(self._ingestor.startup_registrations):
+                await self._load(registration)
+        except Exception:
+            log.exception("the model store could not be read")
+        try:
+            await on_loaded()
+        finally:
+            self._reconcile_loop.startup_loaded = True
+            self._reconcile_loop.trigger()
+
+    async def _load(self, registration: Registration) -> None:
+        history = self.open_history(registration)
+        try:
+            with self._events.record_failure(history):
+                spec = await self._apply_archive(registration, history)
+            if spec is not None:
+                self._watch(history, spec)
+        except RelayError as error:
+            log.error("%s was not loaded: %s\n%s", registration.url, error, getattr(error, "detail", ""))
+
+    async def _apply_archive(self, registration: Registration, history: EventHistory) -> ModelSpec | None:
+        """Register an archive of the model store where it is new or has changed.
+
+        Return the registered spec, or None where the version was removed before.
+        """
+        state = self._state
+        async with self.ingest(registration, history, at_startup=True) as spec:
+            version_settings = self._settings.control.models.get(spec.name, {}).get(spec.version)
+            default = version_settings is not None and version_settings.default_version
+            if registry_changes.apply_archive(state.registry, spec, default) is not state.registry:
+                await self.install_requirements(spec, history)
+            async with state.write_lock:
+                after = registry_changes.apply_archive(state.registry, spec, default)
+                if after is not state.registry:
+                    with contextlib.suppress(InProgress):
+                        await state.commit(after)
+        registered = next((known for known in state.registry if known.ref == spec.ref), None)
+        if registered is None:
+            self._events.discard(history)
+        return registered
+
+    # Queries
+
+    async def describe(self, model: str, version: str | None) -> VersionDescription:
+        spec = find_version(self._state.registry, model, version)
+        await self._metrics.collect()
+        pending = self._metrics.total("torchrelay_queue_depth", model=spec.name, version=spec.version)
+        is_default = self._state.registry.models[model].default == spec.version
+        return VersionDescription(spec, self._reconcile_loop.get_status(spec.ref), is_default, pending)
+
+    async def get_metadata(self, model: str, version: str | None) -> dict[str, Any]:
+        """Return one replica's response to a ``describe`` request; empty where it is no JSON object."""
+        ref = find_version(self._state.registry, model, version).ref
+        if not self._reconcile_loop.count_running(ref):
+            raise NoReplica(ref.name, version, "no replica runs that could describe it")
+        route = self._state.table.models[ref.name].versions[ref.version]
+        try:
+            response = await self._describe_handler(ref, route)
+        except HandlerFailed as error:
+            # Most handlers do not implement ``describe`` and fail on its empty row; that is no fault.
+            log.info("%s describes nothing of itself: %s", ref.app, error)
+            return {}
+        if isinstance(response, ResponseStream):
+            await response.aclose()
+            return {}
+        try:
+            metadata = orjson.loads(response.body)
+        except orjson.JSONDecodeError:
+            return {}
+        return metadata if isinstance(metadata, dict) else {}
+
+    async def list_versions(self, model: str) -> list[str]:
+        find_version(self._state.registry, model, None)
+        return sorted(self._state.registry.models[model].versions)
+
+    async def list_models(self) -> list[tuple[str, str]]:
+        models = self._state.registry.models.items()
+        records = sorted((name, record) for name, record in models if not is_workflow(record))
+        return [(name, record.versions[record.default].url) for name, record in records]
+
+    async def poll_events(
+        self, model: str, registration: str | None, since: int | None, timeout: float
+    ) -> list[ModelEvent]:
+        if registration is None and not self._events.has_events(model):
+            spec = find_version(self._state.registry, model, None)
+            history = self._events.open(model, version=spec.version, workers=spec.min_workers)
+            self._watch(history, spec)
+        return await self._events.wait_for_events(model, registration, since, timeout)
+
+    # From an archive to a spec
+
+    @contextlib.asynccontextmanager
+    async def ingest(
+        self, registration: Registration, history: EventHistory, at_startup: bool = False
+    ) -> AsyncIterator[ModelSpec]:
+        """Fetch and check an archive; yield its spec, and keep the archive until the end of the block."""
+        async with self._reconcile_loop.hold_archives():
+            spec = await asyncio.to_thread(
+                self._ingestor.ingest, registration, at_startup, self._events.progress_callback(history)
+            )
+            self._events.set_model(history, spec.name, spec.version)
+            yield spec
+
+    async def install_requirements(self, spec: ModelSpec, history: EventHistory) -> None:
+        """Install the archive's requirements on this node before a change. Raises InstallFailed."""
+        if spec.requirements:
+            on_progress = self._events.progress_callback(history)
+            directory = await asyncio.to_thread(self._ingestor.directory, spec)
+            await asyncio.to_thread(
+                self._environments.build,
+                spec.name,
+                directory,
+                spec.requirements,
+                spec.digest,
+                lambda line: on_progress("installing", line=line[:_MAX_LINE_LENGTH]),
+            )
+
+    # Event histories
+
+    def open_history(self, registration: Registration) -> EventHistory:
+        """Open the event history of a registration."""
+        archive = registration.url.partition("?")[0].rstrip("/").rpartition("/")[2]
+        name = (registration.model_name or archive_stem(archive))[:_MAX_LINE_LENGTH]
+        return self._events.open(name, registration.id, url=registration.url[:_MAX_LINE_LENGTH])
+
+    def _watch(self, history: EventHistory, spec: ModelSpec) -> None:
+        """Complete a history for a caller that does not wait."""
+
+        async def watch() -> None:
+            with contextlib.suppress(RelayError), self._events.record_failure(history):
+                await self.wait_until_started(history, spec)
+
+        task = asyncio.create_task(watch())
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
+
+    async def wait_until_started(self, history: EventHistory, spec: ModelSpec) -> ScalingProgress:
+        """Wait until a version has the workers of ``spec``, and append events meanwhile.
+
+        Raises StartFailed.
+        """
+        self._events.append(history, "starting", workers=spec.min_workers)
+        progress = await self._reconcile_loop.wait_until_running(
+            spec,
+            spec.startup_timeout + (self._settings.runtime.install_timeout if spec.requirements else 0),
+            partial(self._report_missing_resources, history, spec),
+        )
+        self._events.append(history, "ready", workers=progress.replicas)
+        return replace(progress, bounds=_autoscaling_bounds(spec))
+
+    async def _report_missing_resources(self, history: EventHistory, spec: ModelSpec) -> None:
+        """Append an event with the resources that a version without a place waits for."""
+        # Resources that a replica has just been given count as not free.
+        if time.time() - history.events[-1].time < _PLACEMENT_REPORT_S:
+            return
+        if missing := await self._reconcile_loop.find_missing_resources(spec):
+            self._events.append(history, "starting", workers=spec.min_workers, waiting_for=missing)
+
+
+def _advice(spec: ModelSpec) -> str:
+    """Return a hint where most callers of such a model need another handler than a folder's default."""
+    if spec.handler == HUGGING_FACE and spec.config.get("task") == "text-generation":
+        return (
+            "It answers as transformers' pipeline; registered with handler=llm it streams, and "
+            "speaks OpenAI's API"
+        )
+    return ""
+
+
+def _autoscaling_bounds(spec: ModelSpec) -> tuple[int, int] | None:
+    """Return the bounds between which autoscaling applies."""
+    return (spec.min_workers, spec.max_workers) if spec.scaling is not None else None

@@ -1,0 +1,83 @@
+"""The check whether a replica has a place in the cluster, and the missing resources where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import floor
+from typing import Any
+
+from serve_app.domain.model import ModelSpec
+
+_MAX_LISTED = 8  # machines, those with the most free resources first
+_ROUNDING = 1e-4  # Ray's own
+
+
+def find_missing(spec: ModelSpec, free: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
+    """Return the resources that a replica of ``spec`` requests and that are not free, by kind.
+
+    The result is empty where there is a place for the replica. ``free`` holds each machine's free resources,
+    by its address. ``wanted`` and ``free`` of the result are sums over all ranks and all machines. With
+    several machines, ``placement`` is the placement strategy of the ranks, ``machines`` the free amount of
+    each, and ``more`` the number of machines that are left out.
+    """
+    needs = {kind: amount for kind, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)) if amount > 0}
+    placement = spec.placement_strategy if spec.ranks > 1 else "STRICT_PACK"
+
+    def fits(kinds: Collection[str]) -> bool:
+        ranks_by_machine = [
+            min(floor((resources.get(kind, 0) + _ROUNDING) / needs[kind]) for kind in kinds)
+            for resources in free.values()
+        ]
+        if placement == "STRICT_PACK":
+            return max(ranks_by_machine, default=0) >= spec.ranks
+        if placement == "STRICT_SPREAD":
+            ranks_by_machine = [min(ranks, 1) for ranks in ranks_by_machine]
+        return sum(ranks_by_machine) >= spec.ranks
+
+    if not needs or fits(needs):
+        return {}
+    # Each kind may be free somewhere, and all of them together nowhere.
+    missing = [kind for kind in needs if not fits([kind])] or list(needs)
+    return {kind: _summarize(kind, needs[kind] * spec.ranks, placement, free) for kind in missing}
+
+
+def _summarize(
+    kind: str, wanted: float, placement: str, free: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    amounts = ((address, resources.get(kind, 0.0)) for address, resources in free.items())
+    machines = sorted(amounts, key=lambda machine: -machine[1])
+    summary: dict[str, Any] = {"wanted": wanted, "free": sum(amount for _, amount in machines)}
+    if len(machines) > 1:
+        summary |= {"placement": placement, "machines": dict(machines[:_MAX_LISTED])}
+    if len(machines) > _MAX_LISTED:
+        summary["more"] = len(machines) - _MAX_LISTED
+    return summary
+
+
+def explain(spec: ModelSpec, missing: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the missing resources and the cure in words, as the end of a sentence about the version."""
+    replica = "a replica" if spec.ranks == 1 else f"a replica of {spec.ranks} ranks"
+    if not any("machines" in summary for summary in missing.values()):
+        requested = "; ".join(
+            f"{summary['wanted']:g} {kind} asked, {summary['free']:g} free"
+            for kind, summary in missing.items()
+        )
+        return f"there is no place for {replica} ({requested}). Make room, add a node, or ask for less"
+    requested = " and ".join(_describe(spec, kind, summary) for kind, summary in missing.items())
+    cure = "Make room, add a node, or ask for less"
+    is_scattered = spec.ranks > 1 and all(
+        summary["free"] + _ROUNDING >= summary["wanted"] for summary in missing.values()
+    )
+    if is_scattered and spec.placement_strategy == "STRICT_PACK":
+        cure = "Make room, ask for less, or let its ranks lie on several machines by placement_strategy: PACK"
+    return f"there is no place for {replica}, which asks for {requested}. {cure}"
+
+
+def _describe(spec: ModelSpec, kind: str, summary: Mapping[str, Any]) -> str:
+    count = f"{spec.ranks} × " if spec.ranks > 1 else ""
+    machines = ", ".join(f"{address} {amount:g}" for address, amount in summary["machines"].items())
+    more = f", and no more on {summary['more']} others" if "more" in summary else ""
+    where = {"STRICT_PACK": " on one machine", "STRICT_SPREAD": f" on {spec.ranks} machines"}.get(
+        summary["placement"], ""
+    )
+    return f"{count}{summary['wanted'] / spec.ranks:g} {kind}{where}; free: {machines}{more}"
