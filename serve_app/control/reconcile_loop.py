@@ -1,0 +1,275 @@
+"""The reconcile loop: observe what runs, update the health of replicas, and deploy what should run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from serve_app.control import placement_check
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.reconciler import ObservedApp, Reconciler, is_dead
+from serve_app.control.registry import DesiredState, desired_states
+from serve_app.control.replica_health import HealthTracker
+from serve_app.control.state import StateStore
+from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ScalingProgress
+from serve_app.errors import StartFailed
+from serve_app.settings import Settings
+from serve_app.telemetry import crash_reports
+from serve_app.telemetry.crash_reports import CrashReport
+from serve_app.telemetry.metrics import Meters
+
+log = logging.getLogger("torchrelay.reconcile_loop")
+T = TypeVar("T")
+
+_BUSY_PERIOD = 0.25  # seconds between rounds while something is starting or stopping
+_PLACEMENT_TIMEOUT = 30.0  # seconds that a replica may wait for a place, beyond its startup_timeout
+
+
+class ReconcileLoop:
+    """The loop that alone deploys applications. ``state`` is set before ``run`` starts."""
+
+    state: StateStore
+
+    def __init__(
+        self,
+        reconciler: Reconciler,
+        health: HealthTracker,
+        ingestor: ArchiveIngestor,
+        meters: Meters,
+        settings: Settings,
+    ) -> None:
+        self.startup_loaded = False  # the archives that start-up loads are in the registry
+        self._health = health
+        self._ingestor = ingestor
+        self._meters = meters
+        self._settings = settings
+        # Serve's client is not thread-safe.
+        self._serve_thread = ThreadPoolExecutor(1, thread_name_prefix="serve")
+        self._reconciler = reconciler
+        self._observed: dict[str, ObservedApp] = {}
+        # Applications of removed workflows that still execute requests.
+        self._retained: dict[str, DesiredState] = {}
+        # Applications of removed versions, and the digests that they may still need.
+        self._draining: dict[str, str] = {}
+        self._archive_lock = asyncio.Lock()
+        self._archive_holders = 0
+        # The last observation while something moved, and when it last changed.
+        self._last_snapshot: Mapping[str, object] = {}
+        self._changed_at = 0.0
+        self._trigger = asyncio.Event()
+        self._round_ended = asyncio.Event()
+
+    async def run(self) -> None:
+        while True:
+            self._trigger.clear()  # before the round: a trigger during it starts the next one
+            try:
+                busy = await self._reconcile()
+            except Exception:
+                log.exception("a round failed; the next one follows")
+                busy = False
+            period = _BUSY_PERIOD if busy else self._settings.control.reconcile_period
+            triggered = asyncio.ensure_future(self._trigger.wait())
+            try:
+                # wait_for may lose a cancellation that arrives with the trigger.
+                await asyncio.wait({triggered}, timeout=period)
+            finally:
+                triggered.cancel()
+
+    def trigger(self) -> None:
+        """Start the next round at once."""
+        self._trigger.set()
+
+    async def wait_for_round(self) -> None:
+        """Wait for the end of the round in progress, or of the next one."""
+        await self._round_ended.wait()
+
+    async def run_in_serve_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that uses Ray Serve's client, in the only thread that does."""
+        return await asyncio.get_running_loop().run_in_executor(self._serve_thread, function, *args)
+
+    async def live_readers(self) -> set[str]:
+        """Return the processes that read the routing table."""
+        return await self.run_in_serve_thread(self._reconciler.list_replicas)
+
+    async def running_readers(self) -> set[str]:
+        """Return the readers that run already, as they do when Management is replaced."""
+        return await self.run_in_serve_thread(self._reconciler.list_replicas, ("RUNNING",))
+
+    @contextlib.asynccontextmanager
+    async def hold_archives(self) -> AsyncIterator[None]:
+        """Keep every archive until the end of the block."""
+        async with self._archive_lock:
+            self._archive_holders += 1
+        try:
+            yield
+        finally:
+            self._archive_holders -= 1
+
+    # Single versions
+
+    def mark_removed(self, spec: ModelSpec) -> None:
+        """Drop a version's health; its archive is deleted once its replicas have ended."""
+        self._health.forget(spec.ref)
+        self._draining[spec.ref.app] = spec.digest
+
+    def retain(self, spec: ModelSpec) -> None:
+        """Keep a version's replicas running, even when the registry drops it, until ``release``."""
+        if spec.min_workers or spec.max_workers:
+            self._retained[spec.ref.app] = DesiredState(spec, None)
+
+    def release(self, spec: ModelSpec) -> None:
+        """Stop the replicas of a retained version."""
+        self._retained.pop(spec.ref.app, None)
+        if spec.digest:
+            self.mark_removed(spec)
+        self.trigger()
+
+    def reset_backoff(self, ref: ModelRef) -> None:
+        """Start a version again at once, because a caller has scaled it."""
+        self._health.reset_backoff(ref)
+
+    def is_draining(self, ref: ModelRef) -> bool:
+        """Return whether the application of that name is still one of a removed version."""
+        return ref.app in self._draining or ref.app in self._retained
+
+    def count_running(self, ref: ModelRef) -> int:
+        """Return the number of a version's ready replicas."""
+        observed = self._observed.get(ref.app)
+        return observed.running if observed is not None else 0
+
+    def get_status(self, ref: ModelRef) -> ModelStatus:
+        """Return a version's status.
+
+        A replica whose process has ended is not ready, whatever was observed last.
+        """
+        status = self._health.statuses.get(ref, ModelStatus())
+        workers = tuple(replace(w, ready=False) if w.ready and is_dead(w) else w for w in status.workers)
+        if workers == status.workers:
+            return status
+        self.trigger()
+        running = sum(worker.ready for worker in workers)
+        phase = status.phase if running or status.phase != "ready" else "loading"
+        return replace(status, phase=phase, replicas=running, workers=workers)
+
+    async def wait_until_running(
+        self, spec: ModelSpec, startup_timeout: float, on_round: Callable[[], Awaitable[None]]
+    ) -> ScalingProgress:
+        """Wait until the number of ready replicas is within the bounds of ``spec``. Raises StartFailed.
+
+        ``on_round`` is called before each round that is waited for.
+        """
+        ref = spec.ref
+        deadline = time.monotonic() + startup_timeout + _PLACEMENT_TIMEOUT
+        while True:
+            if (error := self._health.get_failure(ref)) is not None:
+                raise error
+            running = self.count_running(ref)
+            if spec.min_workers <= running <= spec.max_workers:
+                return ScalingProgress(ref, running, "done")
+            if time.monotonic() > deadline:
+                if running:
+                    return ScalingProgress(ref, running, "partial")
+                raise StartFailed(ref.name, ref.version, await self._explain_no_replica(spec))
+            await on_round()
+            await self.wait_for_round()
+
+    async def find_missing_resources(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
+        """Return the resources that a version without a place requests and that are not free, by kind."""
+        observed = self._observed.get(spec.ref.app)
+        if observed is None or sum(worker.pid > 0 for worker in observed.workers) >= spec.min_workers:
+            return {}
+        free = await self.run_in_serve_thread(self._reconciler.get_free_resources)
+        return placement_check.find_missing(spec, free)
+
+    def record_crashes(
+        self, crashes: Iterable[CrashReport], desired: Mapping[str, DesiredState] | None = None
+    ) -> None:
+        """Store why replicas of versions that should run have crashed."""
+        desired = desired_states(self.state.registry) if desired is None else desired
+        for crash in crashes:
+            wanted = desired.get(crash.app)
+            if wanted is not None and wanted.spec.digest == crash.digest:
+                log.error("%s: replica %s died. %s", crash.app, crash.replica, crash.cause)
+                self._health.record_crash(wanted.spec, crash)
+
+    async def _explain_no_replica(self, spec: ModelSpec) -> str:
+        observed = self._observed.get(spec.ref.app)
+        if missing := await self.find_missing_resources(spec):
+            reason = placement_check.explain(spec, missing)
+        else:
+            reason = observed.message if observed is not None else "Ray Serve has not begun"
+        return f"no replica runs: {reason or 'it waits for a place with enough free CPUs and GPUs'}"
+
+    # One round
+
+    async def _reconcile(self) -> bool:
+        """Observe, update and act once; return whether a change is in progress."""
+        desired = {**self._retained, **desired_states(self.state.registry)}
+        observed = await self.run_in_serve_thread(self._reconciler.observe)
+        crashes = await asyncio.to_thread(crash_reports.collect_reports, self._settings.crash_reports_dir)
+        self.record_crashes(crashes, desired)
+        self._update_health(desired, observed)
+        startable = {app: state for app, state in desired.items() if self._health.may_start(state.spec.ref)}
+        actions = await self.run_in_serve_thread(self._reconciler.act, startable, observed)
+        await self._remove_archives(observed)
+        self.state.publish()
+        round_ended, self._round_ended = self._round_ended, asyncio.Event()
+        round_ended.set()
+        moving = any(
+            app not in observed or observed[app].running != observed[app].replicas for app in startable
+        )
+        return (
+            bool(actions)
+            or (moving and self._has_changed_lately(observed))
+            or any(app not in desired for app in observed)
+        )
+
+    def _has_changed_lately(self, observed: Mapping[str, ObservedApp]) -> bool:
+        """Return whether anything has changed within the placement timeout.
+
+        A replica without a place may wait for days; then rounds follow at the slow pace.
+        """
+        now = time.monotonic()
+        snapshot = {
+            app: (o.status, o.replicas, tuple((w.id, w.ready) for w in o.workers))
+            for app, o in observed.items()
+        }
+        if snapshot != self._last_snapshot:
+            self._last_snapshot, self._changed_at = snapshot, now
+        return now - self._changed_at < _PLACEMENT_TIMEOUT
+
+    def _update_health(self, desired: Mapping[str, DesiredState], observed: dict[str, ObservedApp]) -> None:
+        known = set(self._health.statuses)
+        self._health.update(desired, observed, self._observed)
+        self._observed = observed
+        for app, state in desired.items():
+            ref = state.spec.ref
+            wanted = (
+                state.min_replicas
+                if state.min_replicas == state.max_replicas
+                else observed[app].replicas
+                if app in observed
+                else 0
+            )
+            self._meters.replicas(ref.name, ref.version, self._health.statuses[ref].replicas, wanted)
+        for ref in known - set(self._health.statuses):
+            self._meters.forget(ref.name, ref.version)
+        self.state.startup_complete = self.state.startup_complete or (
+            self.startup_loaded and self._health.is_startup_complete(desired)
+        )
+
+    async def _remove_archives(self, observed: Mapping[str, ObservedApp]) -> None:
+        """Delete refused archives, and those of removed versions without replicas."""
+        for app in [app for app in self._draining if app not in observed]:
+            self._ingestor.mark_unused(self._draining.pop(app))
+        async with self._archive_lock:
+            if not self._archive_holders:
+                specs = [*self.state.registry, *(state.spec for state in self._retained.values())]
+                used = frozenset([*(spec.digest for spec in specs), *self._draining.values()])
+                await asyncio.to_thread(self._ingestor.remove_unused, used)

@@ -1,0 +1,241 @@
+"""Health of replicas and the back-off after crashes, derived from what Ray Serve reports.
+
+The tracker uses neither Ray nor I/O: its caller passes in the observations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from serve_app.control.registry import DesiredState
+from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, Phase, ReplicaInfo
+from serve_app.domain.signature import Signature
+from serve_app.errors import StartFailed, StartOutOfMemory
+from serve_app.telemetry.crash_reports import CrashReport
+
+# Seconds before the n-th start after failures or crashes.
+BACKOFF_S = (0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55)
+_CRASH_WINDOW_S = 300.0  # seconds for which a crash counts
+
+
+class ObservedApplication(Protocol):
+    """An observed application of one version, see reconciler.ObservedApp."""
+
+    @property
+    def config(self) -> Mapping[str, object]: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def workers(self) -> tuple[ReplicaInfo, ...]: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def failed(self) -> bool: ...
+
+
+@dataclass
+class _CrashRecord:
+    error: StartFailed
+    count: int
+    first_at: float  # of the first of these failures
+    retry_at: float
+
+
+class HealthTracker:
+    """The health of every version that should run. ``clock`` counts seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.statuses: dict[ModelRef, ModelStatus] = {}
+        self._failures: dict[ModelRef, _CrashRecord] = {}
+        # The last attempt that Ray Serve gave up and that was recorded.
+        self._failed_attempts: dict[ModelRef, int] = {}
+        self._crashes: dict[ModelRef, list[float]] = {}
+        self._incomplete_since: dict[ModelRef, float] = {}
+        self._last_errors: dict[ModelRef, tuple[str, float]] = {}
+        self._loading_since: dict[ModelRef, float] = {}
+        # The last start's seconds and the signature are kept while a version does not run.
+        self._start_seconds: dict[ModelRef, float] = {}
+        self._signatures: dict[ModelRef, Signature] = {}
+
+    def update(
+        self,
+        desired: Mapping[str, DesiredState],
+        observed: Mapping[str, ObservedApplication],
+        previous: Mapping[str, ObservedApplication],
+    ) -> None:
+        """Derive every version's status from the present observation and the previous one."""
+        now = self._clock()
+        for app, state in desired.items():
+            self._update_version(state, observed.get(app), previous.get(app), now)
+        kept = {state.spec.ref for state in desired.values()}
+        for ref in self.statuses.keys() - kept:
+            self.forget(ref)
+
+    def _update_version(
+        self,
+        state: DesiredState,
+        observed: ObservedApplication | None,
+        previous: ObservedApplication | None,
+        now: float,
+    ) -> None:
+        ref = state.spec.ref
+        running = observed.running if observed is not None else 0
+        if observed is None:
+            self._failed_attempts.pop(ref, None)
+        elif observed.failed and self._failed_attempts.get(ref, -1) < observed.attempt:
+            self._failed_attempts[ref] = observed.attempt
+            # An error that a replica reported takes precedence over Ray Serve's.
+            error = self.get_failure(ref) or StartFailed(ref.name, ref.version, observed.message)
+            self.record_start_failure(state.spec, error)
+        # A version that may scale to zero is idle while the autoscaler wants no replica; else it is waking
+        # up.
+        idle = (
+            state.min_replicas == 0
+            and running == 0
+            and observed is not None
+            and observed.replicas == 0
+            and not observed.failed
+        )
+        if idle or running >= max(state.min_replicas, 1):
+            self._failures.pop(ref, None)
+            self._incomplete_since.pop(ref, None)
+        else:
+            self._incomplete_since.setdefault(ref, now)
+        if observed is not None and previous is not None:
+            self._count_crashes(ref, observed, previous, now)
+        phase = self._phase(ref, running, idle)
+        last_error, error_time = self._last_errors.get(ref, ("", 0.0))
+        self.statuses[ref] = ModelStatus(
+            phase,
+            running,
+            last_error,
+            error_time,
+            observed.workers if observed is not None else (),
+            self._measure_start(ref, phase, now),
+            self._signatures.get(ref),
+        )
+
+    def _count_crashes(
+        self, ref: ModelRef, observed: ObservedApplication, previous: ObservedApplication, now: float
+    ) -> None:
+        """Count ready replicas that disappeared without an update or a scale-down."""
+        if observed.config == previous.config and observed.replicas >= previous.replicas:
+            gone = {w.id for w in previous.workers if w.ready} - {w.id for w in observed.workers}
+            self._crashes.setdefault(ref, []).extend(now for _ in gone)
+
+    def _phase(self, ref: ModelRef, running: int, idle: bool) -> Phase:
+        if running:
+            return "ready"
+        if idle:
+            return "idle"
+        return "failed" if ref in self._failures else "loading"
+
+    def _measure_start(self, ref: ModelRef, phase: Phase, now: float) -> float:
+        """Return the seconds of a version's last start, from no replica to the first ready one.
+
+        The result is 0.0 where no start was observed.
+        """
+        if phase == "loading":
+            self._loading_since.setdefault(ref, now)
+        elif (since := self._loading_since.pop(ref, None)) is not None and phase == "ready":
+            self._start_seconds[ref] = now - since
+        return self._start_seconds.get(ref, 0.0)
+
+    def set_signature(self, ref: ModelRef, signature: Signature | None) -> None:
+        """Store the inputs and outputs that the handler of a ready replica declares."""
+        if signature is not None:
+            self._signatures[ref] = signature
+        else:
+            self._signatures.pop(ref, None)
+
+    def record_start_failure(self, spec: ModelSpec, error: StartFailed) -> None:
+        """Schedule the next start of a replica that could not start.
+
+        The pauses grow with each failure; after ``max_retry_timeout`` no further start is tried.
+        """
+        now = self._clock()
+        failure = self._failures.setdefault(spec.ref, _CrashRecord(error, 0, now, now))
+        failure.error = error
+        failure.count += 1
+        self._last_errors[spec.ref] = (error.detail, time.time())
+        expired = now - failure.first_at >= spec.max_retry_timeout
+        failure.retry_at = float("inf") if expired else now + _backoff(failure.count + 1)
+
+    def record_crash(self, spec: ModelSpec, crash: CrashReport) -> None:
+        """Store the reason why a replica's process ended; while it was loading, its start has failed."""
+        if crash.loading:
+            error_type = StartOutOfMemory if crash.out_of_memory else StartFailed
+            self.record_start_failure(spec, error_type(spec.name, spec.version, crash.cause))
+        self._last_errors[spec.ref] = (crash.cause, crash.when)
+
+    def get_failure(self, ref: ModelRef) -> StartFailed | None:
+        """Return the error for which a version's replicas do not start."""
+        failure = self._failures.get(ref)
+        return failure.error if failure is not None else None
+
+    def may_start(self, ref: ModelRef) -> bool:
+        """Return whether a version may be deployed now.
+
+        A version without a running replica is not deployed while it backs off after a failure.
+        """
+        failure = self._failures.get(ref)
+        status = self.statuses.get(ref)
+        return (
+            failure is None
+            or failure.retry_at <= self._clock()
+            or (status is not None and status.replicas > 0)
+        )
+
+    def start_delay(self, ref: ModelRef) -> float:
+        """Return the seconds that a new replica should wait after the crashes and failures before it."""
+        recent = [t for t in self._crashes.get(ref, ()) if t > self._clock() - _CRASH_WINDOW_S]
+        self._crashes[ref] = recent
+        failure = self._failures.get(ref)
+        return _backoff(len(recent) + (failure.count if failure is not None else 0))
+
+    def is_healthy(self, spec: ModelSpec) -> bool:
+        """Return whether a version has all its replicas, or time left to get them back."""
+        since = self._incomplete_since.get(spec.ref)
+        return since is None or self._clock() - since < spec.max_retry_timeout
+
+    def is_startup_complete(self, desired: Mapping[str, DesiredState]) -> bool:
+        """Return whether every version has all its replicas, or has failed."""
+        return all(self._has_started_or_failed(state) for state in desired.values())
+
+    def _has_started_or_failed(self, state: DesiredState) -> bool:
+        status = self.statuses.get(state.spec.ref)
+        return state.spec.ref in self._failures or (
+            status is not None and status.replicas >= state.min_replicas
+        )
+
+    def reset_backoff(self, ref: ModelRef) -> None:
+        """Allow a start at once, and clear the last error, because a caller requested the version again."""
+        self._failures.pop(ref, None)
+        self._last_errors.pop(ref, None)
+        if (status := self.statuses.get(ref)) is not None:
+            self.statuses[ref] = replace(status, last_error="", error_time=0.0)
+
+    def forget(self, ref: ModelRef) -> None:
+        """Drop the state of a version that was removed or should not run."""
+        for by_ref in (
+            self.statuses,
+            self._failures,
+            self._failed_attempts,
+            self._crashes,
+            self._incomplete_since,
+            self._last_errors,
+            self._loading_since,
+        ):
+            by_ref.pop(ref, None)
+
+
+def _backoff(count: int) -> float:
+    return BACKOFF_S[min(count, len(BACKOFF_S) - 1)]

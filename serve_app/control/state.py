@@ -1,0 +1,106 @@
+"""The desired state as it is stored, and the routing table that every process receives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from serve_app.control.api_keys import ApiKeys
+from serve_app.control.persistence.database import Database
+from serve_app.control.registry import Registry, build_routing_table
+from serve_app.control.replica_health import HealthTracker
+from serve_app.control.table_publisher import TablePublisher
+from serve_app.domain.routing_table import RoutingTable
+from serve_app.errors import InProgress, Unavailable
+
+
+@dataclass(frozen=True)
+class AcknowledgementPolicy:
+    """The readers that must have a change before it is acknowledged, and the timeout for it in seconds."""
+
+    live_readers: Callable[[], Awaitable[set[str]]]
+    timeout: float
+
+
+class StateStore:
+    """The registry, and the routing table built from it.
+
+    A caller that changes the registry holds ``write_lock`` from reading to committing. ``on_change`` is
+    called after each stored change. ``sequence_header`` is the header that names a request's sequence.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        registry: Registry,
+        publisher: TablePublisher,
+        health: HealthTracker,
+        keys: ApiKeys | None,
+        acknowledgement: AcknowledgementPolicy,
+        on_change: Callable[[], None],
+        sequence_header: str = "",
+    ) -> None:
+        self.registry = registry
+        self.write_lock = asyncio.Lock()
+        self.startup_complete = False  # every version that start-up requested is ready or has failed
+        self._database = database
+        self._publisher = publisher
+        self._health = health
+        self._keys = keys
+        self._acknowledgement = acknowledgement
+        self._on_change = on_change
+        self._sequence_header = sequence_header
+
+    @property
+    def table(self) -> RoutingTable:
+        """The routing table that was published last."""
+        return self._publisher.table
+
+    async def commit(self, after: Registry) -> None:
+        """Store a change, publish it, and return once every live reader has it.
+
+        Raises Unavailable where it could not be stored, InProgress where a live reader does not have it yet.
+        """
+        try:
+            await asyncio.to_thread(self._database.save, self.registry, after)
+        except Unavailable:
+            # The connection may have been lost after the commit: the stored registry is the valid one.
+            self.registry = await asyncio.to_thread(self._database.load)
+            self.publish()
+            raise
+        self.registry = after
+        self.publish()
+        self._on_change()
+        await self.wait_until_applied()
+
+    async def renew_key(self, kind: str) -> None:
+        """Replace one of TorchServe's keys, and return once every live reader refuses the old one."""
+        assert self._keys is not None  # without keys no protocol has the route
+        async with self.write_lock:
+            await asyncio.to_thread(self._keys.renew, kind)
+            self.publish()
+            await self.wait_until_applied()
+
+    def publish(self) -> None:
+        """Publish the present routing table where it differs from the last one."""
+        healthy = {spec.ref: self._health.is_healthy(spec) for spec in self.registry}
+        current = self._publisher.table
+        table = build_routing_table(
+            self.registry,
+            self._health.statuses,
+            healthy,
+            current.generation,
+            self.startup_complete,
+            self._sequence_header,
+        )
+        table = replace(table, access=self._keys.access if self._keys is not None else None)
+        if table != current or current.generation == 0:
+            self._publisher.publish(replace(table, generation=self._publisher.next_generation()))
+
+    async def wait_until_applied(self) -> None:
+        """Wait until every live reader has the published table. Raises InProgress."""
+        policy = self._acknowledgement
+        late = await self._publisher.wait_until_applied(policy.timeout, policy.live_readers)
+        if late:
+            raise InProgress(f"Stored, and not yet in force at {len(late)} of the replicas that run.")

@@ -1,0 +1,145 @@
+"""Publishing of the routing table to its readers by long poll.
+
+Every gateway and replica holds one long poll here. A poll names the generation that its reader applies, so
+the publisher knows when a change is applied everywhere. The same poll carries the reader's metric samples, so
+that a scrape is as fresh as the response to a sample request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from serve_app.domain.routing_table import RoutingTable
+from serve_app.telemetry.metrics import MetricsAggregator, MetricsReport
+
+Nudge = Literal["samples"]  # a request for the reader's samples
+
+_LIVENESS_CHECK_S = 0.25  # seconds for which a slow reader is waited for before its process is looked up
+
+
+@dataclass
+class _TableReader:
+    generation: int = 0
+    last_seen: float = 0.0
+    collection: int = 0  # the collection that it last sent samples for
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class TablePublisher:
+    """The published table and its readers. Every method runs on the event loop of the process that owns it.
+
+    ``poll_timeout`` is the duration of a poll without news, in seconds; a reader not seen for three of them
+    is dropped. ``on_publish`` passes the table to a reader in this process.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsAggregator,
+        poll_timeout: float = 5.0,
+        on_publish: Callable[[RoutingTable], None] = lambda table: None,
+    ) -> None:
+        self.table = RoutingTable()
+        self._metrics = metrics
+        self._poll_timeout = poll_timeout
+        self._on_publish = on_publish
+        self._readers: dict[str, _TableReader] = {}
+        self._collection = 0
+        self._reader_changed = asyncio.Event()
+
+    async def poll(
+        self, source: str, generation: int, samples: MetricsReport | None
+    ) -> RoutingTable | Nudge | None:
+        """Answer a long poll with the next table, a request for samples, or None after the timeout."""
+        reader = self._readers.setdefault(source, _TableReader())
+        reader.generation, reader.last_seen = generation, time.monotonic()
+        if samples is not None:
+            self._metrics.put(source, samples)
+            reader.collection = self._collection
+        self._reader_changed.set()
+        if generation > self.table.generation:
+            # The reader has a later table than ours: the clock was set back between two runs of this process.
+            self.table = replace(self.table, generation=generation + 1)
+        reader.wake.clear()
+        if self.table.generation == generation and reader.collection == self._collection:
+            try:
+                await asyncio.wait_for(reader.wake.wait(), self._poll_timeout)
+            except asyncio.TimeoutError:
+                return "samples"
+        reader.last_seen = time.monotonic()
+        if self.table.generation != generation:
+            return self.table
+        return "samples" if reader.collection != self._collection else None
+
+    def expect_readers(self, sources: set[str]) -> None:
+        """Wait for the readers of a predecessor, which will poll here, before a change counts as applied."""
+        for source in sources:
+            self._readers.setdefault(source, _TableReader(last_seen=time.monotonic()))
+
+    def disconnect(self, source: str, samples: MetricsReport | None = None) -> None:
+        """Remove a reader that ends or was found dead; its counts stay in the totals."""
+        if samples is not None:
+            self._metrics.put(source, samples)
+        self._readers.pop(source, None)
+        self._metrics.end(source)
+        self._reader_changed.set()
+
+    def publish(self, table: RoutingTable) -> None:
+        """Replace the table; every waiting reader receives it at once."""
+        self.table = table
+        self._on_publish(table)
+        for reader in self._readers.values():
+            reader.wake.set()
+
+    def next_generation(self) -> int:
+        """Return a number above every earlier one, also before a restart: milliseconds since the epoch."""
+        return max(self.table.generation + 1, time.time_ns() // 1_000_000)
+
+    async def wait_until_applied(
+        self, timeout: float, live_readers: Callable[[], Awaitable[set[str]]]
+    ) -> list[str]:
+        """Wait until every live reader has the published table; return the sources that still lack it.
+
+        ``live_readers`` returns the sources that run; it is called only when a reader is slow, so that a
+        killed reader delays nobody.
+        """
+        generation = self.table.generation
+        return await self._wait_for_readers(lambda r: r.generation >= generation, timeout, live_readers)
+
+    async def collect_metrics(self, timeout: float, live_readers: Callable[[], Awaitable[set[str]]]) -> None:
+        """Bring the samples of every live reader up to date."""
+        self._collection += 1
+        collection = self._collection
+        for reader in self._readers.values():
+            reader.wake.set()
+        await self._wait_for_readers(lambda r: r.collection >= collection, timeout, live_readers)
+
+    async def _wait_for_readers(
+        self,
+        is_done: Callable[[_TableReader], bool],
+        timeout: float,
+        live_readers: Callable[[], Awaitable[set[str]]],
+    ) -> list[str]:
+        deadline = time.monotonic() + timeout
+        while True:
+            self._drop_silent()
+            missing = [source for source, reader in self._readers.items() if not is_done(reader)]
+            remaining = deadline - time.monotonic()
+            if not missing or remaining <= 0:
+                return missing
+            self._reader_changed.clear()
+            try:
+                await asyncio.wait_for(self._reader_changed.wait(), min(_LIVENESS_CHECK_S, remaining))
+            except asyncio.TimeoutError:
+                running = await live_readers()
+                for source in missing:
+                    if source not in running:
+                        self.disconnect(source)
+
+    def _drop_silent(self) -> None:
+        limit = time.monotonic() - 3 * self._poll_timeout
+        for source in [s for s, reader in self._readers.items() if reader.last_seen < limit]:
+            self.disconnect(source)
