@@ -1,7 +1,7 @@
-"""The keys that requests show: TorchServe's three, made at each start, and the operator's own.
+"""The API keys: TorchServe's three, created at each start, and the operator's own.
 
-What leaves this file are digests and what each key may do; the keys of TorchServe's kind stand in
-``key_file.json`` and nowhere else, the operator's own are nowhere in this server at all.
+Other modules receive only digests and rights. TorchServe's keys are stored in ``key_file.json`` alone, and
+the operator's own keys are not stored by this server at all.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from serve_app.domain.access import AccessTable, KeyGrant, Right
 from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
 from serve_app.settings import Settings
-from serve_app.types import Access, Grant, Right
 
 _ROLES: dict[str, frozenset[Right]] = {
     "infer": frozenset({"infer"}),
@@ -38,7 +38,7 @@ _EXPIRES = "expiration time"
 _SIZE = 18  # random bytes of a key, 24 characters; TorchServe's six could be guessed from their digest
 
 
-class Keys:
+class ApiKeys:
     """The keys of one start of the server. Blocking: it reads and writes files.
 
     ``run`` names that start. A crash of this process is not a new one: the keys in the file that was written
@@ -48,31 +48,35 @@ class Keys:
     def __init__(self, settings: Settings, run: str, environ: Mapping[str, str] = os.environ) -> None:
         self._path = settings.key_file
         self._seconds = settings.auth.token_expiration * 60
-        self._own: dict[bytes, Grant] = {}
+        self._own: dict[bytes, KeyGrant] = {}
         for key in settings.auth.keys:
             digest = key.digest(environ)
             if digest in self._own:
-                raise ConfigurationError("auth.keys", f"the key named {key.name!r} is there twice; one key, one entry")
-            self._own[digest] = Grant(_ROLES[key.role], key.patterns)
+                raise ConfigurationError(
+                    "auth.keys", f"the key named {key.name!r} is there twice; one key, one entry"
+                )
+            self._own[digest] = KeyGrant(_ROLES[key.role], key.patterns)
         self._tokens: dict[str, dict[str, str]] = {}
         if settings.auth.torchserve_tokens:
             try:
-                self._begin(settings.key_run, run)
+                self._begin(settings.key_run_file, run)
             except OSError as error:
                 cure = "make its folder writable for the server, or set auth.key_file to another path"
-                raise ConfigurationError(str(self._path), f"cannot be written ({error.strerror}); {cure}") from None
+                raise ConfigurationError(
+                    str(self._path), f"cannot be written ({error.strerror}); {cure}"
+                ) from None
 
     @property
-    def access(self) -> Access:
-        """Every key's digest, and what it may do."""
+    def access(self) -> AccessTable:
+        """Return every key's digest with its rights."""
         grants = dict(self._own)
         for kind, token in self._tokens.items():
             expires = _instant(token[_EXPIRES]) if _EXPIRES in token else None
-            grants[sha256(token["key"].encode()).digest()] = Grant(_KINDS[kind], expires=expires)
-        return Access(grants)
+            grants[sha256(token["key"].encode()).digest()] = KeyGrant(_KINDS[kind], expires=expires)
+        return AccessTable(grants)
 
     def renew(self, kind: str) -> None:
-        """Another key of one of TorchServe's kinds. Raises Unavailable; the old key holds on then."""
+        """Replace one of TorchServe's keys. Raises Unavailable; the old key then stays valid."""
         if not self._tokens:
             raise InvalidToken()
         after = {**self._tokens, kind: self._token(kind)}
@@ -100,27 +104,27 @@ class Keys:
         return token
 
 
-def _checked(said: Any) -> dict[str, dict[str, str]]:
-    """The three keys of a file. Raises ValueError for what is not one of ours."""
-    if not isinstance(said, dict) or set(said) != set(_KINDS):
+def _checked(tokens: Any) -> dict[str, dict[str, str]]:
+    """Return the three keys of a file. Raises ValueError for a file that is not one of ours."""
+    if not isinstance(tokens, dict) or set(tokens) != set(_KINDS):
         raise ValueError
-    for kind, token in said.items():
+    for kind, token in tokens.items():
         if not isinstance(token, dict) or not isinstance(token.get("key"), str) or not token["key"]:
             raise ValueError
         if kind != "API":
             _instant(token.get(_EXPIRES))
-    return said
+    return tokens
 
 
 def _instant(text: Any) -> float:
-    """Seconds of time.time() of an ISO instant. Raises ValueError."""
+    """Return the seconds since the epoch of an ISO instant. Raises ValueError."""
     if not isinstance(text, str) or not text.endswith("Z"):
         raise ValueError
     return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", text[:-1]) + "+00:00").timestamp()
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that only this user may read, whole or not at all."""
+    """Write a file that only this user may read, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:

@@ -1,7 +1,7 @@
-"""Makes Ray Serve agree with the registry: what is seen, what should be, and the steps between.
+"""Reconciliation of Ray Serve with the registry: observation, desired state, and the actions between them.
 
-``plan`` is a pure function; ``Reconciler`` looks and acts. Both can be repeated at any moment:
-when nothing differs, nothing is done.
+``plan`` is a pure function; ``Reconciler`` observes and acts. Both may be repeated at any moment: when
+nothing differs, there is no action.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from ray import serve
 from ray._private.state import available_resources_per_node
 from ray.serve.context import _get_global_client
 
-from serve_app.control.registry import Desired
-from serve_app.types import ModelSpec, Worker
+from serve_app.control.registry import DesiredState
+from serve_app.domain.model import ModelSpec, ReplicaInfo
 
 log = logging.getLogger("torchrelay.reconciler")
 
-OURS = "torchrelay"  # the key in user_config by which an application is known as ours
+OURS = "torchrelay"  # the key in user_config that marks an application of this server
 ATTEMPT = "attempt"
 
-# A replica whose route or settings change is UPDATING for a moment, one that a new controller has found again is
-# RECOVERING; both answer all the while.
-_SERVES = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
+# A replica whose route or settings change is UPDATING for a moment, and one that a new controller has found
+# again is RECOVERING; both execute requests meanwhile.
+_READY_STATES = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One version's application, as Serve has it now."""
+class ObservedApp:
+    """One version's application, as Serve reports it now."""
 
     app: str
     route: str | None
-    replicas: int  # asked for
+    replicas: int  # requested
     config: Mapping[str, Any]
     attempt: int
     status: str  # of the application: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, DELETING
     message: str
-    workers: tuple[Worker, ...]  # alive, ready or not
-    scaling: Mapping[str, Any] | None = None  # what the autoscaler goes by; None: it has nothing to do with it
+    workers: tuple[ReplicaInfo, ...]  # alive, ready or not
+    scaling: Mapping[str, Any] | None = None  # the autoscaler's configuration; None without autoscaling
 
     @property
     def running(self) -> int:
@@ -51,104 +51,113 @@ class Seen:
 
     @property
     def failed(self) -> bool:
-        """Serve has given up starting it."""
+        """Return whether Serve has stopped trying to start it."""
         return self.status == "DEPLOY_FAILED" and self.running == 0
 
 
 @dataclass(frozen=True)
-class Deploy:
-    desired: Desired
+class DeployAction:
+    """The deployment of an application, new or changed."""
+
+    desired: DesiredState
     route: str | None
     attempt: int = 0  # a rolling update that Serve gave up goes on only when something differs: this number
     scaling: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
-class Delete:
+class DeleteAction:
+    """The deletion of an application."""
+
     app: str
 
 
 def plan(
-    desired: Mapping[str, Desired],
-    seen: Mapping[str, Seen],
-    config_of: Callable[[Desired], Mapping[str, Any]],
-    scaling_of: Callable[[ModelSpec, bool], Mapping[str, Any] | None],
-) -> list[list[Deploy | Delete]]:
-    """The steps from what is seen to what is desired, in waves: a wave begins when the one before was accepted.
+    desired: Mapping[str, DesiredState],
+    observed: Mapping[str, ObservedApp],
+    user_config: Callable[[DesiredState], Mapping[str, Any]],
+    autoscaling_config: Callable[[ModelSpec, bool], Mapping[str, Any] | None],
+) -> list[list[DeployAction | DeleteAction]]:
+    """Return the actions from the observed to the desired state, in waves.
 
-    An application gets its route once a replica of it runs, and gives it back when it goes to sleep: without a
-    replica the gateway answers, and can wait, or say that it is loading. A route changes hands in two waves, for
-    Serve refuses to give one away that is still held. ``scaling_of`` says what the autoscaler should be told, of
-    a version that it has, or has not, had to do with before; how many replicas there are is then its own affair.
+    A wave starts when Serve has accepted the one before. An application gets its route once a replica of it
+    runs, and loses it when it scales to zero: without a replica the gateway answers, and can wait or return
+    that the model is loading. A route moves in two waves, because Serve refuses a route that is still in use.
+    ``autoscaling_config`` returns the autoscaler's configuration of a version, given whether the autoscaler
+    manages the version already; it then determines the number of replicas.
     """
-    unwanted = [app for app, s in seen.items() if app not in desired and s.status != "DELETING"]
-    first: list[Deploy | Delete] = [Delete(app) for app in unwanted]
-    then: list[Deploy | Delete] = []
-    held = {s.route: s.app for s in seen.values() if s.route and s.app in desired}
-    for app, want in desired.items():
-        have = seen.get(app)
-        if have is not None and have.status == "DELETING":
-            continue  # its name is free again when its replicas have drained
-        route = want.route if have is not None and (have.running or (have.route and have.replicas)) else None
-        scaling = scaling_of(want.spec, have is not None and have.scaling is not None)
-        attempt = have.attempt + (have.status == "DEPLOY_FAILED") if have is not None else 0
-        same = (
-            have is not None
-            and have.route == route
-            and _scales(have, want, scaling)
-            and have.config == config_of(want)
-            and have.attempt == attempt
+    unwanted = [app for app, s in observed.items() if app not in desired and s.status != "DELETING"]
+    first: list[DeployAction | DeleteAction] = [DeleteAction(app) for app in unwanted]
+    second: list[DeployAction | DeleteAction] = []
+    route_owners = {s.route: s.app for s in observed.values() if s.route and s.app in desired}
+    for app, state in desired.items():
+        current = observed.get(app)
+        if current is not None and current.status == "DELETING":
+            continue  # its name is free again when its replicas current drained
+        route = (
+            state.route
+            if current is not None and (current.running or (current.route and current.replicas))
+            else None
         )
-        if not same:
-            wave = then if route and held.get(route, app) != app else first
-            wave.append(Deploy(want, route, attempt, scaling))
-    return [wave for wave in (first, then) if wave]
+        scaling = autoscaling_config(state.spec, current is not None and current.scaling is not None)
+        attempt = current.attempt + (current.status == "DEPLOY_FAILED") if current is not None else 0
+        is_unchanged = (
+            current is not None
+            and current.route == route
+            and _has_desired_scale(current, state, scaling)
+            and current.config == user_config(state)
+            and current.attempt == attempt
+        )
+        if not is_unchanged:
+            wave = second if route and route_owners.get(route, app) != app else first
+            wave.append(DeployAction(state, route, attempt, scaling))
+    return [wave for wave in (first, second) if wave]
 
 
-def _scales(have: Seen, want: Desired, scaling: Mapping[str, Any] | None) -> bool:
-    """Whether as many replicas are asked for as should be, or the autoscaler knows how many."""
-    if scaling is None or have.scaling is None:
-        return scaling is have.scaling and have.replicas == want.low
-    return all(have.scaling.get(key) == value for key, value in scaling.items())
+def _has_desired_scale(current: ObservedApp, state: DesiredState, scaling: Mapping[str, Any] | None) -> bool:
+    """Return whether the requested replicas, or the autoscaler's bounds, are the desired ones."""
+    if scaling is None or current.scaling is None:
+        return scaling is current.scaling and current.replicas == state.min_replicas
+    return all(current.scaling.get(key) == value for key, value in scaling.items())
 
 
 class Reconciler:
-    """Looks at Serve and acts on it. Blocking, and not thread-safe: one thread calls it."""
+    """The observer of Serve and its only writer. Blocking, and not thread-safe: a single thread calls it."""
 
     def __init__(
         self,
-        application: Callable[[Deploy], Any],
-        config_of: Callable[[Desired], Mapping[str, Any]],
-        scaling_of: Callable[[ModelSpec, bool], Mapping[str, Any] | None],
+        build_application: Callable[[DeployAction], Any],
+        user_config: Callable[[DesiredState], Mapping[str, Any]],
+        autoscaling_config: Callable[[ModelSpec, bool], Mapping[str, Any] | None],
     ) -> None:
-        self._application = application
-        self._config_of = config_of
-        self._scaling_of = scaling_of
+        self._build_application = build_application
+        self._user_config = user_config
+        self._autoscaling_config = autoscaling_config
 
-    def look(self) -> dict[str, Seen]:
-        """Every application of ours, by name."""
+    def observe(self) -> dict[str, ObservedApp]:
+        """Return every application of this server, by name."""
         details = _get_global_client().get_serve_details()
-        seen = {}
+        observed = {}
         for name, app in details["applications"].items():
             for deployment in app["deployments"].values():
                 config = deployment["deployment_config"]
-                ours = config.get("user_config") or {}
-                if OURS in ours:
-                    seen[name] = Seen(
+                user_config = config.get("user_config") or {}
+                if OURS in user_config:
+                    observed[name] = ObservedApp(
                         app=name,
                         route=app["route_prefix"],
                         replicas=deployment["target_num_replicas"],
-                        config={key: value for key, value in ours.items() if key != ATTEMPT},
-                        attempt=ours.get(ATTEMPT, 0),
+                        config={key: value for key, value in user_config.items() if key != ATTEMPT},
+                        attempt=user_config.get(ATTEMPT, 0),
                         status=str(getattr(app["status"], "value", app["status"])),
-                        message=plain(deployment["message"] or app["message"] or ""),
-                        workers=tuple(_worker(r) for r in deployment["replicas"]),
+                        message=explain_message(deployment["message"] or app["message"] or ""),
+                        workers=tuple(_to_replica_info(r) for r in deployment["replicas"]),
                         scaling=config.get("autoscaling_config"),
                     )
-        return seen
+        return observed
 
-    def sources(self, states: tuple[str, ...] = ()) -> set[str]:
-        """The replica ids of everything that runs, the gateways too; with ``states``, of what is in one of them."""
+    def list_replicas(self, states: tuple[str, ...] = ()) -> set[str]:
+        """Return the ids of all replicas, gateways included; with ``states``, of those in one of them."""
         details = _get_global_client().get_serve_details()
         return {
             replica["replica_id"]
@@ -158,68 +167,70 @@ class Reconciler:
             if not states or str(getattr(replica["state"], "value", replica["state"])) in states
         }
 
-    def free(self) -> dict[str, dict[str, float]]:
-        """The CPUs, GPUs and what else nobody has claimed on each machine, by its address."""
+    def get_free_resources(self) -> dict[str, dict[str, float]]:
+        """Return each machine's free CPUs, GPUs and other resources, by its address."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         free: dict[str, dict[str, float]] = {}
-        for node, has in available_resources_per_node().items():
+        for node, resources in available_resources_per_node().items():
             address = addresses.get(node, node)
-            free[f"{address} ({node[:6]})" if address in free else address] = has  # several nodes on one machine
+            # Several nodes may run on one machine.
+            free[f"{address} ({node[:6]})" if address in free else address] = resources
         return free
 
-    def act(self, desired: Mapping[str, Desired], seen: Mapping[str, Seen]) -> int:
-        """Take the steps that ``plan`` names; how many there were."""
-        steps = 0
-        for wave in plan(desired, seen, self._config_of, self._scaling_of):
+    def act(self, desired: Mapping[str, DesiredState], observed: Mapping[str, ObservedApp]) -> int:
+        """Execute the actions of ``plan``; return their number."""
+        count = 0
+        for wave in plan(desired, observed, self._user_config, self._autoscaling_config):
             targets = []
-            for step in wave:
-                steps += 1
-                if isinstance(step, Delete):
-                    log.info("deleting %s", step.app)
-                    serve.delete(step.app, _blocking=False)
+            for action in wave:
+                count += 1
+                if isinstance(action, DeleteAction):
+                    log.info("deleting %s", action.app)
+                    serve.delete(action.app, _blocking=False)
                 else:
-                    app = step.desired.spec.ref.app
-                    low, high = step.desired.low, step.desired.high
-                    count = f"{low} to {high}" if low < high else low
-                    log.info("deploying %s: %s replicas, route %s", app, count, step.route)
-                    targets.append(serve.RunTarget(self._application(step), app, step.route))
+                    app = action.desired.spec.ref.app
+                    low, high = action.desired.min_replicas, action.desired.max_replicas
+                    replicas = f"{low} to {high}" if low < high else low
+                    log.info("deploying %s: %s replicas, route %s", app, replicas, action.route)
+                    targets.append(serve.RunTarget(self._build_application(action), app, action.route))
             if targets:
                 serve.run_many(
                     targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
                 )
-        return steps
+        return count
 
 
-def plain(message: str) -> str:
-    """Ray Serve's message without colours, and with what it means where Ray names only a class of its own."""
-    text = _COLOUR.sub("", message).strip()
+def explain_message(message: str) -> str:
+    """Return Ray Serve's message without colours, explained where Ray names only one of its classes."""
+    text = _ANSI_COLOUR.sub("", message).strip()
     if "ActorDiedError" in text:
-        return f"{_ENDED}\n{text}"
+        return f"{_PROCESS_ENDED}\n{text}"
     return text
 
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_ENDED = (
-    "The replica's process ended while it loaded the model: the handler ended it (os._exit), or native code of it "
+_ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PROCESS_ENDED = (
+    "The replica's process ended while it loaded the model: the handler ended it (os._exit), or its "
+    "native code "
     "crashed (the server's log then shows where), or the system killed it because memory ran out."
 )
 
 
-def _worker(replica: Mapping[str, Any]) -> Worker:
+def _to_replica_info(replica: Mapping[str, Any]) -> ReplicaInfo:
     state = str(getattr(replica["state"], "value", replica["state"]))
-    pid = replica.get("pid") or 0  # not there before its process is
-    return Worker(
+    pid = replica.get("pid") or 0  # absent before its process starts
+    return ReplicaInfo(
         id=replica["replica_id"],
         pid=pid,
-        started=replica["start_time_s"],
-        ready=state in _SERVES,
-        memory=_resident(pid),
+        started_at=replica["start_time_s"],
+        ready=state in _READY_STATES,
+        memory=_resident_bytes(pid),
         node=replica.get("node_ip") or "",
     )
 
 
-def is_dead(worker: Worker) -> bool:
-    """Whether a replica of this machine has no process any more; Serve may take seconds to see that."""
+def is_dead(worker: ReplicaInfo) -> bool:
+    """Return whether the process of a replica on this machine has ended; Serve may notice seconds later."""
     if worker.node != ray.util.get_node_ip_address():
         return False
     try:
@@ -230,8 +241,8 @@ def is_dead(worker: Worker) -> bool:
         return False
 
 
-def _resident(pid: int) -> int:
-    """Resident bytes of a process of this machine; 0 for another machine's."""
+def _resident_bytes(pid: int) -> int:
+    """Return the resident bytes of a process on this machine; 0 for one on another machine."""
     try:
         process = psutil.Process(pid)
         return process.memory_info().rss if "ray" in process.name().lower() else 0

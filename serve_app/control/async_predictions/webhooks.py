@@ -1,7 +1,7 @@
-"""Telling a URL of the caller's that a prediction has ended, signed as standardwebhooks.com has it.
+"""Webhooks to a caller's URL when a prediction has ended, signed as standardwebhooks.com specifies.
 
-A request to a URL that a stranger names reaches whatever this machine reaches, so no URL is allowed until the
-operator names patterns of them (``asynchronous.webhook_urls``). No redirect is followed.
+A request to a caller's URL reaches every host that this machine reaches, so no URL is allowed until the
+operator names patterns of them (``async_predictions.webhook_urls``). No redirect is followed.
 """
 
 from __future__ import annotations
@@ -21,55 +21,59 @@ from urllib.parse import SplitResult, urlsplit
 import orjson
 
 from serve_app.errors import BadRequest, ConfigurationError
-from serve_app.settings import AsynchronousSettings
+from serve_app.settings import AsyncPredictionSettings
 
 log = logging.getLogger("torchrelay.management")
 
-_LONGEST = 300.0  # seconds between two attempts
+_MAX_RETRY_PAUSE = 300.0  # seconds between two attempts
 _PORTS = {"http": 80, "https": 443}
 
 
-class Webhooks:
-    """Raises ConfigurationError where there is nothing to sign with, or a pattern is none."""
+class WebhookSender:
+    """A sender of webhooks. Raises ConfigurationError without a secret, or for an invalid pattern."""
 
-    def __init__(self, settings: AsynchronousSettings, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, settings: AsyncPredictionSettings, environ: Mapping[str, str] = os.environ) -> None:
         self._patterns = [_pattern(text) for text in settings.webhook_urls]
-        self._secret = _secret(settings.webhook_secret, environ) if self._patterns else b""
+        self._secret = _read_secret(settings.webhook_secret, environ) if self._patterns else b""
         self._attempts = settings.webhook_attempts
         self._timeout = settings.webhook_timeout
-        self._first_pause = settings.webhook_pause
+        self._first_pause = settings.webhook_backoff
         self._client: Any = None
 
     def check(self, url: str) -> None:
-        """Raises BadRequest where ``url`` may not be told of anything."""
+        """Raise BadRequest for a URL that is not allowed."""
         if not self._patterns:
-            raise BadRequest("No webhook is allowed here: asynchronous.webhook_urls names none.")
+            raise BadRequest("No webhook is allowed here: async_predictions.webhook_urls names none.")
         try:
             parts = urlsplit(url)
             allowed = parts.username is None and any(_matches(parts, pattern) for pattern in self._patterns)
         except ValueError:
             allowed = False
         if not allowed:
-            raise BadRequest(f"The webhook {url[:200]} is none of those that asynchronous.webhook_urls allows.")
+            raise BadRequest(
+                f"The webhook {url[:200]} is none of those that async_predictions.webhook_urls allows."
+            )
 
-    async def tell(self, url: str, id: str, document: Mapping[str, Any]) -> bool:
-        """POST it until it is taken (2xx), with ever longer pauses; whether it was."""
+    async def send(self, url: str, id: str, document: Mapping[str, Any]) -> bool:
+        """POST a document until the response is 2xx, with growing pauses; return whether it was delivered."""
         body = orjson.dumps(document)
         for attempt in range(self._attempts):
             if attempt:
-                await asyncio.sleep(min(self._first_pause * 2 ** (attempt - 1), _LONGEST))
-            why = await self._post(url, self._signed(id, body), body)
-            if why is None:
+                await asyncio.sleep(min(self._first_pause * 2 ** (attempt - 1), _MAX_RETRY_PAUSE))
+            error = await self._post(url, self._signed_headers(id, body), body)
+            if error is None:
                 return True
-            log.info("the webhook of prediction %s was not taken (attempt %d): %s", id, attempt + 1, why)
-        log.warning("the webhook of prediction %s was not taken in %d attempts: %s", id, self._attempts, why)
+            log.info("the webhook of prediction %s was not taken (attempt %d): %s", id, attempt + 1, error)
+        log.warning(
+            "the webhook of prediction %s was not taken in %d attempts: %s", id, self._attempts, error
+        )
         return False
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.aclose()
 
-    def _signed(self, id: str, body: bytes) -> dict[str, str]:
+    def _signed_headers(self, id: str, body: bytes) -> dict[str, str]:
         at = str(int(time.time()))
         digest = hmac.digest(self._secret, f"{id}.{at}.".encode() + body, hashlib.sha256)
         signature = f"v1,{base64.b64encode(digest).decode()}"
@@ -82,26 +86,26 @@ class Webhooks:
         if self._client is None:
             self._client = httpx.AsyncClient(timeout=self._timeout, follow_redirects=False, trust_env=False)
         try:
-            async with self._client.stream("POST", url, headers=headers, content=body) as answer:
-                return None if answer.is_success else f"status {answer.status_code}"
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return f"{type(error).__name__}: {error}"
+            async with self._client.stream("POST", url, headers=headers, content=body) as response:
+                return None if response.is_success else f"status {response.status_code}"
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            return f"{type(exc).__name__}: {exc}"
 
 
 def _pattern(text: str) -> SplitResult:
     try:
         parts = urlsplit(text)
-        whole = parts.scheme in _PORTS and parts.hostname and parts.port != 0 and parts.username is None
-    except ValueError:  # a port that is none
-        whole = False
-    if not whole or parts.query or parts.fragment:
+        is_valid = parts.scheme in _PORTS and parts.hostname and parts.port != 0 and parts.username is None
+    except ValueError:  # an invalid port
+        is_valid = False
+    if not is_valid or parts.query or parts.fragment:
         cure = "write scheme, host and path, and * for any part of host or path: https://*.example.com/*"
-        raise ConfigurationError("asynchronous.webhook_urls", f"{text!r} is no pattern of URLs; {cure}")
+        raise ConfigurationError("async_predictions.webhook_urls", f"{text!r} is no pattern of URLs; {cure}")
     return parts
 
 
 def _matches(url: SplitResult, pattern: SplitResult) -> bool:
-    """Part by part, so that a star in a host ends with the host."""
+    """Match part by part, so that a star in a host ends with the host."""
     if url.scheme != pattern.scheme or url.hostname is None:
         return False
     ports = [parts.port or _PORTS[parts.scheme] for parts in (url, pattern)]
@@ -109,9 +113,11 @@ def _matches(url: SplitResult, pattern: SplitResult) -> bool:
     return ports[0] == ports[1] and fnmatchcase(url.hostname, host) and fnmatchcase(url.path or "/", path)
 
 
-def _secret(said: str, environ: Mapping[str, str]) -> bytes:
-    kind, _, name = said.partition(":")
+def _read_secret(setting: str, environ: Mapping[str, str]) -> bytes:
+    kind, _, name = setting.partition(":")
     if kind != "env" or not environ.get(name):
         cure = "write env: and a variable of the server's environment that holds it"
-        raise ConfigurationError("asynchronous.webhook_secret", f"webhooks are signed, and there is no secret; {cure}")
+        raise ConfigurationError(
+            "async_predictions.webhook_secret", f"webhooks are signed, and there is no secret; {cure}"
+        )
     return environ[name].encode()

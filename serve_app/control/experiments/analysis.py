@@ -1,4 +1,4 @@
-"""What an experiment has shown so far: figures, verdicts and plain sentences, of counts alone; no state."""
+"""The analysis of an experiment: estimates, verdicts and sentences, computed from counts without state."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from serve_app.control.statistics import (
-    MINIMUM_COUNT,
-    MINIMUM_GROUPS,
-    Difference,
+from serve_app.domain.experiment import ExperimentMetric
+from serve_app.domain.sequential_statistics import (
+    MIN_COUNT,
+    MIN_GROUPS,
     Estimate,
     Groups,
-    calls_to_show,
+    MeanDifference,
     difference,
     interval,
-    sample_ratio,
+    required_growth,
+    sample_ratio_p_value,
 )
-from serve_app.experiment import Metric
 
 Verdict = Literal["better", "worse", "no_difference_seen", "not_yet_known"]
 
@@ -27,7 +27,7 @@ ALARM = 0.01  # a sample ratio's p-value at which nothing is to be trusted
 _DISTRUST = "Not to be trusted: the arms' sizes do not fit their weights."
 
 
-class _Kind(NamedTuple):
+class _MetricKind(NamedTuple):
     unit: str  # of a mean, as it is answered
     of_difference: str
     scale: float  # from what was counted
@@ -38,10 +38,12 @@ class _Kind(NamedTuple):
     sought: str
 
 
-_NUMBER = _Kind("", "", 1.0, "values", (-math.inf, math.inf), 0.1, 0.0, "10 %")
+_NUMBER = _MetricKind("", "", 1.0, "values", (-math.inf, math.inf), 0.1, 0.0, "10 %")
 _KINDS = {
-    "latency": _NUMBER._replace(unit="ms", of_difference=" ms", scale=1000.0, values="calls", bounds=(0.0, math.inf)),
-    "error_rate": _Kind(
+    "latency": _NUMBER._replace(
+        unit="ms", of_difference=" ms", scale=1000.0, values="calls", bounds=(0.0, math.inf)
+    ),
+    "error_rate": _MetricKind(
         "percent", " percentage points", 100.0, "calls", (0.0, 1.0), 0.0, 0.005, "half a percentage point"
     ),
     "output": _NUMBER,
@@ -50,29 +52,32 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Tally:
-    """What one arm's calls came to."""
+class ArmTotals:
+    """The totals of one arm."""
 
     name: str
     version: str
     weight: int  # basis points
     units: int  # distinct keys, or calls where each call is dealt by itself
     calls: int
-    groups: Mapping[str, Groups]  # of each metric: group -> how many values, and their sum (latencies in seconds)
+    groups: Mapping[
+        str, Groups
+    ]  # of each metric: group -> how many values, and their sum (latencies in seconds)
 
 
 def assess(
-    arms: Sequence[Tally],
-    metrics: Sequence[Metric],
+    arms: Sequence[ArmTotals],
+    metrics: Sequence[ExperimentMetric],
     baseline: str,
     alpha: float = 0.05,
     p_value: float = 1.0,
 ) -> dict[str, Any]:
-    """How the arms compare with the baseline, as JSON; true at all times at once with probability 1 - ``alpha``.
+    """Compare the arms with the baseline; return the results as JSON.
 
-    ``alpha`` is divided evenly among the comparisons, of each metric and each arm with the baseline, so that it holds
-    for all of them together. Latencies are answered in milliseconds, error rates in percent; what is not known is
-    null. ``p_value`` is the least that was answered for the sample ratio before: an alarm then stays.
+    All statements hold at all times at once with probability 1 - ``alpha``, which is divided evenly among the
+    comparisons of each metric and each arm. Latencies are in milliseconds, error rates in percent; unknown
+    values are null. ``p_value`` is the lowest one returned for the sample ratio before, so that an alarm
+    persists.
 
     Raises ValueError when the baseline is none of the arms.
     """
@@ -84,17 +89,24 @@ def assess(
     ratio = _sample_ratio(arms, p_value)
     of_metrics: dict[str, Any] = {}
     for metric in metrics:
-        seen = {arm.name: Estimate.of(arm.groups.get(metric.name, {}), metric.kind == "error_rate") for arm in arms}
+        seen = {
+            arm.name: Estimate.from_groups(arm.groups.get(metric.name, {}), metric.kind == "error_rate")
+            for arm in arms
+        }
         compared = {
-            rival: _Comparison(metric, rival, baseline, seen[rival], seen[baseline], each, f"({100 * (1 - alpha):g} %)")
+            rival: _ArmComparison(
+                metric, rival, baseline, seen[rival], seen[baseline], each, f"({100 * (1 - alpha):g} %)"
+            )
             for rival in rivals
         }
         of_metrics[metric.name] = {
             "kind": metric.kind,
-            "goal": metric.wanted,
+            "goal": metric.direction,
             "unit": _KINDS[metric.kind].unit,
             "arms": {name: _mean(_KINDS[metric.kind], estimate, each) for name, estimate in seen.items()},
-            "differences": {rival: comparison.document(not ratio["alarm"]) for rival, comparison in compared.items()},
+            "differences": {
+                rival: comparison.document(not ratio["alarm"]) for rival, comparison in compared.items()
+            },
         }
     return {
         "sentence": _summary(of_metrics, rivals, baseline, not ratio["alarm"]),
@@ -111,7 +123,7 @@ def assess(
     }
 
 
-def _mean(kind: _Kind, seen: Estimate, alpha: float) -> dict[str, Any]:
+def _mean(kind: _MetricKind, seen: Estimate, alpha: float) -> dict[str, Any]:
     low, high = interval(seen, alpha)
     least, most = kind.bounds
     return {
@@ -123,10 +135,10 @@ def _mean(kind: _Kind, seen: Estimate, alpha: float) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    """One arm with the baseline, on one metric."""
+class _ArmComparison:
+    """A comparison of one arm with the baseline, on one metric."""
 
-    metric: Metric
+    metric: ExperimentMetric
     arm: str
     baseline: str
     seen: Estimate
@@ -135,11 +147,11 @@ class _Comparison:
     sure: str
 
     @property
-    def kind(self) -> _Kind:
+    def kind(self) -> _MetricKind:
         return _KINDS[self.metric.kind]
 
     @cached_property
-    def gap(self) -> Difference:
+    def gap(self) -> MeanDifference:
         return difference(self.seen, self.base, self.alpha)
 
     @property
@@ -150,20 +162,23 @@ class _Comparison:
     @property
     def verdict(self) -> Verdict:
         if self.gap.low > 0 or self.gap.high < 0:
-            return "better" if (self.gap.low > 0) == (self.metric.wanted == "increase") else "worse"
+            return "better" if (self.gap.low > 0) == (self.metric.direction == "increase") else "worse"
         excluded = -self.sought < self.gap.low and self.gap.high < self.sought
         return "no_difference_seen" if excluded else "not_yet_known"
 
     @property
     def more(self) -> int | None:
-        """How many more calls of both arms would show such a difference, to two digits; None where none can tell."""
+        """Return how many more calls of both arms would show such a difference, to two digits.
+
+        The result is None where it cannot be computed.
+        """
         if self.verdict != "not_yet_known" or not math.isfinite(self.gap.low) or not self.sought:
             return None
-        times = calls_to_show(self.seen, self.base, self.sought, self.alpha)
+        times = required_growth(self.seen, self.base, self.sought, self.alpha)
         more = (times - 1) * float(self.seen.count + self.base.count)
         if not 0 < more < 1e9:
             return None
-        digit = 10 ** max(0, math.floor(math.log10(more)) - 1)
+        digit: int = 10 ** max(0, math.floor(math.log10(more)) - 1)
         return math.ceil(more / digit) * digit
 
     @property
@@ -179,7 +194,9 @@ class _Comparison:
             amount = f"{amount.lstrip('-')}{kind.of_difference} {'more' if gap.difference > 0 else 'less'}"
             found = f"{self.arm} is {verdict} than {self.baseline} on {metric}"
             return f"{found}: {amount}, ± {spread} {self.sure}, {over}."
-        found = f"{self.arm}'s {metric} differs from {self.baseline}'s by {amount} ± {spread}{kind.of_difference}"
+        found = (
+            f"{self.arm}'s {metric} differs from {self.baseline}'s by {amount} ± {spread}{kind.of_difference}"
+        )
         found = f"{found} {self.sure}, {over}"
         if verdict == "no_difference_seen":
             return f"No difference seen: {found}, so by less than {kind.sought}."
@@ -188,17 +205,20 @@ class _Comparison:
 
     @property
     def why_not(self) -> str:
-        """Why nothing can be said of the difference."""
+        """Return why the difference is unknown."""
         counted = {self.arm: self.seen, self.baseline: self.base}
         metric = f"{self.metric.name} of {self.arm} and {self.baseline}"
         if broken := [arm for arm, each in counted.items() if each.count and not math.isfinite(each.mean)]:
             return f"{self.metric.name} of {broken[0]} has values that are no finite numbers"
-        if min(each.count for each in counted.values()) < MINIMUM_COUNT:
+        if min(each.count for each in counted.values()) < MIN_COUNT:
             have = " and ".join(f"{int(each.count):,}" for each in counted.values())
-            return f"{metric} has {have} {self.kind.values}, and each needs {MINIMUM_COUNT} at least"
+            return f"{metric} has {have} {self.kind.values}, and each needs {MIN_COUNT} at least"
         fewest = min(counted, key=lambda arm: counted[arm].groups)
-        if counted[fewest].groups < MINIMUM_GROUPS:
-            return f"few keys make most of {fewest}'s calls, and {MINIMUM_GROUPS} that call alike are needed at least"
+        if counted[fewest].groups < MIN_GROUPS:
+            return (
+                f"few keys make most of {fewest}'s calls, and {MIN_GROUPS} that call alike are "
+                f"needed at least"
+            )
         if not self.seen.variance and not self.base.variance:
             return f"{metric} was the same in all calls"
         return f"{metric} stands on too few values that differ"
@@ -220,11 +240,11 @@ class _Comparison:
         }
 
 
-def _sample_ratio(arms: Sequence[Tally], before: float) -> dict[str, Any]:
+def _sample_ratio(arms: Sequence[ArmTotals], before: float) -> dict[str, Any]:
     units, weights = [arm.units for arm in arms], [arm.weight for arm in arms]
     total = sum(units)
     expected = {arm.name: total * arm.weight / sum(weights) for arm in arms}
-    p_value = min(before, sample_ratio(units, weights))
+    p_value = min(before, sample_ratio_p_value(units, weights))
     alarm = p_value <= ALARM
     counted = ", ".join(f"{arm.name} {arm.units:,} of {expected[arm.name]:,.0f}" for arm in arms)
     if alarm:
@@ -246,21 +266,23 @@ def _sample_ratio(arms: Sequence[Tally], before: float) -> dict[str, Any]:
 
 
 def _summary(of_metrics: Mapping[str, Any], rivals: Sequence[str], baseline: str, trusted: bool) -> str:
-    """One sentence of each arm over all metrics."""
+    """Return one sentence for each arm over all metrics."""
     words = {"better": "better on {}", "worse": "worse on {}", "no_difference_seen": "no different on {}"}
-    said = [] if trusted else [_DISTRUST]
+    sentences = [] if trusted else [_DISTRUST]
     for rival in rivals:
         found: dict[Verdict, list[str]] = {}
         for name, of_metric in of_metrics.items():
             found.setdefault(of_metric["differences"][rival]["verdict"], []).append(name)
-        known = [form.format(" and ".join(found[verdict])) for verdict, form in words.items() if verdict in found]
+        known = [
+            form.format(" and ".join(found[verdict])) for verdict, form in words.items() if verdict in found
+        ]
         rest = " and ".join(found.get("not_yet_known", ()))
         if known:
             open_ = f"; {rest} not yet known" if rest else ""
-            said.append(f"{rival} is {', '.join(known)}, compared with {baseline}{open_}.")
+            sentences.append(f"{rival} is {', '.join(known)}, compared with {baseline}{open_}.")
         else:
-            said.append(f"{rival} compared with {baseline}: {rest} not yet known.")
-    return " ".join(said)
+            sentences.append(f"{rival} compared with {baseline}: {rest} not yet known.")
+    return " ".join(sentences)
 
 
 def _known(value: float) -> float | None:

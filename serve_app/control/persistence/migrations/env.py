@@ -1,12 +1,12 @@
 """What alembic runs: every step that is missing, on the connection that database.py gives.
 
-The connection is already in a transaction that keeps other writers out, and whoever opened it
+The connection is already in a transaction that keeps other writers out, and the caller that opened it
 commits, so that a start that is killed in mid-step leaves the old schema whole.
 """
 
 from alembic import context
 
-from serve_app.control.database import SCHEMA
+from serve_app.control.persistence.database import SCHEMA
 
 context.configure(
     connection=context.config.attributes["connection"],
