@@ -1,4 +1,4 @@
-"""What a version should be, from its archive, its caller and the settings. Pure functions."""
+"""Builders of specs from an archive, its registration and the settings. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import re
 from math import ceil
 from typing import Any
 
+from serve_app.domain.model import ModelRef, ModelSpec, Registration
+from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import BadRequest, ConfigurationError
-from serve_app.graph import Graph
+from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.model_config import ModelConfig
+from serve_app.model_store.workflow_archive import WorkflowModel
 from serve_app.settings import Settings, VersionSettings
-from serve_app.store.manifest import Manifest, ModelConfig
-from serve_app.store.war import Member
-from serve_app.types import ModelRef, ModelSpec, Registration
 
-FUNCTIONS = "handlers.functions:Functions"  # the handler of a workflow's functions
+FUNCTIONS = "handlers.loading.workflow_functions:WorkflowFunctions"  # the handler of a workflow's functions
 RUNTIMES = ("python", "python3", "LSP")
 
 # A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.
-_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_LONGEST = 100
+_ROUTE_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MAX_LENGTH = 100
 
-# What model-config.yaml may say and no registration can.
-_OF_THE_FILE = (
+# Keys of model-config.yaml that no registration has.
+_FILE_KEYS = (
     "max_retry_timeout",
     "client_timeout",
     "job_queue_size",
@@ -51,11 +52,11 @@ _OF_THE_FILE = (
 )
 
 
-# What a stateful model has where its file does not say; times in milliseconds.
-_OF_SEQUENCES = {"sequence_max_idle": 60_000, "max_num_sequence": 100, "max_sequence_job_queue_size": 16}
+# Defaults of a stateful model; times in milliseconds.
+_SEQUENCE_DEFAULTS = {"sequence_max_idle": 60_000, "max_num_sequence": 100, "max_sequence_job_queue_size": 16}
 
 
-def spec_from(
+def build_spec(
     registration: Registration,
     manifest: Manifest,
     config: ModelConfig,
@@ -65,31 +66,33 @@ def spec_from(
     settings: Settings,
     at_startup: bool,
 ) -> ModelSpec:
-    """The spec of a version, from what its caller, its model-config.yaml and the settings say.
+    """Build the spec of a version from its registration, its model-config.yaml and the settings.
 
-    The first that says anything wins, where ``control.models`` speaks of this very version and the
-    other settings of all. Batch size and delay: caller, file, control.models. Time-outs: file,
-    control.models, caller, settings. Workers: file, caller, control.models at start-up, settings, and
-    at start-up one. All others: file, settings. A number of zero or less says nothing, but for
-    workers. Raises BadRequest.
+    The first source with a value applies; ``control.models`` holds settings of single versions. Batch size
+    and delay: registration, file, control.models. Timeouts: file, control.models, registration, settings.
+    Workers: file, registration, control.models at start-up, settings, and at start-up one. All others: file,
+    settings. A number of zero or less is no value, except for workers. Raises BadRequest.
     """
     defaults = settings.runtime
     if _ranks(config) > 1 and config.num_gpus not in (None, 0, 1):
-        why = f"num_gpus: {config.num_gpus:g}; a rank of a sharded model has one GPU to itself: 1, or 0 for CPUs"
+        why = (
+            f"num_gpus: {config.num_gpus:g}; a rank of a sharded model has one GPU to itself: 1, "
+            f"or 0 for CPUs"
+        )
         raise ConfigurationError(manifest.config_file or "", why)
     ref = _ref(registration.model_name or manifest.model_name, manifest.version)
-    own = settings.control.models.get(ref.name, {}).get(ref.version, VersionSettings())
-    low, high = _workers(registration, config, own, settings, at_startup)
-    said: dict[str, Any] = {
+    version_settings = settings.control.models.get(ref.name, {}).get(ref.version, VersionSettings())
+    min_workers, max_workers = _workers(registration, config, version_settings, settings, at_startup)
+    options: dict[str, Any] = {
         "job_queue_size": defaults.job_queue_size,
         "num_cpus": defaults.num_cpus,
         "num_gpus": _gpus(config, defaults.num_gpus),
-        **{key: getattr(config, key) for key in _OF_THE_FILE if getattr(config, key) is not None},
+        **{key: getattr(config, key) for key in _FILE_KEYS if getattr(config, key) is not None},
     }
     if config.sequence_batching:
-        said |= {key: value for key, value in _OF_SEQUENCES.items() if not said.get(key)}
+        options |= {key: value for key, value in _SEQUENCE_DEFAULTS.items() if not options.get(key)}
     if config.retries is None and (config.sequence_batching or config.continuous_batching):
-        said["retries"] = False  # what ran has changed the state already
+        options["retries"] = False  # an executed request has changed the state already
     return ModelSpec(
         name=ref.name,
         version=ref.version,
@@ -98,26 +101,41 @@ def spec_from(
         archive=archive,
         handler=registration.handler or manifest.handler,
         runtime=_runtime(registration.runtime or manifest.runtime),
-        min_workers=low,
-        max_workers=high,
-        batch_size=_first(registration.batch_size, config.batch_size, own.batch_size) or 1,
-        max_batch_delay=_first(registration.max_batch_delay, config.max_batch_delay, own.max_batch_delay),
-        response_timeout=_first(config.response_timeout, own.response_timeout, registration.response_timeout)
+        min_workers=min_workers,
+        max_workers=max_workers,
+        batch_size=_first(registration.batch_size, config.batch_size, version_settings.batch_size) or 1,
+        max_batch_delay=_first(
+            registration.max_batch_delay, config.max_batch_delay, version_settings.max_batch_delay
+        ),
+        response_timeout=_first(
+            config.response_timeout, version_settings.response_timeout, registration.response_timeout
+        )
         or defaults.default_response_timeout,
-        startup_timeout=_first(config.startup_timeout, own.startup_timeout, registration.startup_timeout)
+        startup_timeout=_first(
+            config.startup_timeout, version_settings.startup_timeout, registration.startup_timeout
+        )
         or defaults.default_startup_timeout,
         loaded_at_startup=at_startup,
         requirements=_requirements(manifest, config, settings) or "",
-        autoscaling=config.autoscaling if low < high else None,
+        autoscaling=config.autoscaling if min_workers < max_workers else None,
         config=dict(config.raw),
-        **said,
+        **options,
     )
 
 
-def workflow_spec(
-    registration: Registration, graph: Graph, settings: Settings, *, digest: str = "", archive: str = "", file: str = ""
+def build_workflow_spec(
+    registration: Registration,
+    graph: WorkflowGraph,
+    settings: Settings,
+    *,
+    digest: str = "",
+    archive: str = "",
+    file: str = "",
 ) -> ModelSpec:
-    """The spec of a workflow; ``file`` of its archive has its functions, where it has any. Raises BadRequest."""
+    """Build the spec of a workflow; ``file`` of its archive defines its functions, where it has any.
+
+    Raises BadRequest.
+    """
     ref = _ref(graph.name, graph.version)
     defaults = settings.runtime
     functions = {"file": file, "names": list(graph.functions), "plain": bool(graph.torchserve)}
@@ -141,39 +159,44 @@ def workflow_spec(
     )
 
 
-def member_spec(spec: ModelSpec, member: Member) -> ModelSpec:
-    """The spec of a model that comes with a workflow, which says how many workers it has."""
+def build_member_spec(spec: ModelSpec, member: WorkflowModel) -> ModelSpec:
+    """Build the spec of a model that a workflow brings; the workflow determines its workers."""
     low, high = member.min_workers, member.max_workers
     return spec.with_(min_workers=low, max_workers=high, autoscaling=spec.autoscaling if low < high else None)
 
 
 def _first(*numbers: int | None) -> int | None:
-    """The first number that says anything."""
+    """Return the first positive number."""
     return next((number for number in numbers if number is not None and number > 0), None)
 
 
 def _workers(
-    registration: Registration, config: ModelConfig, own: VersionSettings, settings: Settings, at_startup: bool
+    registration: Registration,
+    config: ModelConfig,
+    version_settings: VersionSettings,
+    settings: Settings,
+    at_startup: bool,
 ) -> tuple[int, int]:
     if config.min_workers is not None:
         low, high = config.min_workers, config.max_workers or config.min_workers
         if config.autoscaling is not None and config.max_workers and config.raw.get("minWorkers") == 0:
-            low = 0  # TorchServe reads one; who knows of autoscaling means none
+            low = 0  # TorchServe reads 1; with autoscaling configured, 0 is meant
         if high >= low:
             return low, high
     if registration.initial_workers is not None:
         count = max(0, registration.initial_workers)
-    elif at_startup and own.min_workers is not None:
-        return own.min_workers, max(own.min_workers, own.max_workers or 0)
+    elif at_startup and version_settings.min_workers is not None:
+        low = version_settings.min_workers
+        return low, max(low, version_settings.max_workers or 0)
     else:
         count = _first(settings.runtime.default_workers_per_model) or int(at_startup)
     return count, count
 
 
 def _gpus(config: ModelConfig, default: float) -> float:
-    """The GPUs of a replica whose file does not say ``num_gpus``."""
+    """Return the GPUs of a replica whose file has no ``num_gpus``."""
     if config.device_type == "cpu":
-        return 0.0  # it would leave a share idle
+        return 0.0  # a share would be idle
     if _ranks(config) > 1:
         return float(ceil(default))  # no two ranks can share one
     if config.parallel_type == "custom" and config.parallel_level is not None:
@@ -200,14 +223,16 @@ def _ref(name: str, version: str) -> ModelRef:
     for word in (name, version):
         check_word(word, "a model's name and version have")
     ref = ModelRef(name, version)
-    if len(ref.app) > _LONGEST:
-        raise BadRequest(f"{ref.app!r} is too long: name and version together have at most {_LONGEST - 2} characters.")
+    if len(ref.app) > _MAX_LENGTH:
+        raise BadRequest(
+            f"{ref.app!r} is too long: name and version together have at most {_MAX_LENGTH - 2} characters."
+        )
     return ref
 
 
 def check_word(word: str, such: str) -> None:
-    """Raise BadRequest for a word that cannot be part of a route; ``such`` says whose words have what."""
-    if not _WORD.fullmatch(word):
+    """Raise BadRequest for a word that cannot be part of a route; ``such`` starts the explanation."""
+    if not _ROUTE_SEGMENT.fullmatch(word):
         raise BadRequest(
             f"{word!r} cannot be part of a route: {such} letters, digits and any of _ . - "
             "and begin with none of . and -"

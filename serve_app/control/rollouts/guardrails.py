@@ -1,14 +1,15 @@
-"""What the guardrails of a rollout show: the candidate's calls beside the baseline's. Pure arithmetic.
+"""The guardrails of a rollout: the candidate's calls compared with the baseline's. Pure arithmetic.
 
-**What is compared.** The candidate's calls against the baseline's of the same time. The calls of all steps count, so
-that what is rare is found in the end; but each step is a stratum of its own (see strata.py), because its calls were
-dealt out in its own ratio: an hour that was bad for both must not weigh more on the side that had more calls in it.
-At 100 % nobody is left to compare with: there the candidate's calls of that step stand against the baseline's of the
-steps before.
+**Comparison.** The candidate's calls are compared with the baseline's of the same time. The calls of all
+steps count, so that rare failures are found in the end. Each step is a stratum of its own (see
+stratified_test.py), because its calls were split in its own ratio: an hour that was bad for both arms must
+not count more for the arm with more calls in it. At 100 % there is no concurrent baseline: the candidate's
+calls of that step are compared with the baseline's of the steps before.
 
-**How sure.** The comparisons are always-valid, so they may be looked at each second. The risk that a version goes back
-which is within all its limits is ``ALPHA`` over the whole rollout, in equal parts for each guardrail, and for the steps
-beside a baseline and the one at 100 %. Calls of one key are taken as independent.
+**Confidence.** The comparisons are always valid, so they may be repeated each second. The risk of rolling
+back a version within all its limits is ``ALPHA`` over the whole rollout. It is divided equally among the
+guardrails, and between the steps with a baseline and the one at 100 %. Calls of one key are taken as
+independent.
 """
 
 from __future__ import annotations
@@ -16,25 +17,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from serve_app.control.statistics import exceeds_share
-from serve_app.control.strata import Stratum, exceeds, rates, surely_above
-from serve_app.rollout import BASELINE, CANDIDATE, Guardrails, Rollout
-from serve_app.telemetry.observations import ArmFigures, quantile, slower
+from serve_app.control.rollouts.stratified_test import Stratum, exceeds, rates, surely_above
+from serve_app.dataplane.experiment_collector import ArmStats, count_slower, quantile
+from serve_app.domain.rollout import BASELINE, CANDIDATE, Guardrails, Rollout
+from serve_app.domain.sequential_statistics import exceeds_share
 
-Figures = Sequence[Mapping[str, ArmFigures]]  # of each step up to the present one, by arm
+Figures = Sequence[Mapping[str, ArmStats]]  # of each step up to the present one, by arm
 
 ALPHA = 0.01
 _EACH = ALPHA / len(fields(Guardrails)) / 2
-_LEAST_FOR_P99 = 100  # answers of each: fewer have no 99th percentile, and the first ones of a new worker are slow
+_LEAST_FOR_P99 = (
+    100  # answers of each: fewer have no 99th percentile, and the first ones of a new worker are slow
+)
 _SLOW = 0.01  # the share of calls that may take longer than the p99
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a guardrail shows: the candidate's ``value`` beside the baseline's, and how far apart they may be.
+class GuardrailReading:
+    """A guardrail's reading: the candidate's ``value`` beside the baseline's, and the limit of their
+    difference.
 
-    The baseline's rate is that of the steps, weighed by the candidate's calls in them. ``surely``: how much the
-    candidate's is above it for certain; of p99, how many of its answers took too long for certain.
+    The baseline's rate is that of the steps, weighed by the candidate's calls in them. ``surely`` is the
+    lower bound of the candidate's excess; for p99, of the share of its answers that took too long.
     """
 
     name: str
@@ -50,15 +54,15 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """Both sides' calls of one time."""
+class _PeriodCounts:
+    """Both arms' calls of one period."""
 
-    candidate: ArmFigures
-    baseline: ArmFigures
+    candidate: ArmStats
+    baseline: ArmStats
 
 
-def readings(rollout: Rollout, figures: Figures) -> list[Reading]:
-    """What each guardrail of the plan shows at its present step."""
+def evaluate_guardrails(rollout: Rollout, figures: Figures) -> list[GuardrailReading]:
+    """Return the readings of the plan's guardrails at its present step."""
     concurrent = rollout.plan.steps[rollout.step] < 100
     pairs = _pairs(rollout.step, figures, concurrent)
     limits = rollout.plan.guardrails
@@ -74,20 +78,20 @@ def readings(rollout: Rollout, figures: Figures) -> list[Reading]:
     return made
 
 
-def arm_of(figures: Figures, step: int, arm: str) -> ArmFigures:
-    """What an arm's calls of one step came to."""
+def arm_of(figures: Figures, step: int, arm: str) -> ArmStats:
+    """Return the statistics of an arm's calls in one step."""
     return figures[step].get(arm, _NOTHING) if step < len(figures) else _NOTHING
 
 
-_NOTHING = ArmFigures()
-_Count = Callable[[ArmFigures], int]
+_NOTHING = ArmStats()
+_Count = Callable[[ArmStats], int]
 
 
-def _calls(figures: ArmFigures) -> int:
+def _calls(figures: ArmStats) -> int:
     return figures.calls
 
 
-def _answers(figures: ArmFigures) -> int:
+def _answers(figures: ArmStats) -> int:
     return figures.calls - figures.failures
 
 
@@ -98,53 +102,60 @@ _RATES: tuple[tuple[str, _Count, _Count], ...] = (
 )
 
 
-def _pairs(step: int, figures: Figures, concurrent: bool) -> list[_Pair]:
-    """What is compared at a step: step by step, or at 100 % the step against all before it."""
+def _pairs(step: int, figures: Figures, concurrent: bool) -> list[_PeriodCounts]:
+    """Return the periods to compare: each step, or at 100 % this step against all before it."""
     if concurrent:
-        return [_Pair(arm_of(figures, n, CANDIDATE), arm_of(figures, n, BASELINE)) for n in range(step + 1)]
-    before = ArmFigures()
+        return [
+            _PeriodCounts(arm_of(figures, n, CANDIDATE), arm_of(figures, n, BASELINE))
+            for n in range(step + 1)
+        ]
+    before = ArmStats()
     for n in range(step):
         before.add(arm_of(figures, n, BASELINE))
-    return [_Pair(arm_of(figures, step, CANDIDATE), before)]
+    return [_PeriodCounts(arm_of(figures, step, CANDIDATE), before)]
 
 
-def _strata(pairs: Sequence[_Pair], hits: _Count, of: _Count) -> list[Stratum]:
+def _periods(pairs: Sequence[_PeriodCounts], hits: _Count, of: _Count) -> list[Stratum]:
     return [Stratum(of(p.candidate), hits(p.candidate), of(p.baseline), hits(p.baseline)) for p in pairs]
 
 
 def _rate(
-    name: str, limit: float, pairs: Sequence[_Pair], concurrent: bool, hits: _Count, of: _Count
-) -> Reading:
-    strata = _strata(pairs, hits, of)
-    reading = _seen(name, limit, strata, concurrent)
+    name: str, limit: float, pairs: Sequence[_PeriodCounts], concurrent: bool, hits: _Count, of: _Count
+) -> GuardrailReading:
+    periods = _periods(pairs, hits, of)
+    reading = _seen(name, limit, periods, concurrent)
     if concurrent or reading.baseline_calls:
-        surely, broken = surely_above(strata, _EACH), exceeds(strata, limit, _EACH)
+        surely, broken = surely_above(periods, _EACH), exceeds(periods, limit, _EACH)
         allowed = f"at most {_percent(limit)} more is allowed"
     else:  # all calls were the candidate's from the first on
-        compared = exceeds_share(strata[0].calls, strata[0].hits, limit, _EACH)
+        compared = exceeds_share(periods[0].calls, periods[0].hits, limit, _EACH)
         surely, broken = max(0.0, float(compared.low) + limit), bool(compared.low > 0)
         allowed = f"at most {_percent(limit)} is allowed"
-    said = _against(reading, "calls" if of is _calls else "answers")
+    comparison = _against(reading, "calls" if of is _calls else "answers")
     return replace(
-        reading, surely=surely, broken=broken, words=f"{said}; {allowed} (surely above: {_percent(surely)})"
+        reading,
+        surely=surely,
+        broken=broken,
+        words=f"{comparison}; {allowed} (surely above: {_percent(surely)})",
     )
 
 
-def _p99(multiple: float, pairs: Sequence[_Pair], concurrent: bool) -> Reading:
-    """Too slow is a candidate of which surely more than 1 % take longer than the multiple of the baseline's p99.
+def _p99(multiple: float, pairs: Sequence[_PeriodCounts], concurrent: bool) -> GuardrailReading:
+    """Compare the latencies: the share of candidate calls slower than a multiple of the baseline's p99.
 
-    Surely more, too, than of the baseline's own, whose p99 is uncertain while they are few. Each step has its bar.
+    The guardrail is broken where this share is surely above 1 %, and surely above the baseline's own share,
+    whose p99 is uncertain while its calls are few. Each step has a threshold of its own.
     """
     known = [pair for pair in pairs if _answers(pair.baseline) >= _LEAST_FOR_P99]
-    candidate, baseline, strata = ArmFigures(), ArmFigures(), []
+    candidate, baseline, periods = ArmStats(), ArmStats(), []
     for pair in known:
         bar = multiple * quantile(pair.baseline.latency, 0.99)
-        late, others = slower(pair.candidate.latency, bar), slower(pair.baseline.latency, bar)
-        strata.append(Stratum(_answers(pair.candidate), late, _answers(pair.baseline), others))
+        late, others = count_slower(pair.candidate.latency, bar), count_slower(pair.baseline.latency, bar)
+        periods.append(Stratum(_answers(pair.candidate), late, _answers(pair.baseline), others))
         candidate.add(pair.candidate)
         baseline.add(pair.baseline)
-    reading = Reading("p99", multiple, concurrent=concurrent)
-    late, calls = sum(s.hits for s in strata), sum(s.calls for s in strata)
+    reading = GuardrailReading("p99", multiple, concurrent=concurrent)
+    late, calls = sum(s.hits for s in periods), sum(s.calls for s in periods)
     if calls < _LEAST_FOR_P99:
         return replace(reading, words=f"p99: not known before {_LEAST_FOR_P99} answers of each")
     among_all = exceeds_share(calls, late, _SLOW, _EACH)
@@ -155,34 +166,38 @@ def _p99(multiple: float, pairs: Sequence[_Pair], concurrent: bool) -> Reading:
         baseline=quantile(baseline.latency, 0.99),
         surely=surely,
         calls=calls,
-        baseline_calls=sum(s.baseline_calls for s in strata),
-        broken=bool(among_all.low > 0) and exceeds(strata, 0.0, _EACH),
+        baseline_calls=sum(s.baseline_calls for s in periods),
+        broken=bool(among_all.low > 0) and exceeds(periods, 0.0, _EACH),
     )
     words = (
-        f"{_against(reading, 'answers', _seconds)}; {_percent(late / calls)} took longer than {multiple:g} times that, "
+        f"{_against(reading, 'answers', _seconds)}; {_percent(late / calls)} took longer than "
+        f"{multiple:g} times that, "
         f"{_percent(_SLOW)} may (surely above: {_percent(surely)})"
     )
     return replace(reading, words=words)
 
 
-def _out_of_memory(limit: int, pairs: Sequence[_Pair], concurrent: bool) -> Reading:
-    """More than ``limit`` calls; and where the baseline runs out of memory as well, surely more often than it."""
-    strata = _strata(pairs, lambda figures: figures.failed.get("out_of_memory", 0), _calls)
-    times = sum(s.hits for s in strata)
-    alone = not any(s.baseline_hits for s in strata)
-    reading = _seen("out_of_memory", limit, strata, concurrent)
+def _out_of_memory(limit: int, pairs: Sequence[_PeriodCounts], concurrent: bool) -> GuardrailReading:
+    """Compare the calls that ran out of memory: more than ``limit`` break the guardrail.
+
+    Where the baseline runs out of memory as well, the candidate must surely do so more often.
+    """
+    periods = _periods(pairs, lambda figures: figures.failed.get("out_of_memory", 0), _calls)
+    times = sum(s.hits for s in periods)
+    alone = not any(s.baseline_hits for s in periods)
+    reading = _seen("out_of_memory", limit, periods, concurrent)
     return replace(
         reading,
-        surely=surely_above(strata, _EACH),
-        broken=times > limit and (alone or exceeds(strata, 0.0, _EACH)),
+        surely=surely_above(periods, _EACH),
+        broken=times > limit and (alone or exceeds(periods, 0.0, _EACH)),
         words=f"{_against(reading, 'calls')}; {times:,} in all, at most {limit:,} may be",
     )
 
 
-def _seen(name: str, limit: float, strata: Sequence[Stratum], concurrent: bool) -> Reading:
-    value, baseline = rates(strata)
-    calls, others = sum(s.calls for s in strata), sum(s.baseline_calls for s in strata)
-    return Reading(name, limit, value, baseline, 0.0, calls, others, concurrent)
+def _seen(name: str, limit: float, periods: Sequence[Stratum], concurrent: bool) -> GuardrailReading:
+    value, baseline = rates(periods)
+    calls, others = sum(s.calls for s in periods), sum(s.baseline_calls for s in periods)
+    return GuardrailReading(name, limit, value, baseline, 0.0, calls, others, concurrent)
 
 
 def _percent(share: float) -> str:
@@ -193,8 +208,8 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _against(reading: Reading, what: str, word: Callable[[float], str] = _percent) -> str:
-    """What the two sides show."""
+def _against(reading: GuardrailReading, what: str, word: Callable[[float], str] = _percent) -> str:
+    """Return both arms' values in words."""
     if reading.value is None:
         return f"{reading.name}: no {what} yet"
     ours = f"{reading.name} {word(reading.value)} of {reading.calls:,} {what}"

@@ -1,4 +1,4 @@
-"""Whether a rollout's share grows, waits or goes back to none, and why: pure functions of figures and the time."""
+"""The state machine of a rollout: pure functions of its metrics and the time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from serve_app import documents
-from serve_app.control.guardrails import Figures, arm_of, readings
-from serve_app.rollout import BASELINE, CANDIDATE, Decision, Plan, Rollout, State, Verdict
-from serve_app.telemetry.observations import ArmFigures, quantile
+from serve_app.control.rollouts.guardrails import Figures, arm_of, evaluate_guardrails
+from serve_app.dataplane.experiment_collector import ArmStats, quantile
+from serve_app.domain import validation
+from serve_app.domain.rollout import (
+    BASELINE,
+    CANDIDATE,
+    Rollout,
+    RolloutDecision,
+    RolloutPlan,
+    State,
+    Verdict,
+)
 
 _REMEMBERED = 500  # decisions
 
@@ -18,36 +26,42 @@ _REMEMBERED = 500  # decisions
 # The way of a rollout
 
 
-def begun(plan: Plan, id: str, model: str, baseline: str, given: bool, now: float) -> Rollout:
-    """A rollout whose candidate's workers are looked for; ``given``: it had none, and gets some for this."""
-    rollout = Rollout(plan, id, model, baseline, "starting", now, since=now, given=given)
+def create(plan: RolloutPlan, id: str, model: str, baseline: str, given: bool, now: float) -> Rollout:
+    """Return a new rollout that waits for the candidate's workers; ``given``: it adds them itself."""
+    rollout = Rollout(plan, id, model, baseline, "starting", now, step_started_at=now, workers_added=given)
     workers = f"gets as many workers as {baseline} has" if given else "has its workers"
-    return _decided(rollout, "began", now, f"{plan.to} is to take over from {baseline}, and {workers}")
+    return _decided(rollout, "started", now, f"{plan.to} is to take over from {baseline}, and {workers}")
 
 
-def started(rollout: Rollout, now: float) -> Rollout:
-    """The candidate runs: the first step."""
+def enter_first_step(rollout: Rollout, now: float) -> Rollout:
+    """Enter the first step, because the candidate runs."""
     return _stepped(replace(rollout, state="running"), 0, now, f"{rollout.plan.to} runs")
 
 
-def gone_back(rollout: Rollout, now: float, why: str, figures: Mapping[str, Any] | None = None) -> Rollout:
-    """The baseline has all calls again."""
-    workers = "loses the workers that it was given" if _starting(rollout) and rollout.given else "keeps its workers"
+def roll_back(rollout: Rollout, now: float, why: str, figures: Mapping[str, Any] | None = None) -> Rollout:
+    """Roll back: send all calls to the baseline."""
+    workers = (
+        "loses the workers that it was given"
+        if _starting(rollout) and rollout.workers_added
+        else "keeps its workers"
+    )
     why = f"{why}; {rollout.baseline} has all calls, {rollout.plan.to} {workers}"
     return _ended(rollout, "rolled_back", now, why, figures)
 
 
-def steered(rollout: Rollout, verb: str, now: float, figures: Figures) -> Rollout:
-    """What an operator says: pause, resume or abort. The same rollout where that is so already.
+def apply_action(rollout: Rollout, verb: str, now: float, figures: Figures) -> Rollout:
+    """Apply an operator's action: pause, resume or abort.
 
-    Raises ValueError, with what is in the way.
+    Return the same rollout where the action changes nothing. Raises ValueError with the reason of a refusal.
     """
     plan = rollout.plan
-    if not rollout.under_way:
+    if not rollout.active:
         raise ValueError(f"it is over ({rollout.state}); begin another: POST /models/{rollout.model}/rollout")
     if verb == "abort":
-        said = sides(rollout, figures)
-        return _ended(rollout, "aborted", now, f"an operator ended it; {rollout.baseline} has all calls", said)
+        stats = arm_documents(rollout, figures)
+        return _ended(
+            rollout, "aborted", now, f"an operator ended it; {rollout.baseline} has all calls", stats
+        )
     if _starting(rollout):
         raise ValueError(f"the workers of {plan.to} are starting; wait for its first step, or abort it")
     if verb == "pause" and rollout.state == "running":
@@ -58,16 +72,18 @@ def steered(rollout: Rollout, verb: str, now: float, figures: Figures) -> Rollou
     return rollout
 
 
-def looked_at(rollout: Rollout, figures: Figures, now: float, failure: str = "") -> Rollout:
-    """What a look at a rollout decides; the same one where there is nothing to decide.
+def evaluate(rollout: Rollout, figures: Figures, now: float, failure: str = "") -> Rollout:
+    """Evaluate a rollout; return the same one where nothing changes.
 
-    ``failure`` is why no worker of the candidate runs, where all that were tried have failed.
+    ``failure`` is why no worker of the candidate runs, where all starts have failed.
     """
     if failure:
-        return gone_back(rollout, now, f"no worker of {rollout.plan.to} runs: {failure}", sides(rollout, figures))
-    if broken := [reading for reading in readings(rollout, figures) if reading.broken]:
-        said = {**sides(rollout, figures), "guardrails": [asdict(reading) for reading in broken]}
-        return gone_back(rollout, now, "; ".join(reading.words for reading in broken), said)
+        return roll_back(
+            rollout, now, f"no worker of {rollout.plan.to} runs: {failure}", arm_documents(rollout, figures)
+        )
+    if broken := [reading for reading in evaluate_guardrails(rollout, figures) if reading.broken]:
+        stats = {**arm_documents(rollout, figures), "guardrails": [asdict(reading) for reading in broken]}
+        return roll_back(rollout, now, "; ".join(reading.words for reading in broken), stats)
     if rollout.state != "running":
         return rollout
     plan = rollout.plan
@@ -77,40 +93,40 @@ def looked_at(rollout: Rollout, figures: Figures, now: float, failure: str = "")
         if rollout.decisions[-1].verdict == "held":
             return rollout
         why = f"{plan.bake_s:g} s are over, and {_calls(lacking)} of the candidate are lacking"
-        return _decided(rollout, "held", now, why, sides(rollout, figures))
-    said = sides(rollout, figures)
-    why = f"{plan.bake_s:g} s and {_calls(said[CANDIDATE]['calls'])} of the candidate within all guardrails"
+        return _decided(rollout, "held", now, why, arm_documents(rollout, figures))
+    stats = arm_documents(rollout, figures)
+    why = f"{plan.bake_s:g} s and {_calls(stats[CANDIDATE]['calls'])} of the candidate within all guardrails"
     if rollout.step + 1 < len(plan.steps):
-        return _stepped(rollout, rollout.step + 1, now, why, said)
+        return _stepped(rollout, rollout.step + 1, now, why, stats)
     if plan.keep_warm_s is None:
         kept = f"{rollout.baseline} keeps its workers"
     else:
         kept = f"{rollout.baseline} keeps its workers for {plan.keep_warm_s:g} s"
-    return _ended(rollout, "promoted", now, f"{why}; {plan.to} is the default version, {kept}", said)
+    return _ended(rollout, "promoted", now, f"{why}; {plan.to} is the default version, {kept}", stats)
 
 
-def cooled(rollout: Rollout, now: float, why: str) -> Rollout:
-    """The version that was replaced is no longer kept warm."""
-    return _decided(replace(rollout, warm=None), "cooled", now, why)
+def mark_scaled_down(rollout: Rollout, now: float, why: str) -> Rollout:
+    """Record that the replaced version is no longer kept warm."""
+    return _decided(replace(rollout, previous_workers=None), "scaled_down", now, why)
 
 
 def _stepped(
     rollout: Rollout, step: int, now: float, why: str, figures: Mapping[str, Any] | None = None
 ) -> Rollout:
-    return _decided(replace(rollout, step=step, since=now), "step", now, why, figures)
+    return _decided(replace(rollout, step=step, step_started_at=now), "step", now, why, figures)
 
 
 def _ended(
     rollout: Rollout, state: State, now: float, why: str, figures: Mapping[str, Any] | None = None
 ) -> Rollout:
     verdict: Any = state  # these states are called as what led to them
-    return _decided(replace(rollout, state=state, ended=now), verdict, now, why, figures)
+    return _decided(replace(rollout, state=state, ended_at=now), verdict, now, why, figures)
 
 
 def _decided(
     rollout: Rollout, verdict: Verdict, now: float, why: str, figures: Mapping[str, Any] | None = None
 ) -> Rollout:
-    decision = Decision(now, verdict, rollout.percent, why, figures or {})
+    decision = RolloutDecision(now, verdict, rollout.percent, why, figures or {})
     return replace(rollout, decisions=(*rollout.decisions, decision)[-_REMEMBERED:])
 
 
@@ -121,9 +137,9 @@ def _starting(rollout: Rollout) -> bool:
 # What it waits for
 
 
-def waiting(rollout: Rollout, figures: Figures, now: float) -> str:
-    """What is next, in words; empty at the end."""
-    if not rollout.under_way:
+def describe_wait(rollout: Rollout, figures: Figures, now: float) -> str:
+    """Return what the rollout waits for, in words; empty at its end."""
+    if not rollout.active:
         return ""
     if _starting(rollout):
         return f"the workers of {rollout.plan.to}"
@@ -136,7 +152,7 @@ def waiting(rollout: Rollout, figures: Figures, now: float) -> str:
 
 
 def _bake_left(rollout: Rollout, now: float) -> float:
-    return rollout.since + rollout.plan.bake_s - now
+    return rollout.step_started_at + rollout.plan.bake_s - now
 
 
 def _calls_left(rollout: Rollout, figures: Figures) -> int:
@@ -146,11 +162,11 @@ def _calls_left(rollout: Rollout, figures: Figures) -> int:
 # Words and documents
 
 
-def line(before: Rollout, after: Rollout) -> str:
-    """The last decision in one line, for the log."""
+def format_decision(before: Rollout, after: Rollout) -> str:
+    """Return the last decision in one line, for the log."""
     decision, to = after.decisions[-1], after.plan.to
     words = {
-        "began": "rollout begins",
+        "started": "rollout begins",
         "step": f"gets {after.percent:g} %",
         "held": f"stays at {after.percent:g} %",
         "paused": f"paused at {after.percent:g} %",
@@ -158,14 +174,17 @@ def line(before: Rollout, after: Rollout) -> str:
         "rolled_back": f"rolled back at {before.percent:g} %",
         "aborted": f"aborted at {before.percent:g} %",
         "promoted": "promoted",
-        "cooled": f"{after.baseline} is no longer kept warm",
+        "scaled_down": f"{after.baseline} is no longer kept warm",
     }[decision.verdict]
-    return f"{after.model}: {'' if decision.verdict == 'cooled' else f'{to} '}{words}: {decision.why}"
+    return f"{after.model}: {'' if decision.verdict == 'scaled_down' else f'{to} '}{words}: {decision.reason}"
 
 
-def document(rollout: Rollout, figures: Figures, now: float) -> dict[str, Any]:
-    """All that there is to say of a rollout, as JSON. Times are in seconds, of the epoch where they are moments."""
-    stored = documents.write(rollout)
+def to_document(rollout: Rollout, figures: Figures, now: float) -> dict[str, Any]:
+    """Return a rollout as JSON.
+
+    Durations are in seconds, and moments in seconds since the epoch.
+    """
+    stored = validation.write(rollout)
     return {
         "model": rollout.model,
         "id": rollout.id,
@@ -174,24 +193,26 @@ def document(rollout: Rollout, figures: Figures, now: float) -> dict[str, Any]:
         "state": rollout.state,
         "percent": rollout.percent,
         "step": rollout.step,
-        "began": rollout.began,
-        "since": rollout.since,
-        "ended": rollout.ended or None,
-        "next": waiting(rollout, figures, now) or None,
+        "started_at": rollout.started_at,
+        "since": rollout.step_started_at,
+        "ended": rollout.ended_at or None,
+        "next": describe_wait(rollout, figures, now) or None,
         "plan": stored["plan"],
-        "figures": sides(rollout, figures),
-        "guardrails": [] if _starting(rollout) else [asdict(reading) for reading in readings(rollout, figures)],
-        "keeps_warm": rollout.warm is not None,
+        "figures": arm_documents(rollout, figures),
+        "guardrails": []
+        if _starting(rollout)
+        else [asdict(reading) for reading in evaluate_guardrails(rollout, figures)],
+        "keeps_warm": rollout.previous_workers is not None,
         "decisions": stored["decisions"],
     }
 
 
-def sides(rollout: Rollout, figures: Figures) -> dict[str, Any]:
-    """What the calls of this step came to, arm by arm."""
+def arm_documents(rollout: Rollout, figures: Figures) -> dict[str, Any]:
+    """Return the statistics of this step's calls by arm."""
     return {arm: _plain(arm_of(figures, rollout.step, arm)) for arm in (CANDIDATE, BASELINE)}
 
 
-def _plain(figures: ArmFigures) -> dict[str, Any]:
+def _plain(figures: ArmStats) -> dict[str, Any]:
     answered = bool(figures.latency)
     return {
         "calls": figures.calls,

@@ -1,13 +1,16 @@
-"""Whether hits are more frequent among a candidate's calls than a baseline's, stratum by stratum: pure arithmetic.
+"""Whether hits are more frequent among a candidate's calls than a baseline's, stratum by stratum: pure
+arithmetic.
 
-A stratum holds calls of one time, dealt out in one ratio. What differs from one to the next, such as an hour that was
-bad for both sides, is no difference between the sides; putting all calls into one heap would make it one.
+A stratum holds calls of one time, dealt out in one ratio. What differs from one to the next, such as an hour
+that was bad for both sides, is no difference between the sides; putting all calls into one heap would make it
+one.
 
 The test is universal inference (Wasserman, Ramdas and Balakrishnan, "Universal inference", PNAS 117, 2020,
-arXiv:1912.11436) with Robbins' mixtures as the alternative: the probability of all hits and misses with one rate for
-each side, each mixed over Jeffreys' prior, over the greatest that the null hypothesis allows, with rates of its own in
-every stratum. Under the null this is ever above 1 / alpha with probability alpha at most (Ville's inequality), however
-often one looks; a later stratum may begin whenever one likes. Calls are taken as independent.
+arXiv:1912.11436) with Robbins' mixtures as the alternative: the probability of all hits and misses with one
+rate for each side, each mixed over Jeffreys' prior, over the greatest that the null hypothesis allows, with
+rates of its own in every stratum. Under the null this is ever above 1 / alpha with probability alpha at most
+(Ville's inequality), however often one looks; a later stratum may begin whenever one likes. Calls are taken
+as independent.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _ROUNDS = 40  # of a search by halves: far finer than any rate can be known
 
 @dataclass(frozen=True)
 class Stratum:
-    """Calls of one time, and how many of them were hits."""
+    """The calls of one period, and how many of them were hits."""
 
     calls: int
     hits: int
@@ -29,44 +32,55 @@ class Stratum:
     baseline_hits: int
 
 
-def exceeds(strata: Sequence[Stratum], margin: float, alpha: float) -> bool:
-    """Whether in some stratum, for sure, the candidate's rate is above the baseline's by more than ``margin``."""
-    return _evidence(strata, margin) >= -math.log(alpha)
+def exceeds(periods: Sequence[Stratum], margin: float, alpha: float) -> bool:
+    """Return whether the candidate's rate is surely above the baseline's by more than ``margin``."""
+    return _evidence(periods, margin) >= -math.log(alpha)
 
 
-def surely_above(strata: Sequence[Stratum], alpha: float) -> float:
-    """The greatest margin that is exceeded for sure; 0.0 where none is."""
+def surely_above(periods: Sequence[Stratum], alpha: float) -> float:
+    """Return the greatest margin that is surely exceeded; 0.0 without one."""
     inside, outside = 0.0, 1.0
-    if not exceeds(strata, inside, alpha):
+    if not exceeds(periods, inside, alpha):
         return 0.0
     for _ in range(_ROUNDS // 2):
         middle = (inside + outside) / 2
-        inside, outside = (middle, outside) if exceeds(strata, middle, alpha) else (inside, middle)
+        inside, outside = (middle, outside) if exceeds(periods, middle, alpha) else (inside, middle)
     return inside
 
 
-def rates(strata: Sequence[Stratum]) -> tuple[float | None, float | None]:
-    """The candidate's rate, and the baseline's in strata weighed by the candidate's calls, so that both compare."""
-    calls = sum(s.calls for s in strata)
-    both = [s for s in strata if s.baseline_calls]
+def rates(periods: Sequence[Stratum]) -> tuple[float | None, float | None]:
+    """Return the candidate's rate and the baseline's.
+
+    The baseline's periods are weighed by the candidate's calls, so that both rates are comparable.
+    """
+    calls = sum(s.calls for s in periods)
+    both = [s for s in periods if s.baseline_calls]
     weight = sum(s.calls for s in both)
-    mine = sum(s.hits for s in strata) / calls if calls else None
+    mine = sum(s.hits for s in periods) / calls if calls else None
     return mine, sum(s.calls * s.baseline_hits / s.baseline_calls for s in both) / weight if weight else None
 
 
-def _evidence(strata: Sequence[Stratum], margin: float) -> float:
-    """The logarithm of how much likelier everything is under the alternative."""
-    mine = _mixture(sum(s.calls for s in strata), sum(s.hits for s in strata))
-    theirs = _mixture(sum(s.baseline_calls for s in strata), sum(s.baseline_hits for s in strata))
-    return mine + theirs - sum(_greatest(stratum, margin) for stratum in strata)
+def _evidence(periods: Sequence[Stratum], margin: float) -> float:
+    """Return the logarithm of the likelihood ratio of the alternative over the null hypothesis."""
+    mine = _mixture(sum(s.calls for s in periods), sum(s.hits for s in periods))
+    theirs = _mixture(sum(s.baseline_calls for s in periods), sum(s.baseline_hits for s in periods))
+    return mine + theirs - sum(_greatest(stratum, margin) for stratum in periods)
 
 
 def _mixture(calls: int, hits: int) -> float:
-    return math.lgamma(hits + 0.5) + math.lgamma(calls - hits + 0.5) - math.lgamma(calls + 1.0) - math.log(math.pi)
+    return (
+        math.lgamma(hits + 0.5)
+        + math.lgamma(calls - hits + 0.5)
+        - math.lgamma(calls + 1.0)
+        - math.log(math.pi)
+    )
 
 
 def _greatest(s: Stratum, margin: float) -> float:
-    """The greatest likelihood of a stratum in which the candidate's rate is the baseline's and ``margin`` at most."""
+    """Return the greatest likelihood of a stratum under the null hypothesis.
+
+    Under it the candidate's rate is at most the baseline's plus ``margin``.
+    """
     mine, theirs = _rate(s.calls, s.hits), _rate(s.baseline_calls, s.baseline_hits)
     if not s.calls or not s.baseline_calls or mine <= theirs + margin:
         return _likelihood(s.calls, s.hits, mine) + _likelihood(s.baseline_calls, s.baseline_hits, theirs)

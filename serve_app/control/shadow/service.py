@@ -1,4 +1,4 @@
-"""What the shadows of all models come to: added up from every process, asked for, and forgotten."""
+"""The service of shadow statistics: it adds up the reports of all processes."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ import asyncio
 import logging
 from typing import Any
 
-from serve_app import documents
-from serve_app.control import registry as change
-from serve_app.control.comparisons import Account, Comparisons, Key
-from serve_app.control.database import Database
-from serve_app.control.registry import Record
-from serve_app.deployments.ledger import Ledger
+from serve_app.control.persistence.database import Database
+from serve_app.control.registry import ModelRecord, find_version
+from serve_app.control.shadow.store import Key, ShadowRecord, ShadowStore
+from serve_app.control.state import StateStore
+from serve_app.dataplane.experiment_collector import quantile
+from serve_app.dataplane.shadow.mirror import ShadowPair
+from serve_app.dataplane.shadow.stats import OUTCOMES, ShadowStats
+from serve_app.domain import validation
+from serve_app.domain.traffic_policy import ShadowPolicy
 from serve_app.errors import NotFound, Unavailable
-from serve_app.policy import Shadow
-from serve_app.shadow.figures import OUTCOMES, Figures
-from serve_app.shadow.mirror import Pair
-from serve_app.telemetry.observations import quantile
 
-log = logging.getLogger("torchrelay.shadows")
+log = logging.getLogger("torchrelay.shadow")
 
 _PERIOD = 1.0  # seconds that may be lost when this process is killed
 _SOURCES = 1000  # whose last numbers are remembered
 
 
-class Shadows:
-    """Of ``controlplane.Keeper``: shadow and forget_shadow. ``load`` comes before everything, ``run`` stores."""
+class ShadowService:
+    """The operations of ``ControlAPI`` on shadows.
 
-    def __init__(self, ledger: Ledger, database: Database) -> None:
-        self._ledger = ledger
-        self._comparisons = Comparisons(database)
-        self._accounts: dict[Key, Account] = {}
+    ``load`` is called before every other method; ``run`` stores changes.
+    """
+
+    def __init__(self, state: StateStore, database: Database) -> None:
+        self._state = state
+        self._comparisons = ShadowStore(database)
+        self._records: dict[Key, ShadowRecord] = {}
         self._changed: set[Key] = set()
         self._numbers: dict[str, int] = {}
         self._storing = asyncio.Lock()
 
     async def load(self) -> None:
-        """Take up what was stored."""
-        self._accounts = await asyncio.to_thread(self._comparisons.load)
+        """Load the stored statistics."""
+        self._records = await asyncio.to_thread(self._comparisons.load)
 
     async def run(self) -> None:
-        """Store what comes, once a second."""
+        """Store changes once a second until cancelled."""
         while True:
             await asyncio.sleep(_PERIOD)
             try:
@@ -50,8 +52,8 @@ class Shadows:
             except Exception:
                 log.exception("what shadows came to could not be stored; trying again")
 
-    def put(self, source: str, number: int, seen: list[tuple[Pair, Figures]]) -> None:
-        """Add what a process has compared; its payloads have rising numbers, and the same one counts once."""
+    def put(self, source: str, number: int, seen: list[tuple[ShadowPair, ShadowStats]]) -> None:
+        """Add the comparisons of a process; a report with a number that is not higher is ignored."""
         last = self._numbers.pop(source, 0)
         self._numbers[source] = max(last, number)  # the newest stand last
         if number <= last:
@@ -61,11 +63,11 @@ class Shadows:
         for pair, figures in seen:
             self._add(pair, figures)
 
-    async def shadow(self, model: str) -> dict[str, Any]:
-        change.find(self._ledger.registry, model, None)
-        self._sweep()
-        shadow = self._ledger.registry.models[model].policy.shadow
-        accounts = {live: account for (name, live), account in sorted(self._accounts.items()) if name == model}
+    async def get_shadow(self, model: str) -> dict[str, Any]:
+        find_version(self._state.registry, model, None)
+        self._drop_outdated()
+        shadow = self._state.registry.models[model].policy.shadow
+        accounts = {live: account for (name, live), account in sorted(self._records.items()) if name == model}
         if shadow is None and not accounts:
             raise NotFound(
                 f"Model {model} has no shadow. "
@@ -73,83 +75,83 @@ class Shadows:
             )
         return {
             "model": model,
-            "shadow": documents.write(shadow) if shadow is not None else None,
-            "against": [_said(live, account) for live, account in accounts.items()],
+            "shadow": validation.write(shadow) if shadow is not None else None,
+            "against": [_to_document(live, account) for live, account in accounts.items()],
         }
 
-    async def forget_shadow(self, model: str) -> None:
-        change.find(self._ledger.registry, model, None)
-        for key in [key for key in self._accounts if key[0] == model]:
+    async def reset_shadow(self, model: str) -> None:
+        find_version(self._state.registry, model, None)
+        for key in [key for key in self._records if key[0] == model]:
             self._drop(key)
         await self._store()
 
-    def _add(self, pair: Pair, figures: Figures) -> None:
-        record = self._ledger.registry.models.get(pair.model)
+    def _add(self, pair: ShadowPair, figures: ShadowStats) -> None:
+        record = self._state.registry.models.get(pair.model)
         digests = _digests(record, pair.live, pair.shadow)
         if record is None or digests is None:
             return
         key = (pair.model, pair.live)
-        account = self._accounts.get(key)
-        if account is None or account.shadow.terms != pair.shadow.terms or account.digests != digests:
-            if record.policy.shadow is None or record.policy.shadow.terms != pair.shadow.terms:
+        account = self._records.get(key)
+        if account is None or account.shadow.stats_key != pair.shadow.stats_key or account.digests != digests:
+            if record.policy.shadow is None or record.policy.shadow.stats_key != pair.shadow.stats_key:
                 return  # of a shadow that is no more
-            account = self._accounts[key] = Account(pair.shadow, digests, Figures(pair.shadow.keep))
+            account = self._records[key] = ShadowRecord(pair.shadow, digests, ShadowStats(pair.shadow.keep))
         account.figures.add(figures)
         self._changed.add(key)
 
-    def _sweep(self) -> None:
-        """Drop what is of versions that are no more, and of what was compared before the shadow of now."""
-        for (model, live), account in list(self._accounts.items()):
-            record = self._ledger.registry.models.get(model)
+    def _drop_outdated(self) -> None:
+        """Drop statistics of removed versions and of previous shadows."""
+        for (model, live), account in list(self._records.items()):
+            record = self._state.registry.models.get(model)
             now = record.policy.shadow if record is not None else None
             if _digests(record, live, account.shadow) != account.digests or (
-                now is not None and now.terms != account.shadow.terms
+                now is not None and now.stats_key != account.shadow.stats_key
             ):
                 self._drop((model, live))
 
     def _drop(self, key: Key) -> None:
-        del self._accounts[key]
+        del self._records[key]
         self._changed.add(key)
 
     async def _store(self) -> None:
         async with self._storing:
-            self._sweep()
+            self._drop_outdated()
             changed, self._changed = self._changed, set()
             if not changed:
                 return
             try:
                 # Figures go on changing on this thread meanwhile, so what is stored is what they are now.
-                now = {key: _copied(self._accounts.get(key)) for key in changed}
+                now = {key: _copied(self._records.get(key)) for key in changed}
                 await asyncio.to_thread(self._comparisons.save, now)
             except BaseException:
                 self._changed |= changed
                 raise
 
     async def close(self) -> None:
-        """Store what is not stored yet."""
+        """Store pending changes."""
         try:
             await self._store()
         except Unavailable as error:
             log.warning("the last of what shadows came to is lost: %s", error)
 
 
-def _copied(account: Account | None) -> Account | None:
+def _copied(account: ShadowRecord | None) -> ShadowRecord | None:
     if account is None:
         return None
-    figures = Figures(account.shadow.keep)
+    figures = ShadowStats(account.shadow.keep)
     figures.add(account.figures)
-    return Account(account.shadow, account.digests, figures, account.since)
+    return ShadowRecord(account.shadow, account.digests, figures, account.since)
 
 
-def _digests(record: Record | None, live: str, shadow: Shadow) -> tuple[str, str] | None:
-    """Of the archives of both versions; None where one of them is gone."""
+def _digests(record: ModelRecord | None, live: str, shadow: ShadowPolicy) -> tuple[str, str] | None:
+    """Return the digests of both archives; None where a version was removed."""
     if record is None or live not in record.versions or shadow.version not in record.versions:
         return None
     return record.versions[live].digest, record.versions[shadow.version].digest
 
 
-def _said(live: str, account: Account) -> dict[str, Any]:
-    """One live version and the shadow: counts, rates of what was compared, and the worst disagreements."""
+def _to_document(live: str, account: ShadowRecord) -> dict[str, Any]:
+    """Return a live version's shadow statistics as JSON."""
     figures = account.figures
     calls = figures.calls
     compared = calls["agreed"] + calls["disagreed"]
@@ -160,13 +162,15 @@ def _said(live: str, account: Account) -> dict[str, Any]:
         "shadow": account.shadow.version,
         "since": account.since,
         "calls": calls,
-        "reasons": {outcome: figures.counts[outcome] for outcome in OUTCOMES if any(figures.counts.get(outcome, ()))},
+        "reasons": {
+            outcome: figures.counts[outcome] for outcome in OUTCOMES if any(figures.counts.get(outcome, ()))
+        },
         "agreement_rate": calls["agreed"] / compared if compared else None,
         "error_rate": calls["error"] / answered if answered else None,
         "label_flip_rate": measures.get("label_flipped"),
         "measures": measures,
         "latency": {version: _latency(bins) for version, bins in figures.latency.items()},
-        "disagreements": [kept.said for kept in figures.worst],
+        "disagreements": [kept.document for kept in figures.worst_mismatches],
     }
 
 
