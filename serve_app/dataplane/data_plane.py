@@ -1,0 +1,431 @@
+"""The entry point of inference: one request in, one response out, in replicas and gateways alike.
+
+The data plane selects a version by the routing table, finds the backend that runs it, and measures the
+request once. It knows neither protocols nor Ray: backends are passed to its constructor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+from random import randrange
+from typing import Protocol
+
+from serve_app.dataplane import version_router, workflow_signature
+from serve_app.dataplane.experiment_collector import ExperimentCollector
+from serve_app.dataplane.shadow.mirror import ShadowMirror
+from serve_app.dataplane.version_router import VersionSelection
+from serve_app.dataplane.workflow_executor import WorkflowExecutor
+from serve_app.domain import tensors
+from serve_app.domain.access import AccessTable
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
+from serve_app.domain.routing_table import RoutingTable, VersionRoute
+from serve_app.domain.signature import Signature
+from serve_app.domain.tensors import Tensor
+from serve_app.domain.traffic_policy import BUCKET_COUNT
+from serve_app.errors import (
+    ClientTimeout,
+    DeadlineExceeded,
+    ModelLoading,
+    ModelNotFound,
+    NoReplica,
+    NotFound,
+    QueueFull,
+    RelayError,
+    WorkflowNotFound,
+)
+from serve_app.telemetry.metrics import Meters
+
+_STARTING = ("idle", "loading")
+
+
+class InferenceBackend(Protocol):
+    """A component that executes requests: a runner in this process, or replicas behind a handle."""
+
+    async def infer(self, request: InferenceRequest, /) -> InferenceResponse | ResponseStream:
+        """Return the response to one request. Raises RelayError."""
+
+
+class SequenceAffinity(Protocol):
+    """A router to the one replica that holds the state of a sequence."""
+
+    async def __call__(
+        self, request: InferenceRequest, selection: VersionSelection, /
+    ) -> tuple[VersionSelection, InferenceBackend]:
+        """Return the version and the backend for a request to a stateful model. Raises RelayError."""
+
+
+class RoutingTableReader:
+    """The process's copy of the routing table; ``on_table`` is called with each new one."""
+
+    def __init__(
+        self,
+        table: RoutingTable = RoutingTable(),
+        on_table: Callable[[RoutingTable], None] = lambda table: None,
+    ) -> None:
+        self.table = table
+        self._changed = asyncio.Event()
+        self._on_table = on_table
+
+    def update(self, table: RoutingTable) -> None:
+        self.table = table
+        self._on_table(table)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """An event that is set when the next table arrives.
+
+        Get it before reading the table, so that no update is missed.
+        """
+        return self._changed
+
+
+@dataclass(frozen=True)
+class DataPlaneLimits:
+    """Limits of one request."""
+
+    loading_timeout: float = 30.0  # seconds that a request waits for a version that is loading
+    max_workflow_items: int = 1000  # of one step of a workflow
+
+
+class _RequestState:
+    """The progress of one request through the data plane."""
+
+    __slots__ = ("model_timeout", "request", "selection", "started_at", "version")
+
+    def __init__(self, request: InferenceRequest) -> None:
+        self.started_at = time.perf_counter()
+        self.request = request
+        self.selection: VersionSelection | None = None
+        self.version = ""
+        self.model_timeout = False  # the model's timeout is shorter than the caller's deadline
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started_at
+
+
+class DataPlane:
+    """The entry point of inference in one process.
+
+    ``local`` is the version that this process runs itself, if any; ``remote`` reaches the others. ``wake``
+    requests a replica for a version that is scaled to zero, while requests wait here. ``sequence_affinity``
+    locates the sequences of stateful models. ``mirror`` sends copies to shadow versions.
+    """
+
+    def __init__(
+        self,
+        reader: RoutingTableReader,
+        meters: Meters,
+        remote: Callable[[ModelRef, VersionRoute], InferenceBackend],
+        local: tuple[ModelRef, InferenceBackend] | None = None,
+        wake: Callable[[ModelRef, VersionRoute], None] = lambda ref, route: None,
+        mirror: ShadowMirror | None = None,
+        sequence_affinity: SequenceAffinity | None = None,
+        limits: DataPlaneLimits = DataPlaneLimits(),
+    ) -> None:
+        self._reader = reader
+        self._meters = meters
+        self._remote = remote
+        self._local = local
+        self._wake = wake
+        self._mirror = mirror
+        self._sequence_affinity = sequence_affinity
+        self._limits = limits
+        self.experiment_collector = ExperimentCollector()
+        self._waiting: dict[ModelRef, int] = {}
+        self._bucket_cursor = randrange(BUCKET_COUNT)  # of the last request
+
+    @property
+    def table(self) -> RoutingTable:
+        return self._reader.table
+
+    @property
+    def access(self) -> AccessTable | None:
+        """The grants of all keys; None where no key is required."""
+        return self._reader.table.access
+
+    async def infer(
+        self, request: InferenceRequest, workflow_table: RoutingTable | None = None
+    ) -> InferenceResponse | ResponseStream:
+        """Return the response of the version that the routing table selects. Raises RelayError.
+
+        ``workflow_table`` is the table at the start of the workflow whose step this request is. A version
+        that was removed since then still serves the steps of workflows that started before.
+        """
+        state = _RequestState(request)
+        try:
+            response = await self._dispatch(state, workflow_table)
+        except RelayError as raised:
+            error = self._record_failure(state, raised)
+            if error is not raised:
+                raise error from None
+            raise
+        except asyncio.CancelledError:
+            self._meters.request(request.model, state.version, "caller_left", state.seconds, request.version)
+            raise
+        return self._record_response(state, response)
+
+    async def _dispatch(
+        self, state: _RequestState, workflow_table: RoutingTable | None
+    ) -> InferenceResponse | ResponseStream:
+        """Select the version and the backend, and run the request there."""
+        request = state.request
+        if request.expired:
+            self.find_version(request.model, request.version)  # an unknown model comes first
+            raise DeadlineExceeded(request.model, 0.0)
+        selection = state.selection = self._select(request, workflow_table)
+        route = selection.route
+        state.version = route.version
+        if request.kind == "tensors" and route.signature is not None:
+            route.signature.check(map(_to_tensor, request.inputs))
+        if route.client_timeout:
+            limited = _limit_deadline(request, route.client_timeout / 1000)
+            state.model_timeout = limited is not request
+            state.request = request = limited
+        if not route.stateful or self._sequence_affinity is None:
+            return await (await self._find_backend(request, route)).infer(request)
+        if route.replicas == 0 and route.phase != "ready":
+            route = await self._wait_until_ready(request, ModelRef(request.model, route.version), route)
+        selection, backend = await self._sequence_affinity(request, selection._replace(route=route))
+        state.selection, state.version = selection, selection.route.version
+        return await backend.infer(request)
+
+    def _select(self, request: InferenceRequest, workflow_table: RoutingTable | None) -> VersionSelection:
+        cursor = self._bucket_cursor = version_router.next_bucket_cursor(self._bucket_cursor)
+        try:
+            return version_router.select_version(self._reader.table, request, cursor)
+        except NotFound:
+            if workflow_table is None:
+                raise
+            return version_router.select_version(workflow_table, request, cursor)
+
+    def _record_failure(self, state: _RequestState, raised: RelayError) -> RelayError:
+        """Count a failed request, and return the error for its caller."""
+        request, selection = state.request, state.selection
+        model_timeout = state.model_timeout and isinstance(raised, DeadlineExceeded)
+        error = ClientTimeout(*raised.args) if model_timeout else raised
+        error.retry_after = raised.retry_after
+        error.selected_version = state.version
+        # An unknown model is text of the caller and no label: the number of labels would be unbounded.
+        model = request.model if state.version else ""
+        self._meters.request(model, state.version, error.reason, state.seconds, request.version)
+        if selection is None:
+            return error
+        if self._mirror is not None and selection.routed_by_policy:
+            self._mirror.offer(request, state.version, None, 0.0)
+        if selection.active_split is not None:
+            error.arm = selection.arm_label
+            self.experiment_collector.record_failure(selection, request.request_id, error.reason)
+        return error
+
+    def _record_response(
+        self, state: _RequestState, response: InferenceResponse | ResponseStream
+    ) -> InferenceResponse | ResponseStream:
+        """Count a response, and return it with the arm of its experiment."""
+        request, selection = state.request, state.selection
+        assert selection is not None
+        if self._mirror is not None and selection.routed_by_policy:
+            self._mirror.offer(request, state.version, response, state.seconds)
+        if isinstance(response, ResponseStream):
+            head = response.head
+            if selection.active_split is not None:
+                head = replace(head, arm=selection.arm_label)
+            record_end = partial(self._record_stream_end, state, selection, response.head)
+            return ResponseStream(head, _StreamWithStatus(response, record_end))
+        seconds = state.seconds
+        self._meters.request(
+            request.model, state.version, "ok", seconds, request.version, response.timings.queue
+        )
+        if selection.active_split is not None:
+            self.experiment_collector.record_response(selection, request.request_id, response, seconds)
+            return replace(response, arm=selection.arm_label)
+        return response
+
+    def _record_stream_end(
+        self, state: _RequestState, selection: VersionSelection, head: InferenceResponse, status: str
+    ) -> None:
+        """Count a streamed response; ``status`` is ok, caller_left, or the reason of an error."""
+        request, seconds = state.request, state.seconds
+        version = selection.route.version
+        self._meters.request(request.model, version, status, seconds, request.version, head.timings.queue)
+        if selection.active_split is None or status == "caller_left":
+            return
+        collector, request_id = self.experiment_collector, request.request_id
+        if status == "ok":
+            collector.record_response(selection, request_id, head, seconds, streamed=True)
+        else:
+            collector.record_failure(selection, request_id, status)
+
+    async def _find_backend(self, request: InferenceRequest, route: VersionRoute) -> InferenceBackend:
+        if self._local is not None:
+            ref, backend = self._local
+            if ref.version == route.version and ref.name == request.model:
+                return backend
+        if route.graph is not None:
+            return self._create_workflow(ModelRef(request.model, route.version), route)
+        return await self._find_replicas(request, route)
+
+    async def _find_replicas(self, request: InferenceRequest, route: VersionRoute) -> InferenceBackend:
+        ref = ModelRef(request.model, route.version)
+        if route.replicas == 0 and route.phase != "ready":
+            route = await self._wait_until_ready(request, ref, route)
+        return self._remote(ref, route)
+
+    def _create_workflow(self, ref: ModelRef, route: VersionRoute) -> WorkflowExecutor:
+        assert route.graph is not None
+
+        async def infer_function(request: InferenceRequest) -> InferenceResponse | ResponseStream:
+            return await (await self._find_replicas(request, route)).infer(request)
+
+        infer_model = partial(self.infer, workflow_table=self._reader.table)
+        max_items = self._limits.max_workflow_items
+        return WorkflowExecutor(ref, route.graph, infer_model, infer_function, self._meters, max_items)
+
+    async def _wait_until_ready(
+        self, request: InferenceRequest, ref: ModelRef, route: VersionRoute
+    ) -> VersionRoute:
+        """Hold a request while its version loads or wakes up.
+
+        The number of waiting requests is limited by the version's queue size, their time by the deadline and
+        by the wake-up or loading timeout.
+        """
+        if route.phase in _STARTING and self._waiting.get(ref, 0) >= route.job_queue_size:
+            error = QueueFull(ref.name, request.version, "the version is loading and its queue is full")
+            raise self._with_start_time(error, route)
+        until = time.time() + (route.wake_timeout or self._limits.loading_timeout)
+        if request.deadline is not None:
+            until = min(until, request.deadline)
+        self._waiting[ref] = self._waiting.get(ref, 0) + 1
+        try:
+            while True:
+                changed = self._reader.changed
+                route = self.find_version(ref.name, ref.version)
+                if route.phase not in _STARTING or route.replicas:
+                    break
+                if route.phase == "idle":
+                    with suppress(ModelLoading):
+                        self._wake(ref, route)
+                try:
+                    await asyncio.wait_for(changed.wait(), until - time.time())
+                except asyncio.TimeoutError:
+                    if request.expired:
+                        raise self._with_start_time(DeadlineExceeded(request.model, 0.0), route) from None
+                    loading = ModelLoading(ref.name, request.version, "its replicas are still loading")
+                    raise self._with_start_time(loading, route) from None
+        finally:
+            self._waiting[ref] -= 1
+        if route.phase in ("stopped", "failed") and route.replicas == 0:
+            raise NoReplica(ref.name, request.version, route.last_error or "no replica was asked for")
+        return route
+
+    def _with_start_time(self, error: RelayError, route: VersionRoute) -> RelayError:
+        """Set ``retry_after`` to the duration of the version's last start, and return the error."""
+        seconds = route.start_seconds or route.wake_timeout or self._limits.loading_timeout
+        error.retry_after = max(1, ceil(seconds))
+        return error
+
+    def find_version(self, model: str, version: str | None = None) -> VersionRoute:
+        """Return the version that such a request would get. Raises ModelNotFound and VersionNotFound."""
+        return version_router.select_version(self._reader.table, InferenceRequest(model, version)).route
+
+    def describe(self, model: str, version: str | None = None) -> VersionRoute:
+        """Return the version with its signature; that of a workflow is derived from its models.
+
+        Raises ModelNotFound and VersionNotFound.
+        """
+        route = self.find_version(model, version)
+        if route.graph is None:
+            return route
+        return replace(route, signature=workflow_signature.derive_signature(route.graph, self._signature))
+
+    def _signature(self, model: str, version: str | None) -> Signature | None:
+        try:
+            return self.describe(model, version).signature
+        except NotFound:
+            return None
+
+    def find_workflow(self, name: str) -> None:
+        """Raise WorkflowNotFound unless ``name`` is a workflow; a model is not one."""
+        try:
+            if self.find_version(name).graph is not None:
+                return
+        except ModelNotFound:
+            pass
+        raise WorkflowNotFound(name)
+
+    def splits_traffic(self, model: str) -> bool:
+        """Return whether requests that name no version may get different ones."""
+        route = self._reader.table.models.get(model)
+        return route is not None and version_router.sole_version(route) is None
+
+    @property
+    def startup_model(self) -> str | None:
+        """The model that was loaded at startup, where there is exactly one."""
+        models = self._reader.table.models.items()
+        names = [name for name, model in models if any(v.loaded_at_startup for v in model.versions.values())]
+        return names[0] if len(names) == 1 else None
+
+    @property
+    def ready(self) -> bool:
+        """Return whether a table is here, and every version loaded at startup is ready or has failed."""
+        return self._reader.table.generation > 0 and self._reader.table.startup_complete
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether every default version has its replicas, or still has time to recover them."""
+        models = self._reader.table.models.values()
+        return all(
+            route.healthy
+            for model in models
+            for version, route in model.versions.items()
+            if version == model.default
+        )
+
+
+def _to_tensor(part: InputPart) -> Tensor:
+    return tensors.from_content_type(part.name, part.value, part.content_type or "")
+
+
+def _limit_deadline(request: InferenceRequest, seconds: float) -> InferenceRequest:
+    """Return the request with a deadline at most ``seconds`` from now."""
+    deadline = time.time() + seconds
+    if request.deadline is not None and request.deadline <= deadline:
+        return request
+    return replace(request, deadline=deadline)
+
+
+class _StreamWithStatus(AsyncIterator[bytes]):
+    """The chunks of a streamed response; ``record_end`` is called once, with the final status."""
+
+    def __init__(self, stream: ResponseStream, record_end: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._chunks = stream.__aiter__()
+        self._record_end: Callable[[str], None] | None = record_end
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await self._chunks.__anext__()
+        except StopAsyncIteration:
+            self._end("ok")
+            raise
+        except RelayError as error:
+            self._end(error.reason)
+            raise
+
+    async def aclose(self) -> None:
+        self._end("caller_left")
+        await self._stream.aclose()
+
+    def _end(self, status: str) -> None:
+        record_end, self._record_end = self._record_end, None
+        if record_end is not None:
+            record_end(status)

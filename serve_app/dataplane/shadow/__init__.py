@@ -1,0 +1,1 @@
+"""Shadow traffic: copies of requests to a second version, whose responses are compared and discarded."""
