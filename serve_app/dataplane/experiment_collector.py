@@ -1,6 +1,7 @@
-"""What the calls of this process said of trials: counted here, fetched by its link, added up by Management.
+"""Statistics of experiments and rollouts in this process: counted here, and sent to Management for
+aggregation.
 
-A call costs a few additions; nothing is computed that is not asked for.
+A request costs a few additions; only requested metrics are computed.
 """
 
 from __future__ import annotations
@@ -9,65 +10,68 @@ import json
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from serve_app.experiment import GROUPS
-from serve_app.json_path import find
-from serve_app.policy import Trial
-from serve_app.traffic import Choice
-from serve_app.types import Reply
+from serve_app.dataplane.version_router import VersionSelection
+from serve_app.domain.experiment import BUCKET_GROUPS
+from serve_app.domain.json_path import find
+from serve_app.domain.request import InferenceResponse
+from serve_app.domain.traffic_policy import ActiveSplit
 
-log = logging.getLogger("torchrelay.observations")
+log = logging.getLogger("torchrelay.experiment_collector")
 
 LATENCY, ERROR_RATE, UNITS = "latency", "error_rate", "units"  # the sums of every experiment
 OUTPUT, REWARD = "output:", "reward:"  # and before a metric's name, those of its own
-CALLS = "/calls"  # behind a trial's id: its exposures by request id, where its units are keys
+REQUEST_EXPOSURES = "/calls"  # behind a trial's id: its exposures by request id, where its units are keys
 
-_WIDTH = 1.05  # of a histogram's bin: its end over its beginning
-_BINS_PER_E = 1 / math.log(_WIDTH)
-_FIRST = 1e-6  # seconds, where the first bin begins
-_GREATEST = 1e12  # of an output: more could not be squared and summed
+_BIN_GROWTH = 1.05  # of a histogram's bin: its end over its beginning
+_BINS_PER_E = 1 / math.log(_BIN_GROWTH)
+_FIRST_BIN_S = 1e-6  # seconds, where the first bin begins
+_MAX_OUTPUT = 1e12  # of an output: more could not be squared and summed
 _EMPTY = (b"", b'""', b"[]", b"{}", b"null")
-_EXPOSURES = 100_000  # that wait for the link, and as many again whose keys are remembered
+_MAX_EXPOSURES = 100_000  # that wait for the link, and as many again whose keys are remembered
+
+_Key = TypeVar("_Key")
 
 
-def bin_of(seconds: float) -> int:
-    """The bin of a histogram that a time falls into; each is 5 % wide."""
-    return int(math.log(seconds * 1e6) * _BINS_PER_E) if seconds > _FIRST else 0
+def bin_index(seconds: float) -> int:
+    """Return the histogram bin of a duration; each bin is 5 % wide."""
+    return int(math.log(seconds * 1e6) * _BINS_PER_E) if seconds > _FIRST_BIN_S else 0
 
 
-def upper(bin: int) -> float:
-    """Where a bin ends, in seconds."""
-    return _FIRST * _WIDTH ** (bin + 1)
+def bin_upper_bound(bin: int) -> float:
+    """Return the end of a bin, in seconds."""
+    return _FIRST_BIN_S * _BIN_GROWTH ** (bin + 1)
 
 
 def quantile(latency: dict[int, int], q: float) -> float:
-    """The time within which a share ``q`` of the calls was answered, to the end of its bin; nan without calls."""
+    """Return the end of the bin that contains the quantile ``q`` of the latency; nan without requests."""
     wanted = q * sum(latency.values())
     seen = 0
     for bin in sorted(latency):
         seen += latency[bin]
         if seen >= wanted:
-            return upper(bin)
+            return bin_upper_bound(bin)
     return math.nan
 
 
-def slower(latency: dict[int, int], seconds: float) -> int:
-    """How many calls took longer for sure: those in the bins behind that of ``seconds``."""
-    last = bin_of(seconds)
+def count_slower(latency: dict[int, int], seconds: float) -> int:
+    """Return a lower bound on the number of requests slower than ``seconds``: those in later bins."""
+    last = bin_index(seconds)
     return sum(count for bin, count in latency.items() if bin > last)
 
 
 @dataclass
-class ArmFigures:
-    """What the calls of one arm came to. Figures of several processes and times add up.
+class ArmStats:
+    """The statistics of one arm. Those of several processes and periods add up.
 
-    ``latency`` is a histogram of answered calls: the index of a bin and the calls in it; see ``bin_of``. ``sums`` has
-    for each metric and each group of buckets how many values there were, and their sum: ``latency`` in seconds, of
-    answered calls; ``error_rate``, 1 for each call that failed; ``output:NAME``; ``reward:NAME``, each event a value;
-    and ``units``, whose counts alone mean something, where the trial remembers who was given what.
+    ``latency`` is a histogram of answered requests: the index of a bin and its count; see ``bin_index``.
+    ``sums`` has for each metric and each group of buckets the number of values and their sum: ``latency`` in
+    seconds, of answered requests; ``error_rate``, 1 for each failed request; ``output:NAME``;
+    ``reward:NAME``, each event a value; and ``units``, of which only the counts matter, where the split
+    records exposures.
     """
 
     calls: int = 0
@@ -83,39 +87,40 @@ class ArmFigures:
     def failures(self) -> int:
         return sum(self.failed.values())
 
-    def add(self, other: ArmFigures) -> None:
+    def add(self, other: ArmStats) -> None:
         self.calls += other.calls
         self.units += other.units
         self.empty += other.empty
         self.non_finite += other.non_finite
-        for mine, theirs in (
-            (self.failed, other.failed),
-            (self.missing, other.missing),
-            (self.latency, other.latency),
-        ):
-            for key, count in theirs.items():
-                mine[key] = mine.get(key, 0) + count  # type: ignore[index, call-overload]
+        _add_counts(self.failed, other.failed)
+        _add_counts(self.missing, other.missing)
+        _add_counts(self.latency, other.latency)
         for name, groups in other.sums.items():
             sums = self.sums.setdefault(name, {})
-            for group, (count, total) in groups.items():
+            for group, (values, total) in groups.items():
                 before = sums.get(group)
-                sums[group] = (count, total) if before is None else (before[0] + count, before[1] + total)
+                sums[group] = (values, total) if before is None else (before[0] + values, before[1] + total)
+
+
+def _add_counts(counts: dict[_Key, int], other: dict[_Key, int]) -> None:
+    for key, count in other.items():
+        counts[key] = counts.get(key, 0) + count
 
 
 @dataclass
-class Seen:
-    """What is new since the last time: figures by trial and arm, and who was given what."""
+class ExperimentReport:
+    """The statistics since the last report, by split and arm, and the new exposures."""
 
-    figures: dict[str, dict[str, ArmFigures]] = field(default_factory=dict)
+    figures: dict[str, dict[str, ArmStats]] = field(default_factory=dict)
     exposures: list[tuple[str, str, str, int]] = field(default_factory=list)  # trial, unit, arm, bucket
 
 
-class _Arm:
-    """One arm's counts since they were last taken."""
+class _ArmCounts:
+    """One arm's counts since they were last drained."""
 
     __slots__ = ("empty", "failed", "groups", "latency", "missing", "non_finite", "outputs", "trial")
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: ActiveSplit) -> None:
         self.trial = trial
         self.groups: dict[int, list[float]] = {}  # answers, their seconds, failures
         self.latency: dict[int, int] = {}
@@ -128,7 +133,7 @@ class _Arm:
         document = _document(body)
         for name, path in self.trial.outputs:
             key, value = OUTPUT + name, find(document, path)
-            if isinstance(value, (int, float)) and abs(value) <= _GREATEST:  # which nan is not either
+            if isinstance(value, (int, float)) and abs(value) <= _MAX_OUTPUT:  # which nan is not either
                 sums = self.outputs.setdefault(key, {})
                 count, total = sums.get(group, (0, 0.0))
                 sums[group] = (count + 1, total + value)
@@ -136,13 +141,17 @@ class _Arm:
                 self.missing[key] = self.missing.get(key, 0) + 1
 
     @property
-    def figures(self) -> ArmFigures:
+    def figures(self) -> ArmStats:
         answers, failures = sum(self.latency.values()), sum(self.failed.values())
-        sums = {ERROR_RATE: {g: (answered + failed, failed) for g, (answered, _, failed) in self.groups.items()}}
+        sums = {
+            ERROR_RATE: {g: (answered + failed, failed) for g, (answered, _, failed) in self.groups.items()}
+        }
         if answers:
-            sums[LATENCY] = {g: (answered, total) for g, (answered, total, _) in self.groups.items() if answered}
+            sums[LATENCY] = {
+                g: (answered, total) for g, (answered, total, _) in self.groups.items() if answered
+            }
         calls = answers + failures
-        return ArmFigures(
+        return ArmStats(
             calls=calls,
             units=0 if self.trial.exposures else calls,
             failed=self.failed,
@@ -154,42 +163,48 @@ class _Arm:
         )
 
 
-class Observations:
-    """One for each process, on its event loop. ``exposures`` bounds how many wait, and how many keys are remembered.
+class ExperimentCollector:
+    """The collector of one process, on its event loop. ``max_exposures`` limits those that wait, and the
+    known keys.
 
-    What waits is bounded by the trials that are on, and exposures by number: the oldest are lost while nobody fetches
-    them.
+    Memory is limited by the number of active splits and of exposures: the oldest are dropped while nobody
+    drains them.
     """
 
-    def __init__(self, exposures: int = _EXPOSURES) -> None:
-        self._limit = exposures
-        self._arms: dict[tuple[str, str], _Arm] = {}
+    def __init__(self, max_exposures: int = _MAX_EXPOSURES) -> None:
+        self._limit = max_exposures
+        self._arms: dict[tuple[str, str], _ArmCounts] = {}
         self._exposures: dict[tuple[str, str], tuple[str, int]] = {}  # (trial, unit) -> (arm, bucket)
-        # Keys that were told before, so that a caller who comes again is not: the newer ones, and those before them.
-        self._told: set[tuple[str, str]] = set()
-        self._told_before: set[tuple[str, str]] = set()
+        # Keys whose exposure was reported, so that it is not reported again: the newer ones, and the older.
+        self._known_keys: set[tuple[str, str]] = set()
+        self._older_keys: set[tuple[str, str]] = set()
         self._lost = False
 
-    def answered(
-        self, choice: Choice, request_id: str, reply: Reply, seconds: float, streamed: bool = False
+    def record_response(
+        self,
+        choice: VersionSelection,
+        request_id: str,
+        reply: InferenceResponse,
+        seconds: float,
+        streamed: bool = False,
     ) -> None:
-        """A call of ``choice.trial`` was answered, ``seconds`` after it came.
+        """Count a response of ``choice.active_split`` that took ``seconds``.
 
-        A status of 500 and above is a failure. Of a reply that was ``streamed`` the head is given: it is at its end,
-        and what was in it is not looked at.
+        A status of 500 and above is a failure. Of a ``streamed`` response, which has ended, only the head is
+        given and no content is checked.
         """
         if reply.status >= 500:
-            self.failed(choice, request_id, f"status_{reply.status}")
+            self.record_failure(choice, request_id, f"status_{reply.status}")
             return
         arm = self._arm(choice, request_id)
-        group = choice.bucket % GROUPS
+        group = choice.bucket % BUCKET_GROUPS
         sums = arm.groups.get(group)
         if sums is None:
             arm.groups[group] = [1, seconds, 0]
         else:
             sums[0] += 1
             sums[1] += seconds
-        bin = bin_of(seconds)
+        bin = bin_index(seconds)
         arm.latency[bin] = arm.latency.get(bin, 0) + 1
         trial = arm.trial
         if streamed:
@@ -202,59 +217,62 @@ class Observations:
         if trial.outputs:
             arm.output(reply.body, group)
 
-    def failed(self, choice: Choice, request_id: str, reason: str) -> None:
-        """A call of ``choice.trial`` failed, whoever's fault it is: arms are compared, and callers dealt out evenly.
+    def record_failure(self, choice: VersionSelection, request_id: str, reason: str) -> None:
+        """Count a failed request of ``choice.active_split``, whatever the cause: arms are compared, and
+        clients are distributed evenly.
 
-        Callers that left are not told of here.
+        Requests whose client disconnected are not recorded.
         """
         arm = self._arm(choice, request_id)
-        sums = arm.groups.setdefault(choice.bucket % GROUPS, [0, 0.0, 0])
+        sums = arm.groups.setdefault(choice.bucket % BUCKET_GROUPS, [0, 0.0, 0])
         sums[2] += 1
         arm.failed[reason] = arm.failed.get(reason, 0) + 1
 
-    def take(self) -> Seen | None:
-        """What is new since the last time; None where nothing is."""
+    def drain(self) -> ExperimentReport | None:
+        """Return the statistics since the last call; None where there are none."""
         if not self._arms:
             return None
-        seen = Seen(exposures=[(*unit, *given) for unit, given in self._exposures.items()])
+        seen = ExperimentReport(exposures=[(*unit, *given) for unit, given in self._exposures.items()])
         for (trial, name), arm in self._arms.items():
             seen.figures.setdefault(trial, {})[name] = arm.figures
         self._arms, self._exposures, self._lost = {}, {}, False
         return seen
 
-    def _arm(self, choice: Choice, request_id: str) -> _Arm:
-        trial = choice.trial
+    def _arm(self, choice: VersionSelection, request_id: str) -> _ArmCounts:
+        trial = choice.active_split
         assert trial is not None
         arm = self._arms.get((trial.id, choice.arm))
         if arm is None:
-            arm = self._arms[trial.id, choice.arm] = _Arm(trial)
+            arm = self._arms[trial.id, choice.arm] = _ArmCounts(trial)
         if trial.exposures:
             self._expose(trial, choice, request_id)
         return arm
 
-    def _expose(self, trial: Trial, choice: Choice, request_id: str) -> None:
+    def _expose(self, trial: ActiveSplit, choice: VersionSelection, request_id: str) -> None:
         if trial.key is None:
             self._remember((trial.id, request_id), choice)
             return
         if trial.rewards:
-            self._remember((trial.id + CALLS, request_id), choice)
+            self._remember((trial.id + REQUEST_EXPOSURES, request_id), choice)
         unit = (trial.id, choice.unit)
-        if unit in self._told or unit in self._told_before:
+        if unit in self._known_keys or unit in self._older_keys:
             return
-        if len(self._told) >= self._limit:
-            self._told_before, self._told = self._told, set()
-        self._told.add(unit)
+        if len(self._known_keys) >= self._limit:
+            self._older_keys, self._known_keys = self._known_keys, set()
+        self._known_keys.add(unit)
         self._remember(unit, choice)
 
-    def _remember(self, unit: tuple[str, str], choice: Choice) -> None:
+    def _remember(self, unit: tuple[str, str], choice: VersionSelection) -> None:
         if len(self._exposures) >= self._limit:
             oldest = next(iter(self._exposures))
             del self._exposures[oldest]
-            self._told.discard(oldest)
-            self._told_before.discard(oldest)
+            self._known_keys.discard(oldest)
+            self._older_keys.discard(oldest)
             if not self._lost:
                 self._lost = True
-                log.warning("Management fetches nothing: who was given which arm is remembered for no more calls")
+                log.warning(
+                    "Management fetches nothing: who was given which arm is remembered for no more calls"
+                )
         self._exposures[unit] = (choice.arm, choice.bucket)
 
 
@@ -263,7 +281,9 @@ def _is_empty(body: bytes) -> bool:
 
 
 def _is_non_finite(body: bytes) -> bool:
-    """Whether a JSON answer has NaN or an infinity among its values; as words in its texts they mean nothing."""
+    """Return whether a JSON response has NaN or an infinity among its values; in strings they do not
+    count.
+    """
     if b"NaN" not in body and b"Infinity" not in body:
         return False
     found: list[str] = []
@@ -275,7 +295,7 @@ def _is_non_finite(body: bytes) -> bool:
 
 
 def _document(body: bytes) -> Any:
-    """The answer as JSON, also as Python writes it; None where it is none."""
+    """Return the response as JSON, also in Python's notation; None where it is not JSON."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:

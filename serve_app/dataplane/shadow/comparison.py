@@ -1,7 +1,7 @@
-"""Do two answers agree? Pure functions of two replies and of what the operator asked for.
+"""Comparison of two responses: pure functions of the responses and the operator's rule.
 
-A status or a media type that differs is a disagreement, whatever else is asked for. JSON is compared as JSON: how it is
-written does not matter, 3 is 3.0, true is not 1, NaN is NaN, and an infinity is itself alone.
+A different status or media type is a mismatch under every rule. JSON is compared as JSON: formatting does not
+matter, 3 is 3.0, true is not 1, NaN equals NaN, and an infinity equals itself.
 """
 
 from __future__ import annotations
@@ -15,22 +15,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from serve_app import json_path, tensors
-from serve_app.policy import Compare
-from serve_app.types import Reply
+from serve_app.domain import json_path, tensors
+from serve_app.domain.request import InferenceResponse
+from serve_app.domain.traffic_policy import ComparisonRule
 
-APART = 1e9  # the distance of answers that cannot be measured against each other, and the largest there is
+MAX_DISTANCE = (
+    1e9  # the distance of answers that cannot be measured against each other, and the largest there is
+)
 MAX_BYTES = 1 << 20  # of an answer that is looked into; larger ones are equal or they are not
-_LONGEST = 500  # characters of a text whose likeness is measured: the time for it grows with their square
+_MAX_TEXT_LENGTH = (
+    500  # characters of a text whose likeness is measured: the time for it grows with their square
+)
 
 _NOTHING = object()  # no JSON, or nothing at that place of it
 
 
-class Comparison(NamedTuple):
-    """``distance`` is 0 where answers agree, and larger the worse they differ; it compares within a kind alone.
+class ResponseComparison(NamedTuple):
+    """The result of a comparison.
 
-    ``why`` is a word for a disagreement: status, content_type, shape, numbers, label, labels, text, body or missing.
-    ``measures`` holds what could be measured of max_abs_difference, label_flipped, top_k_agreement, text_similarity.
+    ``distance`` is 0 for equal responses and grows with the mismatch; it is comparable within one kind.
+    ``why`` is the code of a mismatch: status, content_type, shape, numbers, label, labels, text, body or
+    missing. ``measures`` holds those of max_abs_difference, label_flipped, top_k_agreement and
+    text_similarity that were measured.
     """
 
     agreed: bool
@@ -39,49 +45,50 @@ class Comparison(NamedTuple):
     measures: Mapping[str, float] = {}
 
 
-def compare(how: Compare, live: Reply, other: Reply) -> Comparison:
-    """Whether the answer of a shadow version agrees with the live one."""
-    if live.status != other.status:
-        return _apart("status")
-    if _media_type(live) != _media_type(other):
-        return _apart("content_type")
+def compare(rule: ComparisonRule, live: InferenceResponse, shadow: InferenceResponse) -> ResponseComparison:
+    """Return whether the response of a shadow version agrees with the live one."""
+    if live.status != shadow.status:
+        return _max_distance("status")
+    if _media_type(live) != _media_type(shadow):
+        return _max_distance("content_type")
     first = _document(live)
-    second = first if other.body == live.body else _document(other)
+    second = first if shadow.body == live.body else _document(shadow)
     if first is _NOTHING or second is _NOTHING:
-        return _texts(how, _text(live.body), _text(other.body))
-    if json_path.steps(how.at):
-        first, second = json_path.find(first, how.at), json_path.find(second, how.at)
+        return _texts(rule, _text(live.body), _text(shadow.body))
+    if json_path.parse(rule.at):
+        first, second = json_path.find(first, rule.at), json_path.find(second, rule.at)
         if first is None or second is None:
-            return _apart("missing")
+            return _max_distance("missing")
     try:
-        return _KINDS[how.kind](how, first, second)
+        return _KINDS[rule.kind](rule, first, second)
     except RecursionError:
-        return Comparison(True) if live.body == other.body else _apart("body")
+        return ResponseComparison(True) if live.body == shadow.body else _max_distance("body")
 
 
 def _plain(tensor: tensors.Tensor) -> Any:
     if tensor.datatype == "BYTES":
-        return [element.decode("utf-8", "replace") for element in tensors.elements(tensor)]
-    return tensor.array().tolist()
+        return [element.decode("utf-8", "replace") for element in tensors.decode_elements(tensor)]
+    return tensor.to_array().tolist()
 
 
-def _apart(why: str, **measures: float) -> Comparison:
-    return Comparison(False, APART, why, measures)
+def _max_distance(why: str, **measures: float) -> ResponseComparison:
+    return ResponseComparison(False, MAX_DISTANCE, why, measures)
 
 
-def _media_type(reply: Reply) -> str:
+def _media_type(reply: InferenceResponse) -> str:
     return (reply.content_type or "").partition(";")[0].strip().lower()
 
 
-def _document(reply: Reply) -> Any:
-    """The JSON that a body is, with NaN and infinities as handlers write them; ``{name: nested list}`` of tensors.
+def _document(reply: InferenceResponse) -> Any:
+    """Return the JSON of a body, with NaN and infinities as handlers write them; ``{name: nested list}`` for
+    tensors.
 
-    Else _NOTHING.
+    Returns _NOTHING for other bodies.
     """
     body = reply.body
     if len(body) > MAX_BYTES:
         return _NOTHING
-    if reply.content_type == tensors.PACKED:
+    if reply.content_type == tensors.PACKED_MEDIA_TYPE:
         return {tensor.name: _plain(tensor) for tensor in tensors.unpack(body)}
     try:
         return orjson.loads(body)
@@ -103,7 +110,7 @@ def _text(body: bytes) -> str | bytes:
 # Kinds
 
 
-def _auto(how: Compare, live: Any, other: Any) -> Comparison:
+def _auto(how: ComparisonRule, live: Any, other: Any) -> ResponseComparison:
     if _is_ranking(live) and _is_ranking(other):
         return _top_k(how, live, other)
     if isinstance(live, str) and isinstance(other, str):
@@ -111,20 +118,20 @@ def _auto(how: Compare, live: Any, other: Any) -> Comparison:
     return _allclose(how, live, other)
 
 
-def _allclose(how: Compare, live: Any, other: Any) -> Comparison:
-    """Numbers within the tolerance of the live ones; shapes, keys and everything that is no number alike."""
+def _allclose(how: ComparisonRule, live: Any, other: Any) -> ResponseComparison:
+    """Compare numbers with the tolerance of the live ones; shapes, keys and other values must be equal."""
     gap = _gap(how.rtol, how.atol, live, other)
     if gap is None:
-        return _apart("shape")
+        return _max_distance("shape")
     difference, excess = gap
     return _judged(excess <= 1, excess, "numbers", max_abs_difference=difference)
 
 
-def _top_k(how: Compare, live: Any, other: Any) -> Comparison:
-    """The same label first, and enough of the first ``k`` in common, in whatever order."""
+def _top_k(how: ComparisonRule, live: Any, other: Any) -> ResponseComparison:
+    """Compare rankings: the same first label, and enough of the first ``k`` in common, in any order."""
     first, second = _ranked(live), _ranked(other)
     if first is None or second is None:
-        return _apart("shape")
+        return _max_distance("shape")
     first, second = first[: how.k], second[: how.k]
     longer = max(len(first), len(second))
     agreement = len(set(first) & set(second)) / longer if longer else 1.0
@@ -134,12 +141,12 @@ def _top_k(how: Compare, live: Any, other: Any) -> Comparison:
     return _judged(agreed, flipped + 1 - agreement, "label" if flipped else "labels", **measures)
 
 
-def _label(how: Compare, live: Any, other: Any) -> Comparison:
+def _label(how: ComparisonRule, live: Any, other: Any) -> ResponseComparison:
     same = _gap(0.0, 0.0, live, other) == (0.0, 0.0)
     return _judged(same, 1.0, "label", label_flipped=float(not same))
 
 
-def _words(how: Compare, live: Any, other: Any) -> Comparison:
+def _words(how: ComparisonRule, live: Any, other: Any) -> ResponseComparison:
     if isinstance(live, str) and isinstance(other, str):
         return _texts(how, live, other)
     if _gap(0.0, 0.0, live, other) == (0.0, 0.0):
@@ -147,7 +154,7 @@ def _words(how: Compare, live: Any, other: Any) -> Comparison:
     return _texts(how, *(json.dumps(value, sort_keys=True, ensure_ascii=False) for value in (live, other)))
 
 
-_KINDS: Mapping[str, Callable[[Compare, Any, Any], Comparison]] = {
+_KINDS: Mapping[str, Callable[[ComparisonRule, Any, Any], ResponseComparison]] = {
     "auto": _auto,
     "allclose": _allclose,
     "top_k": _top_k,
@@ -156,29 +163,37 @@ _KINDS: Mapping[str, Callable[[Compare, Any, Any], Comparison]] = {
 }
 
 
-def _texts(how: Compare, live: str | bytes, other: str | bytes) -> Comparison:
-    """Equal, or as like each other as ``least`` asks; how like they are is measured only where it does."""
+def _texts(how: ComparisonRule, live: str | bytes, other: str | bytes) -> ResponseComparison:
+    """Compare texts for equality, or by the similarity ``least``, which is measured only if it is below 1."""
     if isinstance(live, bytes) or isinstance(other, bytes):
-        return Comparison(True) if live == other else Comparison(False, 1.0, "body")
+        return ResponseComparison(True) if live == other else ResponseComparison(False, 1.0, "body")
     if how.kind == "label":
         return _judged(live == other, 1.0, "label", label_flipped=float(live != other))
     if how.least >= 1:
         return _judged(live == other, 1.0, "text")
     likeness = 1.0
     if live != other:
-        likeness = difflib.SequenceMatcher(None, live[:_LONGEST], other[:_LONGEST], autojunk=False).ratio()
+        likeness = difflib.SequenceMatcher(
+            None, live[:_MAX_TEXT_LENGTH], other[:_MAX_TEXT_LENGTH], autojunk=False
+        ).ratio()
     return _judged(likeness >= how.least, 1 - likeness, "text", text_similarity=likeness)
 
 
-def _judged(agreed: bool, distance: float, why: str, **measures: float) -> Comparison:
-    return Comparison(True, 0.0, "", measures) if agreed else Comparison(False, min(distance, APART), why, measures)
+def _judged(agreed: bool, distance: float, why: str, **measures: float) -> ResponseComparison:
+    return (
+        ResponseComparison(True, 0.0, "", measures)
+        if agreed
+        else ResponseComparison(False, min(distance, MAX_DISTANCE), why, measures)
+    )
 
 
 # Numbers
 
 
 def _gap(rtol: float, atol: float, live: Any, other: Any) -> tuple[float, float] | None:
-    """The largest difference of two numbers, and the largest as a multiple of its tolerance; None for other shapes."""
+    """Return the largest difference of two numbers, and the largest multiple of the tolerance; None for
+    other shapes.
+    """
     if _is_number(live) and _is_number(other):
         return _between(rtol, atol, live, other)
     if type(live) is not type(other):
@@ -215,10 +230,12 @@ def _between(rtol: float, atol: float, live: float, other: float) -> tuple[float
         return None
     if not math.isfinite(difference):
         return None
-    return difference, difference / tolerance if tolerance else APART
+    return difference, difference / tolerance if tolerance else MAX_DISTANCE
 
 
-def _between_all(rtol: float, atol: float, live: list[float], other: list[float]) -> tuple[float, float] | None:
+def _between_all(
+    rtol: float, atol: float, live: list[float], other: list[float]
+) -> tuple[float, float] | None:
     try:
         a, b = np.array(live, np.float64), np.array(other, np.float64)
     except OverflowError:
@@ -233,7 +250,7 @@ def _between_all(rtol: float, atol: float, live: list[float], other: list[float]
         differences = np.abs(a - b)
         excess = (differences / (atol + rtol * np.abs(a))).max()
     largest = float(differences.max())
-    return (largest, min(float(excess), APART)) if math.isfinite(largest) else None
+    return (largest, min(float(excess), MAX_DISTANCE)) if math.isfinite(largest) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -248,7 +265,9 @@ def _are_numbers(values: list[Any]) -> bool:
 
 
 def _is_ranking(document: Any) -> bool:
-    """Whether it looks like what classifiers answer: probabilities by label, or labels in the order of them."""
+    """Return whether the document looks like a classifier's output: probabilities by label, or ordered
+    labels.
+    """
     document = _unwrapped(document)
     if isinstance(document, dict):
         scores = list(document.values())
@@ -265,7 +284,7 @@ def _is_ranking(document: Any) -> bool:
 
 
 def _unwrapped(document: Any) -> Any:
-    """A list of one answer is that answer, and a label with its score a ranking of one."""
+    """Return the only response of a list of one; a single label with its score becomes a ranking of one."""
     if _pair(document) is not None:
         return [document]
     if isinstance(document, list) and len(document) == 1 and isinstance(document[0], (list, dict)):
@@ -274,10 +293,10 @@ def _unwrapped(document: Any) -> Any:
 
 
 def _ranked(document: Any) -> list[Any] | None:
-    """Labels, the best first; None where there are none.
+    """Return labels, the best first; None where there are none.
 
-    From scores by label, labels in order, ``[label, score]`` and ``{"label": …, "score": …}``; a list of scores has
-    its indices as labels.
+    The source is scores by label, labels in order, ``[label, score]`` or ``{"label": …, "score": …}``; a list
+    of scores has its indices as labels.
     """
     document = _unwrapped(document)
     if isinstance(document, dict):
@@ -293,6 +312,7 @@ def _ranked(document: Any) -> list[Any] | None:
 
 
 def _pair(value: Any) -> tuple[Any, float] | None:
+    score: Any
     match value:
         case {"label": str() | int() as label, **rest}:
             score = rest.get("score", 0.0)
@@ -304,4 +324,6 @@ def _pair(value: Any) -> tuple[Any, float] | None:
 
 
 def _by_score(pairs: Any) -> list[Any]:
-    return [label for label, _ in sorted(pairs, key=lambda pair: math.inf if pair[1] != pair[1] else -pair[1])]
+    return [
+        label for label, _ in sorted(pairs, key=lambda pair: math.inf if pair[1] != pair[1] else -pair[1])
+    ]

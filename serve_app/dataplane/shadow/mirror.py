@@ -1,8 +1,8 @@
-"""Sends copies of live calls to a shadow version, and compares what it says with what was answered.
+"""Sends copies of live requests to a shadow version, and compares its responses with the live ones.
 
-Live calls come first: a copy is offered when its caller's answer is known, which costs microseconds, and waits in a
-bounded queue. Few copies are under way at once, at the lowest priority, and answers are compared in one thread.
-Whatever becomes of a copy, nobody hears of it who has not asked for its figures.
+Live requests have precedence: a copy is offered after the live response, which costs microseconds, and waits
+in a bounded queue. Few copies run at once, at the lowest priority, and responses are compared in one thread.
+The outcome of a copy is visible in the statistics only.
 """
 
 from __future__ import annotations
@@ -17,75 +17,92 @@ from dataclasses import replace
 from random import randrange
 from typing import Any, NamedTuple
 
-from serve_app import traffic
+from serve_app.dataplane import version_router
+from serve_app.dataplane.shadow.comparison import ResponseComparison, compare
+from serve_app.dataplane.shadow.mismatches import Mismatch, build_mismatch
+from serve_app.dataplane.shadow.stats import ShadowStats
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.routing_table import RoutingTable, VersionRoute
+from serve_app.domain.traffic_policy import BUCKET_COUNT, ShadowPolicy
 from serve_app.errors import RelayError
-from serve_app.policy import WHOLE, Shadow
-from serve_app.shadow.comparison import Comparison, compare
-from serve_app.shadow.disagreements import Disagreement, disagreement
-from serve_app.shadow.figures import Figures
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, ModelRef, Reply, ReplyStream, Table, VersionRow
 
 log = logging.getLogger("torchrelay.shadow")
 
-IN_FLIGHT = 4  # copies of one model and live version that are with the shadow, or compared
-QUEUE = 128  # copies that wait for that
+MAX_IN_FLIGHT = 4  # copies of one model and live version that are with the shadow, or compared
+MAX_QUEUED = 128  # copies that wait for that
 MAX_BYTES = 32 << 20  # of all copies of this process, with the live answers that they are compared with
 
 
-class Pair(NamedTuple):
-    """What figures of a process are about: they add up with those of others that say the same."""
+class ShadowPair(NamedTuple):
+    """The key of statistics: those of several processes add up if it is equal."""
 
     model: str
     live: str  # version
-    shadow: Shadow
+    shadow: ShadowPolicy
 
 
-class _Copy(NamedTuple):
-    call: Call
-    live: Reply
+class _MirroredRequest(NamedTuple):
+    call: InferenceRequest
+    live: InferenceResponse
     seconds: float  # the live answer took
     deadline: float
     size: int
 
 
-class _Lane:
-    """The copies of the calls that one version of a model answered."""
+class _MirrorQueue:
+    """The copies of the requests that one version of a model served."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: ShadowPair) -> None:
         self.pair = pair
-        self.below = round(pair.shadow.percent / 100 * WHOLE)
-        self.lot = randrange(WHOLE)  # of its own: the lots by which versions are chosen would pick one version's calls
-        self.queue: deque[_Copy] = deque()
+        self.below = round(pair.shadow.percent / 100 * BUCKET_COUNT)
+        self.lot = randrange(
+            BUCKET_COUNT
+        )  # of its own: the lots by which versions are chosen would pick one version's calls
+        self.queue: deque[_MirroredRequest] = deque()
         self.flying = 0
-        self.figures = Figures(pair.shadow.keep)
+        self.figures = ShadowStats(pair.shadow.keep)
 
-    def turn_to(self, shadow: Shadow) -> None:
-        """The same figures go on, with another share or time."""
+    def turn_to(self, shadow: ShadowPolicy) -> None:
+        """Continue the same statistics with another share or timeout."""
         self.pair = self.pair._replace(shadow=shadow)
-        self.below = round(shadow.percent / 100 * WHOLE)
+        self.below = round(shadow.percent / 100 * BUCKET_COUNT)
 
 
-class Mirror:
-    """Made on the event loop that it runs on. ``table`` gives the table in force, ``remote`` reaches versions."""
+class ShadowMirror:
+    """The mirror of one process; it is created on its event loop.
+
+    ``table`` returns the current routing table, ``remote`` reaches versions.
+    """
 
     def __init__(
-        self, table: Callable[[], Table], remote: Callable[[ModelRef, VersionRow], Any], meters: Meters
+        self,
+        table: Callable[[], RoutingTable],
+        remote: Callable[[ModelRef, VersionRoute], Any],
+        meters: Meters,
     ) -> None:
         self._table = table
         self._remote = remote
         self._meters = meters
-        self._lanes: dict[tuple[str, str], _Lane] = {}
-        self._retired: list[_Lane] = []  # whose figures were not taken yet
+        self._lanes: dict[tuple[str, str], _MirrorQueue] = {}
+        self._retired: list[_MirrorQueue] = []  # whose figures were not taken yet
         self._bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow")
         self._closed = False
 
-    def offer(self, call: Call, version: str, reply: Reply | ReplyStream | None, seconds: float) -> None:
-        """A call that named no version was answered by ``version`` after ``seconds``; None: it was not.
+    def offer(
+        self,
+        call: InferenceRequest,
+        version: str,
+        reply: InferenceResponse | ResponseStream | None,
+        seconds: float,
+    ) -> None:
+        """Offer a copy of a request that named no version; ``version`` served it in ``seconds``; ``reply``
+        None: it failed.
 
-        Returns at once, and raises nothing.
+        This method returns at once and raises nothing.
         """
         try:
             model = self._table().models.get(call.model)
@@ -93,19 +110,19 @@ class Mirror:
             if model is None or shadow is None or shadow.version == version or self._closed:
                 return
             lane = self._lane(call.model, version, shadow)
-            lane.lot = traffic.after(lane.lot)
+            lane.lot = version_router.next_bucket_cursor(lane.lot)
             if lane.lot < lane.below:
                 self._take_in(lane, call, reply, seconds, model.versions.get(shadow.version))
         except Exception:
             log.exception("a copy of request %s could not be made", call.request_id)
 
-    def take(self) -> list[tuple[Pair, Figures]] | None:
-        """The figures since the last time; None where there are none."""
+    def drain(self) -> list[tuple[ShadowPair, ShadowStats]] | None:
+        """Return the statistics since the last call; None where there are none."""
         taken = []
         for lane in [*self._retired, *self._lanes.values()]:
             if lane.figures.counts:
                 taken.append((lane.pair, lane.figures))
-                lane.figures = Figures(lane.pair.shadow.keep)
+                lane.figures = ShadowStats(lane.pair.shadow.keep)
         self._retired = [lane for lane in self._retired if lane.flying]
         for key, lane in list(self._lanes.items()):
             model = self._table().models.get(lane.pair.model)
@@ -114,7 +131,7 @@ class Mirror:
         return taken or None
 
     async def close(self) -> None:
-        """Drop what waits and what is under way."""
+        """Drop the queued copies, and cancel those in flight."""
         self._closed = True
         for lane in self._lanes.values():
             lane.queue.clear()
@@ -124,16 +141,16 @@ class Mirror:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _lane(self, model: str, version: str, shadow: Shadow) -> _Lane:
+    def _lane(self, model: str, version: str, shadow: ShadowPolicy) -> _MirrorQueue:
         lane = self._lanes.get((model, version))
         if lane is not None:
             if lane.pair.shadow is shadow:
                 return lane
-            if lane.pair.shadow.terms == shadow.terms:
+            if lane.pair.shadow.stats_key == shadow.stats_key:
                 lane.turn_to(shadow)
                 return lane
             self._retire((model, version))
-        lane = self._lanes[model, version] = _Lane(Pair(model, version, shadow))
+        lane = self._lanes[model, version] = _MirrorQueue(ShadowPair(model, version, shadow))
         return lane
 
     def _retire(self, key: tuple[str, str]) -> None:
@@ -144,29 +161,34 @@ class Mirror:
             self._retired.append(lane)
 
     def _take_in(
-        self, lane: _Lane, call: Call, reply: Reply | ReplyStream | None, seconds: float, row: VersionRow | None
+        self,
+        lane: _MirrorQueue,
+        call: InferenceRequest,
+        reply: InferenceResponse | ResponseStream | None,
+        seconds: float,
+        row: VersionRoute | None,
     ) -> None:
         if reply is None:
             self._count(lane, "skipped", "live_failed")
-        elif isinstance(reply, ReplyStream):
+        elif isinstance(reply, ResponseStream):
             self._count(lane, "skipped", "stream")
         elif row is None or not row.replicas:
             self._count(lane, "skipped", "no_replica")
         else:
             size = len(reply.body) + sum(len(part.value) for part in call.inputs)
-            if len(lane.queue) >= QUEUE or self._bytes + size > MAX_BYTES:
+            if len(lane.queue) >= MAX_QUEUED or self._bytes + size > MAX_BYTES:
                 self._count(lane, "dropped", "queue_full")
                 return
             self._bytes += size
             deadline = time.time() + lane.pair.shadow.timeout_s
-            lane.queue.append(_Copy(call, reply, seconds, deadline, size))
-            if lane.flying < IN_FLIGHT:
+            lane.queue.append(_MirroredRequest(call, reply, seconds, deadline, size))
+            if lane.flying < MAX_IN_FLIGHT:
                 lane.flying += 1
                 task = asyncio.get_running_loop().create_task(self._fly(lane))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _fly(self, lane: _Lane) -> None:
+    async def _fly(self, lane: _MirrorQueue) -> None:
         try:
             while lane.queue:
                 copy = lane.queue.popleft()
@@ -180,7 +202,7 @@ class Mirror:
         finally:
             lane.flying -= 1
 
-    async def _send(self, lane: _Lane, copy: _Copy) -> None:
+    async def _send(self, lane: _MirrorQueue, copy: _MirroredRequest) -> None:
         ref = ModelRef(lane.pair.model, lane.pair.shadow.version)
         model = self._table().models.get(ref.name)
         row = model.versions.get(ref.version) if model is not None else None
@@ -205,7 +227,7 @@ class Mirror:
             return self._count(lane, "error", error.reason)
         seconds = time.perf_counter() - started
         self._meters.shadow_latency(ref.name, ref.version, seconds)
-        if isinstance(answer, ReplyStream):
+        if isinstance(answer, ResponseStream):
             await answer.aclose()
             return self._count(lane, "error", "stream")
         found, kept = await asyncio.get_running_loop().run_in_executor(
@@ -214,16 +236,18 @@ class Mirror:
         self._meters.shadow(ref.name, ref.version, "agreed" if found.agreed else "disagreed")
         if found.measures.get("label_flipped"):
             self._meters.shadow_flip(ref.name, ref.version)
-        lane.figures.compared(found, copy.seconds, seconds, kept)
+        lane.figures.record_comparison(found, copy.seconds, seconds, kept)
 
-    def _count(self, lane: _Lane, outcome: Any, reason: str) -> None:
+    def _count(self, lane: _MirrorQueue, outcome: Any, reason: str) -> None:
         lane.figures.count(outcome, reason)
         self._meters.shadow(lane.pair.model, lane.pair.shadow.version, outcome)
 
 
-def _judge(shadow: Shadow, figures: Figures, copy: _Copy, answer: Reply) -> tuple[Comparison, Disagreement | None]:
-    """In the thread: how two answers compare, and what is kept of them."""
+def _judge(
+    shadow: ShadowPolicy, figures: ShadowStats, copy: _MirroredRequest, answer: InferenceResponse
+) -> tuple[ResponseComparison, Mismatch | None]:
+    """Compare two responses in the thread, and build the mismatch that is stored."""
     found = compare(shadow.compare, copy.live, answer)
-    if found.agreed or not figures.worst.takes(found.distance):
+    if found.agreed or not figures.worst_mismatches.accepts(found.distance):
         return found, None
-    return found, disagreement(copy.call, copy.live, answer, found, shadow.redact)
+    return found, build_mismatch(copy.call, copy.live, answer, found, shadow.redact)

@@ -1,6 +1,6 @@
-"""The worst disagreements, with what was asked and what both versions answered: bounded, and redacted.
+"""The worst mismatches, with the inputs and both responses: bounded, and redacted.
 
-What is to be redacted never leaves the process that saw it: the documents here are made there.
+Redacted values never leave the process that received them: the documents are built there.
 """
 
 from __future__ import annotations
@@ -16,52 +16,56 @@ from typing import Any
 
 import orjson
 
-from serve_app import json_path
-from serve_app.shadow.comparison import Comparison
-from serve_app.types import Call, Input, Reply
+from serve_app.dataplane.shadow.comparison import ResponseComparison
+from serve_app.domain import json_path
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
 
-CUT = 4096  # bytes that are kept of each input and of each output
+MAX_STORED_BYTES = 4096  # bytes that are kept of each input and of each output
 _MAX_PARSED = 1 << 20  # bytes of JSON that are read to find what is to be redacted
 _REDACTED = "[redacted]"
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True)
-class Disagreement:
-    """``key`` stands for what was asked, so that the same input is kept once; ``said`` is JSON."""
+class Mismatch:
+    """A stored mismatch; ``key`` identifies the input, so that the same input is stored once; ``document``
+    is JSON.
+    """
 
     key: str
     distance: float
-    said: dict[str, Any]
+    document: dict[str, Any]
 
 
-class Worst:
-    """The worst ``limit`` of the disagreements that it was given; of equal ones the first."""
+class WorstMismatches:
+    """The worst ``limit`` of the added mismatches; of equal ones the first."""
 
-    def __init__(self, limit: int, known: Iterable[Disagreement] = ()) -> None:
+    def __init__(self, limit: int, mismatches: Iterable[Mismatch] = ()) -> None:
         self._limit = limit
-        self._kept: dict[str, Disagreement] = {}
-        for disagreement in known:
-            self.put(disagreement)
+        self._kept: dict[str, Mismatch] = {}
+        for disagreement in mismatches:
+            self.add(disagreement)
 
-    def __iter__(self) -> Iterator[Disagreement]:
-        """From the worst on."""
+    def __iter__(self) -> Iterator[Mismatch]:
+        """Iterate from the worst mismatch."""
         return iter(sorted(self._kept.values(), key=lambda kept: -kept.distance))
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def takes(self, distance: float) -> bool:
-        """Whether one of this distance could be among them."""
-        return len(self._kept) < self._limit or any(kept.distance < distance for kept in tuple(self._kept.values()))
+    def accepts(self, distance: float) -> bool:
+        """Return whether a mismatch of this distance could be stored."""
+        return len(self._kept) < self._limit or any(
+            kept.distance < distance for kept in tuple(self._kept.values())
+        )
 
-    def put(self, disagreement: Disagreement) -> None:
+    def add(self, disagreement: Mismatch) -> None:
         known = self._kept.get(disagreement.key)
         if known is not None:
             if known.distance < disagreement.distance:
                 self._kept[disagreement.key] = disagreement
             return
-        if not self.takes(disagreement.distance):
+        if not self.accepts(disagreement.distance):
             return
         self._kept[disagreement.key] = disagreement
         if len(self._kept) > self._limit:
@@ -69,13 +73,19 @@ class Worst:
             del self._kept[min(reversed(self._kept.values()), key=lambda kept: kept.distance).key]
 
 
-def disagreement(call: Call, live: Reply, other: Reply, found: Comparison, redact: tuple[str, ...]) -> Disagreement:
-    """What is kept of two answers that differ. Headers are not."""
+def build_mismatch(
+    call: InferenceRequest,
+    live: InferenceResponse,
+    other: InferenceResponse,
+    found: ResponseComparison,
+    redact: tuple[str, ...],
+) -> Mismatch:
+    """Return the stored form of two different responses, without their headers."""
     inputs = [{"name": part.name, **_of_input(part, redact)} for part in call.inputs]
-    said = {
+    stored = {
         "request_id": call.request_id,
         "time": round(time.time(), 3),
-        "why": found.why,
+        "reason": found.why,
         "distance": found.distance,
         **found.measures,
         "inputs": inputs,
@@ -83,19 +93,23 @@ def disagreement(call: Call, live: Reply, other: Reply, found: Comparison, redac
         "shadow": _of_reply(other, redact),
     }
     hidden = any("redacted" in part for part in inputs)  # whether it is the same input cannot be told then
-    key = blake2b(orjson.dumps([call.kind, call.request_id if hidden else inputs]), digest_size=16).hexdigest()
-    return Disagreement(key, found.distance, said)
+    key = blake2b(
+        orjson.dumps([call.kind, call.request_id if hidden else inputs]), digest_size=16
+    ).hexdigest()
+    return Mismatch(key, found.distance, stored)
 
 
-def _of_reply(reply: Reply, redact: tuple[str, ...]) -> dict[str, Any]:
+def _of_reply(reply: InferenceResponse, redact: tuple[str, ...]) -> dict[str, Any]:
     return {"status": reply.status, **_shown(reply.body, reply.content_type, redact)}
 
 
-def _of_input(part: Input, redact: tuple[str, ...]) -> dict[str, Any]:
-    """An input is a document of its own, and what stands at its name in the document of all of them."""
+def _of_input(part: InputPart, redact: tuple[str, ...]) -> dict[str, Any]:
+    """Return an input, redacted both as a document of its own and as a field of the document of all
+    inputs.
+    """
     inner = list(redact)
     for path in redact:
-        first, *rest = json_path.steps(path) or (None,)
+        first, *rest = json_path.parse(path) or (None,)
         if first == part.name:
             if not rest:
                 return {"bytes": len(part.value), "redacted": True}
@@ -104,42 +118,47 @@ def _of_input(part: Input, redact: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _shown(value: bytes, content_type: str | None, redact: tuple[str, ...]) -> dict[str, Any]:
-    """JSON as it is, text as text, all else in base64; cut where it is long.
+    """Return JSON as it is, text as text, and other data in base64; long values are cut.
 
-    With something to redact, what cannot be read as JSON is not kept: nobody could say what is in it.
+    With paths to redact, data that is not JSON is not stored, since its content is unknown.
     """
-    said: dict[str, Any] = {"content_type": content_type} if content_type else {}
-    document = _parsed(value) if len(value) <= (_MAX_PARSED if redact else CUT) else _Unread
+    stored: dict[str, Any] = {"content_type": content_type} if content_type else {}
+    document = (
+        _parsed(value) if len(value) <= (_MAX_PARSED if redact else MAX_STORED_BYTES) else _UnparsedBody
+    )
     if redact:
-        if document is _Unread:
-            return {**said, "bytes": len(value), "redacted": True}
+        if document is _UnparsedBody:
+            return {**stored, "bytes": len(value), "redacted": True}
         for path in redact:
-            document = _without(document, json_path.steps(path))
+            document = _without(document, json_path.parse(path))
         value = json.dumps(document, ensure_ascii=False).encode()
-    if document is not _Unread and len(value) <= CUT:
-        return {**said, "json": document}
-    if len(value) > CUT:
-        said |= {"bytes": len(value), "cut": True}
+    if document is not _UnparsedBody and len(value) <= MAX_STORED_BYTES:
+        return {**stored, "json": document}
+    if len(value) > MAX_STORED_BYTES:
+        stored |= {"bytes": len(value), "cut": True}
     try:
         # Half a character at the cut does not make a text binary.
-        return {**said, "text": _utf8().decode(value[:CUT], final=len(value) <= CUT)}
+        return {
+            **stored,
+            "text": _utf8().decode(value[:MAX_STORED_BYTES], final=len(value) <= MAX_STORED_BYTES),
+        }
     except UnicodeDecodeError:
-        return {**said, "base64": base64.b64encode(value[:CUT]).decode(), "bytes": len(value)}
+        return {**stored, "base64": base64.b64encode(value[:MAX_STORED_BYTES]).decode(), "bytes": len(value)}
 
 
-class _Unread:
-    """In place of a document: no JSON, or too much of it."""
+class _UnparsedBody:
+    """A marker in place of a document: not JSON, or too large."""
 
 
 def _parsed(value: bytes) -> Any:
     try:
         return orjson.loads(value)  # only what can be written again: neither NaN nor lone surrogates
     except ValueError:
-        return _Unread
+        return _UnparsedBody
 
 
 def _without(document: Any, steps: tuple[str | int, ...]) -> Any:
-    """The document with whatever stands at that place covered; a key reaches into each element of a list."""
+    """Return the document with the value at that place redacted; a key applies to each element of a list."""
     if not steps:
         return _REDACTED
     step, rest = steps[0], steps[1:]

@@ -1,4 +1,4 @@
-"""What comparing one version's answers with another's came to: figures of several processes and times add up."""
+"""Statistics of comparisons between two versions; those of several processes and periods add up."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from serve_app.shadow.comparison import Comparison
-from serve_app.shadow.disagreements import Disagreement, Worst
-from serve_app.telemetry.observations import bin_of
+from serve_app.dataplane.experiment_collector import bin_index
+from serve_app.dataplane.shadow.comparison import ResponseComparison
+from serve_app.dataplane.shadow.mismatches import Mismatch, WorstMismatches
 
-# agreed, disagreed: compared. error: the copy was not answered. skipped: not sent. dropped: given up in the queue.
+# agreed, disagreed: compared. error: the copy was not answered. skipped: not sent. dropped: given up in the
+# queue.
 Outcome = Literal["agreed", "disagreed", "error", "skipped", "dropped"]
 OUTCOMES: tuple[Outcome, ...] = ("agreed", "disagreed", "error", "skipped", "dropped")
 
 
 @dataclass
-class Mean:
+class RunningMean:
     count: int = 0
     total: float = 0.0
 
@@ -30,37 +31,40 @@ class Mean:
 
 
 @dataclass
-class Figures:
-    """Counts by outcome and reason, means of measures, and how long both versions took for the same calls.
+class ShadowStats:
+    """Counts by outcome and reason, means of measures, and the latency of both versions for the same
+    requests.
 
-    ``latency`` holds for ``live`` and ``shadow`` a histogram: see observations.bin_of.
+    ``latency`` has a histogram for ``live`` and ``shadow``: see experiment_collector.bin_index.
     """
 
     keep: int  # of the worst disagreements
     counts: dict[Outcome, dict[str, int]] = field(default_factory=dict)
     latency: dict[str, dict[int, int]] = field(default_factory=dict)
-    measures: dict[str, Mean] = field(default_factory=dict)
-    worst: Worst = field(init=False)
+    measures: dict[str, RunningMean] = field(default_factory=dict)
+    worst_mismatches: WorstMismatches = field(init=False)
 
     def __post_init__(self) -> None:
-        self.worst = Worst(self.keep)
+        self.worst_mismatches = WorstMismatches(self.keep)
 
     def count(self, outcome: Outcome, reason: str = "", calls: int = 1) -> None:
         reasons = self.counts.setdefault(outcome, {})
         reasons[reason] = reasons.get(reason, 0) + calls
 
-    def compared(self, found: Comparison, live: float, shadow: float, kept: Disagreement | None) -> None:
-        """Two answers were compared that took ``live`` and ``shadow`` seconds."""
+    def record_comparison(
+        self, found: ResponseComparison, live: float, shadow: float, kept: Mismatch | None
+    ) -> None:
+        """Count a comparison of responses that took ``live`` and ``shadow`` seconds."""
         self.count("agreed" if found.agreed else "disagreed", found.why)
         for version, seconds in (("live", live), ("shadow", shadow)):
-            bins, bin = self.latency.setdefault(version, {}), bin_of(seconds)
+            bins, bin = self.latency.setdefault(version, {}), bin_index(seconds)
             bins[bin] = bins.get(bin, 0) + 1
         for name, value in found.measures.items():
-            self.measures.setdefault(name, Mean()).add(value)
+            self.measures.setdefault(name, RunningMean()).add(value)
         if kept is not None:
-            self.worst.put(kept)
+            self.worst_mismatches.add(kept)
 
-    def add(self, other: Figures) -> None:
+    def add(self, other: ShadowStats) -> None:
         for outcome, reasons in other.counts.items():
             for reason, calls in reasons.items():
                 self.count(outcome, reason, calls)
@@ -69,22 +73,22 @@ class Figures:
             for bin, calls in theirs.items():
                 bins[bin] = bins.get(bin, 0) + calls
         for name, mean in other.measures.items():
-            self.measures.setdefault(name, Mean()).add(mean.total, mean.count)
-        for disagreement in other.worst:
-            self.worst.put(disagreement)
+            self.measures.setdefault(name, RunningMean()).add(mean.total, mean.count)
+        for disagreement in other.worst_mismatches:
+            self.worst_mismatches.add(disagreement)
 
     @property
     def calls(self) -> dict[Outcome, int]:
         return {outcome: sum(self.counts.get(outcome, {}).values()) for outcome in OUTCOMES}
 
-    def write(self) -> dict[str, Any]:
-        """As JSON; the disagreements stand apart."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statistics as JSON data, without the mismatches."""
         means = {name: [mean.count, mean.total] for name, mean in self.measures.items()}
         latency = {version: sorted(bins.items()) for version, bins in self.latency.items()}
         return {"counts": self.counts, "latency": latency, "measures": means}
 
     @classmethod
-    def read(cls, keep: int, written: Mapping[str, Any]) -> Figures:
-        means = {name: Mean(count, total) for name, (count, total) in written["measures"].items()}
+    def from_dict(cls, max_mismatches: int, written: Mapping[str, Any]) -> ShadowStats:
+        means = {name: RunningMean(count, total) for name, (count, total) in written["measures"].items()}
         latency = {version: dict(bins) for version, bins in written["latency"].items()}
-        return cls(keep, written["counts"], latency, means)
+        return cls(max_mismatches, written["counts"], latency, means)
