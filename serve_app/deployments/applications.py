@@ -1,0 +1,91 @@
+"""Factories of the Serve applications: one for each version, one for the gateway and Management."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from serve_app.control.reconciler import ATTEMPT, DeployAction
+from serve_app.control.registry import DesiredState
+from serve_app.deployments import replica_options
+from serve_app.deployments.names import GATEWAY, HEAD_RESOURCE, MANAGEMENT
+from serve_app.deployments.replica import ModelReplica
+from serve_app.deployments.replica_options import COMMON_OPTIONS
+from serve_app.domain.model import ModelSpec
+from serve_app.settings import Settings
+
+
+class ModelApplicationFactory:
+    """A factory of the Serve applications of model versions, for the reconciler."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def build_application(self, action: DeployAction) -> Any:
+        """Return the application that the reconciler deploys for ``action``."""
+        spec = action.desired.spec
+        return model_application(spec, self._settings, action.scaling, {ATTEMPT: action.attempt})
+
+    def user_config(self, desired: DesiredState) -> Mapping[str, Any]:
+        return replica_options.user_config(desired.spec, self._settings)
+
+
+def model_application(
+    spec: ModelSpec,
+    settings: Settings,
+    autoscaling_config: Mapping[str, Any] | None,
+    extra_config: Mapping[str, Any],
+) -> Any:
+    """Return the Serve application that runs one version of one model.
+
+    ``autoscaling_config`` is the result of ``replica_options.autoscaling_config``; ``extra_config`` is added
+    to the user_config.
+    """
+    replica: Any = ModelReplica  # a Serve deployment; mypy sees the undecorated class
+    replicas: dict[str, Any] = (
+        {"num_replicas": spec.min_workers}
+        if autoscaling_config is None
+        else {"autoscaling_config": dict(autoscaling_config)}
+    )
+    common = {**COMMON_OPTIONS, "graceful_shutdown_timeout_s": replica_options.drain_timeout(spec)}
+    with warnings.catch_warnings():
+        # Ray deprecates metrics_interval_s, which nothing replaces yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        deployment = replica.options(
+            **common,
+            **replicas,
+            name=spec.ref.app,
+            max_ongoing_requests=replica_options.max_ongoing_requests(spec),
+            max_queued_requests=-1,  # the batcher's own limit applies first, with the protocol's own error
+            max_surge_percent=100,  # new replicas start before old ones stop: an update refuses no request
+            max_constructor_retry_count=3,
+            user_config={**replica_options.user_config(spec, settings), **extra_config},
+            ray_actor_options={"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
+            **replica_options.placement_options(spec),
+        )
+    deployment._version = replica_options.code_version(spec, settings)
+    return deployment.bind(spec, settings)
+
+
+def server_application(gateway: Any, management: Any, settings: Settings) -> Any:
+    """Return the Serve application of the deployments ``gateway`` and ``management``."""
+    management = management.options(
+        **{**COMMON_OPTIONS, "graceful_shutdown_timeout_s": 3},
+        name=MANAGEMENT,
+        num_replicas=1,
+        max_ongoing_requests=100_000,  # every reader holds one long poll
+        max_constructor_retry_count=2,
+        # The database, the volume and the ports are on the head node.
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}},
+    )
+    gateway = gateway.options(
+        **COMMON_OPTIONS,
+        name=GATEWAY,
+        num_replicas=settings.inference.gateways,
+        max_replicas_per_node=1,
+        max_ongoing_requests=10_000,
+        max_surge_percent=100,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return gateway.bind(settings, management.bind(settings))

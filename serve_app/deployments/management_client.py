@@ -1,0 +1,139 @@
+"""Connection of a process to Management: routing tables come in, metric samples and reports go out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ray import serve
+
+from serve_app.dataplane.data_plane import RoutingTableReader
+from serve_app.deployments.names import MANAGEMENT, SERVER
+from serve_app.domain.routing_table import RoutingTable
+from serve_app.telemetry.metrics import Meters, MetricsReport
+
+log = logging.getLogger("torchrelay.management_client")
+
+_RETRY_PERIOD_S = 0.2  # seconds between attempts while Management is being replaced
+_PUSH_PERIOD_S = 0.5  # seconds between two reports
+_SEND_TIMEOUT_S = 30  # seconds in which Management stores a report, before it is sent again
+_SHUTDOWN_TIMEOUT_S = 2  # the same, for a process that ends
+
+
+class ReportQueue:
+    """A queue of reports that keeps each report until it was acknowledged.
+
+    A report is sent again under the same number until then, so it counts once however often it arrives; no
+    source is drained meanwhile. ``send`` returns whether the report was acknowledged, or raises.
+    """
+
+    def __init__(self, send: Callable[[int, dict[str, Any]], Awaitable[bool]]) -> None:
+        # Functions that return what is new, by the name of the report.
+        self.sources: dict[str, Callable[[], Any | None]] = {}
+        self._send = send
+        self._number = 0  # number of the last report
+        self._unacknowledged: dict[str, Any] = {}  # until Management acknowledges it
+
+    async def push(self) -> None:
+        while True:
+            await asyncio.sleep(_RETRY_PERIOD_S if self._unacknowledged else _PUSH_PERIOD_S)
+            try:
+                await self.send_pending(_SEND_TIMEOUT_S)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # as in ManagementClient._poll
+                log.info(
+                    "Management has not counted observations (%s); sending them again", type(error).__name__
+                )
+
+    async def send_pending(self, timeout: float) -> bool:
+        """Send the unacknowledged report, else the new one; return whether nothing is left of it.
+
+        ``timeout`` is in seconds. Raises asyncio.TimeoutError, and the errors of ``send``.
+        """
+        if not self._unacknowledged:
+            self._unacknowledged = {
+                name: news for name, take in self.sources.items() if (news := take()) is not None
+            }
+            self._number += bool(self._unacknowledged)
+        if self._unacknowledged:
+            if not await asyncio.wait_for(self._send(self._number, self._unacknowledged), timeout):
+                return False
+            self._unacknowledged = {}
+        return True
+
+    async def drain(self, timeout: float) -> None:
+        """Send the last reports of a process, pending and new ones. Raises the errors of ``send_pending``."""
+        waited = bool(self._unacknowledged)
+        if await self.send_pending(timeout) and waited:
+            await self.send_pending(timeout)
+
+
+class ManagementClient:
+    """A client of Management; it is created on the event loop that it runs on."""
+
+    def __init__(self, reader: RoutingTableReader, meters: Meters) -> None:
+        self.before_report: Callable[[], None] = lambda: None  # called before samples are taken
+        self.on_connect: Callable[[], None] = lambda: (
+            None
+        )  # called whenever the connection to Management is established
+        self._report_queue = ReportQueue(self._observe)
+        self.sources = self._report_queue.sources  # what is reported every half second: by name, what is new
+        self._handle = serve.get_deployment_handle(MANAGEMENT, SERVER)
+        self._source = serve.get_replica_context().replica_id.unique_id
+        self._reader = reader
+        self._meters = meters
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def management(self) -> Any:
+        """The handle of Management, for calls beside the poll."""
+        return self._handle
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._poll()), loop.create_task(self._report_queue.push())]
+
+    async def wait_for_table(self, timeout: float) -> None:
+        """Wait until a table has arrived, so that the first request finds its model."""
+        changed = self._reader.changed
+        if self._reader.table.generation == 0:
+            await asyncio.wait_for(changed.wait(), timeout)
+
+    async def disconnect(self) -> None:
+        """Disconnect with the last samples and reports, so that no count of this process is lost."""
+        for task in self._tasks:
+            task.cancel()
+        with contextlib.suppress(Exception):  # Management is down: the call below raises
+            await self._report_queue.drain(_SHUTDOWN_TIMEOUT_S)
+        await self._handle.disconnect.remote(self._source, self._collect_samples())
+
+    def _collect_samples(self) -> MetricsReport:
+        self.before_report()
+        return self._meters.report()
+
+    async def _poll(self) -> None:
+        samples: MetricsReport | None = self._collect_samples()
+        is_connected = False  # since Management started last
+        while True:
+            try:
+                answer = await self._handle.poll.remote(self._source, self._reader.table.generation, samples)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # Management is down or being replaced: the last table stays in use
+                log.info("no answer from Management (%s); asking again", type(error).__name__)
+                is_connected = False
+                await asyncio.sleep(_RETRY_PERIOD_S)
+                continue
+            if not is_connected:
+                is_connected = True
+                self.on_connect()
+            samples = self._collect_samples() if answer == "samples" else None
+            if isinstance(answer, RoutingTable):
+                self._reader.update(answer)
+
+    async def _observe(self, number: int, payloads: dict[str, Any]) -> bool:
+        return bool(await self._handle.observe.remote(self._source, number, payloads))

@@ -1,0 +1,436 @@
+"""The replica: one version of one model, which answers its requests directly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from serve_app.control.api import ControlPlane
+from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
+from serve_app.dataplane.shadow.mirror import ShadowMirror
+from serve_app.deployments import haproxy_error_page
+from serve_app.deployments.control_rpc import ControlClient
+from serve_app.deployments.management_client import ManagementClient
+from serve_app.deployments.node_archive import NodeArchive
+from serve_app.deployments.ray_batcher import RayBatcher
+from serve_app.deployments.replica_client import ReplicaClients
+from serve_app.deployments.replica_options import drain_timeout
+from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter, sequence_headers
+from serve_app.deployments.sharded_replica import RankGroup
+from serve_app.deployments.uds_transport import UdsServer, socket_path
+from serve_app.domain.model import ModelSpec, Stage
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
+from serve_app.domain.routing_table import RoutingTable
+from serve_app.errors import RelayError, ReplicaDied, StartFailed
+from serve_app.protocols.http import ray_bypass
+from serve_app.protocols.http_app import inference_app
+from serve_app.runtime.batching.async_batcher import AsyncBatcher
+from serve_app.runtime.batching.batcher import Batcher
+from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
+from serve_app.runtime.batching.continuous_batcher import ContinuousBatcher
+from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
+from serve_app.runtime.batching.sequence_state import SequenceOptions
+from serve_app.runtime.handler_thread import HandlerThread
+from serve_app.runtime.runner import Runner
+from serve_app.settings import Settings
+from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve
+from serve_app.telemetry.autoscaling_stats import AutoscalingStats
+from serve_app.telemetry.crash_reports import CrashReporter
+from serve_app.telemetry.logs import ProcessIdentity
+from serve_app.telemetry.metrics import Meters
+
+log = logging.getLogger("torchrelay.model")
+
+_RESPONSE_FLUSH_S = 0.3  # seconds in which the last responses are sent before the process ends
+_SHUTDOWN_MARGIN_S = 4.0  # seconds of the drain timeout that the other steps of a shutdown need
+_EXIT_HUNG = 70
+
+
+AnyBatcher = Batcher | RayBatcher | AsyncBatcher | ContinuousBatcher
+
+
+class LocalBackend:
+    """The model of this process, as a backend of the data plane."""
+
+    def __init__(self, concurrency_limit: ConcurrencyLimit) -> None:
+        self.infer = concurrency_limit.submit
+
+
+@serve.deployment
+@serve.ingress()
+class ModelReplica:
+    """A replica that opens its archive, loads and warms up its model, and serves every inference protocol."""
+
+    async def __init__(self, spec: ModelSpec, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        replica = serve.get_replica_context().replica_id.unique_id
+        logs.configure(
+            settings,
+            ProcessIdentity.of_replica(spec.name, spec.version, replica),
+            spec.config.get("log_level"),
+        )
+        self._spec = spec
+        self._settings = settings
+        self._hung = False
+        self._group: RankGroup | None = None  # only of a sharded version
+        self._replica = replica
+        self._keys = sequence_headers(settings)
+        self._sequences: SequenceBatcher | None = None  # only of a stateful version
+        self._meters = Meters(torchserve.create_recorders(settings))
+        self._autoscaled = AutoscalingStats()
+        self._meters.on_batch = self._autoscaled.record_batch
+        self._crash_reporter = CrashReporter(settings.crash_reports_dir, spec.ref.app, spec.digest, replica)
+        try:
+            await self._start(replica)
+        except BaseException:
+            self._crash_reporter.close()  # the exception reports the failed start
+            raise
+        self._crash_reporter.set_ready()
+
+    async def _start(self, replica: str) -> None:
+        spec, settings = self._spec, self._settings
+        reader = RoutingTableReader(on_table=self._apply_table)
+        self._management_client = ManagementClient(reader, self._meters)
+        await asyncio.to_thread(haproxy_error_page.install_page, ray.get_runtime_context().get_node_id())
+        await self._report_crashes(replica)
+        await self._pause_after_crashes()
+        started_at = time.monotonic()
+        try:
+            await self._load(replica)
+        except StartFailed as error:
+            log.error("%s\n%s", error, error.detail)
+            # Serve keeps only the end of a long message; Management receives the whole traceback of the
+            # handler.
+            await self._management_client.management.start_failed.remote(spec.ref, spec.digest, error)
+            raise
+        logs.restore_loggers()
+        worker = f"W-{replica}-{spec.name}_{spec.version}"
+        load_time = self._meters.torchserve.child("WorkerLoadTime", worker, "Host")
+        load_time.record(round((time.monotonic() - started_at) * 1000))
+        self._concurrency_limit = ConcurrencyLimit(self._batcher, spec.ref)
+        local = (spec.ref, LocalBackend(self._concurrency_limit))
+        clients = ReplicaClients(reader, settings)
+        self._mirror = ShadowMirror(lambda: reader.table, clients, self._meters)
+        self._plane = DataPlane(
+            reader,
+            self._meters,
+            clients,
+            local,
+            wake=clients.wake,
+            mirror=self._mirror,
+            sequence_affinity=SequenceRouter(reader, clients, self._keys, self._local_replica()),
+            limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
+        )
+        self._management_client.sources["trials"] = self._plane.experiment_collector.drain
+        self._management_client.sources["shadow"] = self._mirror.drain
+        self._access = access_log.access_log(settings)
+        self._uds_server = UdsServer(self._concurrency_limit.enqueue, self._holds_sequence)
+        await self._uds_server.open(socket_path(replica))
+        self._management_client.before_report = lambda: self._meters.depth(
+            spec.name, spec.version, self._batcher.pending
+        )
+        self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
+        self._management_client.start()
+        await self._management_client.wait_for_table(timeout=30)
+
+    def _apply_table(self, table: RoutingTable) -> None:
+        """Set this replica's share of its version's concurrency and sequence limits."""
+        model = table.models.get(self._spec.name)
+        row = model.versions.get(self._spec.version) if model is not None else None
+        if row is not None:
+            self._concurrency_limit.set_limit(row.max_concurrent_requests, row.replicas)
+            if self._sequences is not None:
+                self._sequences.set_replicas(row.replicas)
+
+    def _local_replica(self) -> LocalReplica | None:
+        """Return this replica for the sequence router; None where its version has no sequences."""
+        if self._sequences is None:
+            return None
+        return LocalReplica(
+            self._spec.ref, self._replica, self._sequences, LocalBackend(self._concurrency_limit)
+        )
+
+    def _holds_sequence(self, sequence: str) -> bool:
+        return self._sequences is not None and self._sequences.holds(sequence)
+
+    async def _report_crashes(self, replica: str) -> None:
+        """Report crashes of replicas on this node to Management, which sees only its own node."""
+        if deaths := await asyncio.to_thread(
+            crash_reports.collect_reports, self._settings.crash_reports_dir, replica
+        ):
+            self._management_client.management.died.remote(deaths)
+
+    async def _pause_after_crashes(self) -> None:
+        """Wait as long as the crash back-off demands; a start delays nobody here."""
+        try:
+            pause = await asyncio.wait_for(
+                self._management_client.management.pause_before_start.remote(self._spec.ref), 10
+            )
+        except Exception as error:  # Management is being replaced: the start goes on without a pause
+            log.info("Management did not say how long to pause: %s", type(error).__name__)
+            return
+        if pause:
+            log.warning("%s: its last replicas crashed; starting in %s s", self._spec.ref.app, pause)
+            await asyncio.sleep(pause)
+
+    async def _load(self, replica: str) -> None:
+        spec, settings = self._spec, self._settings
+        handler_thread = HandlerThread()
+        loop = asyncio.get_running_loop()
+        management = self._management_client.management
+        archive = NodeArchive(spec, settings, management)
+        if spec.ranks > 1:
+            self._group = RankGroup(spec, settings, management, replica, handler_thread)
+
+        def load(directory: Path) -> Runner:
+            runner = archive.create_runner(directory, self._meters.torchserve.cache(spec.name))
+            runner.load()
+            loop.call_soon_threadsafe(self._report_stage, "warming")
+            runner.warm_up()
+            return runner
+
+        async def open_and_load() -> Runner:
+            directory = await archive.open()
+            if spec.requirements:
+                self._report_stage("installing")
+                await asyncio.to_thread(archive.install, directory)
+            self._report_stage("loading")
+            if self._group is not None:
+                return await self._group.load(partial(load, directory))
+            return await loop.run_in_executor(handler_thread, load, directory)
+
+        limit = spec.startup_timeout + (settings.runtime.install_timeout if spec.requirements else 0)
+        try:
+            runner = await asyncio.wait_for(open_and_load(), limit if spec.startup_timeout else None)
+        except asyncio.TimeoutError:
+            cure = "raise it at the registration, or startupTimeout in model-config.yaml"
+            timeout = f"startup_timeout ({spec.startup_timeout} s)"
+            reason = f"not ready within {timeout}; {cure}. It stood at\n{handler_thread.stack}"
+            raise StartFailed(spec.name, spec.version, reason) from None
+        except RelayError as error:
+            if isinstance(error, StartFailed):
+                raise
+            reason = "\n".join(filter(None, (str(error), getattr(error, "detail", ""))))
+            raise StartFailed(spec.name, spec.version, reason) from None
+        self._runner = runner
+        self._batcher = self._create_batcher(runner, handler_thread)
+        if spec.signature is None:
+            self._management_client.on_connect = lambda: management.offers.remote(
+                spec.ref, spec.digest, runner.signature
+            )
+        if self._group is not None:
+            self._group_watch = loop.create_task(self._exit_with_group(self._group))
+
+    def _create_batcher(self, runner: Runner, handler_thread: HandlerThread) -> AnyBatcher | SequenceBatcher:
+        """Create the batcher of this version, with sequence batching in front where it has sequences."""
+        batcher = self._create_row_batcher(runner, handler_thread)
+        spec = self._spec
+        if not spec.sequence_batching:
+            return batcher
+        self._sequences = SequenceBatcher(
+            batcher,
+            spec.ref,
+            self._meters,
+            self._replica,
+            SequenceOptions(
+                self._keys,
+                max_sequences=spec.max_num_sequence,
+                min_sequences=spec.batch_size,
+                queue_size=spec.max_sequence_job_queue_size,
+                max_idle=spec.sequence_max_idle / 1000,
+                timeout=spec.sequence_timeout / 1000,
+                overlap=spec.continuous_batching,
+                close_timeout=(drain_timeout(spec) - _SHUTDOWN_MARGIN_S) / 2,
+            ),
+            on_end=self._sequence_end_callback(runner, handler_thread),
+        )
+        return self._sequences
+
+    def _sequence_end_callback(
+        self, runner: Runner, handler_thread: HandlerThread
+    ) -> Callable[[str, str], None]:
+        """Return the function that passes the end of a sequence to the handler, in the handler thread."""
+        if not runner.handles_sequence_end:
+            return lambda name, reason: None
+        executor = runner if self._group is None else self._group
+        loop = runner.loop
+
+        def on_end(name: str, reason: str) -> None:
+            if loop is not None:
+                loop.call_soon_threadsafe(runner.sequence_ended, name, reason)
+            else:
+                handler_thread.post(executor.sequence_ended, name, reason)
+
+        return on_end
+
+    def _create_row_batcher(self, runner: Runner, handler_thread: HandlerThread) -> AnyBatcher:
+        spec = self._spec
+        limits: dict[str, Any] = {
+            "handler_thread": handler_thread,
+            "queue_size": spec.job_queue_size,
+            "response_timeout": spec.response_timeout,
+            "on_hung": self._exit_hung,
+        }
+        if runner.loop is not None:
+            return AsyncBatcher(runner.run_async, runner.loop, spec.ref, self._meters, **limits)
+        if spec.continuous_batching:
+            # Twice as many where there are sequences: a request to a running stream needs a place beside it.
+            size = spec.batch_size * (2 if spec.sequence_batching else 1)
+            executor = runner if self._group is None else self._group
+            delay = spec.max_batch_delay
+            return ContinuousBatcher(
+                executor.run, spec.ref, self._meters, max_batch_size=size, max_batch_delay=delay, **limits
+            )
+        batcher = Batcher(
+            runner.run if self._group is None else self._group.run,
+            spec.ref,
+            self._meters,
+            prepare=runner.prepare,
+            max_batch_size=spec.batch_size,
+            max_batch_delay=spec.max_batch_delay,
+            retries=spec.retries,
+            use_job_ticket=spec.use_job_ticket,
+            bucket_by_length=spec.bucket_by_length,
+            **limits,
+        )
+        if spec.batcher == "ray":
+            return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
+        return batcher
+
+    def _report_stage(self, stage: Stage) -> None:
+        """Report the stage of this start to Management; nothing depends on it."""
+        self._management_client.management.stage.remote(self._spec.ref, stage)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        # Asynchronous predictions are submitted here too, and the route of fast_path oip returns statistics.
+        control_client = ControlClient(self._management_client.management)
+        control = ControlPlane(control_client.api, self._settings, lambda: self._plane.access)
+        app = inference_app(self._plane, self._settings, self._meters, self._access, control)
+        ray_bypass.set_app(app, self._settings.inference.max_request_size)
+        return app
+
+    def reconfigure(self, config: dict[str, Any]) -> None:
+        """Apply the settings that need no restart."""
+        self._autoscaled.period = config.get("look_back_period_s", self._autoscaled.period)
+        tunables = config["torchrelay"]
+        places = 2 if self._spec.continuous_batching and self._spec.sequence_batching else 1  # as in _rows_of
+        self._batcher.configure(
+            max_batch_size=tunables["batch_size"] * places,
+            max_batch_delay=tunables["max_batch_delay"],
+            queue_size=tunables["job_queue_size"],
+            response_timeout=tunables["response_timeout"],
+            retries=tunables["retries"],
+        )
+
+    async def awake(self) -> None:
+        """Return at once: Ray Serve starts a replica for this request where there is none."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the statistics that Ray Serve's autoscaler reads; see ``autoscaling_policies.py``."""
+        return self._autoscaled.stats(self._batcher.ongoing)
+
+    async def infer(self, payload: bytes) -> bytes:
+        """Answer pickled requests of another process: an InferenceResponse, a RelayError or a list of chunks
+        for each.
+        """
+        responses = await self._concurrency_limit.submit_all(pickle.loads(payload))
+        streams = [
+            (i, response) for i, response in enumerate(responses) if isinstance(response, ResponseStream)
+        ]
+        try:
+            for i, stream in streams:
+                try:
+                    responses[i] = [chunk async for chunk in _chunks(stream)]
+                except RelayError as error:
+                    responses[i] = error
+        finally:
+            for _, stream in streams:
+                await stream.aclose()
+        return pickle.dumps(responses, pickle.HIGHEST_PROTOCOL)
+
+    async def stream(self, request: InferenceRequest) -> AsyncIterator[ResponseChunk | RelayError]:
+        """Answer one request as chunks; the first has the head, and is the last where the handler does not
+        stream.
+
+        An error is yielded: raised, Ray would log its traceback as a fault of ours.
+        """
+        try:
+            response = await self._concurrency_limit.submit(request)
+        except RelayError as error:
+            yield error
+            return
+        if isinstance(response, InferenceResponse):
+            yield ResponseChunk(b"", last=True, head=response)
+            return
+        try:
+            async for chunk in _chunks(response):
+                yield chunk
+        except RelayError as error:
+            yield error
+        finally:
+            await response.aclose()
+
+    async def holds(self, sequence: str) -> bool:
+        """Return whether the state of a sequence is here."""
+        return self._holds_sequence(sequence)
+
+    def _exit_hung(self, reason: str) -> None:
+        """End this process after the last responses were sent, because its handler hangs; Serve starts
+        another replica.
+        """
+        self._crash_reporter.report(reason)
+        self._hung = True
+        asyncio.get_running_loop().call_later(_RESPONSE_FLUSH_S, os._exit, _EXIT_HUNG)
+
+    async def _exit_with_group(self, group: RankGroup) -> None:
+        """Fail all rows and end this process once a rank of its group is lost."""
+        reason = await group.lost()
+        log.error("%s: %s", self._spec.ref.app, reason)
+        self._batcher.abandon(ReplicaDied(reason), "its replica lost a rank and is being replaced")
+        self._exit_hung(reason)
+
+    async def check_health(self) -> None:
+        if self._hung:
+            raise RuntimeError("the handler hangs")
+        if self._group is not None:
+            await self._group.check()
+        else:
+            await self._runner.check_health()
+
+    async def _drain(self) -> None:
+        """Answer the requests of the Unix-socket transport, which Ray Serve does not know; later ones go
+        elsewhere.
+        """
+        if not self._hung and (
+            self._batcher.ongoing or (self._sequences is not None and self._sequences.open)
+        ):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._batcher.close(), drain_timeout(self._spec) - _SHUTDOWN_MARGIN_S)
+            await asyncio.sleep(_RESPONSE_FLUSH_S)
+
+    async def __del__(self) -> None:
+        self._crash_reporter.close()
+        await self._drain()
+        self._uds_server.close()
+        if self._group is not None:
+            self._group_watch.cancel()
+            self._group.close()
+        await self._mirror.close()
+        await self._management_client.disconnect()
+
+
+async def _chunks(stream: ResponseStream) -> AsyncIterator[ResponseChunk]:
+    head: InferenceResponse | None = stream.head
+    async for body in stream:
+        yield ResponseChunk(body, head=head)
+        head = None
