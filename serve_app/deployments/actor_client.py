@@ -1,7 +1,7 @@
-"""A call to one particular replica, on whatever machine it runs.
+"""Calls to one particular replica, on whatever machine it runs.
 
-Ray Serve's handles choose a replica themselves, and let nobody choose for an application that HAProxy sends requests
-to. So this speaks to the replica's actor, as a handle does once it has chosen; a test asserts that it still may.
+Ray Serve's handles choose a replica themselves, and offer no choice for an application behind HAProxy. So
+this module calls the replica's actor, as a handle does after its choice; a test asserts that this works.
 """
 
 from __future__ import annotations
@@ -17,75 +17,77 @@ from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.constants import SERVE_NAMESPACE
 
-from serve_app.deployments.hop import HopLost
-from serve_app.errors import RelayError, WorkerDied
-from serve_app.types import Call, Chunk, Reply, ReplyStream
+from serve_app.deployments.uds_transport import ConnectionLost
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
+from serve_app.errors import RelayError, ReplicaDied
 
 
-class Direct:
-    """The actors of one version's replicas; ``app`` is what the version's application and deployment are called."""
+class ActorClient:
+    """A client of the actors of one version; ``app`` is the name of its application and deployment."""
 
     def __init__(self, app: str) -> None:
         self._app = app
         self._actors: dict[str, asyncio.Future[Any]] = {}
 
-    async def infer(self, replica: str, call: Call) -> Reply | ReplyStream:
-        """The replica's answer. Raises RelayError, and HopLost where it is dead."""
+    async def infer(self, replica: str, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+        """Return the replica's response. Raises RelayError, and ConnectionLost where the replica is dead."""
         actor = await self._actor(replica)
-        answers = actor.handle_request_streaming.options(num_returns="streaming").remote(self._asks("stream"), call)
+        chunks = actor.handle_request_streaming.options(num_returns="streaming").remote(
+            self._request_metadata("stream"), request
+        )
         try:
-            first: Chunk | RelayError = await (await answers.__anext__())
+            first: ResponseChunk | RelayError = await (await chunks.__anext__())
         except asyncio.CancelledError:
-            ray.cancel(answers)
+            ray.cancel(chunks)
             raise
         except RayError as error:
-            raise self._lost(replica) from error
+            raise self._mark_lost(replica) from error
         if isinstance(first, RelayError):
             raise first
         assert first.head is not None
-        return first.head if first.last else ReplyStream(first.head, _rest(first, answers))
+        return first.head if first.last else ResponseStream(first.head, _remaining_chunks(first, chunks))
 
     async def holds(self, replica: str, sequence: str) -> bool:
-        """Whether the replica has the state of this sequence. Raises HopLost."""
+        """Return whether the replica has the state of this sequence. Raises ConnectionLost."""
         actor = await self._actor(replica)
         try:
-            return bool(await actor.handle_request.remote(self._asks("holds"), sequence))
+            return bool(await actor.handle_request.remote(self._request_metadata("holds"), sequence))
         except RayError as error:
-            raise self._lost(replica) from error
+            raise self._mark_lost(replica) from error
 
     async def _actor(self, replica: str) -> Any:
-        # Whoever asks meanwhile waits for the same look-up, so that calls stay in the order in which they came.
-        found = self._actors.get(replica)
-        if found is None:
+        # Concurrent callers wait for the same look-up, so that requests keep their order.
+        lookup = self._actors.get(replica)
+        if lookup is None:
             name = ReplicaID(replica, DeploymentID(self._app, self._app)).to_full_id_str()
-            found = self._actors[replica] = asyncio.ensure_future(
+            lookup = self._actors[replica] = asyncio.ensure_future(
                 asyncio.to_thread(ray.get_actor, name, namespace=SERVE_NAMESPACE)
             )
         try:
-            return await asyncio.shield(found)
-        except ValueError:  # there is none of this name any more
-            raise self._lost(replica) from None
+            return await asyncio.shield(lookup)
+        except ValueError:  # no actor has this name any more
+            raise self._mark_lost(replica) from None
 
-    def _asks(self, method: str) -> bytes:
+    def _request_metadata(self, method: str) -> bytes:
         streams = method == "stream"
         one = str(uuid4())
         return pickle.dumps(RequestMetadata(one, one, method, app_name=self._app, is_streaming=streams))
 
-    def _lost(self, replica: str) -> HopLost:
+    def _mark_lost(self, replica: str) -> ConnectionLost:
         self._actors.pop(replica, None)
-        return HopLost()
+        return ConnectionLost()
 
 
-async def _rest(first: Chunk, answers: Any) -> AsyncIterator[bytes]:
+async def _remaining_chunks(first: ResponseChunk, chunks: Any) -> AsyncIterator[bytes]:
     try:
         yield first.body
-        async for answer in answers:
-            chunk: Chunk | RelayError = await answer
+        async for item in chunks:
+            chunk: ResponseChunk | RelayError = await item
             if isinstance(chunk, RelayError):
                 raise chunk
             yield chunk.body
     except (asyncio.CancelledError, GeneratorExit):
-        ray.cancel(answers)  # the caller left
+        ray.cancel(chunks)  # the client disconnected
         raise
     except RayError:
-        raise WorkerDied("the replica was lost in mid-stream") from None
+        raise ReplicaDied("the replica was lost in mid-stream") from None

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import ssl
 
-from serve_app.deployments.port import PATIENCE, bind
-from serve_app.doors.grpc.server import Server
+from serve_app.net.bind import BIND_TIMEOUT, bind
+from serve_app.protocols.grpc.http2.server import Http2Server
 
-_GRACE = 5.0  # seconds in which calls that are under way may end
+_SHUTDOWN_TIMEOUT_S = 5.0  # seconds in which running calls may end
 
 
 class GrpcListener:
-    """Serves gRPC on ``host:port``; ``setting`` is where an operator changes the port.
+    """A listener of gRPC on ``host:port``; ``setting`` is the setting of the port.
 
-    ``shared``: it binds beside others that share the port too, such as the gateway that this one replaces; the
-    kernel deals connections out among them.
+    ``shared``: it binds beside others that share the port, such as the gateway that this one replaces; the
+    kernel distributes connections among them.
     """
 
     def __init__(
         self,
-        server: Server,
+        server: Http2Server,
         host: str,
         port: int,
         setting: str,
@@ -33,15 +33,15 @@ class GrpcListener:
         self._tls = tls
         self._shared = shared
 
-    async def open(self, patience: float = PATIENCE) -> None:
-        """Bind and serve. A port that cannot be shared is waited for, ``patience`` seconds at most.
+    async def open(self, timeout: float = BIND_TIMEOUT) -> None:
+        """Bind and serve; wait at most ``timeout`` seconds for a port that cannot be shared.
 
-        Raises ConfigurationError, which names who holds the port and which setting moves it.
+        Raises ConfigurationError, which names the holder of the port and the setting that moves it.
         """
-        sock = await bind(self._host, self.port, self._setting, patience, self._shared)
+        sock = await bind(self._host, self.port, self._setting, timeout, self._shared)
         self.port = sock.getsockname()[1]
         await self._server.serve(sock, self._tls)
 
-    async def close(self, grace: float = _GRACE) -> None:
-        """Take no further call, and end when those that are under way have ended, ``grace`` seconds at most."""
-        await self._server.stop(grace)
+    async def close(self, timeout: float = _SHUTDOWN_TIMEOUT_S) -> None:
+        """Refuse further calls, and wait at most ``timeout`` seconds for running ones."""
+        await self._server.stop(timeout)

@@ -1,8 +1,8 @@
-"""What HAProxy answers when a replica died over a request: TorchServe's words rather than Ray Serve's.
+"""The error page of HAProxy for a replica that died during a request: TorchServe's text, not Ray Serve's.
 
-On the fast path nobody of ours stands between the client and the replica. When the replica's process ends in the
-midst of an answer, HAProxy says so with the error page of its configuration, which Ray Serve writes once, and which
-HAProxy reads again whenever a route or a replica changes. So whoever starts on a node puts ours in its place.
+On the fast path only HAProxy is between the client and the replica. When the replica's process ends during a
+response, HAProxy sends the error page of its configuration. Ray Serve writes that page once, and HAProxy
+reads it again whenever a route or a replica changes. So each process that starts on a node replaces the page.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import contextlib
 import os
 from pathlib import Path
 
-from serve_app.doors.torchserve import errors
-from serve_app.errors import WorkerDied
+from serve_app.errors import ReplicaDied
+from serve_app.protocols.torchserve import errors
 
 # Where Ray Serve keeps HAProxy's files, and its own default.
 _SETTING = ("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", "/tmp/haproxy-serve/haproxy.cfg")
 _FILE = "500.http"
 
 
-def worker_died() -> bytes:
-    """The whole answer, as it goes over the wire."""
-    error = WorkerDied()
+def replica_died() -> bytes:
+    """Return the whole response, as it is sent."""
+    error = ReplicaDied()
     status, _ = errors.look_up(error)
-    body = errors.pretty(errors.document(error))
+    body = errors.encode_json(errors.to_document(error))
     head = (
         f"HTTP/1.1 {status} Internal Server Error\r\n"
         "content-type: application/json\r\n"
@@ -35,11 +35,11 @@ def worker_died() -> bytes:
     return head.encode() + body
 
 
-def put_up(node: str) -> None:
-    """Replace the page of this node's HAProxy, where there is one; what keeps us from it costs only the words."""
+def install_page(node: str) -> None:
+    """Replace the error page of this node's HAProxy, if it has one; an error leaves Ray's own text."""
     page = Path(os.environ.get(*_SETTING)).parent / node / _FILE
     with contextlib.suppress(OSError):
-        if page.is_file() and page.read_bytes() != worker_died():
+        if page.is_file() and page.read_bytes() != replica_died():
             new = page.with_suffix(f".{os.getpid()}")
-            new.write_bytes(worker_died())
+            new.write_bytes(replica_died())
             new.replace(page)

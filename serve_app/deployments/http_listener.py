@@ -9,41 +9,48 @@ from typing import Any
 
 import uvicorn
 
-from serve_app.deployments.port import PATIENCE, bind
-from serve_app.doors.http import Protocol
+from serve_app.net.bind import BIND_TIMEOUT, bind
+from serve_app.protocols.http.uvicorn_http import HttpProtocol
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self):
-        """Signals belong to the replica's process, not to a port in it."""
+        """Leave signals to the replica's process."""
         yield
 
 
-class Listener:
-    """Serves an ASGI app on ``host:port``; ``setting`` is where an operator changes the port."""
+class HttpListener:
+    """A listener of an ASGI app on ``host:port``; ``setting`` is the setting of the port."""
 
-    def __init__(self, app: Any, host: str, port: int, setting: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: Any, host: str, port: int, setting: str, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._app = app
         self._host = host
         self._port = port
         self._setting = setting
         self._tls = tls
-        self._server: _Server | None = None
+        self._server: _UvicornServer | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, patience: float = PATIENCE) -> None:
-        """Bind and serve. A port that a predecessor still holds is waited for, ``patience`` seconds at most.
+    async def open(self, timeout: float = BIND_TIMEOUT) -> None:
+        """Bind and serve; wait at most ``timeout`` seconds for a port that a predecessor still holds.
 
-        Raises ConfigurationError, which names who holds the port and which setting moves it.
+        Raises ConfigurationError, which names the holder of the port and the setting that moves it.
         """
-        sock = await bind(self._host, self._port, self._setting, patience)
+        sock = await bind(self._host, self._port, self._setting, timeout)
         config = uvicorn.Config(
-            self._app, http=Protocol, lifespan="off", access_log=False, log_config=None, timeout_keep_alive=75
+            self._app,
+            http=HttpProtocol,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_keep_alive=75,
         )
         config.load()
         config.ssl = self._tls
-        self._server = _Server(config)
+        self._server = _UvicornServer(config)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Management: the only writer. It keeps the registry, and makes the cluster agree with it."""
+"""Management: the only writer. It owns the registry and reconciles the cluster with it."""
 
 from __future__ import annotations
 
@@ -15,47 +15,54 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
-from serve_app import tls
-from serve_app.control import registry as change
-from serve_app.control.admission import Admission
-from serve_app.control.board import Board, Nudge
-from serve_app.control.database import Database
-from serve_app.control.deferrals import StoredDeferrals
-from serve_app.control.events import Events
-from serve_app.control.keys import Keys
-from serve_app.control.measurements import Measurements
-from serve_app.control.results import Results
-from serve_app.control.vitals import Vitals
-from serve_app.control.webhooks import Webhooks
-from serve_app.controlplane import ControlPlane
-from serve_app.dataplane import DataPlane, TableReader
-from serve_app.deployments import serve_env
-from serve_app.deployments.deferrals import Deferrals
-from serve_app.deployments.experiments import Experiments
+from serve_app.control.api import ControlPlane
+from serve_app.control.api_keys import ApiKeys
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.async_predictions.blob_store import BlobStore
+from serve_app.control.async_predictions.service import AsyncPredictionService
+from serve_app.control.async_predictions.store import AsyncPredictionStore
+from serve_app.control.async_predictions.webhooks import WebhookSender
+from serve_app.control.cluster_metrics import ClusterMetrics
+from serve_app.control.experiments.service import ExperimentService
+from serve_app.control.lifecycle_events import EventLog
+from serve_app.control.metric_store import MetricStore
+from serve_app.control.models import DescribeHandler, ModelService
+from serve_app.control.persistence.database import Database
+from serve_app.control.reconcile_loop import ReconcileLoop
+from serve_app.control.reconciler import Reconciler
+from serve_app.control.registry import find_version
+from serve_app.control.replica_health import HealthTracker
+from serve_app.control.rollouts.service import RolloutService
+from serve_app.control.shadow.service import ShadowService
+from serve_app.control.state import AcknowledgementPolicy, StateStore
+from serve_app.control.table_publisher import Nudge, TablePublisher
+from serve_app.control.traffic import TrafficService
+from serve_app.control.workflows.service import WorkflowService
+from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
+from serve_app.dataplane.shadow.mirror import ShadowMirror
+from serve_app.deployments import env_check
+from serve_app.deployments.applications import ModelApplicationFactory
+from serve_app.deployments.control_rpc import ControlDispatcher
 from serve_app.deployments.grpc_listener import GrpcListener
-from serve_app.deployments.homes import Homes, sequence_keys
-from serve_app.deployments.keeper import QUESTIONS, LocalKeeper
-from serve_app.deployments.ledger import Ledger
-from serve_app.deployments.link import Outbox
-from serve_app.deployments.listener import Listener
-from serve_app.deployments.registrar import Registrar
-from serve_app.deployments.remote import Remotes
-from serve_app.deployments.rollouts import Rollouts
-from serve_app.deployments.rounds import Rounds
-from serve_app.deployments.shadows import Shadows
-from serve_app.deployments.traffic import Traffic
-from serve_app.deployments.workflows import Workflows
-from serve_app.doors.app import management_app, metrics_app, replay
-from serve_app.doors.grpc.app import management_server
-from serve_app.errors import NotFound, RelayError, StartFailed, Unavailable
-from serve_app.runtime.environments import Environments
+from serve_app.deployments.http_listener import HttpListener
+from serve_app.deployments.management_client import ReportQueue
+from serve_app.deployments.metrics_reporter import MetricsReporter
+from serve_app.deployments.replica_client import ReplicaClients
+from serve_app.deployments.replica_options import autoscaling_config
+from serve_app.deployments.sequence_router import SequenceRouter, sequence_headers
+from serve_app.domain.model import ModelRef, Stage
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.routing_table import RoutingTable, VersionRoute
+from serve_app.domain.signature import Signature
+from serve_app.errors import NotFound, StartFailed, Unavailable
+from serve_app.net import tls
+from serve_app.protocols.grpc_app import management_server
+from serve_app.protocols.http_app import build_replayer, management_app, metrics_app
+from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import INFERENCE_HOST, Settings
-from serve_app.shadow.mirror import Mirror
-from serve_app.signature import Signature
-from serve_app.telemetry import access_log, last_words, logs, system, torchserve
-from serve_app.telemetry.last_words import Death
-from serve_app.telemetry.metrics import Meters, Report, Sum
-from serve_app.types import Figures, ModelRef, Stage, Table
+from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve
+from serve_app.telemetry.crash_reports import CrashReport
+from serve_app.telemetry.metrics import Meters, MetricsAggregator, MetricsReport
 
 log = logging.getLogger("torchrelay.management")
 
@@ -69,215 +76,280 @@ auth.mode: "off" opens every door to everybody.
 
 
 def _inference_addresses() -> tuple[list[str], int]:
-    """Where Ray Serve listens, and what `torchrelay start` put in front of it; a host that is not told may be any."""
+    """Return the hosts and the port of Ray Serve's HTTP proxy, and of `torchrelay start` in front of it.
+
+    An unknown host counts as 0.0.0.0.
+    """
     http = _get_global_client().http_config
     in_front = os.environ.get(INFERENCE_HOST)
     return [http.host or "0.0.0.0", *([in_front] if in_front else [])], http.port
 
 
+def _describe_handler(clients: ReplicaClients) -> DescribeHandler:
+    """Return a function that sends a ``describe`` request to one of the replicas of a version."""
+
+    async def describe(ref: ModelRef, row: VersionRoute) -> InferenceResponse | ResponseStream:
+        return await clients(ref, row).infer(InferenceRequest(ref.name, ref.version, kind="describe"))
+
+    return describe
+
+
 @serve.deployment
 class Management:
-    """One replica, on the head node. What it has acknowledged is in the database."""
+    """The control plane: one replica on the head node. Every acknowledged change is in its database."""
 
-    @logs.told
-    async def __init__(self, settings: Settings) -> None:
-        logs.configure(settings, logs.Speaker("Management"))
-        if lost := serve_env.complaint(os.environ):
-            log.warning("%s", lost)
+    @logs.report_start_failure
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        logs.configure(settings, logs.ProcessIdentity("Management"))
+        if warning := env_check.missing_settings_warning(os.environ):
+            log.warning("%s", warning)
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self._listeners: list[Listener | GrpcListener] = []
-        context = await asyncio.to_thread(tls.of_management, settings)
-        by_grpc = await asyncio.to_thread(tls.of_grpc, settings)
+        self._listeners: list[HttpListener | GrpcListener] = []
+        management_tls = await asyncio.to_thread(tls.management_context, settings)
+        grpc_tls = await asyncio.to_thread(tls.grpc_context, settings)
         settings.state_dir.mkdir(parents=True, exist_ok=True)
-        database = await asyncio.to_thread(Database, settings.database_url)
-        registry = await asyncio.to_thread(database.load)
-        self._measurements = await asyncio.to_thread(Measurements, database)
-        self._admission = await asyncio.to_thread(Admission, settings)
-        environments = await asyncio.to_thread(Environments, settings.state_dir / "environments", settings.runtime)
-        await asyncio.to_thread(last_words.dead, settings.last_words)  # of a life before this one: nobody asks for them
-        self._events = Events()
-        self._vitals = Vitals()
-        self._meters = Meters(torchserve.meters_of(settings))
-        self._total = Sum(self._meters.torchserve.shown)
-        self._reader = TableReader()
-        # Whoever had a prediction put aside has shown a key then.
-        self._board = Board(self._total, on_hang=lambda table: self._reader.put(replace(table, access=None)))
-        self._rounds = rounds = Rounds(self._vitals, self._admission, self._meters, settings)
-        hosts, port = await rounds.in_serve(_inference_addresses)
-        keys = await self._make_keys(hosts)
-        patience = settings.control.acknowledge_timeout
-        sequence_header = settings.runtime.header_key_sequence_id.lower()
-        self._ledger = rounds.ledger = Ledger(
-            database, registry, self._board, self._vitals, keys, rounds.alive, rounds.soon, patience, sequence_header
+        # Reports of an earlier process of Management are of no use any more.
+        await asyncio.to_thread(crash_reports.collect_reports, settings.crash_reports_dir)
+        self._events = EventLog()
+        self._health = HealthTracker()
+        self._meters = Meters(torchserve.create_recorders(settings))
+        self._metrics_aggregator = MetricsAggregator(self._meters.torchserve.initial)
+        self._reader = RoutingTableReader()
+        # Clients showed their key when they submitted an asynchronous prediction, so this table needs none.
+        self._table_publisher = TablePublisher(
+            self._metrics_aggregator,
+            on_publish=lambda table: self._reader.update(replace(table, access=None)),
         )
-        self._registrar = Registrar(
-            self._ledger,
-            rounds,
-            self._board,
-            self._total,
-            self._admission,
-            environments,
-            self._events,
-            Remotes(TableReader(), settings),
-            keys,
+        self._archive_ingestor = await asyncio.to_thread(ArchiveIngestor, settings)
+        applications = ModelApplicationFactory(settings)
+        self._reconcile_loop = ReconcileLoop(
+            Reconciler(applications.build_application, applications.user_config, autoscaling_config),
+            self._health,
+            self._archive_ingestor,
+            self._meters,
             settings,
         )
-        policies = Traffic(self._ledger)
-        rollouts = Rollouts(self._ledger, self._vitals, self._measurements, settings.runtime)
-        experiments = Experiments(self._ledger, self._measurements)
-        self._shadows = Shadows(self._ledger, database)
-        await self._shadows.load()
-        self._workflows = Workflows(
-            self._ledger, rounds, self._registrar, self._events, self._admission, self._board, self._total, settings
+        inference_hosts, inference_port = await self._reconcile_loop.run_in_serve_thread(_inference_addresses)
+        await self._create_services(await self._create_keys(inference_hosts))
+        self._table_publisher.expect_readers(
+            await self._reconcile_loop.running_readers() - {serve.get_replica_context().replica_id.unique_id}
         )
-        self._deferrals = self._make_deferrals(database)
-        self._keeper = LocalKeeper(
-            self._registrar, self._workflows, policies, experiments, rollouts, self._shadows, self._deferrals, self
-        )
-        self._board.expect(await rounds.running_now() - {serve.get_replica_context().replica_id.unique_id})
-        self._ledger.publish()  # before anybody can ask: who may ask for what stands in the table
-        await self._deferrals.load()
-        for listener in self._make_listeners(port, context, by_grpc):
+        self._state.publish()  # before any request: the table holds the access rules
+        await self._async_predictions.load()
+        for listener in self._create_listeners(inference_port, management_tls, grpc_tls):
             await listener.open()
             self._listeners.append(listener)
-        self._machine = system.collect(self._meters.torchserve, settings)
-        boot = self._registrar.boot(partial(policies.declare, settings.control.traffic))
-        owners = (boot, rounds.run(), rollouts.run(), experiments.run(), self._shadows.run(), self._deferrals.run())
-        self._tasks += [asyncio.create_task(owner) for owner in (*owners, self._outbox.push())]
+        self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
+        self._start_tasks()
 
-    def _make_deferrals(self, database: Database) -> Deferrals:
-        """What answers predictions later, over a data plane of this process's own."""
-        settings, reader, said = self._settings, self._reader, self._settings.asynchronous
-        remotes = Remotes(reader, settings)
-        self._mirror = Mirror(lambda: reader.table, remotes, self._meters)
+    async def _create_services(self, keys: ApiKeys | None) -> None:
+        """Open the database and create the services of the control plane over it."""
+        settings, reconcile_loop = self._settings, self._reconcile_loop
+        database = await asyncio.to_thread(Database, settings.database_url)
+        registry = await asyncio.to_thread(database.load)
+        self._metric_store = await asyncio.to_thread(MetricStore, database)
+        environments = await asyncio.to_thread(
+            PackageEnvs, settings.state_dir / "environments", settings.runtime
+        )
+        acknowledgement = AcknowledgementPolicy(
+            reconcile_loop.live_readers, settings.control.acknowledge_timeout
+        )
+        self._state = reconcile_loop.state = StateStore(
+            database,
+            registry,
+            self._table_publisher,
+            self._health,
+            keys,
+            acknowledgement,
+            reconcile_loop.trigger,
+            settings.runtime.header_key_sequence_id.lower(),
+        )
+        metrics = ClusterMetrics(self._table_publisher, self._metrics_aggregator, reconcile_loop.live_readers)
+        self._metrics_reporter = MetricsReporter(metrics, self._metrics_aggregator, self._meters)
+        self._models = ModelService(
+            self._state,
+            reconcile_loop,
+            metrics,
+            self._archive_ingestor,
+            environments,
+            self._events,
+            _describe_handler(ReplicaClients(RoutingTableReader(), settings)),
+            settings,
+        )
+        self._workflows = WorkflowService(
+            self._state, reconcile_loop, self._models, metrics, self._archive_ingestor, self._events, settings
+        )
+        self._traffic = TrafficService(self._state)
+        self._rollouts = RolloutService(self._state, self._health, self._metric_store, settings.runtime)
+        self._experiments = ExperimentService(self._state, self._metric_store)
+        self._shadow = ShadowService(self._state, database)
+        await self._shadow.load()
+        self._async_predictions = self._create_async_predictions(database)
+        self._dispatcher = ControlDispatcher(
+            self._models,
+            self._workflows,
+            self._traffic,
+            self._experiments,
+            self._rollouts,
+            self._shadow,
+            self._async_predictions,
+            self._metrics_reporter,
+        )
+
+    def _start_tasks(self) -> None:
+        """Start the loops of the control plane; the model store is loaded beside them."""
+        on_loaded = partial(self._traffic.apply_declared_policies, self._settings.control.traffic)
+        loops = (
+            self._models.load_model_store(on_loaded),
+            self._reconcile_loop.run(),
+            self._rollouts.run(),
+            self._experiments.run(),
+            self._shadow.run(),
+            self._async_predictions.run(),
+            self._report_queue.push(),
+        )
+        self._tasks += [asyncio.create_task(loop) for loop in loops]
+
+    def _create_async_predictions(self, database: Database) -> AsyncPredictionService:
+        """Create the service of asynchronous predictions, over a data plane of this process."""
+        settings, reader, async_settings = self._settings, self._reader, self._settings.async_predictions
+        clients = ReplicaClients(reader, settings)
+        self._mirror = ShadowMirror(lambda: reader.table, clients, self._meters)
         plane = DataPlane(
             reader,
             self._meters,
-            remotes,
-            wake=remotes.wake,
+            clients,
+            wake=clients.wake,
             mirror=self._mirror,
-            homes=Homes(reader, remotes, sequence_keys(settings)),
-            most_items=settings.inference.max_workflow_items,
+            sequence_affinity=SequenceRouter(reader, clients, sequence_headers(settings)),
+            limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
         )
-        self._outbox = Outbox(partial(self.observe, serve.get_replica_context().replica_id.unique_id))
-        self._outbox.observed.update(trials=plane.observations.take, shadow=self._mirror.take)
-        stored = StoredDeferrals(database, Results(settings), said.inline)
-        return Deferrals(stored, replay(plane, settings), Webhooks(said), said, self._meters)
+        self._report_queue = ReportQueue(
+            partial(self.observe, serve.get_replica_context().replica_id.unique_id)
+        )
+        self._report_queue.sources.update(trials=plane.experiment_collector.drain, shadow=self._mirror.drain)
+        stored = AsyncPredictionStore(database, BlobStore(settings), async_settings.inline_max_bytes)
+        return AsyncPredictionService(
+            stored,
+            build_replayer(plane, settings),
+            WebhookSender(async_settings),
+            async_settings,
+            self._meters,
+        )
 
-    async def _make_keys(self, inference_hosts: list[str]) -> Keys | None:
-        """The keys that requests must show; None where they need none. What an operator must know of it is said."""
-        if not self._settings.wants_keys(*inference_hosts):
-            if self._settings.is_open(*inference_hosts):
-                log.warning("auth.mode is off, and others than this machine can reach this server: it answers them all")
+    async def _create_keys(self, inference_hosts: list[str]) -> ApiKeys | None:
+        """Return the keys that requests must have, None where they need none, and log it."""
+        if not self._settings.requires_keys(*inference_hosts):
+            if self._settings.is_exposed(*inference_hosts):
+                log.warning(
+                    "auth.mode is off, and others than this machine can reach this server: "
+                    "it answers them all"
+                )
             return None
         run = ray.get_runtime_context().get_session_name()
-        keys = await asyncio.to_thread(Keys, self._settings, run)
+        keys = await asyncio.to_thread(ApiKeys, self._settings, run)
         if self._settings.auth.torchserve_tokens:
             log.warning("%s", _WHERE_THE_KEYS_ARE % self._settings.key_file)
         return keys
 
-    def _make_listeners(
+    def _create_listeners(
         self, inference_port: int, context: ssl.SSLContext | None, by_grpc: ssl.SSLContext | None
-    ) -> list[Listener | GrpcListener]:
-        """One for each port that is not shared: with the inference port, or by the two of them; and gRPC's own."""
+    ) -> list[HttpListener | GrpcListener]:
+        """Create the listeners of the ports that are not shared with the inference port, and that of gRPC."""
         m, shared, g = self._settings.management, self._settings.inference, self._settings.grpc
         no_port = (0, inference_port)
-        control = ControlPlane(self._keeper, self._settings, lambda: self._board.table.access)
+        control = ControlPlane(
+            self._dispatcher.api, self._settings, lambda: self._table_publisher.table.access
+        )
         together = (m.host, m.port) == (m.metrics_host, m.metrics_port)
-        render = self.render if m.enable_metrics_api and (together or m.also_metrics) else None
-        listeners: list[Listener | GrpcListener] = []
-        access = access_log.access(self._settings)
+        render = (
+            self._metrics_reporter.render if m.enable_metrics_api and (together or m.serve_metrics) else None
+        )
+        listeners: list[HttpListener | GrpcListener] = []
+        access = access_log.access_log(self._settings)
         if g.management_port:
             server = management_server(control, self._settings, self._meters, access)
             where = g.management_host, g.management_port, "grpc.management_port"
             listeners.append(GrpcListener(server, *where, by_grpc))
-        if not (shared.also_management and m.port in no_port):
+        if not (shared.serve_management and m.port in no_port):
             api = management_app(control, self._settings, access, render=render, meters=self._meters)
-            listeners.append(Listener(api, m.host, m.port, "management.port", context))
+            listeners.append(HttpListener(api, m.host, m.port, "management.port", context))
         alone = m.enable_metrics_api and not together
-        if alone and not ((shared.also_metrics or m.also_metrics) and m.metrics_port in no_port):
-            metrics = metrics_app(self.render, self._settings, lambda: self._board.table.access, self._meters)
-            listeners.append(Listener(metrics, m.metrics_host, m.metrics_port, "management.metrics_port", context))
+        if alone and not ((shared.serve_metrics or m.serve_metrics) and m.metrics_port in no_port):
+            metrics = metrics_app(
+                self._metrics_reporter.render,
+                self._settings,
+                lambda: self._table_publisher.table.access,
+                self._meters,
+            )
+            listeners.append(
+                HttpListener(metrics, m.metrics_host, m.metrics_port, "management.metrics_port", context)
+            )
         return listeners
 
-    # What readers ask
+    # Calls of readers
 
-    async def poll(self, source: str, generation: int, samples: Report | None) -> Table | Nudge | None:
-        """A reader's long poll; see control/board.py."""
-        return await self._board.poll(source, generation, samples)
+    async def poll(
+        self, source: str, generation: int, samples: MetricsReport | None
+    ) -> RoutingTable | Nudge | None:
+        """Answer a reader's long poll; see ``control/table_publisher.py``."""
+        return await self._table_publisher.poll(source, generation, samples)
 
-    async def leave(self, source: str, samples: Report) -> None:
-        self._board.leave(source, samples)
+    async def disconnect(self, source: str, samples: MetricsReport) -> None:
+        self._table_publisher.disconnect(source, samples)
 
     async def observe(self, source: str, number: int, payloads: dict[str, Any]) -> bool:
-        """What a process has seen, see link.py: whether it is counted, else it is to be sent again."""
+        """Store the reports of a process (see ``management_client.py``); return whether they are stored."""
         try:
             if (seen := payloads.get("trials")) is not None:
-                await self._measurements.put(source, number, seen)
+                await self._metric_store.record(source, number, seen)
             if (compared := payloads.get("shadow")) is not None:
-                self._shadows.put(source, number, compared)
+                self._shadow.put(source, number, compared)
         except Unavailable as error:
             log.warning("what calls came to could not be stored, and will be sent again: %s", error)
             return False
         return True
 
     async def start_failed(self, ref: ModelRef, digest: str, error: StartFailed) -> None:
-        """A replica could not load its model, whose archive has ``digest``; here is the author's traceback."""
+        """Record that a replica could not load the archive ``digest``, with the handler's traceback."""
         with contextlib.suppress(NotFound):  # removed meanwhile
-            spec = change.find(self._ledger.registry, ref.name, ref.version)
+            spec = find_version(self._state.registry, ref.name, ref.version)
             if spec.digest == digest:
-                self._vitals.failed(spec, error)
-                self._rounds.soon()
+                self._health.record_start_failure(spec, error)
+                self._reconcile_loop.trigger()
 
-    async def died(self, deaths: list[Death]) -> None:
-        """Replicas have died on another node."""
-        self._rounds.bury(deaths)
-        self._rounds.soon()
+    async def died(self, deaths: list[CrashReport]) -> None:
+        """Record crashes of replicas on another node."""
+        self._reconcile_loop.record_crashes(deaths)
+        self._reconcile_loop.trigger()
 
     async def offers(self, ref: ModelRef, digest: str, signature: Signature | None) -> None:
-        """What the handler of a replica that is ready takes and gives."""
+        """Record the signature that the handler of a ready replica declares."""
         with contextlib.suppress(NotFound):  # removed meanwhile
-            if change.find(self._ledger.registry, ref.name, ref.version).digest == digest:
-                self._vitals.offered(ref, signature)
-                self._rounds.soon()
+            if find_version(self._state.registry, ref.name, ref.version).digest == digest:
+                self._health.set_signature(ref, signature)
+                self._reconcile_loop.trigger()
 
     async def stage(self, ref: ModelRef, stage: Stage) -> None:
-        """How far a replica has come that starts."""
-        if (story := self._events.of(ref.name, ref.version)) is not None:
-            self._events.put(story, stage)
+        """Record the stage that a starting replica has reached."""
+        if (story := self._events.find_unfinished(ref.name, ref.version)) is not None:
+            self._events.append(story, stage)
 
     async def pause_before_start(self, ref: ModelRef) -> float:
-        """Seconds that a new replica should wait, because the ones before it crashed."""
-        self._rounds.soon()
-        await self._rounds.next()
-        return self._vitals.pause(ref)
+        """Return the seconds that a new replica should wait because earlier ones crashed."""
+        self._reconcile_loop.trigger()
+        await self._reconcile_loop.wait_for_round()
+        return self._health.start_delay(ref)
 
     async def archive(self, ref: ModelRef, offset: int, length: int) -> bytes:
-        """A piece of a version's archive, for a node that does not share this one's disk; empty at its end."""
-        spec = change.find(self._ledger.registry, ref.name, ref.version)
-        return await asyncio.to_thread(self._admission.read, spec, offset, length)
+        """Return a chunk of a version's archive for a node without this disk; empty at its end."""
+        spec = find_version(self._state.registry, ref.name, ref.version)
+        return await asyncio.to_thread(self._archive_ingestor.read_chunk, spec, offset, length)
 
-    async def answer(self, question: str, args: tuple[Any, ...]) -> Any:
-        """What a gateway's control plane asks (see keeper.py): an error is a value, or Ray would log it as a fault."""
-        if question not in QUESTIONS:
-            raise AttributeError(question)
-        try:
-            return await getattr(self._keeper, question)(*args)
-        except RelayError as error:
-            return error
-
-    async def render(self, names: frozenset[str] | None = None) -> bytes:
-        """The metrics page; with ``names``, only the samples that are called so."""
-        await self._board.collect(1.0, self._rounds.alive)
-        self._total.put("management", self._meters.report())
-        return self._total.render(names)
-
-    async def figures(self) -> list[Figures]:
-        """What the whole cluster has counted of each version."""
-        await self._board.collect(1.0, self._rounds.alive)
-        self._total.put("management", self._meters.report())
-        return self._total.figures()
+    async def call_control(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a control-plane method; a RelayError is returned, not raised."""
+        return await self._dispatcher.call(name, args, kwargs)
 
     async def check_health(self) -> None:
         for task in self._tasks:
@@ -288,11 +360,11 @@ class Management:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            self._registrar.close()
+            self._models.close()
             self._workflows.close()
-            await self._deferrals.close()
+            await self._async_predictions.close()
             await self._mirror.close()
-            await self._shadows.close()
-            await self._measurements.close()
+            await self._shadow.close()
+            await self._metric_store.close()
         for listener in self._listeners:
             await listener.close()

@@ -1,9 +1,9 @@
-"""``batcher: ray``: Ray Serve's own batching in front of the same runner, for those who want its semantics.
+"""The batcher ``ray``: Ray Serve's own batching in front of our batcher, for users who want its semantics.
 
-``@serve.batch`` decides which rows run together; each batch it forms then goes through our batcher
-whole, which runs it at once and keeps everything else: one error a row, halves, streams, time-outs.
-Ray's queue is first in, first out: priorities change nothing in it, except that shadows never stand there. They go to
-our batcher, which runs them when nothing else is to be run. A deadline that cannot be met refuses a row here too.
+``@serve.batch`` decides which rows run together. Each batch goes through our batcher as a whole, which runs
+it at once and does the rest: errors of single rows, retries in halves, streams, timeouts. Ray's queue is
+first in, first out: priorities change nothing in it. Shadows go to our batcher directly, which runs them when
+it is idle. A row whose deadline cannot be met is refused here too.
 """
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ from typing import Any
 
 from ray import serve
 
-from serve_app.errors import DeadlineExceeded, QueueFull, RelayError, WorkerDied
-from serve_app.runtime.batcher import Batcher
-from serve_app.types import Call, ModelRef, Reply, ReplyStream
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.errors import DeadlineExceeded, QueueFull, RelayError, ReplicaDied
+from serve_app.runtime.batching.batcher import Batcher
 
-_TORCHSERVE_DELAY = 100  # milliseconds; what Ray's batches wait for company when nobody said how long
+_TORCHSERVE_DELAY = 100  # milliseconds that Ray's batches wait by default
 
 
 class RayBatcher:
-    """The same face as ``Batcher``."""
+    """A batcher with the interface of ``Batcher``."""
 
     def __init__(
-        self, batcher: Batcher, ref: ModelRef, max_batch_size: int, max_batch_delay: int | None, queue_size: int
+        self,
+        batcher: Batcher,
+        ref: ModelRef,
+        max_batch_size: int,
+        max_batch_delay: int | None,
+        queue_size: int,
     ) -> None:
         self._batcher = batcher
         self._ref = ref
-        self._waiting = 0
+        self._pending = 0
 
         @serve.batch(max_batch_size=max_batch_size)
-        async def together(calls: list[Call]) -> list[Any]:
-            # An exception in the list is one row's; raised, it would be every row's.
-            return await batcher.submit_all(calls)
+        async def run_batch(requests: list[InferenceRequest]) -> list[Any]:
+            # An exception in the list is one row's error; raised, it would be every row's.
+            return await batcher.submit_all(requests)
 
-        self._together = together
+        self._run_batch = run_batch
         self.configure(max_batch_size=max_batch_size, max_batch_delay=max_batch_delay, queue_size=queue_size)
 
     def configure(
@@ -46,63 +52,70 @@ class RayBatcher:
         delay = _TORCHSERVE_DELAY if max_batch_delay is None else max_batch_delay
         self._queue_size = queue_size
         self._max_batch_size = max_batch_size
-        self._together.set_max_batch_size(max_batch_size)
-        self._together.set_batch_wait_timeout_s(delay / 1000)
+        self._run_batch.set_max_batch_size(max_batch_size)
+        self._run_batch.set_batch_wait_timeout_s(delay / 1000)
         self._batcher.configure(max_batch_size=max_batch_size, max_batch_delay=None, **rest)
 
     @property
     def pending(self) -> int:
-        """Rows that wait, and those that run: Ray does not tell them apart."""
-        return self._waiting
+        """Rows that wait or run: Ray does not distinguish them."""
+        return self._pending
 
     ongoing = pending
 
     @property
     def retry_after(self) -> int:
-        """The seconds, from 1, in which the rows that are here now will have been answered."""
-        return self._batcher.in_turn(self._waiting)
+        """Seconds, at least 1, in which the present rows will have been answered."""
+        return self._batcher.estimate_seconds(self._pending)
 
     async def close(self) -> None:
-        """Take no more rows, and answer those that our batcher has."""
+        """Refuse new rows, and answer those of our batcher."""
         await self._batcher.close()
 
-    def abandon(self, failure: WorkerDied, refusal: str) -> None:
-        """As ``Batcher.abandon``."""
-        self._batcher.abandon(failure, refusal)
+    def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None:
+        """Abandon our batcher, see ``Batcher.abandon``."""
+        self._batcher.abandon(failure, rejection_reason)
 
-    async def submit(self, call: Call) -> Reply | ReplyStream:
-        if call.priority == "shadow":
-            return await self._batcher.submit(call)
-        if self._waiting >= self._queue_size:
-            error = QueueFull(self._ref.name, call.version, f"{self._waiting} rows wait, job_queue_size allows no more")
+    async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+        if request.priority == "shadow":
+            return await self._batcher.submit(request)
+        if self._pending >= self._queue_size:
+            error = QueueFull(
+                self._ref.name, request.version, f"{self._pending} rows wait, job_queue_size allows no more"
+            )
             error.retry_after = self.retry_after
             raise error
-        if self._waiting:  # an idle model tries; of those before it, one batch runs
-            self._batcher.must_make_it(call, max(0, self._waiting - self._max_batch_size))
-        self._waiting += 1
+        if self._pending:  # an idle model tries; of those before it, one batch runs
+            self._batcher.check_deadline(request, max(0, self._pending - self._max_batch_size))
+        self._pending += 1
         try:
-            answer = await self._answer(call)
+            response = await self._answer(request)
         finally:
-            self._waiting -= 1
-        if isinstance(answer, RelayError):
-            raise answer
-        return answer
+            self._pending -= 1
+        if isinstance(response, RelayError):
+            raise response
+        return response
 
-    async def _answer(self, call: Call) -> Any:
-        """What Ray's batch says; a row that waits for it in vain leaves when its time is over."""
-        if call.deadline is None:
-            return await self._together(call)
+    async def _answer(self, request: InferenceRequest) -> Any:
+        """Return the result of Ray's batch; a row that waits too long fails at its deadline."""
+        if request.deadline is None:
+            return await self._run_batch(request)
         arrived = time.time()
         try:
-            return await asyncio.wait_for(self._together(call), call.deadline - arrived)
+            return await asyncio.wait_for(self._run_batch(request), request.deadline - arrived)
         except asyncio.TimeoutError:
             error = DeadlineExceeded(self._ref.name, time.time() - arrived)
             error.retry_after = self.retry_after
             return error
 
-    def enqueue(self, call: Call) -> asyncio.Future[Reply | ReplyStream]:
-        return asyncio.ensure_future(self.submit(call))
+    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
+        return asyncio.ensure_future(self.submit(request))
 
-    async def submit_all(self, calls: Sequence[Call]) -> list[Any]:
-        answers = await asyncio.gather(*(self.submit(call) for call in calls), return_exceptions=True)
-        return [answer if not isinstance(answer, asyncio.CancelledError) else WorkerDied() for answer in answers]
+    async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
+        responses = await asyncio.gather(
+            *(self.submit(request) for request in requests), return_exceptions=True
+        )
+        return [
+            response if not isinstance(response, asyncio.CancelledError) else ReplicaDied()
+            for response in responses
+        ]
