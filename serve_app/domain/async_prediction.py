@@ -1,0 +1,97 @@
+"""Asynchronous predictions: the stored request, its state, and the stored response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+TERMINAL_STATES: tuple[State, ...] = ("done", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """A request as it came over HTTP, without its credentials; the same protocol serves it later."""
+
+    model: str
+    version: str | None
+    method: str
+    path: str
+    query: str
+    headers: tuple[tuple[str, str], ...]  # lower-case names
+    body: bytes
+    request_id: str
+    client: tuple[str, int] | None = None
+    deadline: float | None = None  # in seconds of time.time()
+    key: str = ""  # Idempotency-Key: requests to a model with the same one are the same
+    digest: str = ""  # of the content that these must have in common
+    webhook: str = ""  # a URL that gets a notification at the end
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """The response of a protocol to a stored request.
+
+    ``retry_after``: seconds, where the model was unavailable.
+    """
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    retry_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncPrediction:
+    """The state of an asynchronous prediction. Times are in seconds since the epoch; 0: not yet."""
+
+    id: str
+    model: str
+    version: str | None  # as requested
+    request_id: str
+    created: float
+    state: State = "queued"
+    started: float = 0.0
+    ended: float = 0.0
+    expires: float = 0.0
+    status: int = 0  # of the response
+    size: int = 0  # bytes of the stored request or response
+    key: str = ""
+    digest: str = ""
+    webhook: str = ""
+    webhook_state: Literal["", "pending", "delivered", "failed"] = ""  # of the notification
+    error: str = ""  # the cause, where it failed without a response
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in TERMINAL_STATES
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document for clients."""
+        document: dict[str, Any] = {
+            "id": self.id,
+            "state": self.state,
+            "model": self.model,
+            "version": self.version,
+        }
+        document |= {
+            "request_id": self.request_id,
+            "created": _rounded(self.created),
+            "started": _rounded(self.started),
+        }
+        document |= {
+            "ended": _rounded(self.ended),
+            "expires": _rounded(self.expires),
+            "status": self.status or None,
+        }
+        document["self"] = f"/async/{self.id}"
+        document["result"] = f"/async/{self.id}/result" if self.state in ("done", "failed") else None
+        if self.error:
+            document["error"] = self.error
+        if self.webhook:
+            document["webhook"] = {"url": self.webhook, "state": self.webhook_state}
+        return document
+
+
+def _rounded(seconds: float) -> float | None:
+    return round(seconds, 3) if seconds else None

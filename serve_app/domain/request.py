@@ -1,0 +1,140 @@
+"""An inference request and its response, independent of the protocol."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Literal
+
+# With "tensors" the inputs are tensors (see tensors.py), and so are the outputs.
+Kind = Literal["predict", "explain", "describe", "tensors"]
+Priority = Literal["high", "normal", "low", "shadow"]  # clients may set the first three
+
+
+class _CompactPickle:
+    """A mixin that pickles its values in order: half the cost of a frozen dataclass with slots."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), attrgetter(*self.__slots__)(self)
+
+
+@dataclass(frozen=True, slots=True)
+class InputPart(_CompactPickle):
+    """One named part of a request, as it was received.
+
+    The handler thread decodes it: the replica's event loop parses no JSON, and the transport between
+    processes copies bytes rather than objects.
+    """
+
+    name: str
+    value: bytes
+    content_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest(_CompactPickle):
+    """One request, independent of the protocol."""
+
+    model: str
+    version: str | None = None
+    inputs: tuple[InputPart, ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)  # with the client's upper and lower case
+    kind: Kind = "predict"
+    request_id: str = ""
+    deadline: float | None = None  # absolute, in seconds of time.time(), so that it holds on every machine
+    priority: Priority = "normal"
+
+    @property
+    def expired(self) -> bool:
+        return self.deadline is not None and time.time() >= self.deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Timings(_CompactPickle):
+    """The time of a row by phase, in seconds; measured once and reported by every protocol."""
+
+    queue: float = 0.0
+    inference: float = 0.0
+    batch_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceResponse(_CompactPickle):
+    """The response to one row: encoded bytes, and the values that the handler set on its context."""
+
+    body: bytes
+    content_type: str | None = None
+    status: int = 200
+    phrase: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+    version: str = ""
+    timings: Timings = Timings()
+    arm: str = ""  # "split/arm" where an experiment or a rollout selected the version
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseChunk:
+    """A chunk of a streamed response. The first has status and headers; ``last`` ends the stream."""
+
+    body: bytes
+    last: bool = False
+    head: InferenceResponse | None = None
+
+
+class ResponseStream:
+    """A streamed response: ``head`` has its status and headers, iteration returns the chunks.
+
+    Closing the iterator early (``aclose``) cancels the row. An error in mid-stream is raised by the iterator.
+    """
+
+    __slots__ = ("_chunks", "head")
+
+    def __init__(self, head: InferenceResponse, chunks: AsyncIterator[bytes]) -> None:
+        self.head = head
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._chunks
+
+    async def aclose(self) -> None:
+        close = getattr(self._chunks, "aclose", None)
+        if close is not None:
+            await close()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, when the last chunk was read, an error was raised, or the stream is
+        closed.
+        """
+        self._chunks = _StreamWithCallback(self._chunks, callback)
+
+
+class _StreamWithCallback(AsyncIterator[bytes]):
+    """An iterator of chunks with a completion callback."""
+
+    __slots__ = ("_callback", "_chunks")
+
+    def __init__(self, chunks: AsyncIterator[bytes], callback: Callable[[], None]) -> None:
+        self._chunks = chunks
+        self._callback: Callable[[], None] | None = callback
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await self._chunks.__anext__()
+        except BaseException:
+            self._run_callback()
+            raise
+
+    async def aclose(self) -> None:
+        self._run_callback()
+        close = getattr(self._chunks, "aclose", None)
+        if close is not None:
+            await close()
+
+    def _run_callback(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()

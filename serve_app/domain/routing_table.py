@@ -1,0 +1,56 @@
+"""The routing table: the snapshot by which the data plane selects versions and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from serve_app.domain.access import AccessTable
+from serve_app.domain.model import Phase
+from serve_app.domain.signature import Signature
+from serve_app.domain.traffic_policy import ActiveSplit, TrafficPolicy
+from serve_app.domain.workflow_graph import WorkflowGraph
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRoute:
+    """One version in the table: the fields that the data plane needs to select and to call it."""
+
+    version: str
+    phase: Phase
+    replicas: int
+    job_queue_size: int = 100
+    max_batch_size: int = 1
+    client_timeout: int = 0  # milliseconds, 0: none
+    max_concurrent_requests: int = 0  # 0: no limit
+    start_seconds: float = 0.0  # of the replicas' last start; 0: unknown
+    retries: bool = True
+    replica_ids: tuple[str, ...] = ()  # of the running replicas
+    healthy: bool = True  # it has its replicas, or still has time to recover them
+    last_error: str = ""
+    loaded_at_startup: bool = False
+    wake_timeout: float = 0.0  # seconds that a request waits for a version at zero replicas
+    stateful: bool = False  # its requests belong to sequences
+    graph: WorkflowGraph | None = None  # of a workflow, whose replicas, if any, run its functions
+    signature: Signature | None = None  # from the model-config.yaml or the handler, where they have one
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoute:
+    """One model in the table."""
+
+    default: str
+    versions: Mapping[str, VersionRoute]
+    policy: TrafficPolicy = field(default_factory=TrafficPolicy)
+    active_split: ActiveSplit | None = None  # of a running experiment or rollout
+    sequence_header: str = ""  # names a sequence; empty where no version is stateful
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTable:
+    """The routing table that the data plane reads. A higher generation is newer."""
+
+    generation: int = 0
+    models: Mapping[str, ModelRoute] = field(default_factory=dict)
+    startup_complete: bool = False  # every version loaded at startup is ready or has failed
+    access: AccessTable | None = None  # None: no key is required

@@ -1,0 +1,126 @@
+"""Validation of JSON documents and settings against frozen dataclasses; errors name the place and the
+nearest key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import pydantic
+import yaml
+
+STRICT = pydantic.ConfigDict(extra="forbid")  # as ``__pydantic_config__`` of each dataclass that is read
+
+T = TypeVar("T")
+
+_ADAPTERS: dict[type, pydantic.TypeAdapter[Any]] = {}  # building one takes milliseconds
+_MAX_YAML_VALUES = 100_000  # values in a YAML text once its aliases are written out
+
+
+class DocumentError(ValueError):
+    """An invalid document; the message names the key, the problem and the remedy."""
+
+
+def _adapter(kind: type) -> pydantic.TypeAdapter[Any]:
+    adapter = _ADAPTERS.get(kind)
+    if adapter is None:
+        adapter = _ADAPTERS[kind] = pydantic.TypeAdapter(kind)
+    return adapter
+
+
+def read(kind: type[T], document: Any, secret_paths: tuple[tuple[str, ...], ...] = ()) -> T:
+    """Return ``document`` as the dataclass ``kind``.
+
+    Values under ``secret_paths`` are never shown. Raises DocumentError.
+    """
+    try:
+        value: T = _adapter(kind).validate_python(document)
+    except pydantic.ValidationError as error:
+        raise DocumentError(
+            "; ".join(_explain(kind, problem, secret_paths) for problem in error.errors())
+        ) from None
+    return value
+
+
+def write(value: Any) -> Any:
+    """Return a dataclass as plain JSON data that ``read`` accepts."""
+    return _adapter(type(value)).dump_python(value, mode="json")
+
+
+def parse_yaml(text: str | bytes) -> dict[Any, Any]:
+    """Return the mapping of a YAML text, empty for an empty text. Raises DocumentError, with the line."""
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise DocumentError(f"{line}{error.problem or error.context}; mend the YAML") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # a date that is none, bytes that are no text
+        raise DocumentError(f"is not YAML ({error})") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise DocumentError(f"line 1: holds a {type(raw).__name__} and must be a mapping of keys to values")
+    if _remaining_budget(raw, _MAX_YAML_VALUES) < 0:
+        raise DocumentError(
+            f"holds more than {_MAX_YAML_VALUES} values once its aliases are written out; use fewer"
+        )
+    return raw
+
+
+def _remaining_budget(value: Any, budget: int) -> int:
+    """Subtract the number of values from ``budget``; below 0 also for a value that contains itself."""
+    pending = [value]
+    while pending and budget >= 0:
+        budget -= 1
+        value = pending.pop()
+        pending.extend(
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
+    return budget
+
+
+def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known key that is most similar to ``key``."""
+    folded = {_fold(k): k for k in known}
+    match = difflib.get_close_matches(_fold(key), list(folded), n=1, cutoff=cutoff)
+    return folded[match[0]] if match else None
+
+
+def _fold(key: str) -> str:
+    return key.replace("_", "").replace("-", "").lower()
+
+
+def _explain(kind: type, problem: Mapping[str, Any], secret_paths: tuple[tuple[str, ...], ...]) -> str:
+    location = tuple(problem["loc"])
+    path = ".".join(str(part) for part in location if part != "[key]")
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _field_names_at(kind, location[:-1])
+        suggestion = did_you_mean(str(location[-1]), known)
+        cure = f"did you mean {suggestion!r}?" if suggestion else f"known here: {', '.join(known)}"
+        return f"unknown key {path!r}; {cure}"
+    hidden = any(location[: len(prefix)] == prefix for prefix in secret_paths) or problem["type"] == "missing"
+    got = "" if hidden else f" (got {problem['input']!r})"
+    unquoted = problem["type"] == "string_type" and isinstance(problem["input"], int | float)
+    cure = "; put it in quotes" if unquoted else ""
+    return f"{path or 'it'}: {problem['msg'].removeprefix('Value error, ')}{cure}{got}"
+
+
+def _field_names_at(kind: type, path: tuple[Any, ...]) -> list[str]:
+    annotation: Any = kind
+    for part in path:
+        if dataclasses.is_dataclass(annotation):
+            annotation = get_type_hints(annotation)[str(part)]
+        else:  # an item of a list or a mapping
+            annotation = [inner for inner in get_args(annotation) if inner is not Ellipsis][-1]
+        if get_origin(annotation) in (Union, UnionType):  # what may be left out
+            annotation = next(inner for inner in get_args(annotation) if inner is not type(None))
+    return [f.name for f in dataclasses.fields(annotation)]
