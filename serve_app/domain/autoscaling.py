@@ -1,6 +1,6 @@
-"""How a version's replicas follow its load, as a frozen value and as the document that operators write.
+"""Autoscaling of a version's replicas, as a frozen value and as the document that operators write.
 
-Names are Ray Serve's, whose autoscaler it is that scales.
+Names are those of Ray Serve, whose autoscaler is used.
 """
 
 from __future__ import annotations
@@ -10,68 +10,75 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any, Literal
 
-from serve_app import documents
+from serve_app.domain import validation
 from serve_app.errors import BadRequest
 
 
 @dataclass(frozen=True)
 class Autoscaling:
-    """What holds between a version's ``min_workers`` and ``max_workers``, where they differ. Times are in seconds.
+    """The policy between a version's ``min_workers`` and ``max_workers``, where they differ. Times are in
+    seconds.
 
-    ``requests``: so many replicas that each has ``target_ongoing_requests`` rows to do, waiting and running.
-    ``latency``: so many that 95 % of the rows are answered within ``target_p95_ms``.
+    ``requests``: each replica has ``target_ongoing_requests`` rows, waiting and running. ``latency``: 95 % of
+    the rows are answered within ``target_p95_ms``.
     """
 
-    __pydantic_config__ = documents.STRICT
+    __pydantic_config__ = validation.STRICT
     policy: Literal["requests", "latency"] = "requests"
     target_ongoing_requests: float | None = None  # None: two batches
     target_p95_ms: float | None = None
-    upscale_delay_s: float = 3.0  # for which more must be wanted before there is more
+    upscale_delay_s: float = 3.0  # that the load must last before replicas are added
     downscale_delay_s: float = 60.0
     downscale_to_zero_delay_s: float = 300.0  # of the last replica
-    look_back_period_s: float = 10.0  # over which load and latency are looked at
+    look_back_period_s: float = 10.0  # over which load and latency are averaged
 
 
 KEYS = tuple(f.name for f in fields(Autoscaling))
-_SHORTEST = 2.0  # seconds to look back: replicas say once a second how they fare
+_MIN_LOOK_BACK_S = 2.0  # replicas report once a second
 
 
 def read(document: Any, before: Autoscaling = Autoscaling()) -> Autoscaling:
-    """``before`` with what an operator's document says of it. Raises BadRequest, which names the key and the cure."""
+    """Return ``before`` with the changes of an operator's document.
+
+    Raises BadRequest, which names the key and the remedy.
+    """
     if not isinstance(document, Mapping):
         raise BadRequest('autoscaling is a mapping, such as {"target_ongoing_requests": 4}.')
-    known = documents.write(before)
-    if document.get("policy", known["policy"]) == "requests":
-        known["target_p95_ms"] = None
+    values = validation.write(before)
+    if document.get("policy", values["policy"]) == "requests":
+        values["target_p95_ms"] = None
     try:
-        scaling = documents.read(Autoscaling, {**known, **document})
-    except documents.Misread as error:
+        scaling = validation.read(Autoscaling, {**values, **document})
+    except validation.DocumentError as error:
         raise BadRequest(f"autoscaling: {error}") from None
-    if wrong := _wrong(scaling):
-        raise BadRequest(f"autoscaling: {wrong}")
+    if problem := _find_error(scaling):
+        raise BadRequest(f"autoscaling: {problem}")
     return scaling
 
 
 def write(scaling: Autoscaling) -> dict[str, Any]:
-    """The document that ``read`` takes for it, without what it does not say."""
-    return {key: value for key, value in documents.write(scaling).items() if value is not None}
+    """Return the document that ``read`` parses, without the keys that are None."""
+    return {key: value for key, value in validation.write(scaling).items() if value is not None}
 
 
-def whole(scaling: Autoscaling | None, batch_size: int) -> Autoscaling:
-    """What holds for a version with such batches where it says nothing else."""
+def with_defaults(scaling: Autoscaling | None, batch_size: int) -> Autoscaling:
+    """Return the settings with every default filled in for this batch size."""
     scaling = scaling or Autoscaling()
     return replace(scaling, target_ongoing_requests=scaling.target_ongoing_requests or 2.0 * batch_size)
 
 
-def _wrong(scaling: Autoscaling) -> str:
+def _find_error(scaling: Autoscaling) -> str:
     numbers = {key: value for key in KEYS if isinstance(value := getattr(scaling, key), float)}
     for key, value in numbers.items():
-        lowest = _SHORTEST if key == "look_back_period_s" else 0.0
-        if not isfinite(value) or value < lowest or (key.startswith("target_") and value == 0):
-            wanted = "above 0" if key.startswith("target_") else f"from {lowest:g}"
-            return f"{key} is a number {wanted}, and is {value:g}"
+        minimum = _MIN_LOOK_BACK_S if key == "look_back_period_s" else 0.0
+        if not isfinite(value) or value < minimum or (key.startswith("target_") and value == 0):
+            expected = "above 0" if key.startswith("target_") else f"from {minimum:g}"
+            return f"{key} is a number {expected}, and is {value:g}"
     if scaling.policy == "latency" and scaling.target_p95_ms is None:
-        return "the policy 'latency' wants target_p95_ms: the milliseconds within which 95 % of the rows are answered"
+        return (
+            "the policy 'latency' wants target_p95_ms: "
+            "the milliseconds within which 95 % of the rows are answered"
+        )
     if scaling.policy == "requests" and scaling.target_p95_ms is not None:
         return "target_p95_ms is for the policy 'latency'; ask for that, or leave the target out"
     return ""

@@ -1,4 +1,4 @@
-"""A place in a JSON document: ``$.user.id``, ``user.id``, ``items[0].score``."""
+"""Paths into a JSON document: ``$.user.id``, ``user.id``, ``items[0].score``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _ROOT = re.compile(r"\$(?=[.\[]|$)")
 
 
 @lru_cache(maxsize=1024)
-def steps(path: str) -> tuple[str | int, ...]:
-    """The path's keys and indices; none for ``$``, the whole document. Raises ValueError."""
+def parse(path: str) -> tuple[str | int, ...]:
+    """Return the path's keys and indices; none for ``$``, the whole document. Raises ValueError."""
     rest = path.strip()
     rest = rest[1:] if _ROOT.match(rest) else rest
     if rest and rest[0] not in ".[":
@@ -29,12 +29,13 @@ def steps(path: str) -> tuple[str | int, ...]:
 
 
 def find(document: Any, path: str) -> Any:
-    """What stands at ``path``; None where nothing does."""
-    for step in steps(path):
+    """Return the value at ``path``; None where there is none."""
+    for step in parse(path):
+        container: Any = document
         if not isinstance(document, dict if isinstance(step, str) else list):
             return None
         try:
-            document = document[step]
+            document = container[step]
         except (KeyError, IndexError):
             return None
     return document

@@ -1,24 +1,19 @@
-"""The words of the design as frozen values: what travels between the rooms."""
+"""A model version: its identity, its specification, its observed status, and its lifecycle events."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from operator import attrgetter
 from typing import Any, Literal
 
-from serve_app import autoscaling, signature
-from serve_app.autoscaling import Autoscaling
-from serve_app.graph import Graph
-from serve_app.policy import Policy, Trial
-from serve_app.signature import Signature
+from serve_app.domain import autoscaling, signature
+from serve_app.domain.autoscaling import Autoscaling
+from serve_app.domain.signature import Signature
+from serve_app.domain.workflow_graph import WorkflowGraph
 
-# Of a call of "tensors" the inputs are tensors (see tensors.py), and so is what it is answered with.
-Kind = Literal["predict", "explain", "describe", "tensors"]
-Priority = Literal["high", "normal", "low", "shadow"]  # a caller may ask for the first three
-Phase = Literal["stopped", "idle", "loading", "ready", "failed"]  # idle: without replicas, until a call wakes it
+Phase = Literal[
+    "stopped", "idle", "loading", "ready", "failed"
+]  # idle: without replicas, until a call wakes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +73,15 @@ class ModelSpec:
     num_gpus: float = 0.0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # of its ranks
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = (
+        "STRICT_PACK"  # of its ranks
+    )
     max_ongoing_requests: int = 0  # 0: as many as the queue and two batches hold
     max_concurrent_requests: int = 0  # of all its replicas together; 0: no limit
     fast_path: Literal["torchserve", "oip"] = "torchserve"
     loaded_at_startup: bool = False
     autoscaling: Autoscaling | None = None  # what was said of it; None: nothing
-    graph: Graph | None = None  # of a workflow, whose own workers run its functions alone
+    graph: WorkflowGraph | None = None  # of a workflow, whose own workers run its functions alone
     config: Mapping[str, Any] = field(default_factory=dict)  # model-config.yaml, whole, for the handler
 
     @property
@@ -94,28 +91,28 @@ class ModelSpec:
 
     @property
     def tensors(self) -> bool:
-        """Whether a row is ``{name: array}``, whatever form its call had."""
+        """Return whether a row is ``{name: array}``, whatever form its call had."""
         return self.config.get("tensors") is True
 
     @property
     def signature(self) -> Signature | None:
         """What it takes and gives, where its file says so."""
-        said = self.config.get("signature")
-        return signature.read(said) if said is not None else None
+        document = self.config.get("signature")
+        return signature.read(document) if document is not None else None
 
     @property
     def scaling(self) -> Autoscaling | None:
         """How its replicas follow the load; None where there is one number of them."""
         if self.min_workers >= self.max_workers:
             return None
-        return autoscaling.whole(self.autoscaling, self.batch_size)
+        return autoscaling.with_defaults(self.autoscaling, self.batch_size)
 
     @property
     def ref(self) -> ModelRef:
         return ModelRef(self.name, self.version)
 
     @property
-    def sleeps(self) -> bool:
+    def has_no_workers(self) -> bool:
         """Whether it has no workers, and so cannot answer; a workflow without functions needs none."""
         return self.max_workers == 0 and (self.graph is None or bool(self.handler))
 
@@ -133,139 +130,13 @@ class ModelSpec:
         return replace(self, **changes)
 
 
-class _Quick:
-    """Pickled as its values in order: half the cost of what a frozen dataclass with slots does by itself."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), attrgetter(*self.__slots__)(self)
-
-
 @dataclass(frozen=True, slots=True)
-class Input(_Quick):
-    """One named part of a request, as it came over the wire.
-
-    Decoding waits for the author's thread: a replica's event loop parses no JSON, and the hop
-    between processes copies bytes rather than objects.
-    """
-
-    name: str
-    value: bytes
-    content_type: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Call(_Quick):
-    """One request in nobody's dialect."""
-
-    model: str
-    version: str | None = None
-    inputs: tuple[Input, ...] = ()
-    headers: Mapping[str, str] = field(default_factory=dict)  # the client's case is kept
-    kind: Kind = "predict"
-    request_id: str = ""
-    deadline: float | None = None  # absolute, in seconds of time.time(), so that it crosses machines
-    priority: Priority = "normal"
-
-    @property
-    def expired(self) -> bool:
-        return self.deadline is not None and time.time() >= self.deadline
-
-
-@dataclass(frozen=True, slots=True)
-class Timings(_Quick):
-    """Where a row's time went, in seconds; measured once, reported everywhere."""
-
-    queue: float = 0.0
-    inference: float = 0.0
-    batch_size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reply(_Quick):
-    """One row's answer: bytes already, with what the handler set on its context."""
-
-    body: bytes
-    content_type: str | None = None
-    status: int = 200
-    phrase: str = ""
-    headers: tuple[tuple[str, str], ...] = ()
-    version: str = ""
-    timings: Timings = Timings()
-    arm: str = ""  # "trial/arm" where an experiment or a rollout chose the version
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a streamed reply. The first carries status and headers; ``last`` ends the stream."""
-
-    body: bytes
-    last: bool = False
-    head: Reply | None = None
-
-
-class ReplyStream:
-    """A reply that comes in pieces: ``head`` has its status and headers, iterating gives the bodies.
-
-    Closing the iterator early (``aclose``) tells the runtime that the caller left. An error in
-    mid-stream is raised by the iterator.
-    """
-
-    __slots__ = ("head", "_chunks")
-
-    def __init__(self, head: Reply, chunks: AsyncIterator[bytes]) -> None:
-        self.head = head
-        self._chunks = chunks
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._chunks
-
-    async def aclose(self) -> None:
-        close = getattr(self._chunks, "aclose", None)
-        if close is not None:
-            await close()
-
-    def at_end(self, ended: Callable[[], None]) -> None:
-        """Call ``ended``, once, when the last piece was read, an error was raised, or the stream is closed."""
-        self._chunks = _Ending(self._chunks, ended)
-
-
-class _Ending(AsyncIterator[bytes]):
-    """Pieces whose end is told."""
-
-    __slots__ = ("_ended", "_pieces")
-
-    def __init__(self, pieces: AsyncIterator[bytes], ended: Callable[[], None]) -> None:
-        self._pieces = pieces
-        self._ended: Callable[[], None] | None = ended
-
-    async def __anext__(self) -> bytes:
-        try:
-            return await self._pieces.__anext__()
-        except BaseException:
-            self._end()
-            raise
-
-    async def aclose(self) -> None:
-        self._end()
-        close = getattr(self._pieces, "aclose", None)
-        if close is not None:
-            await close()
-
-    def _end(self) -> None:
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended()
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A replica as a management door shows it."""
+class ReplicaInfo:
+    """A replica as the management API describes it."""
 
     id: str
     pid: int
-    started: float  # seconds since the epoch
+    started_at: float  # seconds since the epoch
     ready: bool
     memory: int = 0  # resident bytes
     gpu: str = ""  # "" on a CPU, else the visible device ids
@@ -280,80 +151,9 @@ class ModelStatus:
     replicas: int = 0  # running now
     last_error: str = ""  # stays when the version runs again
     error_time: float = 0.0  # of it, in seconds since the epoch
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[ReplicaInfo, ...] = ()
     start_seconds: float = 0.0  # from none to the first that was ready, when that was last seen
     signature: Signature | None = None  # what its handler says that it takes and gives
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRow:
-    """One version in the table: only what the data plane needs to choose and to call."""
-
-    version: str
-    phase: Phase
-    replicas: int
-    job_queue_size: int = 100
-    max_batch_size: int = 1
-    client_timeout: int = 0  # milliseconds, 0: none
-    max_concurrent_requests: int = 0  # 0: no limit
-    start_seconds: float = 0.0  # that its replicas took to start when they last did; 0: nobody has seen it
-    retries: bool = True
-    ids: tuple[str, ...] = ()  # of the replicas that run
-    healthy: bool = True  # as many replicas as it should have, or within its time to recover
-    last_error: str = ""
-    loaded_at_startup: bool = False
-    wake_timeout: float = 0.0  # seconds that a call waits for a replica of a version that may sleep
-    stateful: bool = False  # its calls belong to sequences
-    graph: Graph | None = None  # of a workflow: its replicas, if any, run its functions
-    signature: Signature | None = None  # what it takes and gives, where file or handler say it
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRow:
-    """One model in the table."""
-
-    default: str
-    versions: Mapping[str, VersionRow]
-    policy: Policy = Policy()
-    trial: Trial | None = None  # an experiment or a rollout that is on
-    sequences: str = ""  # the header in which a call names its sequence; empty where no version is stateful
-
-
-Right = Literal["infer", "observe", "manage", "token"]
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What the holder of one key may do, with which models, and until when."""
-
-    rights: frozenset[Right]
-    models: tuple[str, ...] = ("*",)  # patterns
-    expires: float | None = None  # in seconds of time.time(); None: never
-
-    def covers(self, model: str) -> bool:
-        return matches(model, self.models)
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may do what: the SHA-256 of each key, and its grant. Whoever shows none of these keys may do nothing."""
-
-    grants: Mapping[bytes, Grant] = field(repr=False)
-
-
-def matches(model: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a model's name is one of those that ``patterns`` (``*``, ``team-*``) stand for."""
-    return "*" in patterns or any(fnmatchcase(model, pattern) for pattern in patterns)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The routing table that the data plane reads. A higher generation is newer."""
-
-    generation: int = 0
-    models: Mapping[str, ModelRow] = field(default_factory=dict)
-    settled: bool = False  # every version that start-up wanted is ready or has failed
-    access: Access | None = None  # None: every door is open to everybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +174,9 @@ class Registration:
     response_timeout: int | None = None  # seconds
     startup_timeout: int | None = None  # seconds
     wait: bool = True  # until the workers are ready, or have failed
-    within: tuple[str, ...] = ("*",)  # patterns that the model's name must match: what its caller may manage
+    allowed_models: tuple[str, ...] = (
+        "*",
+    )  # patterns that the model's name must match: what its caller may manage
     s3_sse_kms: bool = False  # an https URL of S3's is asked for with credentials, or not at all
     id: str | None = None  # by which its caller finds its events; else one is made
 
@@ -391,11 +193,11 @@ Stage = Literal[
     "ready",
     "failed",
 ]
-LAST_STAGES = ("ready", "failed")
+FINAL_STAGES = ("ready", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ModelEvent:
     """Something that happened to a model on its way to being served."""
 
     id: int  # higher than those of all events before it, also before a restart
@@ -404,11 +206,11 @@ class Event:
     version: str  # empty before the manifest has said it
     stage: Stage
     time: float  # seconds since the epoch
-    said: Mapping[str, Any]
+    details: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ScalingProgress:
     """How far a change of a version's replicas has come.
 
     ``done``: they are all there; ``processing``: asked for without waiting; ``partial``: waited for,
@@ -418,13 +220,13 @@ class Progress:
     ref: ModelRef
     replicas: int
     state: Literal["done", "processing", "partial"]
-    between: tuple[int, int] | None = None  # autoscaling holds from now on, between so many
-    was_between: tuple[int, int] | None = None  # autoscaling held until now, and is off
+    bounds: tuple[int, int] | None = None  # autoscaling holds from now on, between so many
+    previous_bounds: tuple[int, int] | None = None  # autoscaling held until now, and is off
     advice: str = ""  # how there is more to be had of the version
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class VersionStats:
     """What the whole cluster has counted of one version, since it was first asked."""
 
     model: str
@@ -436,13 +238,15 @@ class Figures:
     queue_seconds: float  # that they waited for their batches
     batches: int
     inference_seconds: float  # that these were in the handler
-    last: float = 0.0  # when the last batch ran, in seconds since the epoch; 0: none has
-    sizes: tuple[tuple[int, int, float], ...] = ()  # rows of a batch, how many such, and their seconds in the handler
+    last_batch_at: float = 0.0  # when the last batch ran, in seconds since the epoch; 0: none has
+    batch_sizes: tuple[
+        tuple[int, int, float], ...
+    ] = ()  # rows of a batch, how many such, and their seconds in the handler
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """A version as a management door shows it."""
+class VersionDescription:
+    """A version as the management API describes it."""
 
     spec: ModelSpec
     status: ModelStatus

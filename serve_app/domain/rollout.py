@@ -1,25 +1,26 @@
-"""A progressive rollout: the share of a new version grows step by step, or goes back to none by itself."""
+"""Progressive rollouts: the share of a new version grows in steps, or is set back to zero automatically."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 from typing import Any, Literal
 
-from serve_app import documents
+from serve_app.domain import validation
+from serve_app.domain.traffic_policy import BUCKET_COUNT, ActiveSplit, StickyKey, allocate
 from serve_app.errors import BadRequest
-from serve_app.policy import WHOLE, Key, Trial, allocate
 
 BASELINE, CANDIDATE = "baseline", "candidate"  # the arms of its trial
-MOST_STEPS = 50
+MAX_STEPS = 50
 
 
 @dataclass(frozen=True)
 class Guardrails:
-    """How much worse than the baseline of the same moment the candidate may be; None: not looked at."""
+    """The limits on how much worse than the concurrent baseline the candidate may be; None: not checked."""
 
-    __pydantic_config__ = documents.STRICT
+    __pydantic_config__ = validation.STRICT
     error_rate: float | None = 0.01  # share of calls that failed, above the baseline's
     p99: float | None = 1.5  # 99th percentile of the latency, as a multiple of the baseline's
     non_finite: float | None = 0.0  # share of answers with NaN or infinity in them, above the baseline's
@@ -28,112 +29,120 @@ class Guardrails:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is asked for. Times are in seconds, steps in percent of the model's calls."""
+class RolloutPlan:
+    """The settings of a rollout. Times are in seconds, steps in percent of the model's requests."""
 
-    __pydantic_config__ = documents.STRICT
+    __pydantic_config__ = validation.STRICT
     to: str
     steps: tuple[float, ...] = (1, 5, 25, 50, 100)
     bake_s: float = 60.0  # for which each step must hold
     guardrails: Guardrails = field(default_factory=Guardrails)
     min_calls: int = 50  # of the candidate in each step, before the next
-    keep_warm_s: float | None = 600.0  # the version that was replaced keeps its workers so long; None: for good
-    key: Key | None = None  # whoever shows the same key gets the same version, and once the candidate stays with it
+    keep_warm_s: float | None = (
+        600.0  # the version that was replaced keeps its workers so long; None: for good
+    )
+    key: StickyKey | None = (
+        None  # whoever shows the same key gets the same version, and once the candidate stays with it
+    )
     salt: str = ""  # of the key's hash; empty: the rollout's id
 
 
 State = Literal["starting", "running", "paused", "promoted", "rolled_back", "aborted"]
-Verdict = Literal["began", "step", "held", "paused", "resumed", "rolled_back", "aborted", "promoted", "cooled"]
+Verdict = Literal[
+    "started", "step", "held", "paused", "resumed", "rolled_back", "aborted", "promoted", "scaled_down"
+]
 
 
 @dataclass(frozen=True)
-class Decision:
-    """Something that was decided, and the figures that it was decided by."""
+class RolloutDecision:
+    """A decision, and the figures that it is based on."""
 
     time: float  # seconds since the epoch
     verdict: Verdict
     percent: float  # of the model's calls that the candidate gets from then on
-    why: str
+    reason: str
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A plan under way, or at its end."""
+    """A plan in progress, or at its end."""
 
-    plan: Plan
+    plan: RolloutPlan
     id: str
     model: str
     baseline: str  # the version that it began from
     state: State
-    began: float  # seconds since the epoch, as all times here
+    started_at: float  # seconds since the epoch, as all times here
     step: int = 0
-    since: float = 0.0  # when this step began
-    ended: float = 0.0
-    given: bool = False  # the candidate had no workers, and got as many as the baseline has
-    warm: tuple[int, int] | None = None  # least and most workers of the replaced version, until it has cooled
-    decisions: tuple[Decision, ...] = ()
+    step_started_at: float = 0.0  # when this step began
+    ended_at: float = 0.0
+    workers_added: bool = False  # the candidate had no workers, and got as many as the baseline has
+    previous_workers: tuple[int, int] | None = (
+        None  # least and most workers of the replaced version, until it has cooled
+    )
+    decisions: tuple[RolloutDecision, ...] = ()
 
     @property
-    def under_way(self) -> bool:
+    def active(self) -> bool:
         return self.state in ("starting", "running", "paused")
 
     @property
     def percent(self) -> float:
-        """The candidate's share now."""
+        """The candidate's current share."""
         if self.state == "promoted":
             return 100.0
         return self.plan.steps[self.step] if self.state in ("running", "paused") else 0.0
 
     @property
-    def trial(self) -> Trial:
-        """What the data plane does for it. Its figures are counted apart for each step."""
-        share = _share(self.percent)
-        return Trial(
-            id=self.trial_id(self.step),
+    def active_split(self) -> ActiveSplit:
+        """The split that the data plane applies. Each step has an id, and thus figures, of its own."""
+        share = _to_basis_points(self.percent)
+        return ActiveSplit(
+            id=self.split_id(self.step),
             arms={CANDIDATE: self.plan.to, BASELINE: self.baseline},
-            allocation=allocate({CANDIDATE: share, BASELINE: WHOLE - share}),
+            allocation=allocate({CANDIDATE: share, BASELINE: BUCKET_COUNT - share}),
             baseline=BASELINE,
             key=self.plan.key,
             salt=self.plan.salt or self.id,
             checks=True,
         )
 
-    def trial_id(self, step: int) -> str:
-        """Under which a step's calls are counted."""
+    def split_id(self, step: int) -> str:
+        """Return the id under which a step's requests are counted."""
         return f"{self.id}:{step}"
 
 
-def _share(percent: float) -> int:
-    """In basis points."""
-    return round(percent * WHOLE / 100)
+def _to_basis_points(percent: float) -> int:
+    """Convert percent to basis points."""
+    return round(percent * BUCKET_COUNT / 100)
 
 
-def read(document: Any) -> Plan:
-    """The plan that an operator's document asks for. Raises BadRequest, which names the key and the cure."""
+def read(document: Any) -> RolloutPlan:
+    """Parse the plan in an operator's document. Raises BadRequest, which names the key and the remedy."""
     if not isinstance(document, Mapping):
         raise BadRequest('A rollout is a JSON object, such as {"to": "2.0"}.')
     try:
-        plan = documents.read(Plan, document)
-    except documents.Misread as error:
+        plan = validation.read(RolloutPlan, document)
+    except validation.DocumentError as error:
         raise BadRequest(f"Rollout: {error}") from None
-    if wrong := _wrong(plan):
-        raise BadRequest(f"Rollout: {wrong}")
+    if problem := _find_error(plan):
+        raise BadRequest(f"Rollout: {problem}")
     return plan
 
 
-def _wrong(plan: Plan) -> str:
+def _find_error(plan: RolloutPlan) -> str:
     if not plan.to:
         return "to is empty; name the version that should take over"
     steps = ", ".join(f"{step:g}" for step in plan.steps)
     if not plan.steps:
         return "steps is empty; name at least one, in percent"
-    if len(plan.steps) > MOST_STEPS:
-        return f"steps are {len(plan.steps)}; at most {MOST_STEPS} can be told apart"
+    if len(plan.steps) > MAX_STEPS:
+        return f"steps are {len(plan.steps)}; at most {MAX_STEPS} can be told apart"
     if any(not 0.01 <= step <= 100 for step in plan.steps):
         return f"steps are shares from 0.01 to 100 percent, and are {steps}"
-    shares = [_share(step) for step in plan.steps]
-    if any(before >= after for before, after in zip(shares, shares[1:])):
+    shares = [_to_basis_points(step) for step in plan.steps]
+    if any(before >= after for before, after in pairwise(shares)):
         return f"steps must grow from one to the next, by 0.01 percent at least, and are {steps}"
     if plan.steps[-1] != 100:
         return f"the last step is {plan.steps[-1]:g}; a rollout ends at 100 percent"
@@ -150,5 +159,8 @@ def _wrong(plan: Plan) -> str:
             within = "a share from 0 to 1" if most else "a number from 0"
             return f"guardrails.{name} is {within}, or null to pass it over, and is {limit:g}"
     if plan.guardrails.p99 == 0:
-        return "guardrails.p99 is a multiple of the baseline's p99, such as 1.5, or null to pass it over, and is 0"
+        return (
+            "guardrails.p99 is a multiple of the baseline's p99, such "
+            "as 1.5, or null to pass it over, and is 0"
+        )
     return ""

@@ -1,15 +1,16 @@
-"""Means, rates and shares that may be looked at as often as one likes: pure arithmetic, no state.
+"""Confidence sequences for means, rates and shares that may be checked at any time: pure arithmetic, no
+state.
 
-An ordinary 95 % interval holds for one look at one time that was fixed before. Whoever looks again and again, and stops
-when he likes what he sees, is wrong far more often. What this file answers holds at all times together: the
+An ordinary 95 % interval holds for one check at one time that was fixed before. Repeated checks, with a stop
+at a welcome result, are wrong far more often. The results of this file hold at all times together: the
 probability that a true value is *ever* outside of its interval is at most ``alpha``.
 
-Values of an experiment's metrics come in **groups**: of each group how many there were, and their sum. All calls of one
-key are in the same group, so a group is what is independent of the others, and a call is not. ``Estimate``,
-``interval`` and ``difference`` stand on that and on the central limit theorem; ``rate_bounds``, ``exceeds`` and
-``exceeds_share`` are exact at any count, for calls that are independent of one another.
+Values of an experiment's metrics come in **groups**: for each group the number of values and their sum. All
+requests of one key are in the same group, so groups are independent of each other, and requests are not.
+``Estimate``, ``interval`` and ``difference`` rest on that and on the central limit theorem; ``rate_bounds``,
+``exceeds`` and ``exceeds_share`` are exact at any count, for requests that are independent.
 
-Every function of numbers takes numpy arrays as well, and answers for all their elements at once.
+Every function of numbers accepts numpy arrays too, and works on all their elements at once.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import numpy as np
 Groups = Mapping[int, tuple[float, float]]  # group -> how many values, and their sum
 Number = Any  # a float, or an array of them
 
-MINIMUM_COUNT = 100  # values of each arm before anything is said: the central limit theorem needs a start
-MINIMUM_GROUPS = 30  # and as many groups of equal size
-TUNED_FOR = 1_000  # values of each arm at which intervals are as narrow as they can be
+MIN_COUNT = 100  # values of each arm before a verdict: the central limit theorem needs a start
+MIN_GROUPS = 30  # and as many groups of equal size
+TUNED_COUNT = 1_000  # values of each arm at which intervals are as narrow as they can be
 _ROUNDING = 1e-9  # of a sum: what may be left of equal values by adding them up
 _PRIOR = 4  # deviations that are taken as seen before the first value, each in a group of its own
 _CONCENTRATION = 300  # of the mixture over sample ratios: deviations of some percent are found soonest
@@ -35,41 +36,43 @@ _VECTOR_LGAMMA = np.vectorize(math.lgamma, otypes=[float])
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, and how sure of it its groups make us.
+    """A mean, and its uncertainty as estimated from its groups.
 
-    ``groups``: how many groups of equal size would weigh as much as these (Kish's effective sample size).
-    ``variance``: the square of the mean's standard error. ``freedom``: how well that variance itself is known, as
-    degrees of freedom. ``third``: the mean's third central moment, which says to which side it errs further.
+    ``groups``: the number of groups of equal size with the same weight (Kish's effective sample size).
+    ``variance``: the square of the mean's standard error. ``degrees_of_freedom``: the certainty of that
+    variance. ``third_moment``: the mean's third central moment, whose sign is the side of the larger error.
     """
 
     count: Number
     groups: Number
     mean: Number  # nan without values
     variance: Number
-    freedom: Number
-    third: Number
+    degrees_of_freedom: Number
+    third_moment: Number
 
     @classmethod
-    def of(cls, groups: Groups, rate: bool = False) -> Estimate:
-        """The estimate of one arm's metric. ``rate``: each value is 0 or 1."""
+    def from_groups(cls, groups: Groups, rate: bool = False) -> Estimate:
+        """Return the estimate of one arm's metric. ``rate``: each value is 0 or 1."""
         table = np.array(list(groups.values()), dtype=float).reshape(-1, 2)
         seen = estimate(table[:, 0], table[:, 1], rate)
         return cls(*(value[()] for value in map(np.asarray, vars(seen).values())))
 
 
 def estimate(counts: np.ndarray, sums: np.ndarray, rate: bool = False) -> Estimate:
-    """The mean of values in groups, whose last axis the groups are; groups without values count for nothing.
+    """Return the mean of values in groups, which are the last axis; groups without values are ignored.
 
-    The variance is that of a ratio of sums over independent groups (the delta method, robust against whatever goes on
-    inside of a group): ``V = G / (G - 1) * sum((sum_g - mean * count_g)**2) / count**2``.
+    The variance is that of a ratio of sums over independent groups (the delta method, robust against whatever
+    happens inside of a group): ``V = G / (G - 1) * sum((sum_g - mean * count_g)**2) / count**2``.
 
-    It stands on few large deviations where values are skewed or few keys call most, and is then uncertain itself.
-    ``freedom`` says so: Satterthwaite's degrees of freedom from the second and fourth moments of the deviations, and
-    never more than the groups less one.
+    It stands on few large deviations where values are skewed or few keys call most, and is then uncertain
+    itself.
+    ``freedom`` says so: Satterthwaite's degrees of freedom from the second and fourth moments of the
+    deviations, and never more than the groups less one.
 
-    No error in n calls does not mean a rate of zero for certain. So of a ``rate`` four more deviations of 1 are taken
-    as seen, each in a group of its own, in the variance and not in the mean: nothing beside real errors, and an upper
-    bound of about 9 / n where there are none (an exact one is 8 / n at a thousand calls).
+    No error in n calls does not mean a rate of zero for certain. So of a ``rate`` four more deviations of 1
+    are taken as seen, each in a group of its own, in the variance and not in the mean: nothing beside real
+    errors, and an upper bound of about 9 / n where there are none (an exact one is 8 / n at a thousand
+    calls).
     """
     with np.errstate(all="ignore"):
         count = counts.sum(axis=-1)
@@ -85,39 +88,44 @@ def estimate(counts: np.ndarray, sums: np.ndarray, rate: bool = False) -> Estima
         variance = occur / (occur - 1.0) * second / count**2
         freedom = np.fmin(2 * second**2 / np.maximum(fourth - second**2 / occur, 0.0), groups - 1)
         if rate:
-            variance, freedom = _together((variance, freedom), (_PRIOR / count**2, 2.0 * _PRIOR))
+            variance, freedom = _add_variances((variance, freedom), (_PRIOR / count**2, 2.0 * _PRIOR))
         variance = np.where(occur > 1, variance, np.inf)
     return Estimate(count, np.nan_to_num(groups), mean, variance, np.nan_to_num(freedom), third)
 
 
 def interval(estimate: Estimate, alpha: float) -> tuple[Number, Number]:
-    """Where the true mean is, at all times at once with probability 1 - ``alpha``; infinite while that is not known.
+    """Where the true mean is, at all times at once with probability 1 - ``alpha``; infinite while that is not
+    known.
 
-    An asymptotic confidence sequence: Robbins' normal mixture around an estimated variance, as in Waudby-Smith, Arbour,
-    Sinha, Kennedy and Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", Annals of
-    Statistics 52 (2024), arXiv:2103.06476, Theorem 2.2:
+    An asymptotic confidence sequence: Robbins' normal mixture around an estimated variance, as in
+    Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas, "Time-uniform central limit theory and asymptotic
+    confidence sequences", Annals of Statistics 52 (2024), arXiv:2103.06476, Theorem 2.2:
 
         mean ± sqrt(V * (1 + 1 / x) * log((1 + x) / alpha**2)),    x = t * rho**2
 
-    where V estimates the variance of the mean (theirs is the sample variance / t), t is the number of values, and rho
-    is chosen as they advise to make it narrowest at t = ``TUNED_FOR``. Three things are ours, and each widens it where
-    there is too little for the central limit theorem: nothing is said before ``MINIMUM_COUNT`` values in
-    ``MINIMUM_GROUPS`` groups; the normal law's boundary z is replaced by t where ``freedom * log(1 + t**2 / freedom)``
-    is z**2 (Wallace 1959), since V is estimated; and ``skewness * (2 * z**2 + 1) / 6`` is added to it, by which the
-    ratio of a skewed mean to its estimated error goes beyond z on the side that is worse (Johnson 1978).
+    where V estimates the variance of the mean (theirs is the sample variance / t), t is the number of values,
+    and rho is chosen as they advise to make it narrowest at t = ``TUNED_FOR``. Three things are ours, and
+    each widens it where there is too little for the central limit theorem: no verdict is given before
+    ``MINIMUM_COUNT`` values in
+    ``MINIMUM_GROUPS`` groups; the normal law's boundary z is replaced by t where ``freedom * log(1 + t**2 /
+    freedom)`` is z**2 (Wallace 1959), since V is estimated; and ``skewness * (2 * z**2 + 1) / 6`` is added to
+    it, by which the ratio of a skewed mean to its estimated error goes beyond z on the side that is worse
+    (Johnson 1978).
     """
-    known = _begun(estimate) & (estimate.variance > 0)
-    radius = _radius(estimate.variance, estimate.freedom, estimate.third, estimate.count, alpha)
+    known = _has_enough_data(estimate) & (estimate.variance > 0)
+    radius = _radius(
+        estimate.variance, estimate.degrees_of_freedom, estimate.third_moment, estimate.count, alpha
+    )
     with np.errstate(all="ignore"):
         low, high = estimate.mean - radius, estimate.mean + radius
     return np.where(known, low, -np.inf)[()], np.where(known, high, np.inf)[()]
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One mean less another, where the true difference is, and the same as a share of the baseline's mean.
+class MeanDifference:
+    """The difference of two means, its interval, and the same as a share of the baseline's mean.
 
-    The shares are nan while the baseline's mean cannot be told from zero.
+    The shares are nan while the baseline's mean is not distinguishable from zero.
     """
 
     difference: Number
@@ -128,33 +136,40 @@ class Difference:
     share_high: Number
 
 
-def difference(arm: Estimate, baseline: Estimate, alpha: float) -> Difference:
+def difference(arm: Estimate, baseline: Estimate, alpha: float) -> MeanDifference:
     """How far ``arm``'s mean is from ``baseline``'s, at all times at once with probability 1 - ``alpha``.
 
-    ``interval`` for a difference: the variances add up, and t is the harmonic mean of the two counts, which goes as one
-    over the variance. It is taken twice, and the wider is the answer: with the two arms' own variances, and with that
-    which both would have if they were equal. The latter matters where one arm is small and its values rare: none among
-    a hundred calls would have no variance at all. Where all values of both arms are the same, nothing is said.
+    ``interval`` for a difference: the variances add up, and t is the harmonic mean of the two counts, which
+    goes as one over the variance. It is taken twice, and the wider is the answer: with the two arms' own
+    variances, and with that which both would have if they were equal. The latter matters where one arm is
+    small and its values rare: none among a hundred calls would have no variance at all. Where all values of
+    both arms are the same, there is no verdict.
 
-    The bounds of the share are Fieller's, with the same boundary: all r for which ``arm - (1 + r) * baseline`` may be
-    zero.
+    The bounds of the share are Fieller's, with the same boundary: all r for which ``arm - (1 + r) *
+    baseline`` may be zero.
     """
     with np.errstate(all="ignore"):
         gap = arm.mean - baseline.mean
         gap = np.where(np.abs(gap) <= _ROUNDING * np.abs(baseline.mean), 0.0, gap)[()]
         total, ratio = arm.count + baseline.count, arm.count / baseline.count
         count = 2.0 * baseline.count * ratio / (1.0 + ratio)
-        own, freedom = _together((arm.variance, arm.freedom), (baseline.variance, baseline.freedom))
-        equal = _together(
-            _together((arm.variance * ratio, arm.freedom), (baseline.variance / ratio, baseline.freedom)),
+        own, freedom = _add_variances(
+            (arm.variance, arm.degrees_of_freedom), (baseline.variance, baseline.degrees_of_freedom)
+        )
+        equal = _add_variances(
+            _add_variances(
+                (arm.variance * ratio, arm.degrees_of_freedom),
+                (baseline.variance / ratio, baseline.degrees_of_freedom),
+            ),
             (gap**2 / total, np.fmin(arm.groups, baseline.groups) - 1),
         )
-        third = (arm.third * arm.count**3 + baseline.third * baseline.count**3) / total
+        third = (arm.third_moment * arm.count**3 + baseline.third_moment * baseline.count**3) / total
         third *= 1 / arm.count**2 - 1 / baseline.count**2
         radius = np.fmax(
-            _radius(own, freedom, arm.third - baseline.third, count, alpha), _radius(*equal, third, count, alpha)
+            _radius(own, freedom, arm.third_moment - baseline.third_moment, count, alpha),
+            _radius(*equal, third, count, alpha),
         )
-        begun = _begun(arm) & _begun(baseline) & (equal[0] > 0)
+        begun = _has_enough_data(arm) & _has_enough_data(baseline) & (equal[0] > 0)
         low, high = np.where(begun, gap - radius, -np.inf), np.where(begun, gap + radius, np.inf)
         # Fieller: (arm - r * baseline)**2 <= boundary * (V_arm + r**2 * V_baseline), a parabola in r
         squared = radius**2 / own
@@ -166,14 +181,18 @@ def difference(arm: Estimate, baseline: Estimate, alpha: float) -> Difference:
         ends = (middle - root) / leading - 1, (middle + root) / leading - 1
         # A share of a negative mean grows to the other side.
         below, above = np.where(baseline.mean < 0, (-ends[1], -ends[0]), ends)
-        shares = (np.where(bounded, value, np.nan)[()] for value in (gap / np.abs(baseline.mean), below, above))
-    return Difference(gap, low[()], high[()], *shares)
+        shares = (
+            np.where(bounded, value, np.nan)[()] for value in (gap / np.abs(baseline.mean), below, above)
+        )
+    return MeanDifference(gap, low[()], high[()], *shares)
 
 
-def calls_to_show(arm: Estimate, baseline: Estimate, effect: float, alpha: float) -> float:
-    """How many times as many values as now would show a difference of ``effect`` in four experiments of five, roughly.
+def required_growth(arm: Estimate, baseline: Estimate, effect: float, alpha: float) -> float:
+    """Return the factor by which the count must grow to show a difference of ``effect`` in four experiments
+    of five.
 
-    It takes the variance to go on falling as one over the count, as it does while new keys call.
+    The factor is approximate: the variance is assumed to fall as one over the count, as it does while new
+    keys arrive.
     """
     variance = float(arm.variance + baseline.variance)
     count = 2.0 / (1.0 / arm.count + 1.0 / baseline.count)
@@ -184,9 +203,11 @@ def calls_to_show(arm: Estimate, baseline: Estimate, effect: float, alpha: float
 
 
 def boundary(count: Number, alpha: float) -> Number:
-    """The square of how many standard errors a mean of ``count`` values may be off, at any time."""
+    """Return the square of the number of standard errors by which a mean of ``count`` values may be off,
+    at any time.
+    """
     log = -2.0 * math.log(alpha)
-    x = count * (log + math.log1p(log)) / TUNED_FOR
+    x = count * (log + math.log1p(log)) / TUNED_COUNT
     return (1 + 1 / x) * (np.log1p(x) + log)
 
 
@@ -198,38 +219,38 @@ def _radius(variance: Number, freedom: Number, third: Number, count: Number, alp
         return np.sqrt(variance) * errors
 
 
-def _begun(estimate: Estimate) -> Number:
-    enough = (estimate.count >= MINIMUM_COUNT) & (estimate.groups >= MINIMUM_GROUPS)
+def _has_enough_data(estimate: Estimate) -> Number:
+    enough = (estimate.count >= MIN_COUNT) & (estimate.groups >= MIN_GROUPS)
     return enough & np.isfinite(estimate.mean)
 
 
-def _together(one: tuple[Number, Number], other: tuple[Number, Number]) -> tuple[Number, Number]:
-    """The sum of two variances, and its degrees of freedom (Welch and Satterthwaite)."""
+def _add_variances(one: tuple[Number, Number], other: tuple[Number, Number]) -> tuple[Number, Number]:
+    """Return the sum of two variances, and its degrees of freedom (Welch and Satterthwaite)."""
     total = one[0] + other[0]
     parts = sum(np.where(variance > 0, variance**2 / freedom, 0.0) for variance, freedom in (one, other))
     return total, total**2 / parts
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A rate against another, or against a share, and where the true difference is, at all times at once.
+class SequentialComparison:
+    """A rate against another, or against a share, and the interval of the difference, at all times at once.
 
-    ``rate`` and ``against`` are what was seen, nan without calls.
+    ``rate`` and ``reference`` are the observed values, nan without requests.
     """
 
     rate: Number
-    against: Number
+    reference: Number
     low: Number
     high: Number
     margin: float = 0.0
 
     @property
     def difference(self) -> Number:
-        return self.rate - self.against
+        return self.rate - self.reference
 
     @property
     def worse(self) -> Number:
-        """Whether the rate is above the other by more than the margin, for sure."""
+        """Return whether the rate certainly exceeds the other by more than the margin."""
         return self.low > self.margin
 
 
@@ -240,17 +261,18 @@ def exceeds(
     baseline_hits: Number,
     margin: float = 0.0,
     alpha: float = 0.05,
-) -> Comparison:
-    """Whether hits are more frequent among the candidate's calls than among the baseline's, by more than ``margin``.
+) -> SequentialComparison:
+    """Whether hits are more frequent among the candidate's calls than among the baseline's, by more than
+    ``margin``.
 
-    Look as often as you like: ``worse`` is ever true of a candidate that is not, with probability ``alpha`` at most,
-    whatever the counts (each rate has its exact bounds at half of ``alpha``). Calls are taken as independent, and the
-    two rates as concurrent: count both sides from the same moment on, with the same split of traffic throughout, or an
-    hour that was bad for both weighs more on one side.
+    Look as often as you like: ``worse`` is ever true of a candidate that is not, with probability ``alpha``
+    at most, whatever the counts (each rate has its exact bounds at half of ``alpha``). Calls are taken as
+    independent, and the two rates as concurrent: count both sides from the same moment on, with the same
+    split of traffic throughout, or an hour that was bad for both weighs more on one side.
     """
     low, high = rate_bounds(candidate_count, candidate_hits, alpha / 2)
     other_low, other_high = rate_bounds(baseline_count, baseline_hits, alpha / 2)
-    return Comparison(
+    return SequentialComparison(
         _rate(candidate_count, candidate_hits),
         _rate(baseline_count, baseline_hits),
         low - other_high,
@@ -259,23 +281,24 @@ def exceeds(
     )
 
 
-def exceeds_share(count: Number, hits: Number, share: float, alpha: float = 0.05) -> Comparison:
+def exceeds_share(count: Number, hits: Number, share: float, alpha: float = 0.05) -> SequentialComparison:
     """Whether more than ``share`` of the calls are hits: of all of them, not only of those that were seen.
 
-    Look as often as you like, as with ``exceeds``. So "p99 is above a second" is ``exceeds_share(calls, slower than a
-    second, 0.01)``.
+    Look as often as you like, as with ``exceeds``. So "p99 is above a second" is ``exceeds_share(calls,
+    slower than a second, 0.01)``.
     """
     low, high = rate_bounds(count, hits, alpha)
-    return Comparison(_rate(count, hits), share, low - share, high - share)
+    return SequentialComparison(_rate(count, hits), share, low - share, high - share)
 
 
 def rate_bounds(count: Number, hits: Number, alpha: float) -> tuple[Number, Number]:
-    """Where the rate of hits among independent calls is, at all times at once with probability 1 - ``alpha``; exact.
+    """Where the rate of hits among independent calls is, at all times at once with probability 1 - ``alpha``;
+    exact.
 
-    Robbins' mixture of likelihood ratios ("Statistical methods related to the law of the iterated logarithm", Annals of
-    Mathematical Statistics 41, 1970): a rate p is excluded once ``B(hits + 1/2, misses + 1/2) / B(1/2, 1/2)`` is
-    1 / alpha times ``p**hits * (1 - p)**misses``, which happens to the true one with probability alpha at most.
-    Raises ValueError when there are more hits than calls.
+    Robbins' mixture of likelihood ratios ("Statistical methods related to the law of the iterated logarithm",
+    Annals of Mathematical Statistics 41, 1970): a rate p is excluded once ``B(hits + 1/2, misses + 1/2) /
+    B(1/2, 1/2)`` is 1 / alpha times ``p**hits * (1 - p)**misses``, which happens to the true one with
+    probability alpha at most. Raises ValueError when there are more hits than calls.
     """
     count, hits = np.asarray(count, dtype=float), np.asarray(hits, dtype=float)
     if np.any((hits < 0) | (hits > count * (1 + _ROUNDING))):
@@ -290,7 +313,8 @@ def rate_bounds(count: Number, hits: Number, alpha: float) -> tuple[Number, Numb
         with np.errstate(divide="ignore"):
             of_hits = np.where(hits > 0, hits * np.log(p), 0.0)
             of_misses = np.where(misses > 0, misses * np.log1p(-p), 0.0)
-        return mixture >= of_hits + of_misses
+        result: np.ndarray = mixture >= of_hits + of_misses
+        return result
 
     def between(inside: np.ndarray, outside: np.ndarray) -> np.ndarray:
         for _ in range(40):
@@ -314,16 +338,18 @@ def _plain(values: np.ndarray) -> Number:
     return values if values.ndim else values.item()
 
 
-def sample_ratio(units: Sequence[float], weights: Sequence[float]) -> float:
-    """The p-value of the arms' sizes against their weights; may be looked at whenever one likes, alarm at 0.01.
+def sample_ratio_p_value(units: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the p-value of the arms' sizes against their weights; it may be checked at any time, with alarm
+    at 0.01.
 
-    ``units``: how many independent units each arm was dealt: distinct keys, or calls where each call is dealt by
-    itself. Calls of a keyed experiment are none: a busy caller would be an alarm. ``weights``: what the split should
-    be, in any unit.
+    ``units``: the number of independent units of each arm: distinct keys, or requests where each request is
+    assigned by itself. Requests of a keyed experiment are not independent: a busy client would raise an
+    alarm. ``weights``: the intended split, in any unit.
 
-    Lindon and Malek, "Anytime-valid inference for multinomial count data", NeurIPS 2022, arXiv:2011.03567: one over the
-    Bayes factor of a Dirichlet mixture around the weights against the weights themselves. Under a fair split it ever
-    falls to p with probability p at most; the least that was ever seen may be kept as the answer.
+    Lindon and Malek, "Anytime-valid inference for multinomial count data", NeurIPS 2022, arXiv:2011.03567:
+    one over the Bayes factor of a Dirichlet mixture around the weights against the weights themselves. Under
+    a fair split it ever falls to p with probability p at most; the smallest value so far may be kept as the
+    result.
     """
     shares = [weight / sum(weights) for weight in weights]
     if any(seen and not share for seen, share in zip(units, shares)):

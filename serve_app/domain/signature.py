@@ -1,7 +1,7 @@
-"""What a model takes and gives: named ports, each with a datatype and a shape.
+"""Model signatures: named inputs and outputs, each with a datatype and a shape.
 
-Written in ``model-config.yaml``, read off an ONNX graph, or offered by a handler. Datatypes are those of the Open
-Inference Protocol, version 2; beside them BF16, which its clients know too.
+A signature is written in ``model-config.yaml``, read from an ONNX graph, or returned by a handler. Datatypes
+are those of the Open Inference Protocol, version 2, and BF16, which its clients support too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from serve_app import documents
+from serve_app.domain import validation
 from serve_app.errors import BadRequest, InvalidInput
 
 # Bytes of an element; 0 where each has a length of its own.
@@ -26,8 +26,8 @@ DATATYPES: Mapping[str, int] = {
 ANY = -1  # the length of an axis that may have any
 
 
-class Typed(Protocol):
-    """What a port is compared with: a tensor, whatever holds its data."""
+class TensorType(Protocol):
+    """The metadata that a port is compared with: a tensor, however its data is stored."""
 
     @property
     def name(self) -> str: ...
@@ -38,10 +38,10 @@ class Typed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class TensorSpec:
     """One input or output; ``ANY`` is an axis of any length, and ``shape`` None any number of axes."""
 
-    __pydantic_config__ = documents.STRICT
+    __pydantic_config__ = validation.STRICT
     name: str
     datatype: str
     shape: tuple[int, ...] | None = None
@@ -50,7 +50,7 @@ class Port:
         shape = "[...]" if self.shape is None else list(self.shape)
         return f"{self.name}: {self.datatype} {shape}"
 
-    def takes(self, shape: Sequence[int]) -> bool:
+    def accepts(self, shape: Sequence[int]) -> bool:
         if self.shape is None:
             return True
         return len(shape) == len(self.shape) and all(w in (ANY, axis) for w, axis in zip(self.shape, shape))
@@ -58,37 +58,44 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Ports in the model's order. One that names no outputs says nothing of them."""
+    """Ports in the model's order. Without outputs the outputs are unknown."""
 
-    __pydantic_config__ = documents.STRICT
-    inputs: tuple[Port, ...] = ()
-    outputs: tuple[Port, ...] = ()
+    __pydantic_config__ = validation.STRICT
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
 
-    def check(self, tensors: Iterable[Typed]) -> None:
-        """Raises InvalidInput where ``tensors`` are not exactly the inputs; it names the port, wanted and given."""
+    def check(self, tensors: Iterable[TensorType]) -> None:
+        """Raise InvalidInput unless ``tensors`` are exactly the inputs; the message has the expected and
+        actual port.
+        """
         ports = {port.name: port for port in self.inputs}
         for tensor in tensors:
             port = ports.pop(tensor.name, None)
             if port is None:
-                raise InvalidInput(f"There is no input {short(tensor.name)}; the model takes {self._wanted}.")
-            if tensor.datatype != port.datatype or not port.takes(tensor.shape):
+                raise InvalidInput(
+                    f"There is no input {abbreviate(tensor.name)}; the model takes {self._expected}."
+                )
+            if tensor.datatype != port.datatype or not port.accepts(tensor.shape):
                 raise InvalidInput(
                     f"The input {port.name} is {tensor.datatype} {list(tensor.shape)}, and is to be "
                     f"{str(port).partition(': ')[2]} ({ANY}: any length)."
                 )
         if ports:
-            raise InvalidInput(f"The input {next(iter(ports))} is missing; the model takes {self._wanted}.")
+            raise InvalidInput(f"The input {next(iter(ports))} is missing; the model takes {self._expected}.")
 
     @property
-    def _wanted(self) -> str:
+    def _expected(self) -> str:
         return ", ".join(map(str, self.inputs)) or "no inputs"
 
 
 def read(document: Any) -> Signature:
-    """``{inputs: [{name, datatype, shape}], outputs: [...]}``; without ``shape`` any will do. Raises BadRequest."""
+    """Parse ``{inputs: [{name, datatype, shape}], outputs: [...]}``; without ``shape`` any is accepted.
+
+    Raises BadRequest.
+    """
     try:
-        signature = documents.read(Signature, document)
-    except documents.Misread as error:
+        signature = validation.read(Signature, document)
+    except validation.DocumentError as error:
         raise BadRequest(f"signature: {error}") from None
     if not signature.inputs:
         raise BadRequest("signature.inputs names no input; name each with its datatype and shape.")
@@ -96,26 +103,37 @@ def read(document: Any) -> Signature:
         for place, port in enumerate(ports):
             if port.datatype not in DATATYPES:
                 raise BadRequest(
-                    f"signature.{side}.{place}.datatype is {short(port.datatype)}; there are {', '.join(DATATYPES)}."
+                    f"signature.{side}.{place}.datatype is "
+                    f"{abbreviate(port.datatype)}; there are {', '.join(DATATYPES)}."
                 )
             if not port.name or any(axis < ANY for axis in port.shape or ()):
-                raise BadRequest(f"signature.{side}.{place} is {port}; it has a name, and lengths from {ANY} (any).")
+                raise BadRequest(
+                    f"signature.{side}.{place} is {port}; it has a name, and lengths from {ANY} (any)."
+                )
             if port.name in (other.name for other in ports[:place]):
                 raise BadRequest(f"signature.{side}: {port.name} is there twice; each name once.")
     return signature
 
 
 def write(signature: Signature) -> dict[str, Any]:
-    """What ``read`` reads, as the protocol's metadata show it: an unknown number of axes is one of any length."""
-    return {"inputs": list(map(_said, signature.inputs)), "outputs": list(map(_said, signature.outputs))}
+    """Return the document that ``read`` parses, as the protocol's metadata shows it.
+
+    An unknown number of axes becomes one axis of any length.
+    """
+    return {
+        "inputs": list(map(_port_document, signature.inputs)),
+        "outputs": list(map(_port_document, signature.outputs)),
+    }
 
 
-def _said(port: Port) -> dict[str, Any]:
+def _port_document(port: TensorSpec) -> dict[str, Any]:
     shape = (ANY,) if port.shape is None else port.shape
     return {"name": port.name, "datatype": port.datatype, "shape": list(shape)}
 
 
-def short(value: Any) -> str:
-    """A caller's value in a message, which stays short however long that is."""
-    text = repr(value[:8] if isinstance(value, (list, tuple)) else value[:80] if isinstance(value, str) else value)
+def abbreviate(value: Any) -> str:
+    """Return a caller's value for a message, at most 80 characters long."""
+    text = repr(
+        value[:8] if isinstance(value, (list, tuple)) else value[:80] if isinstance(value, str) else value
+    )
     return text if len(text) <= 80 else f"{text[:77]}..."
