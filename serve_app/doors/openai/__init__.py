@@ -1,1 +1,0 @@
-"""OpenAI's API, under ``/v1``."""
