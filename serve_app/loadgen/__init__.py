@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from serve_app.bench import load, wrk
-from serve_app.bench.load import Load, Request, Result
+from serve_app.loadgen import load, wrk
+from serve_app.loadgen.profile import LoadProfile, LoadRequest, LoadResult
 
-__all__ = ["Engine", "Load", "Request", "Result", "send"]
+__all__ = ["Engine", "LoadProfile", "LoadRequest", "LoadResult", "send"]
 
 Engine = Literal["auto", "asyncio", "wrk"]
 
 
-def send(request: Request, load_: Load, engine: Engine = "auto") -> Result:
-    """Send a load and return what came of it; ``auto`` is wrk where it is installed and can do what is asked."""
+def send(request: LoadRequest, load_: LoadProfile, engine: Engine = "auto") -> LoadResult:
+    """Send a load and return what came of it; ``auto`` is wrk where it is installed and can do what is
+    asked.
+    """
     if engine == "wrk" or (engine == "auto" and wrk.installed() and wrk.can(request, load_)):
         return wrk.run(request, load_)
     return load.run(request, load_)

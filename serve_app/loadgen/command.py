@@ -7,34 +7,50 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, cast
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.bench import Load, Request, Result, send
-from serve_app.bench.wrk import WrkFailed
+from serve_app.loadgen import Engine, LoadProfile, LoadRequest, LoadResult, send
+from serve_app.loadgen.wrk import WrkError
 
 _OPEN_CONNECTIONS = 256  # the most that an open loop opens where nobody says
 
 
-def bench(
-    url: Annotated[str, typer.Argument(help="Where to send, such as http://127.0.0.1:8080/predictions/digits.")],
-    data: Annotated[str, typer.Option("--data", "-d", help="The body: text, or @FILE for a file's bytes.")] = "",
-    method: Annotated[str, typer.Option("--method", "-X", help="POST with a body and GET without, unless said.")] = "",
-    content_type: Annotated[str, typer.Option("--content-type", "-t", help="Of the body.")] = "application/json",
-    header: Annotated[Optional[list[str]], typer.Option("--header", "-H", help="'Name: value', repeatable.")] = None,  # noqa: UP045
-    connections: Annotated[str, typer.Option("--connections", "-c", help="One run each, such as 1,8,32.")] = "",
+def bench(  # noqa: PLR0913  # options of the command
+    url: Annotated[
+        str, typer.Argument(help="Where to send, such as http://127.0.0.1:8080/predictions/digits.")
+    ],
+    data: Annotated[
+        str, typer.Option("--data", "-d", help="The body: text, or @FILE for a file's bytes.")
+    ] = "",
+    method: Annotated[
+        str, typer.Option("--method", "-X", help="POST with a body and GET without, unless said.")
+    ] = "",
+    content_type: Annotated[
+        str, typer.Option("--content-type", "-t", help="Of the body.")
+    ] = "application/json",
+    header: Annotated[
+        list[str] | None, typer.Option("--header", "-H", help="'Name: value', repeatable.")
+    ] = None,
+    connections: Annotated[
+        str, typer.Option("--connections", "-c", help="One run each, such as 1,8,32.")
+    ] = "",
     duration: Annotated[float, typer.Option(help="Seconds of each run.")] = 10.0,
-    requests: Annotated[Optional[int], typer.Option(help="End a run after so many, if that is sooner.")] = None,  # noqa: UP045
+    requests: Annotated[int | None, typer.Option(help="End a run after so many, if that is sooner.")] = None,
     rate: Annotated[Optional[float], typer.Option(help="Arrivals a second: an open loop.")] = None,  # noqa: UP045
-    limit: Annotated[Optional[float], typer.Option(help="Milliseconds; answers within it are the goodput.")] = None,  # noqa: UP045
+    limit: Annotated[
+        float | None, typer.Option(help="Milliseconds; answers within it are the goodput.")
+    ] = None,
     warmup: Annotated[float, typer.Option(help="Seconds before each run that are not counted.")] = 1.0,
     timeout: Annotated[float, typer.Option(help="Seconds for one request.")] = 10.0,
     same: Annotated[bool, typer.Option("--same", help="Every answer must equal the first.")] = False,
-    engine: Annotated[str, typer.Option(help="auto (wrk where it is installed and can), asyncio or wrk.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="auto (wrk where it is installed and can), asyncio or wrk.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Send load to a URL and show throughput, latencies and errors."""
@@ -43,16 +59,16 @@ def bench(
     progress = Console(stderr=True)
     results = []
     try:
-        request = Request(
+        request = LoadRequest(
             url,
             method or ("POST" if data else "GET"),
             _body(data),
             content_type,
             dict(_header(line) for line in header or []),
-            _Same() if same else None,
+            _SameBodyCheck() if same else None,
         )
         for count in _connections(connections, rate):
-            load = Load(
+            load = LoadProfile(
                 connections=count,
                 rate=rate,
                 seconds=duration,
@@ -62,8 +78,8 @@ def bench(
                 limit=limit / 1000 if limit is not None else None,
             )
             with progress.status(f"{count} connections" + (f", {rate:g} arrivals/s" if rate else "")):
-                results.append(send(request, load, engine))
-    except (ValueError, WrkFailed) as error:
+                results.append(send(request, load, cast("Engine", engine)))
+    except (ValueError, WrkError) as error:
         progress.print(f"[red]{error}[/red]", highlight=False)
         raise typer.Exit(2) from None
     if as_json:
@@ -75,23 +91,31 @@ def bench(
         raise typer.Exit(1)
 
 
-def table(results: list[Result]) -> Table:
-    """The results as rows, latencies in milliseconds; below them how they were measured."""
+def table(results: list[LoadResult]) -> Table:
+    """Return the results as a table, latencies in milliseconds, with a caption on the method."""
     limit = any(result.limit is not None for result in results)
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), caption=_caption(results), caption_justify="left")
-    numbers = ["conn.", "requests/s", *(["goodput/s"] if limit else []), "p50 ms", "p90 ms", "p99 ms", "max ms"]
+    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), caption=_caption(results), caption_justify="left")
+    numbers = [
+        "conn.",
+        "requests/s",
+        *(["goodput/s"] if limit else []),
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "max ms",
+    ]
     for column in numbers:
-        shown.add_column(column, justify="right", no_wrap=True)
-    shown.add_column("errors")
+        rows.add_column(column, justify="right", no_wrap=True)
+    rows.add_column("errors")
     for r in results:
         latencies = ["-" if math.isnan(v) else f"{v * 1000:.2f}" for v in (r.p50, r.p90, r.p99, r.max)]
         good = [f"{r.goodput:,.0f}" if r.goodput is not None else "-"] if limit else []
         errors = "\n".join(f"{count:,} × {kind}" for kind, count in sorted(r.errors.items())) or "none"
-        shown.add_row(str(r.connections), f"{r.throughput:,.0f}", *good, *latencies, errors)
-    return shown
+        rows.add_row(str(r.connections), f"{r.throughput:,.0f}", *good, *latencies, errors)
+    return rows
 
 
-def _caption(results: list[Result]) -> str:
+def _caption(results: list[LoadResult]) -> str:
     engines = " and ".join(sorted({result.engine for result in results}))
     rates = [result for result in results if result.rate]
     if not rates:
@@ -100,14 +124,14 @@ def _caption(results: list[Result]) -> str:
     return f"open loop of {rates[0].rate:g} requests/s; the generator itself was late by {lag:.2f} ms (p99)"
 
 
-def as_dict(result: Result) -> dict[str, Any]:
-    """A result for JSON: seconds stay seconds, and a percentile of nothing is null."""
-    found = {**asdict(result), "throughput": result.throughput, "goodput": result.goodput}
-    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in found.items()}
+def as_dict(result: LoadResult) -> dict[str, Any]:
+    """Return a result for JSON, in seconds; a percentile without values is null."""
+    fields = {**asdict(result), "throughput": result.throughput, "goodput": result.goodput}
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in fields.items()}
 
 
-class _Same:
-    """Whether an answer is the first one again."""
+class _SameBodyCheck:
+    """A check that a response equals the first one."""
 
     def __init__(self) -> None:
         self.first: bytes | None = None
@@ -140,4 +164,6 @@ def _connections(text: str, rate: float | None) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,8,32", param_hint="--connections") from None
+        raise typer.BadParameter(
+            f"{text!r} is not a list of numbers such as 1,8,32", param_hint="--connections"
+        ) from None

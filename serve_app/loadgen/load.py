@@ -1,9 +1,9 @@
-"""The load generator: requests in, a Result out.
+"""The load generator.
 
-*Closed loop*: ``connections`` clients, each sending its next request when it has its answer; the server
-sets the pace. *Open loop*: requests arrive by a Poisson process of ``rate`` per second whether or not the
-server keeps up, and each latency counts from the moment the request was due, not from when a connection
-became free for it; a server that stalls for a second is charged for everybody who would have come in it.
+*Closed loop*: each of ``connections`` clients sends its next request after the response to the last one, so
+the server sets the rate. *Open loop*: requests arrive by a Poisson process of ``rate`` per second,
+independent of the server. Each latency counts from the time the request was due, not from the time a
+connection was free, so a stall of the server counts for every request that was due in it.
 
 The client is httptools over asyncio: a general HTTP library costs more than the servers measured here.
 """
@@ -19,123 +19,21 @@ import ssl
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import cycle
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
-_SWEEP = 0.02  # seconds between looks for requests that ran out of time
-_RECONNECT = 0.05  # seconds that a client waits after a refused connection
+from serve_app.loadgen.profile import LoadProfile, LoadRequest, LoadResult, percentile
+
+_TIMEOUT_CHECK_PERIOD = 0.02  # seconds between checks for requests that timed out
+_RECONNECT = 0.05  # seconds of a client's wait after a refused connection
 _SELECT_LIMIT = 500  # connections up to which the open loop can use select(), whose timeouts are exact
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is sent, over and over."""
-
-    url: str
-    method: str = "POST"
-    body: bytes = b""
-    content_type: str = "application/json"
-    headers: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[bytes], bool] | None = None  # of every body; False counts as the error "body"
-    bodies: Sequence[bytes] = ()  # sent in turn, in place of ``body``
-
-    def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{self.url!r} is no http or https URL with a host.")
-        if self.method == "HEAD":
-            raise ValueError("HEAD cannot be measured: its answers announce a body that does not come.")
-
-    def wires(self) -> list[bytes]:
-        """The request as it goes over the wire, with each of its bodies."""
-        return [self._wire(body) for body in self.bodies or (self.body,)]
-
-    def _wire(self, body: bytes) -> bytes:
-        parts = urlsplit(self.url)
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        headers = {"Host": parts.netloc.rpartition("@")[2], **self.headers}
-        if body or self.method not in ("GET", "DELETE"):
-            headers |= {"Content-Type": self.content_type, "Content-Length": str(len(body))}
-        lines = [f"{self.method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
-
-
-@dataclass(frozen=True)
-class Load:
-    """How it is sent, and for how long; the first bound that is reached ends the run."""
-
-    connections: int = 1  # clients of a closed loop; the most connections of an open one
-    rate: float | None = None  # requests per second; None is a closed loop
-    seconds: float | None = 10.0
-    requests: int | None = None
-    warmup: float = 1.0  # seconds of the same load before, which are not counted
-    timeout: float = 10.0  # seconds for one request, from when it was sent or joined those that wait
-    limit: float | None = None  # seconds; answers within it are the goodput
-    seed: int = 0  # of the arrivals
-
-    def __post_init__(self) -> None:
-        if self.seconds is None and self.requests is None:
-            raise ValueError("A load needs an end: give seconds, requests, or both.")
-        if self.connections < 1 or (self.rate is not None and self.rate <= 0):
-            raise ValueError("A load needs at least one connection, and a rate above 0 where it has one.")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of it. Latencies are seconds of good answers; every other answer is an error of some kind.
-
-    ``requests + failed`` are the requests that began while it was measured, late answers included (and
-    what hung since the warm-up, as the error "unanswered"). ``completed`` and ``within`` count good
-    answers that came in the measured time, whenever they began, so a throughput has no edge.
-
-    Kinds of errors: "status 503", "connect", "disconnect", "timeout", "protocol" (no HTTP), "body" (the
-    check said no), "unanswered".
-    """
-
-    engine: str
-    connections: int
-    seconds: float
-    requests: int
-    completed: int
-    p50: float
-    p90: float
-    p99: float
-    max: float
-    errors: Mapping[str, int] = field(default_factory=dict)
-    rate: float | None = None
-    limit: float | None = None
-    within: int | None = None  # of completed, how many took no longer than the limit
-    mean: float = math.nan  # of the latencies, where all of them are known
-    lag: float = 0.0  # p99 of how late the generator itself sent in an open loop, with a connection free
-
-    @property
-    def throughput(self) -> float:
-        """Good answers a second."""
-        return self.completed / self.seconds if self.seconds else 0.0
-
-    @property
-    def goodput(self) -> float | None:
-        """Good answers within the limit a second; None without a limit."""
-        return None if self.within is None else self.within / self.seconds if self.seconds else 0.0
-
-    @property
-    def failed(self) -> int:
-        return sum(self.errors.values())
-
-
-def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """The nearest-rank percentile of values in ascending order; NaN of none."""
-    if not ordered:
-        return math.nan
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
-
-
-def run(request: Request, load: Load) -> Result:
-    """Send the load from an event loop of its own and return what came of it."""
+def run(request: LoadRequest, load: LoadProfile) -> LoadResult:
+    """Send the load from a new event loop and return the result."""
     loop = _new_loop(load)
     gc.collect()
     gc.freeze()  # a collection over everything that this process holds would look like the server's tail
@@ -146,14 +44,14 @@ def run(request: Request, load: Load) -> Result:
         loop.close()
 
 
-async def measure(request: Request, load: Load) -> Result:
-    """As ``run``, in the running loop; there, a timer may be a millisecond late."""
-    return await _Run(request, load).result()
+async def measure(request: LoadRequest, load: LoadProfile) -> LoadResult:
+    """Send the load from the running loop, whose timers may be a millisecond late; return the result."""
+    return await _LoadRun(request, load).result()
 
 
-def _new_loop(load: Load) -> asyncio.AbstractEventLoop:
+def _new_loop(load: LoadProfile) -> asyncio.AbstractEventLoop:
+    # epoll, and uvloop with it, rounds timers up to whole milliseconds, the size of the latencies.
     if load.rate is not None and load.connections <= _SELECT_LIMIT:
-        # epoll, and uvloop on it, round a timer up to whole milliseconds: as much as the latencies themselves.
         return asyncio.SelectorEventLoop(selectors.SelectSelector())
     try:
         import uvloop
@@ -162,13 +60,13 @@ def _new_loop(load: Load) -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-class _Run:
-    """One load while it runs: the clock's phases, the connections, and what was counted."""
+class _LoadRun:
+    """A running load: its phases, connections and counters."""
 
-    def __init__(self, request: Request, load: Load) -> None:
+    def __init__(self, request: LoadRequest, load: LoadProfile) -> None:
         parts = urlsplit(request.url)
         self.load, self.check, self.wires = load, request.check, cycle(request.wires())
-        self.address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+        self.address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.latencies, self.lags = array("d"), array("d")
         self.errors: Counter[str] = Counter()
@@ -176,14 +74,14 @@ class _Run:
         self.start = self.end = math.inf  # of the measured time, on time.perf_counter's clock
         self.over = False  # nothing new is sent
         self.hung = 0
-        self.idle: list[_Connection] = []
-        self.busy: set[_Connection] = set()
+        self.idle: list[_LoadConnection] = []
+        self.busy: set[_LoadConnection] = set()
         self.waiting: deque[float] = deque()  # due times of arrivals without a connection
         self.opening = 0
         self.tasks: set[asyncio.Task] = set()
         self.drained = asyncio.Event()
 
-    async def result(self) -> Result:
+    async def result(self) -> LoadResult:
         load = self.load
         began = time.perf_counter()
         self.start = began + load.warmup
@@ -192,8 +90,8 @@ class _Run:
         sweeper = asyncio.ensure_future(self.sweep())
         try:
             await self.drained.wait()
-            # Sent in the warm-up and never answered: no request of the measured time, and no good news either.
-            self.hung = sum(c.asked and c.due < self.start for c in self.busy)
+            # An unanswered request of the warm-up is not a request of the measured time, but an error.
+            self.hung = sum(c.in_flight and c.due < self.start for c in self.busy)
         finally:
             sweeper.cancel()
             for task in self.tasks:
@@ -205,7 +103,7 @@ class _Run:
         if self.hung:
             self.errors["unanswered"] += self.hung
         ordered = sorted(self.latencies)
-        return Result(
+        return LoadResult(
             engine="asyncio",
             connections=load.connections,
             seconds=self.end - self.start,
@@ -229,8 +127,8 @@ class _Run:
             self.open()
 
     async def arrivals(self, due: float) -> None:
-        """Send at the times of a Poisson process, however the server fares."""
-        gap, rate = random.Random(self.load.seed).expovariate, self.load.rate
+        """Send at the times of a Poisson process, independent of the server."""
+        gap, rate = random.Random(self.load.seed).expovariate, self.load.rate or 1.0
         while True:
             due += gap(rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))  # also when late: answers must come in
@@ -257,8 +155,8 @@ class _Run:
         if due >= self.start:
             self.begun += 1
 
-    def next(self, connection: _Connection, now: float) -> None:
-        """Give a free connection its next request, or let it rest."""
+    def next(self, connection: _LoadConnection, now: float) -> None:
+        """Send the next request over a free connection, or keep the connection idle."""
         if self.load.rate is not None:
             if self.waiting:
                 connection.send(self.waiting.popleft())
@@ -298,7 +196,7 @@ class _Run:
         self.look()
 
     def look(self) -> None:
-        """The run ends when every request that began in the measured time has its outcome."""
+        """End the run once every request of the measured time has its outcome."""
         if self.settled >= self.begun:
             self.drained.set()
 
@@ -317,7 +215,7 @@ class _Run:
                 due = time.perf_counter()
                 try:
                     opening = loop.create_connection(
-                        lambda: _Connection(self), host, port, ssl=self.tls, server_hostname=name
+                        lambda: _LoadConnection(self), host, port, ssl=self.tls, server_hostname=name
                     )
                     _, connection = await asyncio.wait_for(opening, self.load.timeout)
                 except (OSError, asyncio.TimeoutError):
@@ -330,7 +228,7 @@ class _Run:
             self.opening -= 1
 
     def refused(self, due: float) -> None:
-        """A connection that does not come is a request's failure: the one that waited for it."""
+        """Count a failed connection as the failure of the request that waited for it."""
         if self.load.rate is None:
             if due < self.end and self.may_begin(due):
                 self.begin(due)
@@ -340,8 +238,8 @@ class _Run:
         elif self.waiting:
             self.settle(self.waiting.popleft(), "connect")
 
-    def lost(self, connection: _Connection) -> None:
-        """A connection is gone; another takes its place where one is needed."""
+    def lost(self, connection: _LoadConnection) -> None:
+        """Replace a lost connection where one is needed."""
         self.busy.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
@@ -356,7 +254,7 @@ class _Run:
     async def sweep(self) -> None:
         """End what ran out of time, and a closed loop whose clients all hang."""
         while True:
-            await asyncio.sleep(_SWEEP)
+            await asyncio.sleep(_TIMEOUT_CHECK_PERIOD)
             now = time.perf_counter()
             if self.load.rate is None and now >= self.end:
                 self.finish()
@@ -371,40 +269,40 @@ class _Run:
         task.add_done_callback(self.tasks.discard)
 
 
-class _Connection(asyncio.Protocol):
+class _LoadConnection(asyncio.Protocol):
     """One keep-alive connection with at most one request on it."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _LoadRun) -> None:
         self.run = run
-        self.transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport
         self.due = self.sent = 0.0
-        self.asked = False
+        self.in_flight = False
         self.body: list[bytes] = []
         if run.check is not None:
             self.on_body = self.body.append  # the parser calls only what is there when it is made
         self.parser = httptools.HttpResponseParser(self)
 
     def send(self, due: float) -> None:
-        self.due, self.sent, self.asked = due, time.perf_counter(), True
+        self.due, self.sent, self.in_flight = due, time.perf_counter(), True
         self.run.busy.add(self)
         self.transport.write(next(self.run.wires))
 
     def fail(self, error: str) -> None:
         """End the request, and the connection with it: what may still come on it belongs to nobody."""
-        if self.asked:
-            self.asked = False
+        if self.in_flight:
+            self.in_flight = False
             self.run.settle(self.due, error)
         self.transport.abort()
 
     def abandon(self) -> None:
-        self.asked = False
+        self.in_flight = False
         self.run = _NOBODY
         self.transport.abort()
 
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -413,17 +311,17 @@ class _Connection(asyncio.Protocol):
             self.fail("protocol")
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.asked:
-            self.asked = False
+        if self.in_flight:
+            self.in_flight = False
             self.run.settle(self.due, "disconnect")
         self.run.lost(self)
 
     # httptools' side
 
     def on_message_complete(self) -> None:
-        if not self.asked:
+        if not self.in_flight:
             return
-        self.asked = False
+        self.in_flight = False
         run, status, error = self.run, self.parser.get_status_code(), None
         if not 200 <= status < 300:
             error = f"status {status}"
@@ -438,14 +336,15 @@ class _Connection(asyncio.Protocol):
             self.transport.close()
 
 
-class _Nobody:
-    """Who a connection belongs to after its run is over."""
+class _ClosedRun(_LoadRun):
+    """The run of a connection whose own run is over."""
 
-    busy: set = set()
+    def __init__(self) -> None:
+        self.busy = set()
 
     def settle(self, due: float, error: str | None) -> None: ...
 
-    def lost(self, connection: _Connection) -> None: ...
+    def lost(self, connection: _LoadConnection) -> None: ...
 
 
-_NOBODY = _Nobody()
+_NOBODY = _ClosedRun()

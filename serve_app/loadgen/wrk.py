@@ -15,9 +15,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from serve_app.bench.load import Load, Request, Result
+from serve_app.loadgen.profile import LoadProfile, LoadRequest, LoadResult
 
-_RAMP = 0.5  # seconds at the beginning of a run that are not counted: a batch more or less is 3 % of two seconds
+_RAMP = (
+    0.5  # seconds at the beginning of a run that are not counted: a batch more or less is 3 % of two seconds
+)
 _SCRIPT = """
 local ffi = require("ffi")
 ffi.cdef("typedef struct {{ long s, ns; }} instant; int clock_gettime(int clock, instant *now);")
@@ -66,7 +68,7 @@ end
 _MARK = "torchrelay-result "
 
 
-class WrkFailed(Exception):
+class WrkError(Exception):
     """wrk could not run; the message is its own."""
 
 
@@ -74,18 +76,20 @@ def installed() -> bool:
     return shutil.which("wrk") is not None
 
 
-def can(request: Request, load: Load) -> bool:
-    """Whether wrk can send this load: a closed loop bounded by time, with nothing to check."""
+def can(request: LoadRequest, load: LoadProfile) -> bool:
+    """Return whether wrk can send this load: a closed loop bounded by time, with nothing to check."""
     return load.rate is None and load.requests is None and load.limit is None and request.check is None
 
 
-def run(request: Request, load: Load, threads: int = 0) -> Result:
+def run(request: LoadRequest, load: LoadProfile, threads: int = 0) -> LoadResult:
     """Send the load with wrk; ``threads`` is 1 up to 16 connections and 2 above where it is 0.
 
     It runs for whole seconds, so somewhat longer than it measures. Raises WrkFailed.
     """
     if not can(request, load):
-        raise WrkFailed("wrk measures a closed loop for a time: no rate, no count, no limit and no check of bodies.")
+        raise WrkError(
+            "wrk measures a closed loop for a time: no rate, no count, no limit and no check of bodies."
+        )
     with tempfile.TemporaryDirectory(prefix="torchrelay-wrk-") as folder:
         headers = dict(request.headers)
         bodies = request.bodies or (request.body,)
@@ -95,26 +99,35 @@ def run(request: Request, load: Load, threads: int = 0) -> Result:
         for i, body in enumerate(bodies):
             (Path(folder) / f"body{i}").write_bytes(body)
         script = Path(folder) / "script.lua"
-        assignments = "\n".join(f"wrk.headers[{_lua(name)}] = {_lua(value)}" for name, value in headers.items())
+        assignments = "\n".join(
+            f"wrk.headers[{_lua(name)}] = {_lua(value)}" for name, value in headers.items()
+        )
         seconds = load.seconds or 1.0
         measured = {"count": len(bodies), "ramp": _RAMP, "seconds": seconds}
         script.write_text(_SCRIPT.format(folder=folder, headers=assignments, mark=_MARK, **measured))
-        command = ["wrk", "-t", str(threads or (1 if load.connections <= 16 else 2)), "-c", str(load.connections)]
+        command = [
+            "wrk",
+            "-t",
+            str(threads or (1 if load.connections <= 16 else 2)),
+            "-c",
+            str(load.connections),
+        ]
         command += ["--timeout", f"{math.ceil(load.timeout)}s", "-s", str(script)]
         if load.warmup:
             _wrk([*command, "-d", f"{math.ceil(load.warmup)}s", request.url])
-        said = _wrk([*command, "-d", f"{math.ceil(_RAMP + seconds)}s", request.url])
-    return parse(said, load)
+        output = _wrk([*command, "-d", f"{math.ceil(_RAMP + seconds)}s", request.url])
+    return parse(output, load)
 
 
-def parse(said: str, load: Load) -> Result:
-    """The Result in what wrk printed with our script. Raises WrkFailed where there is none.
+def parse(output: str, load: LoadProfile) -> LoadResult:
+    """Return the result in wrk's output with the script. Raises WrkError where there is none.
 
-    Its throughput is of the measured time; all else, of which wrk knows no times, is of the whole run.
+    The throughput is that of the measured time; the other figures, for which wrk has no times, are of the
+    whole run.
     """
-    lines = [line for line in said.splitlines() if line.startswith(_MARK)]
+    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
     if not lines:
-        raise WrkFailed(f"wrk printed no result:\n{said.strip()}")
+        raise WrkError(f"wrk printed no result:\n{output.strip()}")
     found: Mapping[str, float] = json.loads(lines[-1][len(_MARK) :])
     good = int(found["requests"] - found["status"])  # it counts every answer as a request
     kinds = {
@@ -124,19 +137,22 @@ def parse(said: str, load: Load) -> Result:
         "disconnect": found["read"] + found["write"],
     }
     microseconds = {k: found[k] / 1e6 if good else math.nan for k in ("p50", "p90", "p99", "max")}
-    return Result(
+    return LoadResult(
         engine="wrk",
         connections=load.connections,
         seconds=load.seconds or 1.0,
         requests=good,
         completed=round(found["counted"] * good / found["requests"]) if good else 0,
         errors={kind: int(count) for kind, count in kinds.items() if count},
-        **microseconds,
+        p50=microseconds["p50"],
+        p90=microseconds["p90"],
+        p99=microseconds["p99"],
+        max=microseconds["max"],
     )
 
 
 def _lua(text: str) -> str:
-    """A Lua string; for what a header may hold, JSON's rules are Lua's."""
+    """Return a Lua string literal; for valid headers JSON's rules are Lua's."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -144,7 +160,9 @@ def _wrk(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise WrkFailed("wrk is not installed (its package has that name), or not on the PATH.") from error
+        raise WrkError("wrk is not installed (its package has that name), or not on the PATH.") from error
     if done.returncode:
-        raise WrkFailed(f"{' '.join(command)} ended with {done.returncode}: {(done.stderr or done.stdout).strip()}")
+        raise WrkError(
+            f"{' '.join(command)} ended with {done.returncode}: {(done.stderr or done.stdout).strip()}"
+        )
     return done.stdout
