@@ -1,0 +1,127 @@
+"""The manifest of an archive, ``MAR-INF/MANIFEST.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from serve_app.errors import InvalidArchive
+
+MANIFEST = "MAR-INF/MANIFEST.json"
+CONFIG = "model-config.yaml"
+HUGGING_FACE = "huggingface"  # the handler of a model folder
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An archive's manifest; None where it names no such file."""
+
+    archive: str  # the archive's file name, for messages
+    model_name: str
+    version: str = "1.0"
+    handler: str = ""  # a built-in name, or file[.py][:function]
+    runtime: str = "python"
+    serialized_file: str | None = None
+    model_file: str | None = None
+    requirements_file: str | None = None
+    config_file: str | None = None
+    extensions: tuple[str, ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict)  # the whole document, for handlers
+
+    @classmethod
+    def read(cls, directory: Path, archive: str, default_handler: str = "") -> Manifest:
+        """Return the manifest of an unpacked model, with TorchServe's defaults for older or missing ones.
+
+        A Hugging Face model folder needs none: its handler is ``huggingface``. ``archive`` is the archive's
+        file name, whose stem is the default name of the model.
+        """
+        name = archive_stem(archive)
+        try:
+            text = (directory / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            config = CONFIG if (directory / CONFIG).is_file() else None
+            if is_model_folder(directory) or (not default_handler and (directory / "config.json").is_file()):
+                default_handler = HUGGING_FACE  # its check reports missing files
+            return cls(archive, name, handler=default_handler, config_file=config)
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArchive(archive, f"{MANIFEST} is not JSON ({error}); {_REBUILD}") from None
+        model = raw.get("model") if isinstance(raw, dict) else None
+        if not isinstance(model, dict):
+            raise InvalidArchive(archive, f'{MANIFEST} has no object "model"; {_REBUILD}')
+
+        def text_of(key: str, where: Mapping[str, Any] = model) -> str | None:
+            value = where.get(key)
+            if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+                return str(value) or None
+            if value is None:
+                return None
+            raise InvalidArchive(archive, f'{MANIFEST}: "{key}" is {value!r} and must be text; {_REBUILD}')
+
+        extensions = model.get("extensions") or ()
+        return cls(
+            archive=archive,
+            model_name=text_of("modelName") or name,
+            version=text_of("modelVersion") or "1.0",
+            handler=text_of("handler") or default_handler,
+            runtime=text_of("runtime", raw) or "python",
+            serialized_file=text_of("serializedFile"),
+            model_file=text_of("modelFile"),
+            requirements_file=text_of("requirementsFile"),
+            config_file=text_of("configFile"),
+            extensions=tuple(extensions.split(",") if isinstance(extensions, str) else map(str, extensions)),
+            raw=raw,
+        )
+
+
+_REBUILD = "rebuild the archive with torch-model-archiver"
+
+
+def is_model_folder(directory: Path) -> bool:
+    """Return whether this directory is a Hugging Face model: config.json and weights."""
+    from handlers import tasks  # late: reading a manifest needs no handler
+
+    return directory.is_dir() and tasks.is_model_folder(path.name for path in directory.iterdir())
+
+
+def handler_file(directory: Path, handler: str) -> Path | None:
+    """Return the model's file for ``handler`` (``name`` or ``name.py``, each with ``:function``), or None.
+
+    As in TorchServe, a file of the model takes precedence over a built-in handler of the same name, and the
+    last part of a path is enough, because archivers flatten folders.
+    """
+    path = PurePosixPath(handler_module(handler))
+    inside = path.parts and not path.is_absolute() and ".." not in path.parts
+    for candidate in (path, path.name) if inside else (path.name,):
+        file = directory / f"{candidate}.py"
+        if path.name and file.is_file():
+            return file
+    return None
+
+
+def archive_stem(archive: str) -> str:
+    """Return a model's name from its archive's: ``digits`` from ``digits.mar`` or ``digits.tar.gz``."""
+    return re.sub(r"\.(mar|zip|tar\.gz|tgz)$", "", archive, flags=re.IGNORECASE)
+
+
+def handler_module(handler: str) -> str:
+    return handler.partition(":")[0].removesuffix(".py")
+
+
+def resolve_file(directory: Path, manifest: Manifest, name: str) -> Path:
+    """Return the file ``name`` of the model. Raises InvalidArchive where it is missing or outside."""
+    home = directory.resolve()
+    try:
+        path = (home / name).resolve()
+        if home in path.parents and path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError):
+        pass
+    raise InvalidArchive(
+        manifest.archive, f"{name!r} is named but not in the archive; add it, or correct its name"
+    )

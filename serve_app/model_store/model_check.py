@@ -1,0 +1,149 @@
+"""Checks of an unpacked model before any replica of it starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from serve_app.domain.validation import did_you_mean
+from serve_app.errors import InvalidArchive
+from serve_app.model_store import parallelism_check
+from serve_app.model_store.manifest import (
+    CONFIG,
+    HUGGING_FACE,
+    Manifest,
+    handler_file,
+    handler_module,
+    resolve_file,
+)
+from serve_app.model_store.model_config import ModelConfig
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def check_model(directory: Path, manifest: Manifest, task: str | None = None) -> ModelConfig:
+    """Check everything that is known before a replica starts; return the configuration.
+
+    ``task`` is that of the registration, which takes precedence over the configuration's. The returned
+    configuration of a model folder has the task that was found.
+
+    Names must fit into routes, named files must exist inside the model, its Python must compile, a built-in
+    handler must exist. To check the names of a registration, put them into the manifest first
+    (``dataclasses.replace``). Raises InvalidArchive and ConfigurationError.
+    """
+    for what, name in (("model name", manifest.model_name), ("version", manifest.version)):
+        if not _NAME.fullmatch(name):
+            remedy = "use letters, digits, '_', '-' and '.', and begin with none of '-' and '.'"
+            raise InvalidArchive(manifest.archive, f"the {what} {name!r} cannot be part of a route; {remedy}")
+    if manifest.runtime not in ("python", "python3"):
+        remedy = "archive the model with --runtime python"
+        raise InvalidArchive(manifest.archive, f"the runtime {manifest.runtime!r} is not served; {remedy}")
+    for file_name in (
+        manifest.serialized_file,
+        manifest.model_file,
+        manifest.requirements_file,
+        manifest.config_file,
+    ):
+        if file_name is not None:
+            resolve_file(directory, manifest, file_name)
+    config = ModelConfig.read(directory, manifest)
+    task = task or config.task
+    for sample in config.samples or ():
+        resolve_file(directory, manifest, sample)
+    _check_handler(directory, manifest)
+    if manifest.model_file is not None:
+        _check_compiles(directory / manifest.model_file, manifest)
+    if handler_module(manifest.handler) == HUGGING_FACE and handler_file(directory, manifest.handler) is None:
+        task = _task(directory, manifest, task, config)
+    if (
+        handler_module(manifest.handler) in parallelism_check.HANDLERS
+        and handler_file(directory, manifest.handler) is None
+    ):
+        config = parallelism_check.translate(config)
+        parallelism_check.check(directory, config, manifest.config_file or CONFIG)
+    _check_weights(directory, manifest, config.trusted is True)
+    return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
+
+
+def _check_handler(directory: Path, manifest: Manifest) -> None:
+    if not manifest.handler:
+        remedy = (
+            "name one when registering, or set default_service_handler; "
+            "a Hugging Face folder has a config.json"
+        )
+        raise InvalidArchive(manifest.archive, f"names no handler; {remedy}")
+    file = handler_file(directory, manifest.handler)
+    if file is not None:
+        return _check_compiles(file, manifest)
+    from handlers import HANDLERS  # late: reading a manifest needs no handler
+
+    module, function = handler_module(manifest.handler), manifest.handler.partition(":")[2]
+    if module in HANDLERS and function in ("", "handle"):
+        return
+    package = module.partition(".")[0]
+    is_available = manifest.requirements_file is not None or _importable(package, directory)
+    if ("." in module or function) and package.isidentifier() and is_available:
+        return  # only the model's own process may import it
+    near = did_you_mean(module, list(HANDLERS))
+    hint = f"did you mean {near!r}?" if near else f"there are {', '.join(HANDLERS)}"
+    missing = f"the handler {manifest.handler!r} is neither a file of the archive nor built in"
+    raise InvalidArchive(
+        manifest.archive, f"{missing}; put it into the archive, or name a built-in one: {hint}"
+    )
+
+
+def _check_weights(directory: Path, manifest: Manifest, trusted: bool) -> None:
+    """Check that a built-in handler can read the weights; an archive's own handler is not checked."""
+    from handlers import FOLDER_HANDLERS, HANDLERS
+    from handlers.loading import pickle_scan
+
+    own = handler_file(directory, manifest.handler) is not None
+    if (
+        own
+        or manifest.serialized_file is None
+        or handler_module(manifest.handler) not in HANDLERS.keys() - FOLDER_HANDLERS
+    ):
+        return
+    rejection = pickle_scan.find_rejection_reason(
+        directory / manifest.serialized_file, manifest.model_file is not None, trusted
+    )
+    # torch.serialization.add_safe_globals in the model's own code may let in what its weights name.
+    if rejection is not None and not any(
+        b"safe_globals" in file.read_bytes() for file in directory.glob("*.py")
+    ):
+        raise InvalidArchive(manifest.archive, f"{manifest.serialized_file}: {rejection}")
+
+
+def _task(directory: Path, manifest: Manifest, requested: str | None, config: ModelConfig) -> str:
+    from handlers import HandlerLoadError, tasks
+
+    try:
+        return tasks.select_task(directory, requested, config.trusted is True)
+    except HandlerLoadError as error:
+        raise InvalidArchive(manifest.archive, str(error)) from None
+
+
+def _importable(package: str, directory: Path) -> bool:
+    """Return whether the model has such a package, or it is installed."""
+    return (directory / package).is_dir() or importlib.util.find_spec(package) is not None
+
+
+def _check_compiles(file: Path, manifest: Manifest) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about the author's code are not reported
+            compile(file.read_bytes(), file.name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+        raise InvalidArchive(
+            manifest.archive,
+            f"{file.name}, line {error.lineno}: {error.msg} (read with {python}); mend the file",
+        ) from None
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise InvalidArchive(
+            manifest.archive, f"{file.name} is not Python ({error}); mend the file"
+        ) from None

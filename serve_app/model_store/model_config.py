@@ -1,0 +1,242 @@
+"""The configuration of a model, ``model-config.yaml``."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from serve_app.domain import autoscaling, signature, validation
+from serve_app.domain.autoscaling import Autoscaling
+from serve_app.domain.signature import Signature
+from serve_app.domain.validation import did_you_mean
+from serve_app.errors import BadRequest, ConfigurationError
+from serve_app.model_store.manifest import CONFIG, Manifest, resolve_file
+from serve_app.telemetry.logs import LEVELS
+
+log = logging.getLogger("torchrelay.manifest")
+
+
+class _KeyType(NamedTuple):
+    """The type of a key: its description, and a parser that raises ValueError."""
+
+    description: str
+    parse: Callable[[Any], Any]
+
+
+def _type(
+    description: str, accepts: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value
+) -> _KeyType:
+    def parse(value: Any) -> Any:
+        if not accepts(value):
+            raise ValueError
+        return convert(value)
+
+    return _KeyType(description, parse)
+
+
+def _integer(low: int) -> _KeyType:
+    return _type(f"a whole number from {low}", lambda value: type(value) is int and value >= low)
+
+
+def _one_of(*allowed: str) -> _KeyType:
+    return _type(" or ".join(map(repr, allowed)), lambda value: isinstance(value, str) and value in allowed)
+
+
+def _list(description: str, item_type: type) -> _KeyType:
+    def accepts(value: Any) -> bool:
+        return type(value) is list and all(type(item) is item_type for item in value)
+
+    return _type(description, accepts, tuple)
+
+
+def _autoscaling(value: Any) -> Autoscaling:
+    try:
+        return autoscaling.read(value)
+    except BadRequest as error:
+        raise ValueError(str(error)) from None
+
+
+def _signature(value: Any) -> Signature:
+    try:
+        return signature.read(value)
+    except BadRequest as error:
+        raise ValueError(str(error)) from None
+
+
+def _profile(value: Any) -> int:
+    from handlers import profiling  # late: reading a manifest needs no handler
+
+    return profiling.parse_batch_count(value)
+
+
+_CLAMPED_INTEGER = _type("a whole number", lambda value: type(value) is int, lambda value: max(1, value))
+_THREADS = _type("a whole number from 1, or auto", lambda v: v == "auto" or (type(v) is int and v >= 1))
+_FLAG = _type("true or false", lambda value: type(value) is bool)
+_MAPPING = _type("a mapping", lambda value: isinstance(value, dict))
+_NON_NEGATIVE = _type(
+    "a number from 0", lambda v: type(v) in (int, float) and v >= 0 and math.isfinite(v), float
+)
+
+
+def _torchserve_key(key: str, type_: _KeyType) -> Any:
+    """Declare a key of TorchServe: an invalid value is ignored with a warning, as by TorchServe."""
+    return field(default=None, metadata={"key": key, "type": type_})
+
+
+def _own_key(type_: _KeyType, key: str = "") -> Any:
+    """Declare a key of Torchrelay, by default named as the field: an invalid value is refused."""
+    return field(default=None, metadata={"type": type_, "ours": True, **({"key": key} if key else {})})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The contents of ``model-config.yaml``: the keys that the server reads, None where absent.
+
+    ``raw`` is the whole document, for handlers. Times are in seconds by default; ``max_batch_delay``,
+    ``client_timeout`` and the sequence times are in milliseconds.
+    """
+
+    min_workers: int | None = _torchserve_key("minWorkers", _CLAMPED_INTEGER)
+    max_workers: int | None = _torchserve_key("maxWorkers", _integer(1))
+    batch_size: int | None = _torchserve_key("batchSize", _CLAMPED_INTEGER)
+    max_batch_delay: int | None = _torchserve_key("maxBatchDelay", _integer(1))
+    response_timeout: int | None = _torchserve_key("responseTimeout", _integer(1))
+    startup_timeout: int | None = _torchserve_key("startupTimeout", _integer(1))
+    device_type: Literal["cpu", "gpu"] | None = _torchserve_key("deviceType", _one_of("cpu", "gpu"))
+    device_ids: tuple[int, ...] | None = _torchserve_key("deviceIds", _list("a list of whole numbers", int))
+    parallel_type: str | None = _torchserve_key("parallelType", _one_of("pp", "tp", "pptp", "custom"))
+    parallel_level: int | None = _torchserve_key("parallelLevel", _integer(1))
+    torchrun: Mapping[str, Any] | None = _torchserve_key("torchrun", _MAPPING)
+    max_retry_timeout: int | None = _torchserve_key("maxRetryTimeoutInSec", _integer(1))
+    client_timeout: int | None = _torchserve_key("clientTimeoutInMills", _integer(0))
+    job_queue_size: int | None = _torchserve_key("jobQueueSize", _integer(1))
+    use_job_ticket: bool | None = _torchserve_key("useJobTicket", _FLAG)
+    sequence_max_idle: int | None = _torchserve_key("sequenceMaxIdleMSec", _integer(0))
+    sequence_timeout: int | None = _torchserve_key("sequenceTimeoutMSec", _integer(0))
+    max_num_sequence: int | None = _torchserve_key("maxNumSequence", _integer(1))
+    max_sequence_job_queue_size: int | None = _torchserve_key("maxSequenceJobQueueSize", _integer(1))
+    continuous_batching: bool | None = _torchserve_key("continuousBatching", _FLAG)
+    sequence_batching: bool | None = _torchserve_key("sequenceBatching", _FLAG)
+    async_communication: bool | None = _torchserve_key("asyncCommunication", _FLAG)
+    use_venv: bool | None = _torchserve_key("useVenv", _FLAG)
+
+    batcher: Literal["torchrelay", "ray"] | None = _own_key(_one_of("torchrelay", "ray"))
+    num_cpus: float | None = _own_key(_NON_NEGATIVE)
+    num_gpus: float | None = _own_key(_NON_NEGATIVE)
+    tensor_parallel: int | None = _own_key(_integer(1))
+    pipeline_parallel: int | None = _own_key(_integer(1))
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] | None = _own_key(
+        _one_of("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
+    )
+    retries: bool | None = _own_key(_FLAG)
+    bucket_by_length: bool | None = _own_key(_FLAG)
+    fast_path: Literal["torchserve", "oip"] | None = _own_key(_one_of("torchserve", "oip"))
+    max_ongoing_requests: int | None = _own_key(_integer(0))
+    max_concurrent_requests: int | None = _own_key(_integer(0), "maxConcurrentRequests")
+    samples: tuple[str, ...] | None = _own_key(_list("a list of file names", str))
+    trusted: bool | None = _own_key(_FLAG)
+    threads: int | Literal["auto"] | None = _own_key(_THREADS)
+    pin: bool | None = _own_key(_FLAG)
+    task: str | None = _own_key(_type("a task's name", lambda value: isinstance(value, str) and bool(value)))
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = _own_key(_one_of(*LEVELS))
+    envelope: Literal["body", "json", "kserve", "kservev2"] | None = _own_key(
+        _one_of("body", "json", "kserve", "kservev2")
+    )
+    autoscaling: Autoscaling | None = _own_key(_KeyType("a mapping", _autoscaling))  # noqa: RUF009
+    tensors: bool | None = _own_key(_FLAG)  # a row is {name: array}
+    signature: Signature | None = _own_key(  # noqa: RUF009
+        _KeyType("a mapping of inputs and outputs", _signature)
+    )
+    profile: int | None = _own_key(_KeyType("true, false or a mapping", _profile))  # batches
+
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether a replica runs in several processes."""
+        return (self.tensor_parallel or 1) * (self.pipeline_parallel or 1) > 1
+
+    @property
+    def unserved(self) -> list[str]:
+        """The keys that request unsupported features, with their names in the file."""
+        requested = {
+            "torchrun": self.torchrun is not None and not self.sharded,
+            "parallelType": self.parallel_type not in (None, "custom") and not self.sharded,
+            "deviceIds": self.device_ids is not None,
+        }
+        return [key for key, is_set in requested.items() if is_set]
+
+    @classmethod
+    def read(cls, directory: Path, manifest: Manifest) -> ModelConfig:
+        """Return the configuration that the manifest names, by default an empty one.
+
+        Raises ConfigurationError.
+        """
+        if manifest.config_file is None:
+            return cls()
+        return cls.parse(
+            resolve_file(directory, manifest, manifest.config_file).read_bytes(), config_origin(manifest)
+        )
+
+    @classmethod
+    def parse(cls, text: str | bytes, where: str = CONFIG) -> ModelConfig:
+        """Return the configuration in a YAML text; ``where`` is its name in errors."""
+        raw = _yaml(text, where)
+        known = {f.metadata.get("key", f.name): f for f in fields(cls) if f.metadata}
+        values = {}
+        for key, value in raw.items():
+            if key not in known:
+                near = (
+                    did_you_mean(key, [*known, *_HANDLERS_KEYS], cutoff=0.9) if isinstance(key, str) else None
+                )
+                if near is not None and key not in _HANDLERS_KEYS:
+                    raise ConfigurationError(where, f"unknown key {key!r}; did you mean {near!r}?")
+                continue
+            entry = known[key]
+            description, parse_value = entry.metadata["type"]
+            try:
+                values[entry.name] = parse_value(value)
+            except ValueError as error:
+                if "ours" in entry.metadata:
+                    raise ConfigurationError(
+                        where, str(error) or f"{key}: {value!r} must be {description}"
+                    ) from None
+                log.warning("%s: %s: %r is ignored, it must be %s", where, key, value, description)
+        if values.get("tensors") and values.get("envelope"):
+            raise ConfigurationError(
+                where, "tensors and envelope: a model of tensors needs no envelope; remove one"
+            )
+        return cls(**values, raw=raw)
+
+
+# Keys of TorchServe's handlers, so a near miss of one of these is an error as well.
+_HANDLERS_KEYS = (
+    "handler",
+    "pt2",
+    "optimize",
+    "accuracy",
+    "explain",
+    "micro_batching",
+    "pippy",
+    "deepspeed",
+    "engine",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "parameters",
+)
+
+
+def config_origin(manifest: Manifest) -> str:
+    return f"{manifest.archive}/{manifest.config_file}"
+
+
+def _yaml(text: str | bytes, where: str) -> dict[Any, Any]:
+    try:
+        return validation.parse_yaml(text)
+    except validation.DocumentError as error:
+        raise ConfigurationError(where, str(error)) from None
