@@ -1,8 +1,8 @@
-"""Archives, unpacked safely: ``.mar`` and ``.zip``, ``.tar.gz`` and ``.tgz``; a directory packed as a ``.mar``.
+"""Safe unpacking of ``.mar``, ``.zip``, ``.tar.gz`` and ``.tgz``, and packing of a directory as a ``.mar``.
 
-The format is read from the first bytes, never from the name. Sizes are counted while they are
-written, never believed. Links are made only after every file is written, so that nothing is
-ever written through one, and must end inside the model's directory.
+The format is detected from the first bytes, not from the name. Sizes are counted while files are written;
+declared sizes are not trusted. Links are created after every file, so that nothing is written through one,
+and must end inside the model's directory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from serve_app.errors import InvalidArchive
-from serve_app.settings import MIB, StoreSettings
+from serve_app.settings import MIB, ModelStoreSettings
 
-RATIO_FLOOR = 10 * MIB  # unpacked bytes below which no ratio makes a bomb
-_HEADERS = MIB  # what a tar may say between two files; tarfile holds it in memory
-_LINK = 4096  # the longest path a link may hold, in bytes
+RATIO_FLOOR = 10 * MIB  # unpacked bytes up to which the ratio is not checked
+_MAX_HEADERS = MIB  # bytes of headers between two files of a tar; tarfile keeps them in memory
+_MAX_LINK = 4096  # bytes of a link's target
 _BLOCK = 512
 
 _BROKEN = "rebuild it with torch-model-archiver, or copy it again"
@@ -34,42 +34,43 @@ _LEAVES = "leaves the model's directory; put the file itself in"
 _HOSTILE = "repack it from inside the model's directory"
 
 # A file where another entry needs a directory, a name too long, a hard link to nothing or to a directory.
-_ARCHIVES_FAULT = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.EPERM)
+_ARCHIVE_ERRORS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.EPERM)
 
 
-def unpack(archive: Path, into: Path, settings: StoreSettings) -> Path:
-    """The model's directory: ``into``, or the one top directory that the archive holds there.
+def unpack(archive: Path, into: Path, settings: ModelStoreSettings) -> Path:
+    """Unpack an archive; return the model's directory: ``into``, or the archive's single top directory.
 
-    ``into`` must not exist; it does not when this fails. Raises InvalidArchive, which names the
-    archive, the entry and the cure.
+    ``into`` must not exist; it is removed on failure. Raises InvalidArchive with the archive, the entry and
+    the remedy.
     """
     with archive.open("rb") as file:
         start = file.read(4)
         if start == b"PK\x03\x04":
-            read = _zip
+            extract = _extract_zip
         elif start[:2] == b"\x1f\x8b":
-            read = _tar
+            extract = _extract_tar
         else:
             raise InvalidArchive(
-                archive.name, "is neither a zip (.mar) nor a .tar.gz, or is empty; make one with torch-model-archiver"
+                archive.name,
+                "is neither a zip (.mar) nor a .tar.gz, or is empty; make one with torch-model-archiver",
             )
         file.seek(0)
         into.mkdir(parents=True)
         try:
-            tree = _Tree(archive, into, settings)
-            with _faults(archive.name):
-                read(file, tree)
+            tree = _ExtractedTree(archive, into, settings)
+            with _archive_errors(archive.name):
+                extract(file, tree)
                 return tree.finish()
         except BaseException:
             shutil.rmtree(into, ignore_errors=True)
             raise
 
 
-def pack(directory: Path, archive: Path, settings: StoreSettings) -> None:
-    """``directory`` as a stored ``.mar`` whose bytes depend on nothing but paths and contents.
+def pack(directory: Path, archive: Path, settings: ModelStoreSettings) -> None:
+    """Pack ``directory`` as a stored ``.mar`` whose bytes depend only on paths and contents.
 
-    Compiled Python is left out. Links inside the directory stay links. Raises InvalidArchive
-    for one that leaves it, for a device or socket, and over the store's limits.
+    Compiled Python is left out. Links inside the directory stay links. Raises InvalidArchive for a link that
+    leaves it, for a device or socket, and beyond the store's limits.
     """
     home = directory.resolve()
     count = size = 0
@@ -83,11 +84,13 @@ def pack(directory: Path, archive: Path, settings: StoreSettings) -> None:
                 if count > settings.max_files:
                     raise InvalidArchive(directory.name, _too_many(settings))
                 if size > min(settings.max_archive_bytes, settings.max_unpacked_bytes):
-                    raise InvalidArchive(directory.name, "is larger than max_archive_bytes or max_unpacked_bytes")
+                    raise InvalidArchive(
+                        directory.name, "is larger than max_archive_bytes or max_unpacked_bytes"
+                    )
                 info = zipfile.ZipInfo(name + "/" * stat.S_ISDIR(mode))  # its date is a constant
                 if stat.S_ISLNK(mode):
                     info.external_attr = (stat.S_IFLNK | 0o777) << 16
-                    packed.writestr(info, _inner_link(path, home, directory.name))
+                    packed.writestr(info, _link_target(path, home, directory.name))
                 elif stat.S_ISDIR(mode):
                     info.external_attr = (stat.S_IFDIR | 0o755) << 16
                     packed.writestr(info, b"")
@@ -96,22 +99,24 @@ def pack(directory: Path, archive: Path, settings: StoreSettings) -> None:
                     with path.open("rb") as source, packed.open(info, "w", force_zip64=True) as target:
                         shutil.copyfileobj(source, target, MIB)
                 else:
-                    raise InvalidArchive(directory.name, f"{name!r} is neither a file nor a directory; take it out")
+                    raise InvalidArchive(
+                        directory.name, f"{name!r} is neither a file nor a directory; remove it"
+                    )
     except BaseException:
         archive.unlink(missing_ok=True)
         raise
 
 
-class _Tree:
-    """One archive's entries on their way into a directory, counted as they are written."""
+class _ExtractedTree:
+    """The extraction of an archive into a directory, with limits on sizes and entries."""
 
-    def __init__(self, archive: Path, root: Path, settings: StoreSettings) -> None:
+    def __init__(self, archive: Path, root: Path, settings: ModelStoreSettings) -> None:
         self.name = archive.name
         self._root = root
         self._settings = settings
         self._packed = archive.stat().st_size
         self._written = 0
-        self._made: set[PurePosixPath] = set()
+        self._created: set[PurePosixPath] = set()
         self._count = 0
         self._links: list[tuple[PurePosixPath, str, bool]] = []
 
@@ -119,11 +124,11 @@ class _Tree:
         return InvalidArchive(self.name, what)
 
     def directory(self, name: str) -> None:
-        self._make(self._path(name))
+        self._create_directory(self._path(name))
 
-    def file(self, name: str, source: BinaryIO, mode: int) -> int:
-        """Write one file; returns its size in bytes."""
-        path = self._place(name)
+    def file(self, name: str, source: IO[bytes], mode: int) -> int:
+        """Write a file; return its size in bytes."""
+        path = self._new_path(name)
         size = 0
         with (self._root / path).open("wb") as target:
             while chunk := source.read(MIB):
@@ -135,16 +140,18 @@ class _Tree:
         return size
 
     def link(self, name: str, target: str, hard: bool = False) -> None:
-        """Note a link, to be made when all files are there; its parents are made now, so none of them is a link."""
-        self._links.append((self._place(name), str(self._path(target)) if hard else target, hard))
+        """Record a link, created after all files; its parents are created now, so none of them is a link."""
+        self._links.append((self._new_path(name), str(self._path(target)) if hard else target, hard))
 
     def count(self, size: int) -> None:
-        """Take note of ``size`` more unpacked bytes."""
+        """Count ``size`` more unpacked bytes."""
         self._written += size
         limits = self._settings
         if self._written > limits.max_unpacked_bytes:
             limit = limits.max_unpacked_bytes
-            raise self.refuse(f"unpacks to more than max_unpacked_bytes ({limit}); raise it if you trust the archive")
+            raise self.refuse(
+                f"unpacks to more than max_unpacked_bytes ({limit}); raise it if you trust the archive"
+            )
         if self._written > RATIO_FLOOR and self._written > limits.max_ratio * self._packed:
             raise self.refuse(
                 f"unpacks to more than {limits.max_ratio:g} times its size (max_ratio): a zip bomb; "
@@ -152,7 +159,7 @@ class _Tree:
             )
 
     def finish(self) -> Path:
-        """Make the links, and return the model's directory."""
+        """Create the links, and return the model's directory."""
         root = self._root.resolve()
         links = []
         for path, target, hard in self._links:
@@ -167,28 +174,28 @@ class _Tree:
             raise self.refuse("is empty; make it with torch-model-archiver")
         if len(top) == 1 and top[0].is_dir() and not top[0].is_symlink() and top[0].name != "MAR-INF":
             home = self._root / top[0].name
-        # Only now does every link lead where it will lead.
+        # All links exist now, so their targets are final.
         for link in links:
-            if not _resolved(link, self.name).is_relative_to(home.resolve()):
+            if not _resolve(link, self.name).is_relative_to(home.resolve()):
                 raise self.refuse(f"the link {link.name!r} {_LEAVES}")
         return home
 
-    def _place(self, name: str) -> PurePosixPath:
+    def _new_path(self, name: str) -> PurePosixPath:
         path = self._path(name)
         if not path.parts:
             raise self.refuse(f"an entry is named {name!r}; {_HOSTILE}")
-        self._make(path.parent)
-        self._one_more()
+        self._create_directory(path.parent)
+        self._count_entry()
         return path
 
-    def _make(self, directory: PurePosixPath) -> None:
+    def _create_directory(self, directory: PurePosixPath) -> None:
         for path in (*reversed(directory.parents), directory):
-            if path.parts and path not in self._made:
-                self._one_more()  # deep paths cost directories, so they count
+            if path.parts and path not in self._created:
+                self._count_entry()  # directories of deep paths count too
                 (self._root / path).mkdir(exist_ok=True)
-                self._made.add(path)
+                self._created.add(path)
 
-    def _one_more(self) -> None:
+    def _count_entry(self) -> None:
         self._count += 1
         if self._count > self._settings.max_files:
             raise self.refuse(_too_many(self._settings))
@@ -196,11 +203,11 @@ class _Tree:
     def _path(self, name: str) -> PurePosixPath:
         path = PurePosixPath(name)
         if "\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts:
-            raise self.refuse(f"the path {name!r} leads, or may lead, out of the model's directory; {_HOSTILE}")
+            raise self.refuse(f"the path {name!r} leaves, or may leave, the model's directory; {_HOSTILE}")
         return path
 
 
-def _zip(file: BinaryIO, tree: _Tree) -> None:
+def _extract_zip(file: BinaryIO, tree: _ExtractedTree) -> None:
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             name = info.orig_filename  # filename is cut at a NUL
@@ -211,26 +218,28 @@ def _zip(file: BinaryIO, tree: _Tree) -> None:
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise tree.refuse(f"{name!r} is neither stored nor deflated; {_BROKEN}")
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
-                raise tree.refuse(f"{name!r} is neither a file nor a directory; take it out")
+                raise tree.refuse(f"{name!r} is neither a file nor a directory; remove it")
             if kind == stat.S_IFLNK:
                 with archive.open(info) as entry:
-                    tree.link(name, os.fsdecode(entry.read(_LINK)))
+                    tree.link(name, os.fsdecode(entry.read(_MAX_LINK)))
             elif name.endswith("/"):
                 tree.directory(name)
             else:
                 with archive.open(info) as entry:
                     if tree.file(name, entry, mode) != info.file_size:
-                        raise tree.refuse(f"{name!r} is not as long as it says; {_BROKEN}")
+                        raise tree.refuse(f"{name!r} has another size than declared; {_BROKEN}")
 
 
-def _tar(file: BinaryIO, tree: _Tree) -> None:
+def _extract_tar(file: BinaryIO, tree: _ExtractedTree) -> None:
     with gzip.GzipFile(fileobj=file) as plain:
-        meter = _Meter(plain, tree)
-        with tarfile.open(fileobj=meter, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
+        reader = _LimitedReader(plain, tree)
+        with tarfile.open(fileobj=reader, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
             while entry := archive.next():
                 if entry.isreg():
-                    meter.left = entry.size + _HEADERS
-                    with archive.extractfile(entry) as source:
+                    reader.remaining = entry.size + _MAX_HEADERS
+                    source = archive.extractfile(entry)
+                    assert source is not None  # of a regular file
+                    with source:
                         if tree.file(entry.name, source, entry.mode) != entry.size:
                             raise tree.refuse(f"{entry.name!r} is cut short; {_BROKEN}")
                 elif entry.isdir():
@@ -238,28 +247,28 @@ def _tar(file: BinaryIO, tree: _Tree) -> None:
                 elif entry.issym() or entry.islnk():
                     tree.link(entry.name, entry.linkname, hard=entry.islnk())
                 else:
-                    raise tree.refuse(f"{entry.name!r} is neither a file nor a directory; take it out")
-                meter.left = _HEADERS
-        # tarfile stops without a word at a header that it cannot read; a whole tar ends with a block of zeros.
-        if meter.last != bytes(_BLOCK):
+                    raise tree.refuse(f"{entry.name!r} is neither a file nor a directory; remove it")
+                reader.remaining = _MAX_HEADERS
+        # tarfile stops silently at a header that it cannot read; a complete tar ends with a block of zeros.
+        if reader.last != bytes(_BLOCK):
             raise tree.refuse(f"is cut short or damaged; {_BROKEN}")
-        while padding := plain.read(MIB):  # to the end, where gzip compares its checksum
+        while padding := plain.read(MIB):  # read to the end, where gzip verifies its checksum
             tree.count(len(padding))
 
 
-class _Meter(io.RawIOBase):
-    """A tar's bytes for tarfile, which believes every length: no more at once than one file's, and its headers'."""
+class _LimitedReader(io.RawIOBase):
+    """A reader that limits tarfile, which trusts every length, to one file with its headers at a time."""
 
-    def __init__(self, plain: gzip.GzipFile, tree: _Tree) -> None:
+    def __init__(self, plain: gzip.GzipFile, tree: _ExtractedTree) -> None:
         self._plain = plain
         self._tree = tree
-        self.left = _HEADERS
+        self.remaining = _MAX_HEADERS
         self.last = b""
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= self.left:
-            raise self._tree.refuse(f"has a header of more than {_HEADERS} bytes; {_BROKEN}")
-        self.left -= size
+        if not 0 <= size <= self.remaining:
+            raise self._tree.refuse(f"has a header of more than {_MAX_HEADERS} bytes; {_BROKEN}")
+        self.remaining -= size
         self.last = self._plain.read(size)
         return self.last
 
@@ -271,8 +280,8 @@ class _Meter(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _faults(name: str) -> Iterator[None]:
-    """What a damaged or hostile archive makes the libraries raise, as InvalidArchive."""
+def _archive_errors(name: str) -> Iterator[None]:
+    """Convert the errors of damaged or hostile archives to InvalidArchive."""
     try:
         yield
     except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -280,17 +289,19 @@ def _faults(name: str) -> Iterator[None]:
     except (RuntimeError, NotImplementedError, ValueError, OverflowError) as error:
         raise InvalidArchive(name, f"cannot be read ({error}); {_BROKEN}") from None
     except OSError as error:
-        if error.errno not in _ARCHIVES_FAULT:
+        if error.errno not in _ARCHIVE_ERRORS:
             raise
-        what = f"has an entry that cannot be made ({error.strerror}: {error.filename})"
+        what = f"has an entry that cannot be created ({error.strerror}: {error.filename})"
         raise InvalidArchive(name, f"{what}; {_BROKEN}") from None
 
 
 def _walk(directory: Path, name: str) -> Iterator[Path]:
-    """Everything below ``directory``, each directory before its contents, in the order of the names."""
+    """Yield everything below ``directory``, each directory before its contents, sorted by name."""
     for path in sorted(directory.iterdir()):
         if "\\" in path.name or not path.name.isprintable():
-            raise InvalidArchive(name, f"{path.name!r} has a backslash or an unprintable letter in its name; rename it")
+            raise InvalidArchive(
+                name, f"{path.name!r} has a backslash or an unprintable character in its name; rename it"
+            )
         if path.name == "__pycache__":
             continue
         yield path
@@ -298,19 +309,22 @@ def _walk(directory: Path, name: str) -> Iterator[Path]:
             yield from _walk(path, name)
 
 
-def _inner_link(path: Path, home: Path, name: str) -> bytes:
-    target = _resolved(path, name)
+def _link_target(path: Path, home: Path, name: str) -> bytes:
+    target = _resolve(path, name)
     if not target.is_relative_to(home):
         raise InvalidArchive(name, f"the link {path.name!r} {_LEAVES}")
     return os.fsencode(os.path.relpath(target, path.parent))
 
 
-def _resolved(path: Path, name: str) -> Path:
+def _resolve(path: Path, name: str) -> Path:
     try:
         return path.resolve()
     except (OSError, RuntimeError):  # which of them depends on Python's version
-        raise InvalidArchive(name, f"the link {path.name!r} leads in a circle; take it out") from None
+        raise InvalidArchive(name, f"the link {path.name!r} is part of a loop; remove it") from None
 
 
-def _too_many(settings: StoreSettings) -> str:
-    return f"holds more than max_files ({settings.max_files}) files and directories; raise it if you trust the archive"
+def _too_many(settings: ModelStoreSettings) -> str:
+    return (
+        f"holds more than max_files ({settings.max_files}) files and directories; "
+        "raise it if you trust the archive"
+    )

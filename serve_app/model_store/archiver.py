@@ -1,4 +1,4 @@
-"""Making an archive: the layout and the manifest of torch-model-archiver 0.12."""
+"""Creation of archives with the layout and the manifest of torch-model-archiver 0.12."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from pathlib import Path
 from typing import Literal
 
 from handlers import HANDLERS
-from serve_app.documents import near_miss
+from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError
-from serve_app.store.manifest import MANIFEST, ModelConfig
+from serve_app.model_store.manifest import MANIFEST
+from serve_app.model_store.model_config import ModelConfig
 
 Format = Literal["default", "zip-store", "tgz", "no-archive"]
 Runtime = Literal["python", "python3", "LSP"]
-ARCHIVER = "0.12.0"  # whose manifests these are
+ARCHIVER = "0.12.0"  # the version in the manifests
 
 _SUFFIX: dict[Format, str] = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}
-# What TorchServe has built in; some of it is not built in here.
+# TorchServe's built-in handlers; some are not available here.
 _BUILT_IN = {
     *("base_handler", "text_classifier", "image_classifier", "object_detector", "image_segmenter"),
     *("dali_image_classifier", "vllm_handler", "trt_llm_handler"),
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
-_LEFT_OUT = {"__MACOSX", "__pycache__"}
+_EXCLUDED = {"__MACOSX", "__pycache__"}
 
 
 class ArchiverError(Exception):
-    """``ArchiverError(message)``: there is no archive to be had from this; the message says why, and the cure."""
+    """An archive that cannot be created; the message has the cause and the remedy."""
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What goes into an archive: torch-model-archiver's options by their names."""
+class ArchiveRecipe:
+    """The contents of an archive: torch-model-archiver's options by name."""
 
     model_name: str
     version: str
@@ -58,16 +59,16 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Archive:
-    """What was made: its path, how many files are in it, and what its maker should hear."""
+class WrittenArchive:
+    """An archive that was written: its path, the number of its files, and warnings."""
 
     path: Path
     files: int
     warnings: tuple[str, ...]
 
 
-def make(recipe: Recipe) -> Archive:
-    """The archive of a recipe. Raises ArchiverError, and leaves no half of one behind."""
+def make(recipe: ArchiveRecipe) -> WrittenArchive:
+    """Write the archive of a recipe. Raises ArchiverError, and leaves no partial archive."""
     if not _NAME.fullmatch(recipe.model_name):
         raise ArchiverError(
             "Model name contains special characters.\n"
@@ -76,7 +77,8 @@ def make(recipe: Recipe) -> Archive:
     export = Path(recipe.export_path)
     if not export.is_dir():
         raise ArchiverError(
-            f"Given export-path {recipe.export_path} is not a directory. Point to a valid export-path directory."
+            f"Given export-path {recipe.export_path} is not a directory. "
+            "Point to a valid export-path directory."
         )
     path = export.resolve() / (recipe.model_name + _SUFFIX[recipe.archive_format])
     warnings = []
@@ -90,14 +92,14 @@ def make(recipe: Recipe) -> Archive:
     files: dict[str, Path] = {}
     for name, source in _files(recipe, warnings):
         if name in files and files[name].resolve() != source.resolve():
-            warnings.append(f"Two files are to be {name}: {source} takes the place of {files[name]}")
+            warnings.append(f"Two files are named {name}: {source} replaces {files[name]}")
         files[name] = source
     _write(path, recipe, files)
-    return Archive(path, len(files), tuple(warnings))
+    return WrittenArchive(path, len(files), tuple(warnings))
 
 
-def manifest(recipe: Recipe) -> str:
-    """The text of MAR-INF/MANIFEST.json."""
+def manifest(recipe: ArchiveRecipe) -> str:
+    """Return the text of MAR-INF/MANIFEST.json."""
     model = {
         "modelName": recipe.model_name,
         "serializedFile": recipe.serialized_file,
@@ -108,32 +110,34 @@ def manifest(recipe: Recipe) -> str:
         "configFile": recipe.config_file,
     }
     paths = ("serializedFile", "handler", "modelFile", "requirementsFile", "configFile")
-    said = {key: os.path.basename(value) if key in paths else value for key, value in model.items() if value}
-    whole = {
+    present = {
+        key: os.path.basename(value) if key in paths else value for key, value in model.items() if value
+    }
+    document = {
         "createdOn": datetime.now().strftime("%d/%m/%Y %H:%M:%S"),
         "runtime": recipe.runtime,
-        "model": said,
+        "model": present,
         "archiverVersion": ARCHIVER,
     }
-    return json.dumps(whole, indent=2)
+    return json.dumps(document, indent=2)
 
 
-# What goes in
+# Input files
 
 
-def _files(recipe: Recipe, warnings: list[str]) -> Iterator[tuple[str, Path]]:
-    """Each file's name in the archive, and where it is now; checked as far as can be."""
-    if model_file := _one(recipe.model_file, "--model-file"):
-        _compiles(model_file, "--model-file")
+def _files(recipe: ArchiveRecipe, warnings: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield each file's name in the archive and its path, after checking it."""
+    if model_file := _existing_file(recipe.model_file, "--model-file"):
+        _check_compiles(model_file, "--model-file")
         yield model_file.name, model_file
-    if weights := _one(recipe.serialized_file, "--serialized-file"):
+    if weights := _existing_file(recipe.serialized_file, "--serialized-file"):
         yield weights.name, weights
     if handler := _handler(recipe, warnings):
         yield handler.name, handler
     yield from _extra(recipe.extra_files or "", warnings)
-    if requirements := _one(recipe.requirements_file, "--requirements-file"):
+    if requirements := _existing_file(recipe.requirements_file, "--requirements-file"):
         yield requirements.name, requirements
-    if config := _one(recipe.config_file, "--config-file"):
+    if config := _existing_file(recipe.config_file, "--config-file"):
         try:
             ModelConfig.parse(config.read_bytes(), str(config))
         except ConfigurationError as error:
@@ -141,7 +145,7 @@ def _files(recipe: Recipe, warnings: list[str]) -> Iterator[tuple[str, Path]]:
         yield config.name, config
 
 
-def _one(name: str | None, option: str) -> Path | None:
+def _existing_file(name: str | None, option: str) -> Path | None:
     if not name:
         return None
     path = Path(name)
@@ -149,76 +153,78 @@ def _one(name: str | None, option: str) -> Path | None:
         return path
     if path.is_dir():
         raise ArchiverError(f"{option} {name} is a directory; name a file")
-    raise ArchiverError(f"{option} {name} is not there{_nearest(path)}")
+    raise ArchiverError(f"{option} {name} does not exist{_nearest(path)}")
 
 
-def _handler(recipe: Recipe, warnings: list[str]) -> Path | None:
-    """The handler's file; None for a built-in one."""
+def _handler(recipe: ArchiveRecipe, warnings: list[str]) -> Path | None:
+    """Return the handler's file; None for a built-in one."""
     name = recipe.handler
     if recipe.runtime == "LSP":
         warnings.append("Models of the runtime LSP are not served by Torchrelay: there is no C++ backend")
         return (
-            None if name in ("BaseHandler", "TorchScriptHandler") else _one(name.partition(":")[0] + ".so", "--handler")
+            None
+            if name in ("BaseHandler", "TorchScriptHandler")
+            else _existing_file(name.partition(":")[0] + ".so", "--handler")
         )
     module = name.partition(":")[0]
     if module in _BUILT_IN or module in HANDLERS:
         if module not in HANDLERS:
-            warnings.append(f"The handler {module} is TorchServe's, and not built in here")
+            warnings.append(f"The handler {module} is TorchServe's, and not available in Torchrelay")
         return None
     path = Path(module if module.endswith(".py") else module + ".py")
     if not path.is_file():
-        near = near_miss(module, sorted(_BUILT_IN | set(HANDLERS)))
+        near = did_you_mean(module, sorted(_BUILT_IN | set(HANDLERS)))
         hint = f"; did you mean the built-in {near}?" if near else _nearest(path)
-        raise ArchiverError(f"--handler {name} is neither built in nor a file here{hint}")
-    _compiles(path, "--handler")
+        raise ArchiverError(f"--handler {name} is neither built in nor an existing file{hint}")
+    _check_compiles(path, "--handler")
     return path
 
 
-def _extra(said: str, warnings: list[str]) -> Iterator[tuple[str, Path]]:
-    """Files by their own names; the contents of folders, whose own name is left out."""
-    for word in filter(None, (part.strip() for part in said.split(","))):
-        found = sorted(glob.glob(word)) if glob.has_magic(word) else [word]
-        if not found:
-            warnings.append(f"Given wildcard pattern did not match any file: {word}")
-        for path in map(Path, found):
+def _extra(option: str, warnings: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield files by their names; of folders the contents, without the folder's own name."""
+    for pattern in filter(None, (part.strip() for part in option.split(","))):
+        names = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        if not names:
+            warnings.append(f"Given wildcard pattern did not match any file: {pattern}")
+        for path in map(Path, names):
             if path.is_dir():
                 yield from _tree(path, path)
             elif path.is_file():
                 yield path.name, path
             else:
-                raise ArchiverError(f"--extra-files {path} is not there{_nearest(path)}")
+                raise ArchiverError(f"--extra-files {path} does not exist{_nearest(path)}")
 
 
 def _tree(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(folder.iterdir()):
         if path.is_file():
             yield path.relative_to(top).as_posix(), path
-        elif path.is_dir() and path.name not in _LEFT_OUT and not path.name.startswith("."):
+        elif path.is_dir() and path.name not in _EXCLUDED and not path.name.startswith("."):
             yield from _tree(path, top)
 
 
-def _compiles(path: Path, option: str) -> None:
+def _check_compiles(path: Path, option: str) -> None:
     try:
         compile(path.read_bytes(), path.name, "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise ArchiverError(f"{option} {path}, line {error.lineno}: {error.msg}; mend the file") from None
+        raise ArchiverError(f"{option} {path}, line {error.lineno}: {error.msg}; correct the file") from None
     except ValueError as error:
-        raise ArchiverError(f"{option} {path} is not Python ({error}); mend the file") from None
+        raise ArchiverError(f"{option} {path} is not Python ({error}); correct the file") from None
 
 
 def _nearest(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f": there is no folder {folder}"
-    near = near_miss(path.name, [other.name for other in folder.iterdir()])
+    near = did_you_mean(path.name, [other.name for other in folder.iterdir()])
     return f"; did you mean {folder / near}?" if near else f" in {folder.resolve()}"
 
 
-# What comes out
+# Output
 
 
-def _write(path: Path, recipe: Recipe, files: dict[str, Path]) -> None:
-    said = manifest(recipe)
+def _write(path: Path, recipe: ArchiveRecipe, files: dict[str, Path]) -> None:
+    manifest_text = manifest(recipe)
     if recipe.archive_format == "no-archive":
         for name, source in files.items():
             target = path / name
@@ -226,25 +232,25 @@ def _write(path: Path, recipe: Recipe, files: dict[str, Path]) -> None:
             if not (target.exists() and target.samefile(source)):
                 shutil.copy(source, target)
         (path / MANIFEST).parent.mkdir(parents=True, exist_ok=True)
-        (path / MANIFEST).write_text(said)
+        (path / MANIFEST).write_text(manifest_text)
         return
-    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if recipe.archive_format == "tgz":
-            with tarfile.open(whole, "w:gz") as tar:
+            with tarfile.open(partial, "w:gz") as tar:
                 for name, source in files.items():
                     tar.add(source.resolve(), arcname=f"{recipe.model_name}/{name}")
                 entry = tarfile.TarInfo(f"{recipe.model_name}/{MANIFEST}")
-                entry.size = len(said.encode())
-                tar.addfile(entry, io.BytesIO(said.encode()))
+                entry.size = len(manifest_text.encode())
+                tar.addfile(entry, io.BytesIO(manifest_text.encode()))
         else:
             packing = zipfile.ZIP_STORED if recipe.archive_format == "zip-store" else zipfile.ZIP_DEFLATED
-            with zipfile.ZipFile(whole, "w", packing, strict_timestamps=False) as archive:
+            with zipfile.ZipFile(partial, "w", packing, strict_timestamps=False) as archive:
                 for name, source in files.items():
                     archive.write(source, name)
-                archive.writestr(MANIFEST, said)
-        whole.replace(path)
+                archive.writestr(MANIFEST, manifest_text)
+        partial.replace(path)
     except OSError as error:
         raise ArchiverError(f"{error.filename or path}: {error.strerror}") from None
     finally:
-        whole.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

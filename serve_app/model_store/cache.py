@@ -1,14 +1,14 @@
-"""The cache: every archive kept once under its digest, and unpacked once on each node.
+"""The cache: every archive stored once under its digest, and unpacked once on each node.
 
 ::
 
     root/archives/<digest>/<name>   the archive
     root/models/<digest>/           the model's directory
-    root/partial/<host>-<pid>-*/    work in progress; what a dead process left is swept
+    root/partial/<host>-<pid>-*/    work in progress; that of dead processes is removed
     root/locks/<digest>             held while a node unpacks that digest
 
-Whole things appear under ``archives`` and ``models`` by one rename, and leave by one, so nobody
-ever sees a half. Who loses a race uses what the winner put there.
+Complete archives and models appear and disappear by one rename, so no process sees a partial one. A process
+that loses a race uses the result of the winner.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from serve_app.errors import ArchiveNotFound, InvalidArchive
-from serve_app.settings import MIB, StoreSettings
-from serve_app.store.archive import pack, unpack
-from serve_app.store.sources import file_path
-from serve_app.store.transfer import OnProgress
-from serve_app.store.web import download
-from serve_app.store.workplace import locked, settle, sweep, workplace
+from serve_app.model_store.archive import pack, unpack
+from serve_app.model_store.atomic_dir import file_lock, move_into_place, remove_stale, temporary_dir
+from serve_app.model_store.download_progress import OnProgress
+from serve_app.model_store.http_source import download
+from serve_app.model_store.sources import file_path
+from serve_app.settings import MIB, ModelStoreSettings
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One archive in the cache."""
+class CachedArchive:
+    """An archive in the cache."""
 
     digest: str  # sha256 of the archive's bytes, in hex
-    uri: str  # where other nodes find it
-    directory: Path  # where it is unpacked here
+    uri: str  # where other nodes download it
+    directory: Path  # where it is unpacked on this node
 
 
-class Cache:
-    """Archives by digest below ``root``. Every method blocks; any number of processes may share a root."""
+class ArchiveCache:
+    """The archives below ``root`` by digest; methods block, and any number of processes may share a root."""
 
-    def __init__(self, root: Path, settings: StoreSettings) -> None:
+    def __init__(self, root: Path, settings: ModelStoreSettings) -> None:
         self._settings = settings
         root = root.absolute()
         self._archives, self._models, self._partial, self._locks = (
@@ -50,18 +50,18 @@ class Cache:
         )
         for directory in (self._archives, self._models, self._partial, self._locks):
             directory.mkdir(parents=True, exist_ok=True)
-        sweep(self._partial)
+        remove_stale(self._partial)
 
-    def store(self, source: Path, name: str, progress: OnProgress | None = None) -> Stored:
-        """Keep and unpack an archive, or a model's directory as it is now; on disk when this returns.
+    def store(self, source: Path, name: str, progress: OnProgress | None = None) -> CachedArchive:
+        """Store and unpack an archive, or a model's directory; both are synced to disk on return.
 
-        ``name`` is the archive's file name; the first one given for a digest is kept.
-        Raises InvalidArchive, and then keeps nothing.
+        ``name`` is the archive's file name; the first one of a digest is kept. Raises InvalidArchive, and
+        then stores nothing.
         """
-        with workplace(self._partial) as place:
-            kept = place / "archive"
-            kept.mkdir()
-            archive = kept / _file_name(name)
+        with temporary_dir(self._partial) as temporary:
+            stored = temporary / "archive"
+            stored.mkdir()
+            archive = stored / _file_name(name)
             if source.is_dir():
                 archive = archive.with_name(archive.name.removesuffix(".mar") + ".mar")
                 pack(source, archive, self._settings)
@@ -70,47 +70,49 @@ class Cache:
                 digest = self._copy(source, archive, name, progress)
             directory = self._models / digest
             if not directory.is_dir():
-                settle(unpack(archive, place / "model", self._settings), directory)
-            _to_disk(archive)
-            settle(kept, self._archives / digest)
-            _to_disk(self._archives)
+                move_into_place(unpack(archive, temporary / "model", self._settings), directory)
+            _sync(archive)
+            move_into_place(stored, self._archives / digest)
+            _sync(self._archives)
         (archive,) = (self._archives / digest).iterdir()
-        return Stored(digest, archive.as_uri(), directory)
+        return CachedArchive(digest, archive.as_uri(), directory)
 
     def open(self, uri: str, digest: str, progress: OnProgress | None = None) -> Path:
-        """The unpacked directory of a digest on this node: at once where it is here, else brought from ``uri``.
+        """Return the unpacked directory of a digest on this node, downloaded from ``uri`` if necessary.
 
-        Raises ArchiveNotFound and DownloadFailed where ``uri`` has nothing to give, and
-        InvalidArchive where it gives something else.
+        Raises ArchiveNotFound and DownloadFailed where ``uri`` is not available, and InvalidArchive where its
+        digest differs.
         """
         if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise InvalidArchive(uri, f"{digest!r} is no sha256; register the archive again")
+            raise InvalidArchive(uri, f"{digest!r} is not a sha256; register the archive again")
         directory = self._models / digest
         if directory.is_dir():
             return directory
-        with locked(self._locks / digest), workplace(self._partial) as place:
-            if directory.is_dir():  # another process of this node did it meanwhile
+        with file_lock(self._locks / digest), temporary_dir(self._partial) as temporary:
+            if directory.is_dir():  # another process of this node has unpacked it meanwhile
                 return directory
-            (place / "archive").mkdir()
-            archive = place / "archive" / _file_name(unquote(uri))
-            found = self._bring(uri, archive, progress)
-            if found != digest:
-                raise InvalidArchive(uri, f"its sha256 is {found} and should be {digest}; register the archive again")
-            settle(unpack(archive, place / "model", self._settings), directory)
+            (temporary / "archive").mkdir()
+            archive = temporary / "archive" / _file_name(unquote(uri))
+            actual_digest = self._download(uri, archive, progress)
+            if actual_digest != digest:
+                raise InvalidArchive(
+                    uri, f"its sha256 is {actual_digest} and should be {digest}; register the archive again"
+                )
+            move_into_place(unpack(archive, temporary / "model", self._settings), directory)
         return directory
 
     def remove(self, digest: str) -> None:
-        """Forget a digest that no version uses any more; nothing happens where it is not here."""
-        with workplace(self._partial) as place:
-            for kept in (self._models / digest, self._archives / digest):
+        """Remove a digest that no version uses any more, if it is in the cache."""
+        with temporary_dir(self._partial) as temporary:
+            for stored in (self._models / digest, self._archives / digest):
                 with contextlib.suppress(FileNotFoundError):
-                    kept.rename(place / kept.parent.name)
+                    stored.rename(temporary / stored.parent.name)
 
     def digests(self) -> set[str]:
-        """The digests of every archive and model that is here."""
-        return {path.name for kept in (self._archives, self._models) for path in kept.iterdir()}
+        """Return the digests of all archives and models in the cache."""
+        return {path.name for stored in (self._archives, self._models) for path in stored.iterdir()}
 
-    def _bring(self, uri: str, archive: Path, progress: OnProgress | None) -> str:
+    def _download(self, uri: str, archive: Path, progress: OnProgress | None) -> str:
         if not uri.startswith("file://"):
             download(uri, archive, self._settings, progress)
             return self._copy(archive, None, archive.name)
@@ -121,7 +123,7 @@ class Cache:
             raise ArchiveNotFound(f"Model not found at: {uri}") from None
 
     def _copy(self, source: Path, target: Path | None, name: str, progress: OnProgress | None = None) -> str:
-        """Copy a file (to nowhere with None) and return the digest of what was read."""
+        """Copy a file (with None only read it) and return its digest."""
         digest = hashlib.sha256()
         limit = self._settings.max_archive_bytes
         done = 0
@@ -130,7 +132,9 @@ class Cache:
             while chunk := reading.read(MIB):
                 done += len(chunk)
                 if done > limit:
-                    raise InvalidArchive(name, f"is larger than max_archive_bytes ({limit}); raise it to allow this")
+                    raise InvalidArchive(
+                        name, f"is larger than max_archive_bytes ({limit}); raise it to allow this"
+                    )
                 digest.update(chunk)
                 writing.write(chunk)
                 if progress:
@@ -142,8 +146,8 @@ def _file_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2].lstrip(".") or "archive"
 
 
-def _to_disk(path: Path) -> None:
-    """What was written to a file or directory outlives a power cut."""
+def _sync(path: Path) -> None:
+    """Sync a file or directory to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Bytes on their way here: counted, timed and told of while they are written, from whatever source."""
+"""Progress and limits of a download from any source."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from serve_app.errors import DownloadFailed
-from serve_app.settings import StoreSettings
+from serve_app.settings import ModelStoreSettings
 
 OnProgress = Callable[[int, "int | None"], None]  # bytes so far, bytes in all where known
 
-QUIET = 30.0  # seconds without a byte, after which a source counts as gone
+IDLE_TIMEOUT = 30.0  # seconds without a byte, after which a download fails
 
 
-class Transfer:
-    """One download, of one file or several; ``total`` is in bytes, None where the source does not say.
+class DownloadProgress:
+    """A download of one or several files.
 
-    Raises DownloadFailed over ``max_archive_bytes`` and after ``download_timeout``.
+    Raises DownloadFailed beyond ``max_archive_bytes`` and after ``download_timeout``.
     """
 
-    def __init__(self, url: str, settings: StoreSettings, progress: OnProgress | None) -> None:
+    def __init__(self, url: str, settings: ModelStoreSettings, progress: OnProgress | None) -> None:
         self._url = url
         self._settings = settings
         self._progress = progress
-        self._until = time.monotonic() + settings.download_timeout
-        self._done = 0
+        self._deadline = time.monotonic() + settings.download_timeout
+        self._received = 0
         self._total: int | None = None
 
-    def begin(self, total: int | None) -> None:
-        """The source has said how much there is; an announced size over the limit ends it here."""
+    def start(self, total: int | None) -> None:
+        """Set the size in bytes, None if unknown; a declared size over the limit fails at once."""
         self._total = total
         self.write(None, b"")
 
-    def write(self, target: BinaryIO | None, piece: bytes) -> None:
-        self._done += len(piece)
+    def write(self, target: BinaryIO | None, chunk: bytes) -> None:
+        self._received += len(chunk)
         limits = self._settings
-        if max(self._done, self._total or 0) > limits.max_archive_bytes:
+        if max(self._received, self._total or 0) > limits.max_archive_bytes:
             raise DownloadFailed(self._url, f"larger than max_archive_bytes ({limits.max_archive_bytes})")
-        if time.monotonic() > self._until:
+        if time.monotonic() > self._deadline:
             limit = f"download_timeout ({limits.download_timeout:g} s)"
             raise DownloadFailed(self._url, f"not done within {limit}; raise it if the server is slow")
         if target is not None:
-            target.write(piece)
+            target.write(chunk)
         if self._progress:
-            self._progress(self._done, self._total)
+            self._progress(self._received, self._total)

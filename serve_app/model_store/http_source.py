@@ -9,45 +9,49 @@ from pathlib import Path
 import httpx
 
 from serve_app.errors import DownloadFailed
-from serve_app.settings import MIB, StoreSettings
-from serve_app.store.transfer import QUIET, OnProgress, Transfer
+from serve_app.model_store.download_progress import IDLE_TIMEOUT, DownloadProgress, OnProgress
+from serve_app.settings import MIB, ModelStoreSettings
 
 
 def download(
     url: str,
     file: Path,
-    settings: StoreSettings,
+    settings: ModelStoreSettings,
     progress: OnProgress | None = None,
     check: Callable[[str], None] | None = None,
 ) -> Path:
-    """Bring an HTTP archive to ``file``; nothing stays there when that fails. Raises DownloadFailed.
+    """Download an archive to ``file``, which is removed on failure. Raises DownloadFailed.
 
-    ``check`` is asked about every redirect, and raises where it is not allowed.
+    ``check`` is called with every redirect's URL, and raises where it is not allowed.
     """
-    transfer = Transfer(url, settings, progress)
-    hops = itertools.count()
+    transfer = DownloadProgress(url, settings, progress)
+    requests = itertools.count()
 
-    def hop(request: httpx.Request) -> None:
-        if next(hops) and check is not None:  # the first is the URL itself, as the caller wrote it
+    def check_redirect(request: httpx.Request) -> None:
+        if next(requests) and check is not None:  # the first request is that of the URL itself
             check(str(request.url))
 
     try:
         with (
             httpx.Client(
                 follow_redirects=True,
-                timeout=min(QUIET, settings.download_timeout),
-                headers={"accept-encoding": "identity"},  # packed already: an encoding would only blur the length
-                event_hooks={"request": [hop]},
+                timeout=min(IDLE_TIMEOUT, settings.download_timeout),
+                headers={
+                    "accept-encoding": "identity"
+                },  # already compressed; an encoding would hide the length
+                event_hooks={"request": [check_redirect]},
             ) as client,
             client.stream("GET", url) as response,
             file.open("wb") as target,
         ):
             if response.status_code != 200:
-                raise DownloadFailed(url, f"the server answered {response.status_code} {response.reason_phrase}")
+                raise DownloadFailed(
+                    url, f"the server responded {response.status_code} {response.reason_phrase}"
+                )
             length = response.headers.get("content-length", "")
-            transfer.begin(int(length) if length.isdecimal() else None)
-            for piece in response.iter_raw(MIB):
-                transfer.write(target, piece)
+            transfer.start(int(length) if length.isdecimal() else None)
+            for chunk in response.iter_raw(MIB):
+                transfer.write(target, chunk)
         return file
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         file.unlink(missing_ok=True)

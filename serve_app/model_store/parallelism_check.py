@@ -1,4 +1,4 @@
-"""Models over several processes: what a registration can know of the cut before any of them starts."""
+"""Checks of models over several processes that are possible before any of them starts."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from handlers.degrees import degrees, layout, must_divide
+from handlers.distributed.degrees import check_divisible, degrees, layout
 from handlers.errors import HandlerLoadError
 from serve_app.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from serve_app.store.manifest import ModelConfig
+    from serve_app.model_store.model_config import ModelConfig
 
-HANDLERS = ("causal_lm", "llm")  # the built-in ones that are cut up by configuration alone
+HANDLERS = ("causal_lm", "llm")  # built-in handlers that are sharded by configuration alone
 
-_OURS = {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
+_OWN_KEYS = {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
 
 
-def translated(config: ModelConfig) -> ModelConfig:
-    """TorchServe's ``parallelType: tp`` or ``pp`` in our own keys, for a handler of ``HANDLERS``.
+def translate(config: ModelConfig) -> ModelConfig:
+    """Translate TorchServe's ``parallelType: tp`` or ``pp`` to own keys, for a handler of ``HANDLERS``.
 
-    Its number is ``parallelLevel``, or torchrun's ``nproc-per-node``. The file's own ``tensor_parallel`` and
-    ``pipeline_parallel`` go before it.
+    The number is ``parallelLevel``, or torchrun's ``nproc-per-node``. The file's own ``tensor_parallel`` and
+    ``pipeline_parallel`` take precedence.
     """
-    key = _OURS.get(config.parallel_type or "")
+    key = _OWN_KEYS.get(config.parallel_type or "")
     level = config.parallel_level or (config.torchrun or {}).get("nproc-per-node")
     if key is None or type(level) is not int or config.tensor_parallel or config.pipeline_parallel:
         return config
@@ -37,22 +37,22 @@ def translated(config: ModelConfig) -> ModelConfig:
 
 
 def check(directory: Path, config: ModelConfig, where: str) -> None:
-    """Raise ConfigurationError where the Hugging Face model in ``directory`` cannot be cut as ``config`` says."""
+    """Raise ConfigurationError where the model in ``directory`` cannot be sharded as configured."""
     try:
         layout(config.raw)
     except HandlerLoadError as error:
         raise ConfigurationError(where, str(error)) from None
     tensor, pipeline = degrees(config.raw)
-    places = [directory / "config.json", *sorted(directory.glob("*/config.json"))]
-    file = next((place for place in places if place.is_file()), None)
+    candidates = [directory / "config.json", *sorted(directory.glob("*/config.json"))]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if tensor * pipeline == 1 or file is None:
         return
     try:
-        said = json.loads(file.read_bytes())
-        said = {**said, **(said.get("text_config") or {})}
+        model_config = json.loads(file.read_bytes())
+        model_config = {**model_config, **(model_config.get("text_config") or {})}
     except (ValueError, TypeError, AttributeError):
-        return  # who loads it says what is wrong with it
+        return  # loading it will report the error
     try:
-        must_divide(SimpleNamespace(**said), tensor, pipeline, file.relative_to(directory))
+        check_divisible(SimpleNamespace(**model_config), tensor, pipeline, file.relative_to(directory))
     except HandlerLoadError as error:
         raise ConfigurationError(where, str(error)) from None

@@ -1,6 +1,6 @@
-"""Where archives come from: the model store by bare name, a path, and every scheme of a URL that is served.
+"""Sources of archives: names in the model store, paths, and URLs of all supported schemes.
 
-The messages of a refused URL are TorchServe's, for clients that read them.
+The messages of a refused URL are TorchServe's, for clients that parse them.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
-from serve_app.settings import StoreSettings
-from serve_app.store import object_stores
-from serve_app.store.transfer import OnProgress
-from serve_app.store.web import download
+from serve_app.model_store import object_stores
+from serve_app.model_store.download_progress import OnProgress
+from serve_app.model_store.http_source import download
+from serve_app.settings import ModelStoreSettings
 
 
 def fetch(
     url: str,
-    settings: StoreSettings,
+    settings: ModelStoreSettings,
     model_store: Path,
     into: Path,
     progress: OnProgress | None = None,
     signed: bool = False,
 ) -> Path:
-    """The archive file, or the model directory, that ``url`` names, on this machine.
+    """Return the local archive file or model directory of ``url``, downloaded if necessary.
 
-    What is here already is returned where it lies; a download lands in the directory ``into``.
-    A bare name is looked up in ``model_store`` and cannot leave it; everything else must match
-    one of ``settings.allowed_urls`` in full, an absolute path as its ``file://`` URL. ``signed``: an
-    https URL of Amazon S3's must be asked for with the credentials that are found here.
-    Raises ArchiveNotFound and DownloadFailed.
+    Local paths are returned unchanged; downloads are written to the directory ``into``. A bare name is looked
+    up in ``model_store`` and cannot leave it. Everything else must match one of ``settings.allowed_urls`` in
+    full, an absolute path as its ``file://`` URL. With ``signed``, an https URL of Amazon S3 is requested
+    with the credentials of this machine. Raises ArchiveNotFound and DownloadFailed.
     """
     if not url:
         raise ArchiveNotFound("empty url")
@@ -39,47 +38,55 @@ def fetch(
         raise ArchiveNotFound(f"Relative path is not allowed in url: {url}")
     scheme, separator, _ = url.partition("://")
     if not separator:
-        here = _in_store(url, model_store)
-        if here is None and url.startswith("/"):
-            _allow(f"file://{url}", url, settings)
-            here = Path(url)
-        return _there(here, url)
-    _allow(url, url, settings)
+        path = _in_store(url, model_store)
+        if path is None and url.startswith("/"):
+            _check_allowed(f"file://{url}", url, settings)
+            path = Path(url)
+        return _existing(path, url)
+    _check_allowed(url, url, settings)
     if scheme == "file":
-        return _there(file_path(url), url)
+        return _existing(file_path(url), url)
     if scheme in object_stores.EXTRAS:
-        return object_stores.bring(object_stores.address(url), url, into, settings, progress)
+        return object_stores.download(object_stores.parse_address(url), url, into, settings, progress)
     if scheme in ("http", "https"):
-        if (bucket := _signed(url, signed)) is not None:
-            return object_stores.bring(bucket, url, into, settings, progress)
-        return download(url, into / _file_name(url), settings, progress, lambda hop: _allow(hop, hop, settings))
+        if (bucket := _signed_address(url, signed)) is not None:
+            return object_stores.download(bucket, url, into, settings, progress)
+        return download(
+            url,
+            into / _file_name(url),
+            settings,
+            progress,
+            lambda redirect: _check_allowed(redirect, redirect, settings),
+        )
     known = ", ".join(f"{scheme}://" for scheme in ("file", "http(s)", *object_stores.EXTRAS))
     raise DownloadFailed(url, f"{scheme}:// is not supported; use {known} or a name in the model store")
 
 
 def file_path(url: str) -> Path | None:
-    """The path that a ``file://`` URL names; None where it names another machine's."""
+    """Return the path of a ``file://`` URL; None where it is on another machine."""
     rest = url[len("file://") :]
     rest = rest[len("localhost") :] if rest.startswith("localhost/") else rest
     return Path(unquote(rest)) if rest.startswith("/") else None
 
 
-def _signed(url: str, must: bool) -> object_stores.Address | None:
-    """The address in S3 of an https URL that is to be asked for with credentials."""
+def _signed_address(url: str, required: bool) -> object_stores.ObjectAddress | None:
+    """Return the address in S3 of an https URL that must be requested with credentials."""
     bucket = object_stores.s3_address(url)
-    if must and bucket is None:
-        raise DownloadFailed(url, "s3_sse_kms is for https://bucket.s3.region.amazonaws.com/key; leave it out here")
-    found = all(os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
-    return bucket if must or (found and object_stores.installed("s3")) else None
+    if required and bucket is None:
+        raise DownloadFailed(
+            url, "s3_sse_kms is for https://bucket.s3.region.amazonaws.com/key; leave it out here"
+        )
+    has_credentials = all(os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    return bucket if required or (has_credentials and object_stores.is_installed("s3")) else None
 
 
-def _allow(url: str, given: str, settings: StoreSettings) -> None:
+def _check_allowed(url: str, given: str, settings: ModelStoreSettings) -> None:
     if not any(re.fullmatch(pattern, url) for pattern in settings.allowed_urls):
         raise ArchiveNotFound(f"Given URL {given} does not match any allowed URL(s)")
 
 
 def _in_store(name: str, model_store: Path) -> Path | None:
-    """The path of ``name`` below the model store; None where it is not below it."""
+    """Return the path of ``name`` below the model store; None where it is not below it."""
     store = model_store.absolute()
     path = store / name  # an absolute name replaces the store
     if store not in path.parents:
@@ -87,14 +94,14 @@ def _in_store(name: str, model_store: Path) -> Path | None:
     try:
         inside = path.resolve().is_relative_to(store.resolve())
     except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, a NUL
-        inside = True  # nothing that can be opened: it will not be found
+        inside = True  # it cannot be opened, so it will not be found
     if not inside:
-        why = "a link that leaves the model store; put the archive itself there"
-        raise ArchiveNotFound(f"Model not found at: {name} ({why})")
+        reason = "a link that leaves the model store; put the archive itself there"
+        raise ArchiveNotFound(f"Model not found at: {name} ({reason})")
     return path
 
 
-def _there(path: Path | None, url: str) -> Path:
+def _existing(path: Path | None, url: str) -> Path:
     try:
         if path is not None and (path.is_file() or path.is_dir()):
             return path

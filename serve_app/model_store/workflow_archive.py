@@ -1,7 +1,8 @@
-"""Workflow archives, ``.war``: what ``WAR-INF/MANIFEST.json`` and the specification in it say, read and checked.
+"""Workflow archives, ``.war``: what ``WAR-INF/MANIFEST.json`` and the specification in it say, read and
+checked.
 
-The specification is TorchServe's (``models`` and ``dag``), whose models come with the workflow, or ours (``steps``, see
-graph.py), which asks models that are registered.
+The specification is TorchServe's (``models`` and ``dag``), whose models come with the workflow, or ours
+(``steps``, see graph.py), which asks models that are registered.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_app import documents, graph
+from serve_app.domain import validation, workflow_graph
+from serve_app.domain.workflow_graph import WorkflowGraph, WorkflowStep
 from serve_app.errors import InvalidGraph, InvalidWorkflow
-from serve_app.graph import Graph, Step
 
 MANIFEST = "WAR-INF/MANIFEST.json"
 _REBUILD = "rebuild the archive with torchrelay workflow archive"
 
-# What TorchServe's specification says of models, with its defaults; all are numbers.
+# The keys of models in TorchServe's specification, with its defaults; all are numbers.
 _DEFAULTS = {
     "min-workers": 1,
     "max-workers": 1,
@@ -33,7 +34,7 @@ _FROM_ZERO = ("retry-attempts",)
 
 
 @dataclass(frozen=True)
-class Member:
+class WorkflowModel:
     """A model that is registered with a workflow; ``max_batch_delay`` is in milliseconds."""
 
     name: str
@@ -45,43 +46,47 @@ class Member:
 
 
 @dataclass(frozen=True)
-class War:
-    """A workflow archive that was checked: ``file`` has its functions, and is empty where it has none."""
+class WorkflowArchive:
+    """A checked workflow archive; ``file`` has its functions, and is empty where there are none."""
 
-    graph: Graph
-    members: tuple[Member, ...]
+    graph: WorkflowGraph
+    members: tuple[WorkflowModel, ...]
     file: str
 
 
-def read(directory: Path, archive: str, name: str | None = None) -> War:
-    """The workflow in an unpacked archive, under ``name`` or its own. Raises InvalidWorkflow and InvalidGraph.
+def read(directory: Path, archive: str, name: str | None = None) -> WorkflowArchive:
+    """Return the workflow in an unpacked archive, with ``name`` or its own name.
+
+    Raises InvalidWorkflow and InvalidGraph.
 
     ``archive`` is its file name, for messages.
     """
-    said = _manifest(directory, archive)
-    name = name or said["workflowName"]
-    where = f"{archive}/{said['specFile']}"
-    specification = parse(_file(directory, said["specFile"], archive).read_bytes(), where)
-    handler = said.get("handler") or ""
-    found, members = graph_of(name, specification, where)
-    check_handler(_file(directory, handler, archive) if handler else None, found, where)
-    return War(found, members, handler if found.functions else "")
+    raw_settings = _manifest(directory, archive)
+    name = name or raw_settings["workflowName"]
+    where = f"{archive}/{raw_settings['specFile']}"
+    specification = parse(_file(directory, raw_settings["specFile"], archive).read_bytes(), where)
+    handler = raw_settings.get("handler") or ""
+    graph, members = build_graph(name, specification, where)
+    check_handler(_file(directory, handler, archive) if handler else None, graph, where)
+    return WorkflowArchive(graph, members, handler if graph.functions else "")
 
 
 def parse(text: bytes | str, where: str) -> dict[str, Any]:
-    """A specification's YAML, or JSON. Raises InvalidWorkflow."""
+    """Parse a specification in YAML or JSON. Raises InvalidWorkflow."""
     try:
-        said = documents.from_yaml(text)
-    except documents.Misread as error:
+        raw_settings = validation.parse_yaml(text)
+    except validation.DocumentError as error:
         raise InvalidWorkflow(where, str(error)) from None
-    return said
+    return raw_settings
 
 
-def graph_of(name: str, specification: Mapping[str, Any], where: str) -> tuple[Graph, tuple[Member, ...]]:
-    """The graph of a specification of either form, and the models that come with it."""
+def build_graph(
+    name: str, specification: Mapping[str, Any], where: str
+) -> tuple[WorkflowGraph, tuple[WorkflowModel, ...]]:
+    """Return the graph of a specification of either form, and its models."""
     if "dag" in specification:
-        return _of_torchserve(name, specification, where)
-    return graph.with_name(graph.read(specification, where), name), ()
+        return _build_torchserve_graph(name, specification, where)
+    return workflow_graph.with_name(workflow_graph.read(specification, where), name), ()
 
 
 def _manifest(directory: Path, archive: str) -> dict[str, str]:
@@ -91,14 +96,14 @@ def _manifest(directory: Path, archive: str) -> dict[str, str]:
         raise InvalidWorkflow(archive, f"has no {MANIFEST}; {_REBUILD}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidWorkflow(archive, f"{MANIFEST} is not JSON ({error}); {_REBUILD}") from None
-    said = raw.get("workflow") if isinstance(raw, dict) else None
-    if not isinstance(said, dict):
+    raw_settings = raw.get("workflow") if isinstance(raw, dict) else None
+    if not isinstance(raw_settings, dict):
         raise InvalidWorkflow(archive, f'{MANIFEST} has no object "workflow"; {_REBUILD}')
     for key, needed in (("workflowName", True), ("specFile", True), ("handler", False)):
-        value = said.get(key)
+        value = raw_settings.get(key)
         if not (isinstance(value, str) and value) and (needed or value is not None):
             raise InvalidWorkflow(archive, f'{MANIFEST}: "{key}" is {value!r} and must be text; {_REBUILD}')
-    return said
+    return raw_settings
 
 
 def _file(directory: Path, name: str, archive: str) -> Path:
@@ -112,31 +117,41 @@ def _file(directory: Path, name: str, archive: str) -> Path:
     raise InvalidWorkflow(archive, f"{name!r} is named but not in the archive; {_REBUILD}")
 
 
-def check_handler(file: Path | None, found: Graph, where: str) -> None:
+def check_handler(file: Path | None, graph: WorkflowGraph, where: str) -> None:
     """Raise InvalidWorkflow where the file does not compile, or has not the functions that steps call."""
     if file is None:
-        if found.functions:
-            told = ", ".join(found.functions)
-            raise InvalidWorkflow(where, f"its steps call {told}, and no file of them is there; pack it: --handler")
+        if graph.functions:
+            functions = ", ".join(graph.functions)
+            raise InvalidWorkflow(
+                where,
+                f"its steps call {functions}, and the archive has no file of functions; "
+                "add it with --handler",
+            )
         return
     try:
         module = ast.parse(file.read_bytes(), file.name)
         compile(module, file.name, "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise InvalidWorkflow(where, f"{file.name}, line {error.lineno}: {error.msg}; mend the file") from None
+        raise InvalidWorkflow(
+            where, f"{file.name}, line {error.lineno}: {error.msg}; correct the file"
+        ) from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise InvalidWorkflow(where, f"{file.name} is not Python ({error}); mend the file") from None
-    names = _names(module)
-    for name, step in found.steps.items():
+        raise InvalidWorkflow(where, f"{file.name} is not Python ({error}); correct the file") from None
+    names = _defined_names(module)
+    for name, step in graph.steps.items():
         if step.function and names is not None and step.function not in names:
-            near = documents.near_miss(step.function, names)
-            cure = f"did you mean {near!r}?" if near else "define it there, or register a model of that name"
-            what = "no model of the specification and " if found.torchserve else ""
-            raise InvalidWorkflow(where, f"{name}: {step.function!r} is {what}no function in {file.name}; {cure}")
+            near = validation.did_you_mean(step.function, names)
+            remedy = (
+                f"did you mean {near!r}?" if near else "define it there, or register a model of that name"
+            )
+            what = "no model of the specification and " if graph.torchserve else ""
+            raise InvalidWorkflow(
+                where, f"{name}: {step.function!r} is {what}no function in {file.name}; {remedy}"
+            )
 
 
-def _names(module: ast.Module) -> set[str] | None:
-    """What a file defines at its top; None where only running it would tell."""
+def _defined_names(module: ast.Module) -> set[str] | None:
+    """Return the names that a module defines; None where they are known only at run time."""
     names: set[str] = set()
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -153,13 +168,21 @@ def _names(module: ast.Module) -> set[str] | None:
 # TorchServe's form
 
 
-def _of_torchserve(name: str, specification: Mapping[str, Any], where: str) -> tuple[Graph, tuple[Member, ...]]:
+def _build_torchserve_graph(
+    name: str, specification: Mapping[str, Any], where: str
+) -> tuple[WorkflowGraph, tuple[WorkflowModel, ...]]:
     models, dag = specification.get("models") or {}, specification["dag"]
     if not isinstance(models, Mapping):
         raise InvalidWorkflow(where, f"models: it must be a mapping, and is {models!r}")
-    shared = {**_DEFAULTS, **{key: _number(models, key, "models", where) for key in _DEFAULTS if key in models}}
+    shared = {
+        **_DEFAULTS,
+        **{key: _number(models, key, "models", where) for key in _DEFAULTS if key in models},
+    }
     own = {key: value for key, value in models.items() if key not in _DEFAULTS}
-    settings = {str(model): _settings(said, shared, f"models.{model}", where) for model, said in own.items()}
+    settings = {
+        str(model): _settings(raw_settings, shared, f"models.{model}", where)
+        for model, raw_settings in own.items()
+    }
     edges = _edges(dag, where)
     nodes = list(dict.fromkeys([*edges, *(follower for after in edges.values() for follower in after)]))
     before: dict[str, list[str]] = {node: [n for n in edges if node in edges[n]] for node in nodes}
@@ -168,18 +191,18 @@ def _of_torchserve(name: str, specification: Mapping[str, Any], where: str) -> t
         raise InvalidGraph(where, f"DAG should have only one start node, and has {', '.join(starts)}")
     steps = {}
     for node in nodes:
-        said = settings.get(node, shared)
+        raw_settings = settings.get(node, shared)
         steps[node] = _step(
             where,
             node,
             **({"model": f"{name}__{node}"} if node in settings else {"function": node}),
             inputs=_inputs(before[node]),
-            retries=said["retry-attempts"],
-            timeout_s=said["timeout-ms"] / 1000,
+            retries=raw_settings["retry-attempts"],
+            timeout_s=raw_settings["timeout-ms"] / 1000,
         )
     if unused := [model for model in settings if model not in steps]:
-        raise InvalidWorkflow(where, f"models.{unused[0]} stands in no place of the dag; put it there, or take it out")
-    told = {
+        raise InvalidWorkflow(where, f"models.{unused[0]} is not in the dag; add it there, or remove it")
+    description = {
         "minWorkers": shared["min-workers"],
         "maxWorkers": shared["max-workers"],
         "batchSize": shared["batch-size"],
@@ -187,24 +210,31 @@ def _of_torchserve(name: str, specification: Mapping[str, Any], where: str) -> t
         "workflowDag": _java(dag),
     }
     owned = tuple(f"{name}__{model}" for model in settings)
-    made = Graph(steps=steps, name=name, owned=owned, torchserve=told)
-    return graph.checked(made, where), tuple(
-        Member(f"{name}__{m}", own[m]["url"], s["min-workers"], s["max-workers"], s["batch-size"], s["max-batch-delay"])
+    graph = WorkflowGraph(steps=steps, name=name, owned=owned, torchserve=description)
+    return workflow_graph.validate(graph, where), tuple(
+        WorkflowModel(
+            f"{name}__{m}",
+            own[m]["url"],
+            s["min-workers"],
+            s["max-workers"],
+            s["batch-size"],
+            s["max-batch-delay"],
+        )
         for m, s in settings.items()
     )
 
 
-def _step(where: str, node: str, **said: Any) -> Step:
+def _step(where: str, node: str, **fields: Any) -> WorkflowStep:
     try:
-        return Step(**said)
+        return WorkflowStep(**fields)
     except ValueError as error:
         raise InvalidWorkflow(where, f"dag.{node}: {error}") from None
 
 
 def _inputs(before: list[str]) -> str | dict[str, str]:
-    """One answer is the ``body``, several stand under their nodes' names."""
+    """Return the inputs of a node: one response is the ``body``, several have their nodes' names."""
     if not before:
-        return graph.REQUEST
+        return workflow_graph.REQUEST
     return before[0] if len(before) == 1 else {node: node for node in before}
 
 
@@ -220,30 +250,39 @@ def _edges(dag: Any, where: str) -> dict[str, list[str]]:
     return edges
 
 
-def _settings(said: Any, shared: Mapping[str, int], place: str, where: str) -> dict[str, int]:
-    if not isinstance(said, Mapping) or not isinstance(said.get("url"), str) or not said["url"]:
+def _settings(raw_settings: Any, shared: Mapping[str, int], place: str, where: str) -> dict[str, int]:
+    if (
+        not isinstance(raw_settings, Mapping)
+        or not isinstance(raw_settings.get("url"), str)
+        or not raw_settings["url"]
+    ):
         raise InvalidWorkflow(where, f"{place}: it must be a mapping with a url")
     known = {*_DEFAULTS, "url"}
-    for key in said:
+    for key in raw_settings:
         if key not in known:
-            near = documents.near_miss(str(key), known)
-            hint = f"did you mean {near!r}?" if near else f"known here: {', '.join(sorted(known))}"
+            near = validation.did_you_mean(str(key), known)
+            hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}"
             raise InvalidWorkflow(where, f"{place}: unknown key {key!r}; {hint}")
-    own = {**shared, **{key: _number(said, key, place, where) for key in _DEFAULTS if key in said}}
+    own = {
+        **shared,
+        **{key: _number(raw_settings, key, place, where) for key in _DEFAULTS if key in raw_settings},
+    }
     if own["max-workers"] < own["min-workers"]:
         own["max-workers"] = own["min-workers"]
     return own
 
 
-def _number(said: Mapping[str, Any], key: str, place: str, where: str) -> int:
-    value, least = said[key], 0 if key in _FROM_ZERO else 1
-    if type(value) is not int or value < least:
-        raise InvalidWorkflow(where, f"{place}.{key}: it must be a whole number from {least}, and is {value!r}")
+def _number(values: Mapping[str, Any], key: str, place: str, where: str) -> int:
+    value, minimum = values[key], 0 if key in _FROM_ZERO else 1
+    if type(value) is not int or value < minimum:
+        raise InvalidWorkflow(
+            where, f"{place}.{key}: it must be a whole number from {minimum}, and is {value!r}"
+        )
     return value
 
 
 def _java(value: Any) -> str:
-    """A mapping as Java prints it, which is how TorchServe describes a dag."""
+    """Return a value in Java's text form, in which TorchServe describes a dag."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}={_java(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
