@@ -1,0 +1,71 @@
+"""Binding of a port before requests are accepted there."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+
+from serve_app.errors import ConfigurationError
+from serve_app.net.port_owner import describe_port_owner
+
+log = logging.getLogger("torchrelay.http_listener")
+
+BIND_TIMEOUT = 15.0  # seconds to wait for a port that a predecessor still holds
+
+
+async def bind(
+    host: str, port: int, setting: str, timeout: float = BIND_TIMEOUT, shared: bool = False
+) -> socket.socket:
+    """Return a socket that is bound to ``host:port``; ``setting`` is the setting of the port, for error
+    messages.
+
+    While the port is taken, ``bind`` retries for at most ``timeout`` seconds. A ``shared`` port may be bound
+    by other processes too, such as the one that this process replaces, and the kernel distributes connections
+    among them. Raises ConfigurationError, which names the process that holds the port and the setting.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    waited = False
+    while True:
+        try:
+            sock = _bind_socket(host, port)
+        except OSError as error:
+            failure = error
+        else:
+            if not shared:
+                return sock
+            sock.close()  # SO_REUSEPORT must be set before binding
+            return _bind_socket(host, port, shared)
+        if shared and failure.errno == errno.EADDRINUSE:
+            try:
+                sock = _bind_socket(host, port, shared)
+            except OSError as error:
+                failure = error
+            else:
+                log.warning("%s is shared with another process%s", where, describe_port_owner(port))
+                return sock
+        if failure.errno != errno.EADDRINUSE or loop.time() > deadline:
+            remedy = f"set {setting} to another one"
+            raise ConfigurationError(
+                where, f"{failure.strerror}{describe_port_owner(port)}; {remedy}"
+            ) from None
+        if not waited:
+            log.warning("%s is in use%s; waiting for it", where, describe_port_owner(port))
+            waited = True
+        await asyncio.sleep(0.1)
+
+
+def _bind_socket(host: str, port: int, shared: bool = False) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
