@@ -1,1 +1,1 @@
-"""The messages of gRPC, and the code that ``python -m serve_app.proto.generate`` makes of them."""
+"""The gRPC messages, and the code that ``python -m serve_app.proto.generate`` generates from them."""

@@ -1,4 +1,4 @@
-"""Which list of a tensor's typed contents holds the elements of a datatype; FP16 and BF16 have none."""
+"""The field of a tensor's typed contents for each datatype; FP16 and BF16 have none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Make the modules of this folder's .proto files: ``python -m serve_app.proto.generate``.
+"""Generate the modules from this folder's .proto files: ``python -m serve_app.proto.generate``.
 
-The code that protoc writes runs on every protobuf and gRPC that this project does; the checks in it, which want
-a runtime at least as new as the generator, are left out. It is made to know its messages in ``pool.py``'s pool.
+The generated code runs on every version of protobuf and gRPC that this project supports. Its checks, which
+require a runtime at least as new as the generator, are removed. Its messages are registered in the pool of
+``pool.py``.
 """
 
 from __future__ import annotations
@@ -20,31 +21,38 @@ _CHECKS = re.compile(
     r"|import warnings\n"
     r"|GRPC_GENERATED_VERSION = [\s\S]*?\n    \)\n\n"
 )
-_SHARED = ("from google.protobuf import descriptor_pool as _descriptor_pool\n", "_descriptor_pool.Default()")
-_OWN = ("from serve_app.proto.pool import POOL as _pool\n", "_pool")
+_DEFAULT_POOL = (
+    "from google.protobuf import descriptor_pool as _descriptor_pool\n",
+    "_descriptor_pool.Default()",
+)
+_OWN_POOL = ("from serve_app.proto.pool import POOL as _pool\n", "_pool")
 
 
-def generated() -> dict[str, str]:
-    """The modules by file name. Wants grpcio-tools."""
+def generate_modules() -> dict[str, str]:
+    """Return the modules by file name. Requires grpcio-tools."""
     import google.rpc
     from grpc_tools import protoc
 
-    includes = (_ROOT, resources.files("grpc_tools") / "_proto", Path(next(iter(google.rpc.__path__))).parents[1])
+    includes = (
+        _ROOT,
+        resources.files("grpc_tools") / "_proto",
+        Path(next(iter(google.rpc.__path__))).parents[1],
+    )
     protos = sorted(map(str, HERE.glob("*.proto")))
     with TemporaryDirectory() as folder:
         outputs = (f"--python_out={folder}", f"--grpc_python_out={folder}")
         if protoc.main(["protoc", *(f"-I{include}" for include in includes), *outputs, *protos]):
-            raise SystemExit("protoc refused a .proto file; what is wrong stands above")
-        made = sorted(Path(folder).rglob("*.py"))
-        return {file.name: _ours(file.read_text()) for file in made}
+            raise SystemExit("protoc rejected a .proto file; its message is above")
+        files = sorted(Path(folder).rglob("*.py"))
+        return {file.name: _adapt(file.read_text()) for file in files}
 
 
-def _ours(code: str) -> str:
-    for theirs, own in zip(_SHARED, _OWN):
-        code = code.replace(theirs, own)
+def _adapt(code: str) -> str:
+    for default, own in zip(_DEFAULT_POOL, _OWN_POOL):
+        code = code.replace(default, own)
     return _CHECKS.sub("", code)
 
 
 if __name__ == "__main__":
-    for name, text in generated().items():
+    for name, text in generate_modules().items():
         (HERE / name).write_text(text)

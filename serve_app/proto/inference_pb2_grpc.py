@@ -41,28 +41,28 @@ class InferenceAPIsServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Ping(self, request, context):
-        """Whether the default versions have the workers that they should have.
+        """Reports whether the default versions have their workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Predictions(self, request, context):
-        """One request, one answer.
+        """One request, one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamPredictions(self, request, context):
-        """One request, its answer in pieces.
+        """One request, a streamed response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamPredictions2(self, request_iterator, context):
-        """The requests of one sequence, each answered in turn.
+        """The requests of one sequence, each with its response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -116,7 +116,7 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Many requests, each answered in turn; an error ends one of them, not the stream.
+        """Many requests, answered in order; an error ends one of them, not the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,8 +1,8 @@
-"""Where the messages of this folder are known, apart from everybody else's.
+"""The descriptor pool of the messages in this folder.
 
-A process has one pool that all generated code shares, and a message may be in it once. Other clients bring messages of
-the same names: stubs that were generated from TorchServe's files, ``tritonclient.grpc``, ``kserve``. Beside them these
-have a pool of their own.
+All generated code of a process shares one default pool, which holds each message name once. Other clients
+register messages of the same names: stubs generated from TorchServe's files, ``tritonclient.grpc``,
+``kserve``. The separate pool lets them coexist.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ POOL = DescriptorPool()
 
 
 def add(file: FileDescriptor) -> None:
-    """Let the pool know a file of the shared one, and by it what stands in there."""
+    """Add a file of the default pool."""
     POOL.AddSerializedFile(file.serialized_pb)
 
 
-for known in (any_pb2, empty_pb2, status_pb2):  # what the messages here are made of
-    add(known.DESCRIPTOR)
+for module in (any_pb2, empty_pb2, status_pb2):  # imported by the .proto files
+    add(module.DESCRIPTOR)
