@@ -1,0 +1,93 @@
+"""The gRPC servers of the inference and the management port, with all their services.
+
+The deployments bind the ports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from serve_app.control.api import ControlPlane
+from serve_app.dataplane.data_plane import DataPlane
+from serve_app.proto import pool
+from serve_app.protocols.grpc.call import ServiceAdapter
+from serve_app.protocols.grpc.health import HealthService
+from serve_app.protocols.grpc.http2.server import Http2Limits, Http2Server
+from serve_app.protocols.openinference import grpc as openinference
+from serve_app.protocols.torchserve import grpc as torchserve
+from serve_app.settings import Settings
+from serve_app.telemetry.access_log import AccessLog
+from serve_app.telemetry.metrics import Meters
+
+
+def inference_server(
+    plane: DataPlane,
+    control: ControlPlane,
+    settings: Settings,
+    meters: Meters,
+    access: AccessLog | None = None,
+) -> Http2Server:
+    """Return the server of the inference port, which several servers of a node may share."""
+    g = settings.grpc
+    server = _create_server(settings, g.max_connection_age, g.max_connection_age_grace)
+    adapter = ServiceAdapter(lambda: plane.access, meters.grpc_response, access)
+    services: dict[str, GrpcService] = {
+        torchserve.INFERENCE: torchserve.InferenceService(plane, settings, adapter),
+        openinference.SERVICE: openinference.OpenInferenceService(plane, control, settings, adapter),
+    }
+    _add_services(server, settings, lambda: plane.ready, services)
+    return server
+
+
+def management_server(
+    control: ControlPlane, settings: Settings, meters: Meters, access: AccessLog | None = None
+) -> Http2Server:
+    """Return the server of the management port."""
+    g = settings.grpc
+    server = _create_server(settings, g.management_max_connection_age, g.management_max_connection_age_grace)
+    adapter = ServiceAdapter(lambda: control.access, meters.grpc_response, access)
+    services: dict[str, GrpcService] = {
+        torchserve.MANAGEMENT: torchserve.ManagementService(control, settings, adapter)
+    }
+    _add_services(server, settings, lambda: True, services)
+    return server
+
+
+def _create_server(settings: Settings, max_age: float, grace: float) -> Http2Server:
+    """Return a server without services; ages are in seconds, 0 means unlimited."""
+    return Http2Server(
+        Http2Limits(
+            max_message_size=settings.inference.max_request_size,
+            max_response_size=settings.runtime.max_response_size,
+            max_concurrent_calls=settings.grpc.max_concurrent_calls,
+            max_connection_age=max_age,
+            connection_age_grace=grace,
+        )
+    )
+
+
+class GrpcService(Protocol):
+    """A service and its methods by name."""
+
+    @property
+    def methods(self) -> Mapping[str, grpc.RpcMethodHandler]: ...
+
+
+def _add_services(
+    server: Http2Server, settings: Settings, ready: Callable[[], bool], services: Mapping[str, GrpcService]
+) -> None:
+    """Add the services, their health service, and reflection if it is enabled."""
+    for name, service in services.items():
+        server.add_registered_method_handlers(name, service.methods)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(ready, services), server)
+    if settings.grpc.reflection:
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        for module in (health_pb2, reflection_pb2):
+            pool.add(module.DESCRIPTOR)
+        servicer = reflection.aio.ReflectionServicer(names, pool.POOL)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

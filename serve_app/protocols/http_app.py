@@ -1,0 +1,226 @@
+"""The ASGI applications of the ports, which pass requests to protocols, and count and log responses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from serve_app.control.api import ControlPlane
+from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain.access import AccessTable
+from serve_app.errors import MethodNotAllowed, RelayError
+from serve_app.protocols import openapi
+from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
+from serve_app.protocols.http.exchange import (
+    DEFAULT_HEADERS,
+    ClientDisconnected,
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    build_default_headers,
+)
+from serve_app.protocols.http.router import Dispatcher, ProtocolRouter
+from serve_app.protocols.management.metrics import MetricsRoutes, Render
+from serve_app.protocols.openai.inference import OpenAIRoutes
+from serve_app.protocols.openapi.allowed_methods import AllowedMethods
+from serve_app.protocols.openapi.route import OpenAPIRoutes
+from serve_app.protocols.openinference.rest import OpenInferenceRoutes
+from serve_app.protocols.torchserve import errors as torchserve_errors
+from serve_app.protocols.torchserve.inference import InferenceRoutes
+from serve_app.protocols.torchserve.management import ManagementRoutes
+from serve_app.protocols.torchserve.websocket import WebSocketRoutes
+from serve_app.protocols.torchserve.workflows import WorkflowRoutes
+from serve_app.settings import Settings
+from serve_app.telemetry.access_log import AccessLog
+from serve_app.telemetry.metrics import Meters
+
+_log = logging.getLogger("torchrelay.protocols")
+# TorchServe's predictions accept each of them. TRACE, CONNECT and unknown methods are refused on every route.
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"))
+_CLIENT_CLOSED_REQUEST = 499  # in the access log only: the client disconnected before the response
+
+
+class ASGIApp:
+    """An ASGI application over one router.
+
+    A server cancels it when the client disconnects, and that cancels the request.
+    ``count_response`` receives the status of each response, ``websocket_app`` the WebSocket connections.
+    """
+
+    def __init__(
+        self,
+        router: ProtocolRouter,
+        count_response: Callable[[int], None] | None,
+        access_log: AccessLog | None,
+        default_headers: tuple[tuple[bytes, bytes], ...] = DEFAULT_HEADERS,
+        websocket_app: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None,
+        *,
+        allowed_methods: AllowedMethods,
+    ) -> None:
+        self._router = router
+        self._allowed_methods = allowed_methods
+        self._websocket_app = websocket_app
+        self._count_response = count_response
+        self._access_log = access_log
+        self._default_headers = default_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            websocket_app = self._websocket_app if scope["type"] == "websocket" else None
+            app = _decline if websocket_app is None else websocket_app
+            return await app(scope, receive, send)
+        started_at = time.perf_counter()
+        exchange = HttpExchange(scope, receive, send, self._default_headers)
+        try:
+            if exchange.method not in _METHODS:
+                raise MethodNotAllowed()
+            if exchange.method == "OPTIONS":
+                self._add_allow_header(exchange)
+            await self._router.handle(exchange)
+        except ClientDisconnected:
+            pass
+        except Exception as error:
+            is_expected = isinstance(error, RelayError)
+            if exchange.status:
+                _log.error(
+                    "%s failed after its response had started",
+                    exchange.request_id,
+                    exc_info=None if is_expected else error,
+                )
+                raise
+            if not is_expected:
+                _log.error("%s failed: a fault of this server", exchange.request_id, exc_info=error)
+            if isinstance(error, MethodNotAllowed):
+                self._add_allow_header(exchange, exchange.method)
+            await self._router.send_error(exchange, error)
+        finally:
+            if self._count_response is not None and exchange.status:
+                self._count_response(exchange.status)
+            if self._access_log is not None:
+                self._log_access(self._access_log, exchange, time.perf_counter() - started_at)
+
+    def _add_allow_header(self, exchange: HttpExchange, excluded: str = "") -> None:
+        if (methods := self._allowed_methods.allow(exchange.path, excluded)) is not None:
+            exchange.add_header(b"allow", methods)
+
+    def _log_access(self, access_log: AccessLog, exchange: HttpExchange, seconds: float) -> None:
+        scope = exchange.scope
+        host, port = scope.get("client") or ("", 0)
+        query = scope.get("query_string")
+        access_log.write(
+            f"{host}:{port}" if host else "-",
+            exchange.method,
+            f"{exchange.path}?{query.decode('latin-1')}" if query else exchange.path,
+            scope["http_version"],
+            exchange.status or _CLIENT_CLOSED_REQUEST,
+            seconds * 1000,
+            exchange.request_id,
+            exchange.model,
+            exchange.version,
+            _client_ids(exchange.headers) if access_log.json else None,
+        )
+
+
+def _client_ids(headers: dict[str, str]) -> dict[str, str]:
+    """Return the ids that a request's headers carry.
+
+    The response has an id of its own; with these, clients find their own ids in the log.
+    """
+    return {name: headers[name] for name in ("x-request-id", "traceparent") if name in headers}
+
+
+def inference_app(
+    plane: DataPlane,
+    settings: Settings,
+    meters: Meters,
+    access_log: AccessLog | None = None,
+    control: ControlPlane | None = None,
+    render: Render | None = None,
+) -> ASGIApp:
+    """Return the application of the inference port, for replicas and gateways alike.
+
+    With a ``control`` plane it accepts rewards of experiments, and serves the whole management API where the
+    settings enable it there. With ``render`` it serves the metrics as well.
+    """
+    first: ProtocolRouter = InferenceRoutes(plane, settings, control)
+    others: list[ProtocolRouter] = [OpenInferenceRoutes(plane, settings, control)]
+    if control is not None and settings.inference.serve_management:
+        others += ManagementRoutes(control, settings), WorkflowRoutes(control, settings)
+    if control is not None:
+        others.append(AsyncRoutes(plane, control, torchserve_errors.send_error))
+    others.append(OpenAIRoutes(plane, settings))
+    document = openapi.inference(settings.inference.serve_management)
+    others.append(OpenAPIRoutes(document))
+    if render is not None:
+        others.append(MetricsRoutes(render, settings, lambda: plane.access))
+    return ASGIApp(
+        Dispatcher(first, *others),
+        meters.response,
+        access_log,
+        build_default_headers(settings.inference),
+        WebSocketRoutes(plane, settings, meters.response, access_log),
+        allowed_methods=AllowedMethods(document),
+    )
+
+
+def build_replayer(plane: DataPlane, settings: Settings) -> RequestReplayer:
+    """Return what answers the stored requests of async predictions, as ``inference_app`` answers requests."""
+    router = Dispatcher(InferenceRoutes(plane, settings), OpenInferenceRoutes(plane, settings))
+    return RequestReplayer(router, settings.async_predictions.max_result_size)
+
+
+def management_app(
+    control: ControlPlane,
+    settings: Settings,
+    access_log: AccessLog | None = None,
+    render: Render | None = None,
+    meters: Meters | None = None,
+) -> ASGIApp:
+    """Return the application of the management port; with ``render`` it serves the metrics as well."""
+    routers: list[ProtocolRouter] = [ManagementRoutes(control, settings), WorkflowRoutes(control, settings)]
+    document = openapi.management()
+    routers.append(OpenAPIRoutes(document))
+    if render is not None:
+        routers.append(MetricsRoutes(render, settings, lambda: control.access))
+    return ASGIApp(
+        Dispatcher(*routers),
+        None if meters is None else meters.rest,
+        access_log,
+        build_default_headers(settings.inference),
+        allowed_methods=AllowedMethods(document),
+    )
+
+
+def metrics_app(
+    render: Render, settings: Settings, access: Callable[[], AccessTable | None], meters: Meters | None = None
+) -> ASGIApp:
+    """Return the application of the metrics port."""
+    document = openapi.metrics()
+    return ASGIApp(
+        Dispatcher(MetricsRoutes(render, settings, access), OpenAPIRoutes(document)),
+        None if meters is None else meters.rest,
+        None,
+        build_default_headers(settings.inference),
+        allowed_methods=AllowedMethods(document),
+    )
+
+
+async def _decline(scope: Scope, receive: Receive, send: Send) -> None:
+    """Acknowledge the server's start and stop; close a WebSocket. Raises ValueError for other scopes."""
+    message: Any
+    if scope["type"] == "lifespan":
+        while True:
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+    if scope["type"] == "websocket":
+        await receive()
+        await send(
+            {"type": "websocket.close", "code": 1008, "reason": "This server speaks no WebSocket here."}
+        )
+        return
+    raise ValueError(f"ASGI scope {scope['type']!r} is not served here; http, websocket and lifespan are")
