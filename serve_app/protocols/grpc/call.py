@@ -1,0 +1,342 @@
+"""A gRPC call and its response, and the steps that all calls of a port share.
+
+Each call is authorized, answered, counted and logged once. A service passes its methods to
+``ServiceAdapter.unary`` and ``ServiceAdapter.stream``, which return method handlers for the gRPC server.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from serve_app.domain.access import AccessTable, KeyGrant, Right
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, Priority
+from serve_app.errors import (
+    HandlerRejected,
+    InvalidBody,
+    ModelNotAllowed,
+    RelayError,
+    WorkflowStepError,
+    get_reason,
+)
+from serve_app.protocols.grpc.http2.server import RpcContext
+from serve_app.protocols.grpc.status import StatusTable, find_status_code
+from serve_app.protocols.http import auth
+from serve_app.protocols.http.exchange import encode_handler_headers, parse_deadline, parse_priority, uuid4
+from serve_app.telemetry.access_log import AccessLog
+
+MAX_DETAILS = 2_000  # characters: a status is sent in a header, and clients accept 8 KiB of those
+_MAX_HANDLER_HEADERS = 4_096  # bytes of headers that a handler set
+_METADATA_KEY = re.compile(r"(?!grpc-)[0-9a-z_.-]+(?<!-bin)")
+_OK = grpc.StatusCode.OK
+_CANCELLED = grpc.StatusCode.CANCELLED
+
+_log = logging.getLogger("torchrelay.protocols")
+
+
+class GrpcCall:
+    """A call, its metadata and its trailing metadata.
+
+    ``headers`` are the call's metadata without binary values; the last of repeated keys wins. ``model`` and
+    ``version`` are those that answered, for the log. ``grant`` holds the permissions of the caller's key, or
+    None if no key is required.
+    """
+
+    __slots__ = ("_trailers", "context", "grant", "headers", "model", "request_id", "version")
+
+    def __init__(self, context: RpcContext) -> None:
+        self.context = context
+        self.headers = dict(context.headers)
+        self.request_id = uuid4()
+        self.model = self.version = ""
+        self.grant: KeyGrant | None = None
+        self._trailers = [("x-request-id", self.request_id)]
+        self.finish()  # calls that the server itself ends have the id, too
+
+    def start_next_request(self) -> None:
+        """Assign a new request id, for the next request of a stream."""
+        self.request_id = uuid4()
+        self._trailers = [("x-request-id", self.request_id)]
+
+    def check_model(self, model: str) -> None:
+        """Raise ModelNotAllowed if the caller's key does not cover ``model``."""
+        if self.grant is not None and not self.grant.covers(model):
+            raise ModelNotAllowed(model)
+
+    @property
+    def allowed_models(self) -> tuple[str, ...]:
+        """The patterns of models that the caller's key covers."""
+        return self.grant.models if self.grant is not None else ("*",)
+
+    def build_request(
+        self, model: str, version: str, inputs: tuple[InputPart, ...], headers: dict[str, str] | None = None
+    ) -> InferenceRequest:
+        """Return a prediction request with the caller's deadline and priority.
+
+        Raises BadRequest and ModelNotAllowed.
+        """
+        self.model, self.version = model, version
+        self.check_model(model)
+        request_headers = {**self.headers, "url_path": "", "explain": "False"}
+        if headers:
+            request_headers.update(headers)
+        return InferenceRequest(
+            model,
+            version or None,
+            inputs,
+            request_headers,
+            "predict",
+            self.request_id,
+            self.deadline,
+            self.priority,
+        )
+
+    @property
+    def priority(self) -> Priority:
+        """The priority of the call. Raises BadRequest."""
+        return parse_priority(self.headers)
+
+    @property
+    def deadline(self) -> float | None:
+        """The earlier of gRPC's deadline and that of the metadata, as a Unix time in seconds.
+
+        Raises BadRequest.
+        """
+        remaining, from_headers = self.context.time_remaining(), parse_deadline(self.headers)
+        if remaining is None:
+            return from_headers
+        from_grpc = time.time() + remaining
+        return from_grpc if from_headers is None else min(from_grpc, from_headers)
+
+    def record_response(self, response: InferenceResponse) -> None:
+        """Set the trailing metadata of ``response``: the fields that HTTP sends as headers."""
+        self.version = response.version
+        trailers = [self._trailers[0], ("x-model-version", _metadata_value(response.version))]
+        timings = response.timings
+        if timings.batch_size:
+            timing = "queue;dur=%.3f, inference;dur=%.3f, batch;desc=%d"
+            milliseconds = (timings.queue * 1000, timings.inference * 1000)
+            trailers.append(("server-timing", timing % (*milliseconds, timings.batch_size)))
+        if response.arm:
+            trailers.append(("x-torchrelay-arm", _metadata_value(response.arm)))
+        if response.content_type or response.headers:
+            trailers += _handler_trailers(response)
+        if response.status != 200:
+            trailers.append(("x-status", _metadata_value(f"{response.status} {response.phrase}")))
+        self._trailers = trailers
+
+    def record_error(self, error: Exception) -> None:
+        """Set the trailing metadata of ``error``, which ends this call or the current request of a stream."""
+        if not isinstance(error, RelayError):
+            _log.error("%s failed: a fault of this server", self.request_id, exc_info=error)
+        trailers = [self._trailers[0], ("x-torchrelay-reason", get_reason(error))]
+        if isinstance(error, RelayError):
+            self.version = error.selected_version or self.version
+            if error.retry_after is not None:
+                trailers.append(("retry-after", str(error.retry_after)))
+            if error.selected_version:
+                trailers.append(("x-model-version", _metadata_value(error.selected_version)))
+            if error.arm:
+                trailers.append(("x-torchrelay-arm", _metadata_value(error.arm)))
+            if isinstance(error, WorkflowStepError):  # the steps before it have run
+                trailers.append(("x-torchrelay-step", _metadata_value(error.step)))
+            if isinstance(error, HandlerRejected):
+                trailers.append(("x-status", str(error.code)))
+        self._trailers = trailers
+
+    @property
+    def trailers(self) -> dict[str, str]:
+        """The current trailing metadata."""
+        return dict(self._trailers)
+
+    async def write(self, message: Any) -> None:
+        """Send a message of a stream; wait while the client reads slowly."""
+        await self.context.write(message)
+
+    def finish(self) -> None:
+        self.context.set_trailing_metadata(self._trailers)
+
+
+UnaryMethod = Callable[[Any, GrpcCall], Awaitable[Any]]
+StreamMethod = Callable[[Any, GrpcCall], Awaitable[None]]  # it writes its messages itself
+
+
+class StatusMapping(NamedTuple):
+    """The name of a service, its table of status codes, and the function that writes a status's details."""
+
+    service: str
+    table: StatusTable
+    details: Callable[[Exception, GrpcCall], str]
+
+
+class ServiceAdapter:
+    """The conversion of a service's methods to method handlers of the gRPC server.
+
+    ``access`` returns the table of permissions; ``count`` is called with the name of each response's status.
+    Messages are parsed here and not by the gRPC server, so that malformed ones get a status of this module.
+    """
+
+    def __init__(
+        self,
+        access: Callable[[], AccessTable | None],
+        count: Callable[[str], None] | None = None,
+        log: AccessLog | None = None,
+    ) -> None:
+        self._access = access
+        self._count = count
+        self._access_log = log
+
+    def unary(
+        self,
+        mapping: StatusMapping,
+        name: str,
+        message_class: type[Message],
+        method: UnaryMethod,
+        *rights: Right,
+    ) -> grpc.RpcMethodHandler:
+        """Return the handler of the method ``name``: one response for one message of ``message_class``.
+
+        Without ``rights`` no key is needed.
+        """
+        path = f"/{mapping.service}/{name}"
+
+        async def behaviour(data: bytes, context: RpcContext) -> Any:
+            started_at = time.perf_counter()
+            call = GrpcCall(context)
+            code = _CANCELLED
+            try:
+                if rights:
+                    self._authorize(call, *rights)
+                message = await method(_parse(message_class, data), call)
+                code = _OK
+                call.finish()
+                return message
+            except Exception as error:
+                code = find_status_code(error, mapping.table)
+                await _abort(error, code, call, mapping)
+            finally:
+                self._record_end(path, call, code, started_at)
+
+        return grpc.unary_unary_rpc_method_handler(behaviour, None, _serialize)
+
+    def stream(
+        self,
+        mapping: StatusMapping,
+        name: str,
+        message_class: type[Message],
+        method: StreamMethod,
+        *rights: Right,
+        stream_requests: bool = False,
+    ) -> grpc.RpcMethodHandler:
+        """Return the handler of a method that streams its response.
+
+        Its request is one message, or a stream of them with ``stream_requests``.
+        """
+        path = f"/{mapping.service}/{name}"
+
+        async def parse_each(data: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for message in data:
+                yield _parse(message_class, message)
+
+        async def behaviour(data: Any, context: RpcContext) -> None:
+            started_at = time.perf_counter()
+            call = GrpcCall(context)
+            code = _CANCELLED
+            try:
+                if rights:
+                    self._authorize(call, *rights)
+                if stream_requests:
+                    context.send_initial_metadata()  # some clients send their requests only after it
+                await method(parse_each(data) if stream_requests else _parse(message_class, data), call)
+                code = _OK
+                call.finish()
+            except Exception as error:
+                code = find_status_code(error, mapping.table)
+                await _abort(error, code, call, mapping)
+            finally:
+                self._record_end(path, call, code, started_at)
+
+        create_handler = (
+            grpc.stream_stream_rpc_method_handler if stream_requests else grpc.unary_stream_rpc_method_handler
+        )
+        return create_handler(behaviour, None, _serialize)
+
+    def _authorize(self, call: GrpcCall, *rights: Right) -> None:
+        """Check the key and remove it from the metadata: handlers and logs must not see it.
+
+        Raises AccessDenied.
+        """
+        access = self._access()
+        if access is not None:
+            call.grant = auth.resolve_grant(access, call.headers.pop("authorization", None), *rights)
+
+    def _record_end(self, path: str, call: GrpcCall, code: grpc.StatusCode, started_at: float) -> None:
+        if self._count is not None:
+            self._count(code.name)
+        log = self._access_log
+        if log is None:
+            return
+        request_headers: dict[str, str] | None = None
+        if log.json:
+            request_headers = {
+                key: call.headers[key] for key in ("x-request-id", "traceparent") if key in call.headers
+            }
+        milliseconds = (time.perf_counter() - started_at) * 1000
+        client, number = call.context.peer, code.value[0]
+        log.write(
+            client,
+            "gRPC",
+            path,
+            "2",
+            number,
+            milliseconds,
+            call.request_id,
+            call.model,
+            call.version,
+            request_headers,
+        )
+
+
+async def _abort(error: Exception, code: grpc.StatusCode, call: GrpcCall, mapping: StatusMapping) -> None:
+    call.record_error(error)
+    call.finish()
+    await call.context.abort(code, mapping.details(error, call)[:MAX_DETAILS])
+
+
+def _parse(message_class: type[Message], data: bytes) -> Any:
+    try:
+        return message_class.FromString(data)
+    except DecodeError:
+        name = message_class.__name__
+        raise InvalidBody(
+            f"The message of {len(data)} bytes is no {name}; its framing is malformed."
+        ) from None
+
+
+def _serialize(message: Any) -> bytes:
+    return message.SerializeToString()
+
+
+def _handler_trailers(response: InferenceResponse) -> list[tuple[str, str]]:
+    """Return the handler's headers up to the size limit; its content type becomes ``x-content-type``."""
+    fields = []
+    size = 0
+    for key, value in encode_handler_headers(response.content_type, response.headers):
+        name = "x-content-type" if key == b"content-type" else key.decode("latin-1")
+        size += len(name) + len(value)
+        if _METADATA_KEY.fullmatch(name) and size <= _MAX_HANDLER_HEADERS:
+            fields.append((name, _metadata_value(value.decode("latin-1"))))
+    return fields
+
+
+@lru_cache(maxsize=1024)
+def _metadata_value(text: str) -> str:
+    """Return ``text`` as a value that gRPC accepts: printable ASCII."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text)
