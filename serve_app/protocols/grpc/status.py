@@ -1,4 +1,4 @@
-"""From what went wrong to gRPC's status: each dialect has a table, looked up along the MRO."""
+"""The mapping from errors to gRPC status codes: each protocol has a table, looked up along the MRO."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from grpc import StatusCode
 
 from serve_app import errors
 
-Table = Mapping[type[BaseException], StatusCode]
+StatusTable = Mapping[type[BaseException], StatusCode]
 
-# What TorchServe makes of an HTTP status, also of one that a handler's own error names.
+# TorchServe's mapping of HTTP statuses, applied to the status of a handler's own error, too.
 BY_HTTP_STATUS = {
     400: StatusCode.INVALID_ARGUMENT,
     401: StatusCode.UNAUTHENTICATED,
@@ -27,14 +27,14 @@ BY_HTTP_STATUS = {
 }
 
 
-def look_up(error: Exception, table: Table) -> StatusCode:
-    """The status of an error; a handler's own error has one of its own in every dialect."""
-    if isinstance(error, errors.HandlerSaid):
-        return by_http_status(error.code)
+def find_status_code(error: Exception, table: StatusTable) -> StatusCode:
+    """Return the status of an error; a handler's own error names its status in every protocol."""
+    if isinstance(error, errors.HandlerRejected):
+        return from_http_status(error.code)
     return next(table[cls] for cls in type(error).__mro__ if cls in table)
 
 
-def by_http_status(code: int) -> StatusCode:
+def from_http_status(code: int) -> StatusCode:
     status = BY_HTTP_STATUS.get(code)
     if status is None:
         status = StatusCode.FAILED_PRECONDITION if 400 <= code < 500 else StatusCode.INTERNAL
