@@ -1,0 +1,312 @@
+"""One HTTP request and its response, on the bare ASGI interface.
+
+This is the hot path of every HTTP protocol: one object per request, header bytes that are encoded beforehand,
+and as many awaits as ASGI needs. Each response carries the headers that TorchServe puts on each of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from functools import lru_cache
+from random import getrandbits
+from typing import Any
+
+from serve_app.domain.access import KeyGrant
+from serve_app.domain.request import InferenceResponse, Priority, ResponseStream
+from serve_app.errors import BadRequest, RelayError, RequestTooLarge, WorkflowStepError, get_reason
+from serve_app.settings import InferenceSettings
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+DEFAULT_HEADERS = (
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+)
+JSON = (b"content-type", b"application/json")
+# A handler may not set these: the default headers, and headers that frame the body or the connection.
+_RESERVED_HEADERS = {name for name, _ in DEFAULT_HEADERS} | {
+    b"x-request-id",
+    b"content-length",
+    b"transfer-encoding",
+    b"connection",
+    b"x-model-version",
+    b"x-torchrelay-arm",
+    b"x-torchrelay-step",
+}
+TIMEOUT_HEADER = "x-request-timeout-seconds"
+PRIORITY_HEADER = "x-request-priority"
+_PRIORITIES: dict[str, Priority] = {"high": "high", "normal": "normal", "low": "low"}
+_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_BODYLESS_STATUSES = (204, 304)
+_DISCONNECT_CHECK_DELAY_S = 0.05  # most requests are answered earlier, and need no check
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection before it had sent its whole request."""
+
+
+class HttpExchange:
+    """One HTTP request and the response to it.
+
+    ``segments`` are the parts of the client's path, decoded once, without trailing slashes.
+    ``headers`` are the request's, lower-cased by ASGI; a repeated header has its last value.
+    ``status`` is the response's, 0 until the response has started. ``model`` and ``version`` name the model
+    that answered, for the access log. ``grant`` holds the rights of the request's key (see auth.py); it is
+    None where no key is required.
+    """
+
+    __slots__ = (
+        "_default_headers",
+        "_receive",
+        "_send",
+        "grant",
+        "headers",
+        "method",
+        "model",
+        "path",
+        "request_id",
+        "scope",
+        "segments",
+        "status",
+        "version",
+    )
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        default_headers: tuple[tuple[bytes, bytes], ...] = DEFAULT_HEADERS,
+    ) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.segments = self.path.rstrip("/").split("/")[1:]
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.request_id = uuid4()
+        self.status = 0
+        self.model = self.version = ""
+        self.grant: KeyGrant | None = None
+        self._default_headers = default_headers
+        self._receive = receive
+        self._send = send
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Add a header to the response, whichever route sends it."""
+        self._default_headers = (*self._default_headers, (name, value))
+
+    async def read_body(self, limit: int) -> bytes:
+        """Return the whole body.
+
+        Raises RequestTooLarge as soon as it is known to be over ``limit`` bytes, and ClientDisconnected.
+        """
+        content_length = self.headers.get("content-length")
+        if content_length is not None and content_length.isdecimal() and int(content_length) > limit:
+            raise RequestTooLarge(limit)
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected()
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise RequestTooLarge(limit)
+            if not message.get("more_body", False):
+                return b"".join((*chunks, chunk)) if chunks else chunk
+            chunks.append(chunk)
+
+    def cancel_on_disconnect(self) -> asyncio.TimerHandle:
+        """Cancel this request's task when the client disconnects; return a handle that stops the check.
+
+        A timer costs a fraction of a task, and most requests are answered within 50 ms: only requests that
+        take longer start a task that waits for the disconnect. The body must have been read.
+        """
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
+        assert task is not None
+        return loop.call_later(_DISCONNECT_CHECK_DELAY_S, self._start_disconnect_check, task)
+
+    def _start_disconnect_check(self, request: asyncio.Task[Any]) -> None:
+        async def wait_for_disconnect() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            request.cancel()
+
+        watcher = asyncio.get_running_loop().create_task(wait_for_disconnect())
+        request.add_done_callback(lambda _: watcher.cancel())
+
+    async def hold_open(self, seconds: float) -> None:
+        """Send nothing for ``seconds``; a disconnect of the client cancels the wait."""
+        disconnect_check = self.cancel_on_disconnect()
+        await asyncio.sleep(seconds)
+        disconnect_check.cancel()
+
+    async def send_response(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send the response with its whole body."""
+        if status in _BODYLESS_STATUSES:
+            body = b""
+        else:
+            headers.append((b"content-length", b"%d" % len(body)))
+        await self._start(status, headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_stream(self, status: int, headers: Headers, stream: ResponseStream) -> None:
+        """Send the response as it is produced: each chunk of the stream is one chunk of the body.
+
+        The stream is closed in any case. After an error the body has no end, so that no client takes the
+        partial body for the whole: an ASGI server drops the connection when its application raises.
+        """
+        try:
+            await self._start(status, headers)
+            async for chunk in stream:
+                await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await self._send({"type": "http.response.body", "body": b""})
+        finally:
+            await stream.aclose()
+
+    def override_defaults(self, headers: Headers) -> None:
+        """Drop the default headers that ``headers`` set, so that none is sent twice."""
+        names = {name for name, _ in headers}
+        self._default_headers = tuple(header for header in self._default_headers if header[0] not in names)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        headers.append((b"x-request-id", self.request_id.encode()))
+        headers.extend(self._default_headers)
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.status = status
+
+
+def build_default_headers(settings: InferenceSettings) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers of every response on every port: TorchServe's, and CORS where settings name them."""
+    cors = (
+        (b"access-control-allow-origin", settings.cors_allowed_origin),
+        (b"access-control-allow-methods", settings.cors_allowed_methods),
+        (b"access-control-allow-headers", settings.cors_allowed_headers),
+    )
+    return DEFAULT_HEADERS + tuple((name, encode_header_value(value)) for name, value in cors if value)
+
+
+def uuid4() -> str:
+    """Return a random UUID as text, without the system call that the standard library makes.
+
+    It distinguishes requests and is no secret.
+    """
+    digits = f"{getrandbits(128):032x}"
+    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:]}"
+
+
+_VARIANT = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
+
+
+def encode_handler_headers(content_type: str | None, headers: Iterable[tuple[str, str]]) -> Headers:
+    """Return the headers that a handler set, as header bytes that any server can send.
+
+    Reserved headers and names that HTTP does not allow are left out; line ends become spaces.
+    A Content-Type among the headers wins over ``content_type``.
+    """
+    encoded: Headers = []
+    for name, value in headers:
+        key = name.lower().encode("latin-1", "replace")
+        if key in _RESERVED_HEADERS or not _TOKEN.fullmatch(key):
+            continue
+        if key == b"content-type":
+            content_type = None
+        encoded.append((key, encode_header_value(value)))
+    if content_type:
+        encoded.insert(0, (b"content-type", encode_header_value(content_type)))
+    return encoded
+
+
+def build_response_headers(response: InferenceResponse, with_content_type: bool = True) -> Headers:
+    """Return the handler's headers, the timings, the version and the arm of an experiment or rollout.
+
+    Without ``with_content_type`` the protocol sets the content type itself.
+    """
+    content_type = response.content_type if with_content_type else None
+    headers = (
+        encode_handler_headers(content_type, response.headers) if content_type or response.headers else []
+    )
+    timings = response.timings
+    if timings.batch_size:
+        queue, inference = timings.queue * 1000, timings.inference * 1000
+        value = f"queue;dur={queue:.3f}, inference;dur={inference:.3f}, batch;desc={timings.batch_size:d}"
+        headers.append((b"server-timing", value.encode()))
+    headers.append(version_header(response.version))
+    if response.arm:
+        headers.append(arm_header(response.arm))
+    return headers
+
+
+def build_error_headers(error: Exception) -> Headers:
+    """Return the headers of an error response: the reason, Retry-After, the version, the arm and the step.
+
+    They are the same in every protocol.
+    """
+    headers = [(b"x-torchrelay-reason", get_reason(error).encode())]
+    if isinstance(error, RelayError):
+        if error.retry_after is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after))
+        if error.selected_version:
+            headers.append(version_header(error.selected_version))
+        if error.arm:
+            headers.append(arm_header(error.arm))
+        if isinstance(error, WorkflowStepError):  # the steps before this one have run
+            headers.append((b"x-torchrelay-step", encode_header_value(error.step)))
+    return headers
+
+
+def encode_header_value(text: str) -> bytes:
+    """Return ``text`` as the value of a header: Latin-1, on one line."""
+    return text.encode("latin-1", "replace").translate(_CONTROL_CHARACTERS_TO_SPACES).strip()
+
+
+def parse_deadline(headers: Mapping[str, str]) -> float | None:
+    """Return the Unix time at which the client stops waiting; None without a limit.
+
+    0 seconds mean no limit, as Ray Serve reads this header. Raises BadRequest.
+    """
+    seconds = headers.get(TIMEOUT_HEADER)
+    if seconds is None:
+        return None
+    try:
+        timeout = float(seconds)
+    except ValueError:
+        timeout = -1.0
+    if not 0 <= timeout < math.inf:
+        raise BadRequest(
+            f"Header {TIMEOUT_HEADER} must be a number of seconds, 0 for no limit; got {seconds!r}."
+        )
+    return time.time() + timeout if timeout else None
+
+
+def parse_priority(headers: Mapping[str, str]) -> Priority:
+    """Return the priority that the headers set. Raises BadRequest."""
+    value = headers.get(PRIORITY_HEADER, "normal")
+    priority = _PRIORITIES.get(value)
+    if priority is None:
+        raise BadRequest(f"Header {PRIORITY_HEADER} must be high, normal or low; got {value!r}.")
+    return priority
+
+
+@lru_cache(maxsize=1024)
+def version_header(version: str) -> tuple[bytes, bytes]:
+    """Return the header that names the version which answered."""
+    return b"x-model-version", encode_header_value(version)
+
+
+def arm_header(arm: str) -> tuple[bytes, bytes]:
+    """Return the header that names the experiment or rollout that counted the request, and its arm."""
+    return b"x-torchrelay-arm", encode_header_value(arm)
+
+
+_CONTROL_CHARACTERS_TO_SPACES = bytes(0x20 if byte < 0x20 or byte == 0x7F else byte for byte in range(256))

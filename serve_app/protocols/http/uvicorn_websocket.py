@@ -1,0 +1,78 @@
+"""The uvicorn WebSocket protocol with our own limit of a message's size.
+
+Ray Serve starts its HTTP servers (uvicorn) itself and has no setting for that limit, so they would close a
+connection at uvicorn's 16 MiB, with uvicorn's reason. A server looks up its protocol in a table; ``install``
+puts this protocol there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn.config
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode
+
+from serve_app.errors import RequestTooLarge
+
+_IDLE_BEFORE_CLOSE_S = 0.2  # seconds without a byte, after which the client has stopped sending
+_max_message_size: int | None = None  # bytes; None: uvicorn's own limit
+
+
+def install() -> None:
+    """Make servers that this process starts from now on use this protocol."""
+    uvicorn.config.WS_PROTOCOLS["auto"] = f"{__name__}:{WebSocketProtocol.__name__}"
+
+
+def set_max_message_size(limit: int) -> None:
+    """Accept messages of up to ``limit`` bytes on connections that open from now on."""
+    global _max_message_size
+    _max_message_size = limit
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's protocol that rejects a large message from its header, and names the setting."""
+
+    close_timer: asyncio.TimerHandle | None
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self._close_by = 0.0  # the loop's time at which a failed connection is closed at the latest
+        if _max_message_size is not None:
+            self.conn.max_message_size = _max_message_size
+            self.conn.fail = self._with_our_reason(self.conn.fail, _max_message_size)
+
+    def data_received(self, data: bytes) -> None:
+        if self._close_by:
+            self._schedule_close()
+        else:
+            super().data_received(data)
+
+    def handle_parser_exception(self) -> None:
+        """Close the connection once the client stops sending.
+
+        A connection that is closed earlier is reset, and the client does not see the reason.
+        """
+        close = self.conn.close_sent
+        assert close is not None
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": close.code, "reason": close.reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self._close_by = self.loop.time() + self.close_timeout
+        self._schedule_close()
+
+    def _schedule_close(self) -> None:
+        if self.close_timer is not None:
+            self.close_timer.cancel()
+        left = self._close_by - self.loop.time()
+        delay = max(0.0, min(_IDLE_BEFORE_CLOSE_S, left))
+        self.close_timer = self.loop.call_later(delay, self.transport.close)
+
+    @staticmethod
+    def _with_our_reason(fail: Callable[[int, str], None], limit: int) -> Callable[..., None]:
+        def fail_with_reason(code: int, reason: str = "") -> None:
+            fail(code, f"{RequestTooLarge(limit)}" if code == CloseCode.MESSAGE_TOO_BIG else reason)
+
+        return fail_with_reason
