@@ -6,16 +6,16 @@ from typing import Any
 
 import orjson
 
-from serve_app.doors.exchange import Exchange
 from serve_app.errors import InvalidBody
+from serve_app.protocols.http.exchange import HttpExchange
 
 
-async def read(exchange: Exchange, limit: int) -> Any:
-    """What the body says, of at most ``limit`` bytes, whatever its content type is called.
+async def read(exchange: HttpExchange, limit: int) -> Any:
+    """Parse the body as JSON, whatever its Content-Type; it has at most ``limit`` bytes.
 
-    Raises InvalidBody, TooLarge and CallerLeft.
+    Raises InvalidBody, RequestTooLarge and ClientDisconnected.
     """
-    body = await exchange.body(limit)
+    body = await exchange.read_body(limit)
     if not body.strip():
         raise InvalidBody("The body is empty; send a JSON document.")
     try:
