@@ -1,53 +1,56 @@
-"""The door that Prometheus comes in by."""
+"""The route ``/metrics``, which Prometheus reads."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from urllib.parse import parse_qsl
 
-from serve_app.doors import auth
-from serve_app.doors.exchange import Exchange
-from serve_app.doors.torchserve import errors, openapi
-from serve_app.errors import MethodNotAllowed, ResourceNotFound, WrongModel
+from serve_app.domain.access import AccessTable
+from serve_app.errors import MethodNotAllowed, ModelNotAllowed, ResourceNotFound
+from serve_app.protocols.http import auth
+from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.torchserve import errors, openapi
 from serve_app.settings import Settings
-from serve_app.types import Access
 
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 Render = Callable[[frozenset[str] | None], Awaitable[bytes]]
-"""The page; with names, only the samples that are called so."""
+"""Renders the metrics page; with names, only the samples that have them."""
 
 
-class MetricsDoor:
-    """``/metrics`` is what ``render`` gives, whatever the method. It wants a key where ``auth.metrics`` says so."""
+class MetricsRoutes:
+    """The route ``/metrics``, which sends the page that ``render`` returns, whatever the method.
 
-    def __init__(self, render: Render, settings: Settings, access: Callable[[], Access | None]) -> None:
+    It requires a key unless ``auth.metrics`` is ``open``.
+    """
+
+    def __init__(self, render: Render, settings: Settings, access: Callable[[], AccessTable | None]) -> None:
         self._render = render
         self._access = access
-        self._open = settings.auth.metrics == "open"
+        self._is_open = settings.auth.metrics == "open"
 
-    refuse = staticmethod(errors.refuse)
+    send_error = staticmethod(errors.send_error)
 
-    def knows(self, exchange: Exchange) -> bool:
+    def matches(self, exchange: HttpExchange) -> bool:
         return exchange.segments[:1] == ["metrics"]
 
-    async def answer(self, exchange: Exchange) -> None:
+    async def handle(self, exchange: HttpExchange) -> None:
         segments = exchange.segments
         if segments == ["api-description"] or (not segments and exchange.method == "OPTIONS"):
-            return await errors.reply_json(exchange, openapi.METRICS)
+            return await errors.send_json(exchange, openapi.METRICS)
         if not segments:
             raise MethodNotAllowed()
-        if not self.knows(exchange):
+        if not self.matches(exchange):
             raise ResourceNotFound()
-        if not self._open:
-            auth.admit(self._access(), exchange, "observe")
+        if not self._is_open:
+            auth.authorize(self._access(), exchange, "observe")
             if exchange.grant is not None and "*" not in exchange.grant.models:
-                raise WrongModel("*")  # the metrics speak of every model
-        await exchange.reply(200, [_TEXT], await self._render(_names(exchange)))
+                raise ModelNotAllowed("*")  # the page has metrics of every model
+        await exchange.send_response(200, [_TEXT], await self._render(_parse_names(exchange)))
 
 
-def _names(exchange: Exchange) -> frozenset[str] | None:
-    """The values of ``name[]``; None where nobody asked for some of the page only."""
+def _parse_names(exchange: HttpExchange) -> frozenset[str] | None:
+    """Return the values of ``name[]``; None for the whole page."""
     query = exchange.scope.get("query_string", b"").decode("latin-1")
     if "name" not in query:
         return None
