@@ -1,0 +1,1 @@
+"""OpenAI's API under ``/v1``."""

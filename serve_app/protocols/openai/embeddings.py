@@ -1,0 +1,97 @@
+"""OpenAI's embeddings: each text of a body becomes a request, and the vectors become one response."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from serve_app.domain.request import InferenceResponse, InputPart
+from serve_app.protocols.openai.errors import InvalidField
+
+MAX_INPUTS = 2048  # per request, as in OpenAI's API
+_FORMATS = ("float", "base64")
+_FIELDS = ("model", "input", "encoding_format", "user")
+# Sent with each text: Torchrelay's own sentence models return the number of tokens, others ignore it.
+_COUNT_TOKENS = InputPart("parameters", b'{"tokens": true}', "application/json")
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """A parsed request.
+
+    ``inputs`` are the texts; with ``base64`` vectors are sent as base64 of little-endian float32.
+    """
+
+    inputs: tuple[str, ...]
+    base64: bool
+
+
+def parse_request(body: Mapping[str, Any]) -> EmbeddingRequest:
+    """Parse a body. Raises InvalidField."""
+    inputs = body.get("input")
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise InvalidField(
+            "input is a text, or a list of texts, none of them empty; not of token ids.", "input"
+        )
+    if len(texts) > MAX_INPUTS:
+        raise InvalidField(
+            f"input has {len(texts)} texts, and may have {MAX_INPUTS}: send several requests.", "input"
+        )
+    if body.get("dimensions") is not None:
+        raise InvalidField(
+            "dimensions is not served: a vector is as long as the model makes it.", "dimensions"
+        )
+    encoding_format = body.get("encoding_format")
+    if encoding_format not in (None, *_FORMATS):
+        raise InvalidField(f"encoding_format is one of {', '.join(_FORMATS)}.", "encoding_format")
+    for field, value in body.items():
+        if field not in _FIELDS and value is not None:
+            raise InvalidField(f"{field!r} is not known here: there are {', '.join(_FIELDS)}.", field)
+    return EmbeddingRequest(tuple(texts), encoding_format == "base64")
+
+
+def build_inputs(text: str) -> tuple[InputPart, ...]:
+    """Return the inputs of a request for one text."""
+    return InputPart("body", text.encode("utf-8", "replace"), "text/plain"), _COUNT_TOKENS
+
+
+def encode_response(
+    embedding_request: EmbeddingRequest, model: str, responses: Sequence[InferenceResponse]
+) -> bytes:
+    """Return the body of the response to all texts.
+
+    Raises InvalidField if the model does not return vectors.
+    """
+    data, tokens = [], 0
+    for index, response in enumerate(responses):
+        vector, count = _parse_vector(response.body, model)
+        tokens += count
+        embedding: Any = vector
+        if embedding_request.base64:
+            embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return orjson.dumps({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def _parse_vector(body: bytes, model: str) -> tuple[list[float], int]:
+    """Return the vector of a text and its number of tokens, or 0 if the model does not count them."""
+    tokens = 0
+    try:
+        vector = orjson.loads(body)
+        if isinstance(vector, dict):
+            vector, tokens = vector["embedding"], int(vector.get("tokens", 0))
+        if vector and all(type(number) in (float, int) for number in vector):
+            return vector, tokens
+    except (ValueError, TypeError, KeyError):
+        pass
+    expected = (
+        'a model of embeddings answers a text with a list of numbers, or {"embedding": [...], "tokens": 5}'
+    )
+    raise InvalidField(f"Model {model} answers no embeddings: {expected}.", "model")

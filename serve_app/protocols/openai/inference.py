@@ -1,0 +1,287 @@
+"""OpenAI's API over the data plane: models, completions, chat completions and embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain.access import matches
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
+from serve_app.domain.routing_table import VersionRoute
+from serve_app.errors import HandlerRejected, InvalidBody, MethodNotAllowed, NoReplica, RelayError
+from serve_app.protocols.http import auth
+from serve_app.protocols.http.exchange import (
+    JSON,
+    Headers,
+    HttpExchange,
+    arm_header,
+    build_response_headers,
+    encode_handler_headers,
+    parse_deadline,
+    parse_priority,
+    uuid4,
+    version_header,
+)
+from serve_app.protocols.http.sse import EVENT_STREAM, KeepAlive
+from serve_app.protocols.openai import embeddings, errors
+from serve_app.protocols.openai.errors import InvalidField
+from serve_app.settings import Settings
+
+Route = Callable[[HttpExchange], Awaitable[None]]
+
+_MIN_CONCURRENT_TEXTS = 16  # of one request, even if the model's batches are smaller
+_NO_BUFFERING = (b"x-accel-buffering", b"no")
+
+
+class OpenAIRoutes:
+    """The routes of OpenAI's API.
+
+    ``model`` in a body is a model's name, whose version the traffic policy selects, or ``name:version``. The
+    header ``url_path`` of a request holds the path for the handler, as TorchServe sets it under
+    ``/predictions/{model}/{version}/v1/...``.
+    """
+
+    def __init__(self, plane: DataPlane, settings: Settings) -> None:
+        self._plane = plane
+        self._limit = settings.inference.max_request_size
+        self._shown = settings.inference.handler_errors
+
+    def matches(self, exchange: HttpExchange) -> bool:
+        return self._route(exchange.segments) is not None
+
+    async def send_error(self, exchange: HttpExchange, error: Exception) -> None:
+        await errors.send_error(exchange, error, self._shown)
+
+    async def handle(self, exchange: HttpExchange) -> None:
+        route = self._route(exchange.segments)
+        assert route is not None
+        if exchange.method == "OPTIONS":  # a browser's preflight request has no key
+            return await exchange.send_response(204, [], b"")
+        auth.authorize(self._plane.access, exchange, "infer")
+        if exchange.method != ("GET" if exchange.segments[1] == "models" else "POST"):
+            raise MethodNotAllowed()
+        await route(exchange)
+
+    def _route(self, segments: list[str]) -> Route | None:
+        if not segments or segments[0] != "v1":
+            return None
+        match segments[1:]:
+            case ["chat", "completions"] | ["completions"]:
+                return self._generate
+            case ["embeddings"]:
+                return self._embed
+            case ["models"]:
+                return self._list_models
+            case ["models", id] if not id.endswith((":predict", ":explain")):
+                return self._show_model
+        return None
+
+    # Models
+
+    async def _list_models(self, exchange: HttpExchange) -> None:
+        ids = list(self._iterate_ids(auth.get_allowed_models(exchange)))
+        data = [_describe_model(id) for id in ids]
+        await exchange.send_response(
+            200, [JSON], orjson.dumps({"object": "list", "data": data, "models": ids})
+        )
+
+    def _iterate_ids(self, allowed_models: tuple[str, ...]) -> Iterator[str]:
+        """Yield the name of each model, and ``name:version`` for each version if there are several."""
+        for name, model in sorted(self._plane.table.models.items()):
+            if matches(name, allowed_models):
+                if (default := model.versions.get(model.default)) is not None and _is_ready(default):
+                    yield name
+                if len(model.versions) > 1:
+                    versions = model.versions.items()
+                    yield from (f"{name}:{number}" for number, version in versions if _is_ready(version))
+
+    async def _show_model(self, exchange: HttpExchange) -> None:
+        id = exchange.segments[2]
+        model, version = _split_id(id)
+        auth.require_model(exchange, model)
+        version_route = self._plane.find_version(model, version)
+        if not _is_ready(version_route):
+            error = NoReplica(model, version, version_route.last_error)
+            error.retry_after = None  # a readiness check should not wait
+            raise error
+        await exchange.send_response(200, [JSON], orjson.dumps(_describe_model(id)))
+
+    # Completions
+
+    async def _generate(self, exchange: HttpExchange) -> None:
+        body = await exchange.read_body(self._limit)
+        model, version = self._authorize_model(exchange, _parse_object(body))
+        inputs = (InputPart("body", body, "application/json"),)
+        request = self._build_request(exchange, model, version, inputs)
+        disconnect_check = exchange.cancel_on_disconnect()
+        try:
+            response = await self._plane.infer(request)
+            if isinstance(response, ResponseStream):
+                await self._send_stream(exchange, response)
+            else:
+                await self._send_response(exchange, response)
+        except RelayError as error:
+            exchange.version = error.selected_version or exchange.version
+            raise
+        finally:
+            disconnect_check.cancel()
+
+    async def _send_response(self, exchange: HttpExchange, response: InferenceResponse) -> None:
+        exchange.version = response.version
+        headers = build_response_headers(response)
+        if not response.content_type:
+            is_event_stream = response.body.startswith(b"data:")
+            headers.append((b"content-type", EVENT_STREAM.encode()) if is_event_stream else JSON)
+        if response.headers:
+            exchange.override_defaults(headers)
+        await exchange.send_response(_valid_status(response), headers, response.body)
+
+    async def _send_stream(self, exchange: HttpExchange, stream: ResponseStream) -> None:
+        """Forward the handler's events as they arrive."""
+        head = stream.head
+        exchange.version = head.version
+        headers = encode_handler_headers(head.content_type or EVENT_STREAM, head.headers)
+        exchange.override_defaults(headers)
+        headers += _NO_BUFFERING, version_header(head.version)
+        if head.arm:
+            headers.append(arm_header(head.arm))
+        events = ResponseStream(head, self._encode_events(exchange, stream))
+        await exchange.send_stream(_valid_status(head), headers, events)
+
+    async def _encode_events(self, exchange: HttpExchange, stream: ResponseStream) -> AsyncIterator[bytes]:
+        async with aclosing(KeepAlive(stream)) as chunks:
+            try:
+                async for chunk in chunks:
+                    yield chunk
+            except RelayError as error:
+                document = errors.to_document(error, exchange.request_id, self._shown)
+                yield b"data: %b\n\n" % orjson.dumps(document)
+
+    # Embeddings
+
+    async def _embed(self, exchange: HttpExchange) -> None:
+        document = _parse_object(await exchange.read_body(self._limit))
+        model, version = self._authorize_model(exchange, document)
+        embedding_request = embeddings.parse_request(document)
+        disconnect_check = exchange.cancel_on_disconnect()
+        try:
+            request = self._build_request(exchange, model, version, ())
+            responses = await self._infer_texts(request, embedding_request.inputs)
+        except RelayError as error:
+            exchange.version = error.selected_version or exchange.version
+            raise
+        finally:
+            disconnect_check.cancel()
+        exchange.version = responses[0].version
+        headers: Headers = [JSON, version_header(responses[0].version)]
+        if responses[0].arm:
+            headers.append(arm_header(responses[0].arm))
+        body = embeddings.encode_response(embedding_request, document["model"], responses)
+        await exchange.send_response(200, headers, body)
+
+    async def _infer_texts(
+        self, request: InferenceRequest, texts: tuple[str, ...]
+    ) -> list[InferenceResponse]:
+        """Return the response to each text, all from one version.
+
+        Enough requests to fill two of the model's batches run concurrently.
+        """
+        model, version = request.model, request.version
+        version_route = self._plane.find_version(model, version)
+        concurrency = min(
+            version_route.job_queue_size, max(_MIN_CONCURRENT_TEXTS, 2 * version_route.max_batch_size)
+        )
+        responses: dict[int, InferenceResponse] = {}
+        remaining = iter(enumerate(texts))
+
+        async def infer(index: int, text: str) -> None:
+            request_id = uuid4() if index else request.request_id
+            inputs = embeddings.build_inputs(text)
+            response = await self._plane.infer(
+                replace(request, version=version, inputs=inputs, request_id=request_id)
+            )
+            if isinstance(response, ResponseStream):
+                await response.aclose()
+                raise InvalidField(f"Model {model} answers with a stream, which is no embedding.", "model")
+            if response.status >= 400:
+                raise HandlerRejected(response.body.decode(errors="replace"), response.status)
+            responses[index] = response
+
+        async def infer_remaining() -> None:
+            for index, text in remaining:
+                await infer(index, text)
+
+        if version is None and self._plane.splits_traffic(model):
+            # The first response selects the version of all.
+            await infer(*next(remaining))
+            version = responses[0].version
+        tasks = [
+            asyncio.ensure_future(infer_remaining()) for _ in range(max(1, min(concurrency, len(texts))))
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [responses[index] for index in range(len(texts))]
+
+    # Requests
+
+    def _authorize_model(self, exchange: HttpExchange, document: dict[str, Any]) -> tuple[str, str | None]:
+        """Return the model and the version, if any, that a body names. The key must cover the model."""
+        id = document.get("model")
+        if not isinstance(id, str) or not id:
+            raise InvalidField(
+                "model is the name of a model, or name:version; GET /v1/models lists them.", "model"
+            )
+        model, version = _split_id(id)
+        exchange.model, exchange.version = model, version or ""
+        auth.require_model(exchange, model)
+        return model, version
+
+    def _build_request(
+        self, exchange: HttpExchange, model: str, version: str | None, inputs: tuple[InputPart, ...]
+    ) -> InferenceRequest:
+        headers = exchange.headers
+        headers["url_path"] = "/".join(exchange.segments)
+        headers["explain"] = "False"
+        deadline, priority = parse_deadline(headers), parse_priority(headers)
+        return InferenceRequest(
+            model, version, inputs, headers, "predict", exchange.request_id, deadline, priority
+        )
+
+
+def _split_id(id: str) -> tuple[str, str | None]:
+    """Split ``name`` or ``name:version``; names contain no colon."""
+    model, _, version = id.partition(":")
+    return model, version or None
+
+
+def _is_ready(version: VersionRoute) -> bool:
+    """Return whether the version serves requests; a request starts one that is scaled to zero."""
+    return version.phase in ("ready", "idle") or version.replicas > 0
+
+
+def _describe_model(id: str) -> dict[str, Any]:
+    """Return OpenAI's fields, and those of KServe's first protocol, which has the same addresses."""
+    return {"id": id, "object": "model", "created": 0, "owned_by": "torchrelay", "name": id, "ready": True}
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
+    try:
+        document = orjson.loads(body)
+    except ValueError as error:
+        raise InvalidBody(f"The body is no JSON: {error}.") from None
+    if not isinstance(document, dict):
+        raise InvalidBody("The body is a JSON object.")
+    return document
+
+
+def _valid_status(response: InferenceResponse) -> int:
+    return response.status if 200 <= response.status < 600 else 500
