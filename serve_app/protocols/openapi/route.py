@@ -1,4 +1,4 @@
-"""``/openapi.json``: the document of a port."""
+"""The route ``/openapi.json``, which serves a port's document."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from functools import cached_property
 
 import orjson
 
-from serve_app.doors.exchange import JSON, Exchange
-from serve_app.doors.openapi.words import Json
-from serve_app.doors.torchserve import errors
 from serve_app.errors import MethodNotAllowed
+from serve_app.protocols.http.exchange import JSON, HttpExchange
+from serve_app.protocols.openapi.builders import Json
+from serve_app.protocols.torchserve import errors
 
 
-class OpenAPIDoor:
-    """No key is wanted: the document says nothing of any model."""
+class OpenAPIRoutes:
+    """The route, which needs no key because the document describes no model."""
 
     def __init__(self, document: Json) -> None:
         self._document = document
 
-    refuse = staticmethod(errors.refuse)
+    send_error = staticmethod(errors.send_error)
 
-    def knows(self, exchange: Exchange) -> bool:
+    def matches(self, exchange: HttpExchange) -> bool:
         return exchange.segments == ["openapi.json"]
 
-    async def answer(self, exchange: Exchange) -> None:
+    async def handle(self, exchange: HttpExchange) -> None:
         if exchange.method not in ("GET", "HEAD"):
             raise MethodNotAllowed()
-        await exchange.reply(200, [JSON], self._bytes)
+        await exchange.send_response(200, [JSON], self._encoded_document)
 
     @cached_property
-    def _bytes(self) -> bytes:
+    def _encoded_document(self) -> bytes:
         return orjson.dumps(self._document)
