@@ -1,0 +1,87 @@
+"""The table from errors to the protocol's HTTP statuses; the body of every error is ``{"error": text}``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import orjson
+
+from serve_app import errors
+from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
+
+
+class UnsupportedFeature(errors.BadRequest):
+    """``UnsupportedFeature(message)``: a part of the protocol, or of its extensions, that is not served."""
+
+    reason = "unsupported"
+
+
+# Looked up along the MRO: a class without an entry has the status of its parent.
+TABLE: dict[type[BaseException], int] = {
+    Exception: 500,
+    errors.BadRequest: 400,
+    UnsupportedFeature: 501,
+    errors.IdempotencyKeyReused: 422,
+    errors.AccessDenied: 401,
+    errors.MissingPermission: 403,
+    errors.ModelNotAllowed: 403,
+    errors.Forbidden: 403,
+    errors.NotFound: 404,
+    errors.MethodNotAllowed: 405,
+    errors.VersionExists: 409,
+    errors.Conflict: 409,
+    errors.SequenceLost: 410,
+    errors.RequestTooLarge: 413,
+    errors.Unavailable: 503,
+    errors.QuotaExceeded: 429,
+    errors.DeadlineExceeded: 504,
+    errors.StartOutOfMemory: 507,
+    errors.InProgress: 503,  # the protocol has no status for it, and a retry does no harm
+    errors.HandlerOutOfMemory: 507,
+}
+# KServe's specification of text generation has other statuses for these.
+GENERATE: dict[type[BaseException], int] = {
+    errors.InvalidBody: 422,
+    errors.QueueFull: 429,
+    errors.HandlerFailed: 424,
+    errors.HandlerOutOfMemory: 507,
+}
+# The details of a failed load are always sent; a handler's traceback never is by default.
+_WITH_DETAIL = (errors.StartFailed, errors.DownloadFailed, errors.InstallFailed)
+# The operator may have these details sent, too (inference.handler_errors).
+_HANDLER_ERRORS = (errors.HandlerFailed, errors.ReplicaDied)
+Shown = Literal["hidden", "message", "traceback"]
+
+
+def find_status(error: Exception, generates: bool = False) -> int:
+    """Return the HTTP status of an error; ``generates``: of a request to generate text."""
+    if isinstance(error, errors.HandlerRejected):
+        return error.code if 400 <= error.code < 600 else 500
+    for cls in type(error).__mro__:
+        if generates and cls in GENERATE:
+            return GENERATE[cls]
+        if cls in TABLE:
+            return TABLE[cls]
+    return 500
+
+
+def to_document(error: Exception, request_id: str = "", shown: Shown = "hidden") -> dict[str, Any]:
+    """Return the body of an error; ``shown`` is the part of a handler's failure that it contains."""
+    if not isinstance(error, errors.RelayError):  # its message is not meant for the caller
+        reference = f"; the server's log has more under {request_id}" if request_id else ""
+        return {"error": f"Unexpected {type(error).__name__}{reference}."}
+    message = str(error)
+    if isinstance(error, _WITH_DETAIL) and error.detail:
+        message = f"{message}: {error.detail.strip()}"
+    elif shown != "hidden" and isinstance(error, _HANDLER_ERRORS) and (detail := error.detail.strip()):
+        message = f"{message}: {detail if shown == 'traceback' else detail.splitlines()[-1]}"
+    return {"error": message}
+
+
+async def send_error(
+    exchange: HttpExchange, error: Exception, generates: bool = False, shown: Shown = "hidden"
+) -> None:
+    """Send an error; the header ``x-torchrelay-reason`` has its machine-readable reason."""
+    headers = [JSON, *build_error_headers(error)]
+    document = to_document(error, exchange.request_id, shown)
+    await exchange.send_response(find_status(error, generates), headers, orjson.dumps(document))
