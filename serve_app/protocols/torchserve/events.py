@@ -1,0 +1,73 @@
+"""``GET /models/{model}/events``: the stages of a model's registration, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from urllib.parse import parse_qsl
+
+import orjson
+
+from serve_app.control.api import ControlPlane
+from serve_app.domain.model import FINAL_STAGES, ModelEvent
+from serve_app.domain.request import InferenceResponse, ResponseStream
+from serve_app.errors import BadRequest
+from serve_app.protocols.http.exchange import ClientDisconnected, HttpExchange
+from serve_app.protocols.http.sse import EVENT_STREAM, HEARTBEAT_INTERVAL_S, KEEP_ALIVE_COMMENT
+
+_HEADERS = [(b"content-type", EVENT_STREAM.encode()), (b"x-accel-buffering", b"no")]
+
+
+async def stream(exchange: HttpExchange, control: ControlPlane, model: str) -> None:
+    """Stream the events of a model's last registration, or those after ``since``, up to its last stage.
+
+    Query: ``since`` (or the header Last-Event-ID), ``registration`` (the events of that one only), and
+    ``follow=true`` (do not end at the last stage).
+    """
+    query = dict(parse_qsl(exchange.scope.get("query_string", b"").decode("latin-1")))
+    since = _parse_event_id(query.get("since") or exchange.headers.get("last-event-id"))
+    registration = query.get("registration") or None
+    follow = query.get("follow", "").lower() == "true"
+    # Looked up before the response starts, because the status may be 404.
+    first_events = await control.poll_events(model, registration, since, 0.0)
+
+    async def encode_events() -> AsyncIterator[bytes]:
+        last_id, events = since, first_events
+        while True:
+            for event in events:
+                yield _encode(event)
+                if event.stage in FINAL_STAGES and not follow:
+                    return
+                last_id = event.id
+            events = await control.poll_events(model, registration, last_id, HEARTBEAT_INTERVAL_S)
+            if not events and last_id is None:
+                return  # the registration never started
+            if not events:
+                yield KEEP_ALIVE_COMMENT
+
+    exchange.cancel_on_disconnect()
+    try:
+        response = ResponseStream(InferenceResponse(b""), encode_events())
+        await exchange.send_stream(200, list(_HEADERS), response)
+    except asyncio.CancelledError:  # most clients end the stream by disconnecting
+        raise ClientDisconnected() from None
+
+
+def _encode(event: ModelEvent) -> bytes:
+    fields = {
+        "model": event.model,
+        "version": event.version or None,
+        "registration": event.registration,
+        "time": event.time,
+        **event.details,
+    }
+    data = orjson.dumps({key: value for key, value in fields.items() if value is not None})
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.id, event.stage.encode(), data)
+
+
+def _parse_event_id(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise BadRequest(f"since is the id of an event, and is {text!r}.")
+    return int(text)

@@ -1,0 +1,300 @@
+"""TorchServe's REST inference API over the data plane, with health routes that report the real state."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import orjson
+
+from serve_app.control.api import ControlPlane
+from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, Kind, ResponseStream
+from serve_app.errors import (
+    ClientTimeout,
+    MethodNotAllowed,
+    MissingParameter,
+    RelayError,
+    ResourceNotFound,
+    WorkflowStepError,
+)
+from serve_app.protocols.http import auth
+from serve_app.protocols.http.async_predictions import AsyncInterceptor
+from serve_app.protocols.http.exchange import (
+    HttpExchange,
+    arm_header,
+    build_response_headers,
+    encode_handler_headers,
+    parse_deadline,
+    parse_priority,
+    version_header,
+)
+from serve_app.protocols.http.sse import EVENT_STREAM, SSEStream
+from serve_app.protocols.management import experiments
+from serve_app.protocols.torchserve import errors, form_data, openapi
+from serve_app.settings import Settings
+
+Route = Callable[[HttpExchange], Awaitable[None]]
+
+# Seconds for which a late request stays unanswered where TorchServe would never answer it.
+LATE_RESPONSE_HOLD_S = 120.0
+_ROUTES_WITHOUT_KEY = ("ping", "health", "api-description")  # and every OPTIONS request
+
+
+class InferenceRoutes:
+    """The routes of the inference port, for every method; only OPTIONS is treated differently."""
+
+    def __init__(self, plane: DataPlane, settings: Settings, control: ControlPlane | None = None) -> None:
+        self._plane = plane
+        self._control = control
+        self._async = AsyncInterceptor(plane, control, settings)
+        self._max_body_size = settings.inference.max_request_size
+        self._api_document = openapi.BOTH if settings.inference.serve_management else openapi.INFERENCE
+        self._drops_late_responses = settings.inference.late_response == "drop"
+        self._handler_errors = settings.inference.handler_errors
+        self._routes: dict[str, Route] = {
+            "predictions": self._predict,
+            "explanations": self._explain,
+            "invocations": self._invocations,
+            "wfpredict": self._wfpredict,
+            "ping": self._ping,
+            "health": self._health,
+            "api-description": self._describe_api,
+        }
+
+    async def send_error(self, exchange: HttpExchange, error: Exception) -> None:
+        if self._drops_late_responses and isinstance(error, ClientTimeout):
+            await exchange.hold_open(LATE_RESPONSE_HOLD_S)
+        await errors.send_error(exchange, error, self._handler_errors)
+
+    def matches(self, exchange: HttpExchange) -> bool:
+        return self._route(exchange.segments) is not None
+
+    async def handle(self, exchange: HttpExchange) -> None:
+        segments = exchange.segments
+        if segments and segments[0] not in _ROUTES_WITHOUT_KEY and exchange.method != "OPTIONS":
+            auth.authorize(self._plane.access, exchange, "infer")
+        route = self._route(segments)
+        if route is None:
+            raise ResourceNotFound()
+        await route(exchange)
+
+    def _route(self, segments: list[str]) -> Route | None:
+        """Return the handler of a path, by its first segment or else by its form."""
+        if not segments:
+            return self._root
+        route = self._routes.get(segments[0])
+        if route is not None:
+            return route
+        if segments[-1] == "infer":  # the Open Inference Protocol's, and more frequent than all that follows
+            return None
+        match segments:
+            case ["v1", "models", name] if name.endswith((":predict", ":explain")):
+                return self._kserve_v1
+            case ["v2", "models", _, "explain"]:
+                return self._explain_v2
+            case ["experiments", _, "events"] if self._control is not None:
+                return self._record_rewards
+            case ["models", _, "invoke"]:
+                return self._model_in_path
+            case ["models", *_]:
+                return None
+            case [_, "predict"] | [_, _, "predict"]:
+                return self._model_in_path
+        return None
+
+    async def _root(self, exchange: HttpExchange) -> None:
+        if exchange.method in ("GET", "HEAD"):  # the liveness probe of KServe's v1 protocol
+            return await errors.send_json(exchange, {"status": "alive"})
+        if exchange.method != "OPTIONS":
+            raise MethodNotAllowed()
+        await errors.send_json(exchange, self._api_document)
+
+    async def _predict(self, exchange: HttpExchange) -> None:
+        await self._infer_by_path(exchange, "predict")
+
+    async def _explain(self, exchange: HttpExchange) -> None:
+        await self._infer_by_path(exchange, "explain")
+
+    async def _infer_by_path(self, exchange: HttpExchange, kind: Kind) -> None:
+        segments = exchange.segments
+        if len(segments) < 2:
+            raise ResourceNotFound()
+        exchange.headers["url_path"] = "/".join(segments[3:])
+        await self._infer(exchange, segments[1], segments[2] if len(segments) > 2 else None, kind)
+
+    async def _wfpredict(self, exchange: HttpExchange) -> None:
+        """Run a workflow by its name, on TorchServe's route; every failure of a step has one status there."""
+        if len(exchange.segments) < 2:
+            raise ResourceNotFound()
+        name = exchange.segments[1]
+        self._plane.find_workflow(name)
+        try:
+            await self._infer(exchange, name, None)
+        except RelayError as error:
+            if isinstance(error, WorkflowStepError):
+                raise errors.WorkflowNodeFailed.from_step_error(error) from None
+            raise
+
+    async def _kserve_v1(self, exchange: HttpExchange) -> None:
+        model, _, verb = exchange.segments[2].partition(":")
+        await self._infer(exchange, model, None, "explain" if verb == "explain" else "predict")
+
+    async def _explain_v2(self, exchange: HttpExchange) -> None:
+        """Explain on a route beside the Open Inference Protocol, which has none for it."""
+        await self._infer(exchange, exchange.segments[2], None, "explain")
+
+    async def _model_in_path(self, exchange: HttpExchange) -> None:
+        """Handle ``/models/{model}/invoke``, ``/{model}/predict`` and ``/{model}/{version}/predict``.
+
+        The parameters of the query are inputs.
+        """
+        first, second, *rest = exchange.segments
+        model, version = (second, None) if first == "models" else (first, second if rest else None)
+        await self._infer(exchange, model, version, query=_query_inputs(exchange))
+
+    async def _invocations(self, exchange: HttpExchange) -> None:
+        """Handle ``/invocations``, whose model is named by the query or by a field of the form.
+
+        Without a name it is the only model that was loaded at startup.
+        """
+        if len(exchange.segments) > 1:
+            raise ResourceNotFound()
+        query, inputs = _query_inputs(exchange), None
+        model: str | None = _model_name(query)
+        if not model:
+            body = await exchange.read_body(self._max_body_size)
+            inputs = query + form_data.parse_body(exchange.headers.get("content-type"), body)
+            model = _model_name(inputs) or self._plane.startup_model
+            if not model:
+                raise MissingParameter("model_name")
+        await self._infer(exchange, model, None, query=query, inputs=inputs)
+
+    async def _infer(
+        self,
+        exchange: HttpExchange,
+        model: str,
+        version: str | None,
+        kind: Kind = "predict",
+        query: tuple[InputPart, ...] = (),
+        inputs: tuple[InputPart, ...] | None = None,
+    ) -> None:
+        """Send the model's response to ``inputs``, or else to ``query`` and the request's body."""
+        exchange.model, exchange.version = model, version or ""
+        if exchange.method == "OPTIONS":
+            self._plane.find_version(model, version)
+            return await errors.send_json(exchange, openapi.describe_model(model))
+        auth.require_model(exchange, model)
+        headers = exchange.headers
+        if inputs is None:
+            if "prefer" in headers and await self._async.intercept(exchange, model, version):
+                return
+            body = await exchange.read_body(self._max_body_size)
+            inputs = query + form_data.parse_body(headers.get("content-type"), body)
+        headers["explain"] = "True" if kind == "explain" else "False"
+        deadline, priority = parse_deadline(headers), parse_priority(headers)
+        request = InferenceRequest(
+            model, version, inputs, headers, kind, exchange.request_id, deadline, priority
+        )
+        disconnect_check = exchange.cancel_on_disconnect()
+        try:
+            await self._send(exchange, await self._plane.infer(request))
+        except RelayError as error:
+            exchange.version = error.selected_version or exchange.version
+            raise
+        finally:
+            disconnect_check.cancel()
+
+    async def _send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
+        if isinstance(response, ResponseStream):
+            head = response.head
+            exchange.version = head.version
+            if EVENT_STREAM in exchange.headers.get("accept", "") and head.content_type != EVENT_STREAM:
+                return await self._send_events(exchange, response)
+            headers = encode_handler_headers(head.content_type, head.headers)
+            exchange.override_defaults(headers)
+            headers += (b"ts_stream_next", b"true"), version_header(head.version)
+            if head.arm:
+                headers.append(arm_header(head.arm))
+            await exchange.send_stream(errors.clamp_status(head.status), headers, response)
+        else:
+            exchange.version = response.version
+            if exchange.headers.get("accept") == EVENT_STREAM and response.content_type != EVENT_STREAM:
+                return await self._send_events(exchange, ResponseStream(response, _one_chunk(response.body)))
+            headers = build_response_headers(response)
+            if response.headers:
+                exchange.override_defaults(headers)
+            await exchange.send_response(errors.clamp_status(response.status), headers, response.body)
+
+    async def _send_events(self, exchange: HttpExchange, stream: ResponseStream) -> None:
+        """Send server-sent events, to a client whose header Accept names them."""
+        head, id = stream.head, exchange.request_id
+        handler_headers = (header for header in head.headers if header[0].lower() != "content-type")
+        headers = encode_handler_headers(None, handler_headers)
+        exchange.override_defaults(headers)
+        headers += (
+            (b"content-type", EVENT_STREAM.encode()),
+            (b"x-accel-buffering", b"no"),
+            version_header(head.version),
+        )
+        if head.arm:
+            headers.append(arm_header(head.arm))
+
+        def encode_error(error: RelayError) -> bytes:
+            return orjson.dumps(errors.to_document(error, id, self._handler_errors))
+
+        events = SSEStream(stream, orjson.dumps({"request_id": id, "version": head.version}), encode_error)
+        await exchange.send_stream(errors.clamp_status(head.status), headers, ResponseStream(head, events))
+
+    async def _record_rewards(self, exchange: HttpExchange) -> None:
+        """Record rewards of experiments on the inference port, so that applications need no other key."""
+        assert self._control is not None
+        await experiments.handle(exchange, self._control, exchange.segments[1:], self._max_body_size)
+
+    async def _ping(self, exchange: HttpExchange) -> None:
+        if self._plane.healthy:
+            await errors.send_json(exchange, {"status": "Healthy"})
+        else:
+            await errors.send_json(exchange, {"status": "Unhealthy"}, 500)
+
+    async def _health(self, exchange: HttpExchange) -> None:
+        if exchange.segments == ["health", "live"]:
+            await errors.send_json(exchange, {"live": True})
+        elif exchange.segments == ["health", "ready"]:
+            await errors.send_json(exchange, self._readiness(), 200 if self._plane.ready else 503)
+        else:
+            raise ResourceNotFound()
+
+    def _readiness(self) -> dict[str, Any]:
+        """Return which versions are loading and which have failed, as model/version."""
+        table = self._plane.table
+        phases: dict[str, list[str]] = {"loading": [], "failed": []}
+        for model, route in sorted(table.models.items()):
+            for version in route.versions.values():
+                if version.phase in phases:
+                    phases[version.phase].append(f"{model}/{version.version}")
+        document: dict[str, Any] = {"ready": self._plane.ready, **phases}
+        if table.generation == 0:
+            document["reason"] = "no routing table has reached this process yet"
+        return document
+
+    async def _describe_api(self, exchange: HttpExchange) -> None:
+        if len(exchange.segments) > 1:
+            raise ResourceNotFound()
+        await errors.send_json(exchange, self._api_document)
+
+
+async def _one_chunk(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+def _query_inputs(exchange: HttpExchange) -> tuple[InputPart, ...]:
+    return form_data.parse_query(exchange.scope.get("query_string", b""))
+
+
+def _model_name(inputs: tuple[InputPart, ...]) -> str:
+    """Return the first value of ``model_name`` that is not empty, else an empty text."""
+    names = (
+        part.value.decode("utf-8", "replace") for part in inputs if part.name == "model_name" and part.value
+    )
+    return next(names, "")
