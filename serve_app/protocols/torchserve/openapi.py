@@ -1,0 +1,83 @@
+"""The OpenAPI 3.0.1 documents of TorchServe's REST APIs, built from ``openapi.json``.
+
+Their operations come in TorchServe's order, with its ids, parameters and schemas, so that a client generated
+from them has the same methods. The routes that TorchServe serves and does not describe follow, and then our
+own. README.md lists where TorchServe's own documents are wrong and these are not.
+
+``openapi.json`` has paths by group, and the parts that several paths share, each referred to by ``$ref``.
+The documents have the parts in place of the references, as TorchServe's have.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+import serve_app
+
+Json = dict[str, Any]
+
+_SOURCE: Json = orjson.loads(Path(__file__).with_name("openapi.json").read_bytes())
+
+
+def _resolve(value: Any) -> Any:
+    """Return ``value`` with the shared parts in place of its references."""
+    if isinstance(value, dict):
+        if "$ref" in value:
+            return _shared_part(value["$ref"])
+        return {key: _resolve(inner) for key, inner in value.items()}
+    return [_resolve(item) for item in value] if isinstance(value, list) else value
+
+
+@cache
+def _shared_part(reference: str) -> Any:
+    _, kind, name = reference.split("/")
+    return _resolve(_SOURCE[kind][name])
+
+
+_GROUPS: dict[str, Json] = {name: _resolve(paths) for name, paths in _SOURCE["paths"].items()}
+
+
+def _document(info: Json, *groups: str) -> Json:
+    paths = {path: operations for group in groups for path, operations in _GROUPS[group].items()}
+    return {"openapi": "3.0.1", "info": {**info, "version": serve_app.__version__}, "paths": paths}
+
+
+_INFERENCE = ("inference", "description")
+_MANAGEMENT = ("management", "model_management", "description")
+_MANAGEMENT_EXTENSIONS = ("traffic", "management_extensions")
+_INFO: Json = _SOURCE["info"]
+
+INFERENCE = _document(_INFO, *_INFERENCE, "metrics", "inference_extensions")
+MANAGEMENT = _document(_INFO, *_MANAGEMENT, "metrics", *_MANAGEMENT_EXTENSIONS)
+METRICS = _document(_INFO, "metrics")
+# The document of a port that serves both APIs.
+BOTH = _document(_INFO, *_INFERENCE, *_MANAGEMENT, "metrics", "inference_extensions", *_MANAGEMENT_EXTENSIONS)
+
+
+def describe_model(model: str) -> Json:
+    """Return the document of a model's routes on the inference port.
+
+    Its first path, ``/prediction/{model}``, is TorchServe's spelling, which no server answers; the paths of
+    ``/predictions`` and ``/explanations`` are ours.
+    """
+    document = _document({"title": f"RESTful API for: {model}"}, "model")
+    return {**document, "paths": _fill(document["paths"], model)}
+
+
+def _fill(value: Any, model: str) -> Any:
+    """Return ``value`` with the model's name in place of ``{model}``."""
+    if isinstance(value, dict):
+        return {key.replace("{model}", model): _fill(inner, model) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_fill(item, model) for item in value]
+    return value.replace("{model}", model) if isinstance(value, str) else value
+
+
+def describe_model_management(model: str) -> Json:
+    """Return the document of a model's routes on the management port."""
+    title = f"RESTful Management API for: {model}"
+    return _document({"title": title}, "model_management", "traffic")

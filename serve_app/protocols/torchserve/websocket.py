@@ -1,0 +1,269 @@
+"""Predictions over a WebSocket: each message is a request, and each chunk of its response a message back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
+from serve_app.errors import (
+    Forbidden,
+    ModelNotAllowed,
+    RelayError,
+    RequestTooLarge,
+    ResourceNotFound,
+    get_reason,
+)
+from serve_app.protocols.http import auth
+from serve_app.protocols.http.exchange import (
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    parse_deadline,
+    parse_priority,
+    uuid4,
+)
+from serve_app.protocols.torchserve import errors
+from serve_app.settings import Settings
+from serve_app.telemetry.access_log import AccessLog
+
+_log = logging.getLogger("torchrelay.protocols")
+
+_MAX_QUEUED_MESSAGES = 16  # of one connection, behind the request that is processed
+_MESSAGE_TOO_BIG, _POLICY_VIOLATION = 1009, 1008  # RFC 6455, 7.4.1
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class WebSocketRoutes:
+    """The WebSocket ``/predictions/{model}[/{version}]``, whose requests are processed one after the other.
+
+    A text message that starts as a JSON object or list is JSON, any other text message is text, and a binary
+    message is bytes; the handshake's Content-Type overrides all three. The response is a message for each
+    chunk, text where the chunk is UTF-8, and then ``{"end": {"status", "request_id", "version", "chunks"}}``,
+    with an ``error`` after a failure. Closing the connection cancels the request that is processed.
+    Each request is counted by ``count_response`` and logged in ``access_log``, as an HTTP request is.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        settings: Settings,
+        count_response: Callable[[int], None],
+        access_log: AccessLog | None,
+    ) -> None:
+        self._plane = plane
+        self._max_message_size = settings.inference.max_request_size
+        self._handler_errors = settings.inference.handler_errors
+        self._allowed_origin = settings.inference.cors_allowed_origin
+        self._count_response = count_response
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_http_response(message: Any) -> None:
+            await send({**message, "type": f"websocket.{message['type']}"})
+
+        exchange = HttpExchange({**scope, "method": "WEBSOCKET"}, receive, send_http_response)
+        await receive()  # websocket.connect
+        try:
+            authorization = exchange.headers.get("authorization")
+            self._check(exchange)
+        except RelayError as error:
+            if "websocket.http.response" in scope.get("extensions", ()):
+                return await errors.send_error(exchange, error, self._handler_errors)
+            return await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
+        await send({"type": "websocket.accept", "headers": []})
+        session = _WebSocketSession(self, exchange, authorization, send)
+        try:
+            await session.receive_messages(receive, self._max_message_size)
+        finally:
+            await session.close()
+
+    def _check(self, exchange: HttpExchange) -> None:
+        """Check the handshake as an HTTP request without its body. Raises RelayError."""
+        auth.authorize(self._plane.access, exchange, "infer")
+        self._check_origin(exchange.headers)
+        segments = exchange.segments
+        if len(segments) < 2 or segments[0] != "predictions":
+            raise ResourceNotFound()
+        exchange.model, exchange.version = segments[1], segments[2] if len(segments) > 2 else ""
+        exchange.headers |= {"url_path": "/".join(segments[3:]), "explain": "False"}
+        auth.require_model(exchange, exchange.model)
+        parse_deadline(exchange.headers), parse_priority(exchange.headers)
+        self._plane.find_version(exchange.model, exchange.version or None)
+
+    def _check_origin(self, headers: Mapping[str, str]) -> None:
+        """Check the Origin header: browsers let pages of any origin open a WebSocket. Raises Forbidden."""
+        origin = headers.get("origin")
+        if (
+            origin is None
+            or self._allowed_origin in ("*", origin)
+            or origin.partition("://")[2] == headers.get("host")
+        ):
+            return
+        raise Forbidden(
+            f"Pages of {origin:.100} may not connect here: name it in inference.cors_allowed_origin."
+        )
+
+    async def infer(self, session: _WebSocketSession, request_id: str, part: InputPart) -> None:
+        """Run one request and send its response. Raises RelayError."""
+        exchange = session.exchange
+        access = self._plane.access
+        # The key may have expired or been revoked since the last message.
+        if access is not None:
+            grant = auth.resolve_grant(access, session.authorization, "infer")
+            if not grant.covers(exchange.model):
+                raise ModelNotAllowed(exchange.model)
+        headers = dict(exchange.headers)
+        deadline, priority = parse_deadline(headers), parse_priority(headers)
+        version = exchange.version or None
+        request = InferenceRequest(
+            exchange.model, version, (part,), headers, "predict", request_id, deadline, priority
+        )
+        response = await self._plane.infer(request)
+        if isinstance(response, ResponseStream):
+            head = response.head
+            session.start_response(head.version, errors.clamp_status(head.status), head.arm)
+            try:
+                async for chunk in response:
+                    await session.send_chunk(chunk)
+            finally:
+                await response.aclose()
+        else:
+            session.start_response(response.version, errors.clamp_status(response.status), response.arm)
+            await session.send_chunk(response.body)
+
+    def describe_error(self, error: Exception, request_id: str) -> tuple[int, dict[str, Any]]:
+        """Return the status of an error and its fields in the end message."""
+        fields: dict[str, Any] = {"reason": get_reason(error)}
+        if isinstance(error, RelayError):
+            if error.retry_after is not None:
+                fields["retry_after"] = error.retry_after
+        else:
+            _log.error("%s failed: a fault of this server", request_id, exc_info=error)
+        document = errors.to_document(error, request_id, self._handler_errors)
+        fields["error"] = document or {"message": str(error)}
+        return errors.look_up(error)[0], fields
+
+    def record(
+        self, exchange: HttpExchange, status: int, seconds: float, request_id: str, version: str
+    ) -> None:
+        """Count a request and log it."""
+        self._count_response(status)
+        if self._access_log is not None:
+            host, port = exchange.scope.get("client") or ("", 0)
+            self._access_log.write(
+                f"{host}:{port}" if host else "-",
+                exchange.method,
+                exchange.path,
+                exchange.scope.get("http_version", "1.1"),
+                status,
+                seconds * 1000,
+                request_id,
+                exchange.model,
+                version,
+                None,
+            )
+
+
+class _WebSocketSession:
+    """One connection, with a queue of messages; one request is processed at a time."""
+
+    def __init__(
+        self, routes: WebSocketRoutes, exchange: HttpExchange, authorization: str | None, send: Send
+    ) -> None:
+        self.exchange = exchange
+        self.authorization = authorization
+        self._routes = routes
+        self._send = send
+        self._queue: asyncio.Queue[InputPart] = asyncio.Queue()
+        self._queued_bytes = 0
+        self._chunks_sent = 0  # of the current response
+        self._head: dict[str, Any] = {}
+        self._worker = asyncio.ensure_future(self._process_queue())
+
+    async def receive_messages(self, receive: Receive, max_size: int) -> None:
+        """Queue messages until the client disconnects or exceeds a limit."""
+        while True:
+            message = await receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            part = self._to_part(message)
+            if len(part.value) > max_size:
+                return await self._close_with(_MESSAGE_TOO_BIG, f"{RequestTooLarge(max_size)}")
+            self._queued_bytes += len(part.value)
+            if self._queue.qsize() >= _MAX_QUEUED_MESSAGES or self._queued_bytes > 2 * max_size:
+                explanation = (
+                    f"More than {_MAX_QUEUED_MESSAGES} requests, or {2 * max_size} bytes of them, wait: "
+                    "wait for their ends."
+                )
+                return await self._close_with(_POLICY_VIOLATION, explanation)
+            self._queue.put_nowait(part)
+
+    async def close(self) -> None:
+        self._worker.cancel()
+        await asyncio.wait((self._worker,))
+
+    def start_response(self, version: str, status: int, arm: str) -> None:
+        """Store the fields of the end message that are known when the response starts."""
+        self._head = {"version": version, "status": status}
+        if arm:
+            self._head["arm"] = arm
+
+    async def send_chunk(self, chunk: bytes) -> None:
+        """Send one chunk; this waits for a client that reads slowly."""
+        if chunk:
+            self._chunks_sent += 1
+            try:
+                await self._send({"type": "websocket.send", "text": chunk.decode()})
+            except UnicodeDecodeError:
+                await self._send({"type": "websocket.send", "bytes": chunk})
+
+    def _to_part(self, message: Any) -> InputPart:
+        text = message.get("text")
+        content_type = self.exchange.headers.get("content-type")
+        if text is None:
+            return InputPart("body", message["bytes"], content_type)
+        is_json = text.lstrip()[:1] in ("{", "[")
+        content_type = content_type or ("application/json" if is_json else "text/plain")
+        return InputPart("body", text.encode("utf-8", "replace"), content_type)
+
+    async def _process_queue(self) -> None:
+        while True:
+            part = await self._queue.get()
+            request_id, started_at = uuid4(), time.perf_counter()
+            self._chunks_sent, self._head = 0, {"version": self.exchange.version, "status": 200}
+            status = _CLIENT_CLOSED_REQUEST
+            error_fields: dict[str, Any] = {}
+            try:
+                try:
+                    await self._routes.infer(self, request_id, part)
+                    status = self._head["status"]
+                except OSError:  # the client has disconnected
+                    return
+                except Exception as error:
+                    status, error_fields = self._routes.describe_error(error, request_id)
+                    self._head["version"] = getattr(error, "selected_version", "") or self._head["version"]
+                finally:
+                    self._queued_bytes -= len(part.value)
+                    seconds = time.perf_counter() - started_at
+                    self._routes.record(self.exchange, status, seconds, request_id, self._head["version"])
+                end = {
+                    **self._head,
+                    "status": status,
+                    "request_id": request_id,
+                    "chunks": self._chunks_sent,
+                    **error_fields,
+                }
+                await self._send({"type": "websocket.send", "text": orjson.dumps({"end": end}).decode()})
+            except OSError:
+                return
+
+    async def _close_with(self, code: int, reason: str) -> None:
+        await self._send({"type": "websocket.close", "code": code, "reason": reason[:120]})

@@ -1,0 +1,127 @@
+"""Workflows over the control plane: TorchServe's routes, for its archives and for our own documents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from serve_app.control.api import ControlPlane
+from serve_app.domain import validation
+from serve_app.domain.model import Registration
+from serve_app.errors import InvalidBody, MethodNotAllowed, ResourceNotFound
+from serve_app.protocols.http import auth
+from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.torchserve import errors, form_data
+from serve_app.protocols.torchserve.descriptions import MAX_PAGE_SIZE
+from serve_app.protocols.torchserve.parameters import parse_bool, parse_integer, parse_query
+from serve_app.settings import Settings
+
+_YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+
+
+class WorkflowRoutes:
+    """The route ``/workflows`` and the routes below it."""
+
+    def __init__(self, control: ControlPlane, settings: Settings) -> None:
+        self._control = control
+        self._max_body_size = settings.inference.max_request_size
+
+    send_error = staticmethod(errors.send_error)
+
+    def matches(self, exchange: HttpExchange) -> bool:
+        return exchange.segments[:1] == ["workflows"]
+
+    async def handle(self, exchange: HttpExchange) -> None:
+        method, control = exchange.method, self._control
+        auth.authorize(control.access, exchange, "observe" if method in ("GET", "HEAD") else "manage")
+        match exchange.segments[1:]:
+            case []:
+                if method == "GET":
+                    await self._list(exchange)
+                elif method == "POST":
+                    await self._register(exchange)
+                else:
+                    raise MethodNotAllowed()
+            case [name, *version] if len(version) <= 1:
+                auth.require_model(exchange, name)
+                if method == "GET" and not version:
+                    await errors.send_json(exchange, await control.get_workflow(name))
+                elif method == "DELETE":
+                    await control.unregister_workflow(name, version[0] if version else None)
+                    await errors.send_json(exchange, {"status": f'Workflow "{name}" unregistered'})
+                else:
+                    raise MethodNotAllowed()
+            case _:
+                raise ResourceNotFound()
+
+    async def _list(self, exchange: HttpExchange) -> None:
+        query = parse_query(exchange)
+        limit = parse_integer(query.get("limit"), MAX_PAGE_SIZE)
+        limit = limit if 0 <= limit <= MAX_PAGE_SIZE else MAX_PAGE_SIZE
+        start = max(parse_integer(query.get("next_page_token"), 0), 0)
+        page, next_start = await self._control.list_workflows(start, limit, auth.get_allowed_models(exchange))
+        document: dict[str, Any] = {} if next_start is None else {"nextPageToken": str(next_start)}
+        document["workflows"] = [{"workflowName": name, "workflowUrl": url} for name, url in page]
+        await errors.send_json(exchange, document)
+
+    async def _register(self, exchange: HttpExchange) -> None:
+        """Register a workflow from the body's document, in YAML or JSON, or from an archive's URL.
+
+        A body with ``steps`` is a document.
+        """
+        body = await exchange.read_body(self._max_body_size)
+        fields = {**parse_query(exchange), **_parse_body(exchange, body)}
+        registration = replace(_parse_registration(fields), allowed_models=auth.get_allowed_models(exchange))
+        ref = await self._control.register_workflow(registration, _workflow_document(fields))
+        sentence = f"Workflow {ref.name} has been registered and scaled successfully."
+        await errors.send_json(exchange, {"status": sentence})
+
+
+def _workflow_document(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the workflow that the request itself holds, without the registration's parameters."""
+    if "steps" not in fields:
+        return None
+    return {key: value for key, value in fields.items() if key not in _PARAMETERS}
+
+
+_PARAMETERS = ("url", "workflow_name", "response_timeout", "startup_timeout", "s3_sse_kms")
+
+
+def _parse_registration(fields: dict[str, Any]) -> Registration:
+    parameters = {key: str(fields[key]) for key in _PARAMETERS if fields.get(key) is not None}
+    return Registration(
+        url=parameters.get("url", ""),
+        model_name=parameters.get("workflow_name") or None,
+        response_timeout=parse_integer(parameters.get("response_timeout"), None),
+        startup_timeout=parse_integer(parameters.get("startup_timeout"), None),
+        s3_sse_kms=parse_bool(parameters.get("s3_sse_kms")),
+    )
+
+
+def _parse_body(exchange: HttpExchange, body: bytes) -> dict[str, Any]:
+    """Return the fields of the body, none for an empty body. Raises InvalidBody."""
+    content_type = exchange.headers.get("content-type", "")
+    mime = content_type.partition(";")[0].strip().lower()
+    if not body.strip():
+        return {}
+    if mime in _YAML:
+        try:
+            return validation.parse_yaml(body)
+        except validation.DocumentError as error:
+            raise InvalidBody(f"The body {error}") from None
+    if mime in (form_data.MULTIPART, form_data.URLENCODED):
+        return {
+            field.name: field.value.decode("utf-8", "replace")
+            for field in form_data.parse_body(content_type, body)
+        }
+    if mime != "application/json":
+        return {}
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidBody(f"The body is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidBody(f"The body must be a JSON object, and is a {type(document).__name__}.")
+    return document
