@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from serve_app.domain.request import InputPart
 from serve_app.errors import InvalidBody
-from serve_app.types import Input
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 MULTIPART = "multipart/form-data"
 URLENCODED = "application/x-www-form-urlencoded"
 
 
-def inputs(content_type: str | None, body: bytes) -> tuple[Input, ...]:
-    """A form's fields in the order they came, repeated ones too; any other body is the one input ``body``.
+def parse_body(content_type: str | None, body: bytes) -> tuple[InputPart, ...]:
+    """Return a form's fields in order, repeated ones too; any other body is one input, ``body``.
 
-    A part's Content-Type counts only where the part has a file name, and its parameters never do.
+    The Content-Type of a part is used only where the part has a file name, and without its parameters.
     Raises InvalidBody.
     """
     if content_type is None:
-        return (Input("body", body),)
+        return (InputPart("body", body),)
     mime = content_type.partition(";")[0].strip()
     kind = mime.lower()
     if kind == MULTIPART:
-        return _multipart(content_type, body)
+        return _parse_multipart(content_type, body)
     if kind == URLENCODED:
-        return _urlencoded(body)
-    return (Input("body", body, mime or None),)
+        return _parse_urlencoded(body)
+    return (InputPart("body", body, mime or None),)
 
 
-def query(text: bytes) -> tuple[Input, ...]:
-    """A query's parameters in the order they came, as a form's fields."""
-    return _urlencoded(text) if text else ()
+def parse_query(text: bytes) -> tuple[InputPart, ...]:
+    """Return a query's parameters in order, as a form's fields."""
+    return _parse_urlencoded(text) if text else ()
 
 
-def _urlencoded(body: bytes) -> tuple[Input, ...]:
+def _parse_urlencoded(body: bytes) -> tuple[InputPart, ...]:
     fields = []
     for pair in body.strip(b"\r\n").split(b"&"):
         if pair:
             name, _, value = pair.replace(b"+", b" ").partition(b"=")
-            fields.append(Input(unquote_to_bytes(name).decode("utf-8", "replace"), unquote_to_bytes(value)))
+            fields.append(
+                InputPart(unquote_to_bytes(name).decode("utf-8", "replace"), unquote_to_bytes(value))
+            )
     return tuple(fields)
 
 
-def _multipart(content_type: str, body: bytes) -> tuple[Input, ...]:
+def _parse_multipart(content_type: str, body: bytes) -> tuple[InputPart, ...]:
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     if not boundary:
         raise InvalidBody(f"Content-Type {MULTIPART} names no boundary.")
-    form = _Form()
+    form = _FormParser()
     try:
         parser = MultipartParser(boundary, form.callbacks())
         parser.write(body)
@@ -60,17 +66,17 @@ def _multipart(content_type: str, body: bytes) -> tuple[Input, ...]:
     return tuple(form.fields)
 
 
-class _Form:
-    """What the parser has found so far."""
+class _FormParser:
+    """A collector of the fields that the multipart parser reports."""
 
     def __init__(self) -> None:
-        self.fields: list[Input] = []
+        self.fields: list[InputPart] = []
         self.ended = False
         self._headers: dict[bytes, bytes] = {}
         self._name = self._value = b""
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
 
-    def callbacks(self) -> dict:
+    def callbacks(self) -> MultipartCallbacks:
         return {
             "on_part_begin": self._begin,
             "on_header_field": self._header_name,
@@ -83,7 +89,7 @@ class _Form:
 
     def _begin(self) -> None:
         self._headers = {}
-        self._pieces = []
+        self._chunks = []
 
     def _header_name(self, data: bytes, start: int, end: int) -> None:
         self._name += data[start:end]
@@ -96,7 +102,7 @@ class _Form:
         self._name = self._value = b""
 
     def _data(self, data: bytes, start: int, end: int) -> None:
-        self._pieces.append(data[start:end])
+        self._chunks.append(data[start:end])
 
     def _end(self) -> None:
         disposition = parse_options_header(self._headers.get(b"content-disposition"))[1]
@@ -105,9 +111,9 @@ class _Form:
             raise InvalidBody(f"A part of the {MULTIPART} body has no name in its Content-Disposition.")
         content_type = None
         if b"filename" in disposition:
-            given = self._headers.get(b"content-type", b"application/octet-stream")
-            content_type = given.partition(b";")[0].strip().decode("latin-1")
-        self.fields.append(Input(name.decode("utf-8", "replace"), b"".join(self._pieces), content_type))
+            mime = self._headers.get(b"content-type", b"application/octet-stream")
+            content_type = mime.partition(b";")[0].strip().decode("latin-1")
+        self.fields.append(InputPart(name.decode("utf-8", "replace"), b"".join(self._chunks), content_type))
 
     def _finish(self) -> None:
         self.ended = True
