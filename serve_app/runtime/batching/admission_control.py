@@ -1,0 +1,393 @@
+"""Admission control of batchers: limits, priorities, deadlines, refusals and shutdown.
+
+Subclasses run the rows. Everything runs on the event loop; only ``_call_on_loop`` is called in the handler
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.errors import (
+    DeadlineExceeded,
+    ModelLoading,
+    QueueFull,
+    RelayError,
+    ReplicaDied,
+    ResponseTimeout,
+)
+from serve_app.runtime.batching.latency_model import BatchLatencyModel
+from serve_app.runtime.batching.pending_request import PendingRequest
+from serve_app.runtime.batching.request_queue import RequestQueue
+from serve_app.runtime.handler_thread import HandlerThread
+from serve_app.telemetry.metrics import Meters
+
+log = logging.getLogger("torchrelay.admission")
+
+MAX_SHADOWS = 16  # admitted at once
+
+R = TypeVar("R", bound=PendingRequest)
+
+
+class BatchTimer(Protocol):
+    def __call__(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle: ...
+
+
+class AdmissionControl(ABC, Generic[R]):
+    """An admission control that answers each request exactly once, until it is closed or abandoned.
+
+    ``queue_size`` bounds the admitted rows; ``response_timeout`` (seconds) bounds one run of the handler. 0
+    means unbounded. A process whose handler exceeds it is unusable: after every waiting caller has its error,
+    ``on_hung`` is called once with the reason and the handler's stack. ``clock`` returns seconds.
+    """
+
+    def __init__(
+        self,
+        ref: ModelRef,
+        meters: Meters,
+        *,
+        handler_thread: HandlerThread | None = None,
+        queue_size: int = 100,
+        response_timeout: float = 120,
+        on_hung: Callable[[str], None] = lambda why: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._ref = ref
+        self._meters = meters
+        self.handler_thread = handler_thread or HandlerThread()
+        self._queue_size = queue_size
+        self._response_timeout = response_timeout
+        self._on_hung = on_hung
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the first request
+        self._latency_model = BatchLatencyModel()
+        self._rejection_reason = ""  # why new rows are refused; empty while they are admitted
+        self._drained: asyncio.Event | None = None
+
+    def configure(
+        self, *, queue_size: int | None = None, response_timeout: float | None = None, **others: Any
+    ) -> None:
+        """Apply new limits; a limit that is not given stays. ``others`` are limits of subclasses."""
+        self._queue_size = self._queue_size if queue_size is None else queue_size
+        self._response_timeout = self._response_timeout if response_timeout is None else response_timeout
+
+    @property
+    @abstractmethod
+    def pending(self) -> int:
+        """Rows that count against ``queue_size``, without shadows."""
+
+    @property
+    @abstractmethod
+    def ongoing(self) -> int:
+        """Rows that wait or run, without shadows."""
+
+    @property
+    @abstractmethod
+    def retry_after(self) -> int:
+        """Seconds, at least 1, after which a client that is refused now may retry."""
+
+    async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+        """Return the response to a request; a stream is returned with its first chunk.
+
+        Raises RelayError; QueueFull is raised at once.
+        """
+        row = self._admit(request)
+        try:
+            return await row.future
+        except asyncio.CancelledError:
+            self._on_disconnect(row)
+            raise
+
+    async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
+        """Return an InferenceResponse, a ResponseStream or a RelayError for each of the ``requests`` of one
+        group.
+        """
+        rows_or_errors: list[R | RelayError] = []
+        for request in requests:
+            try:
+                rows_or_errors.append(self._admit(request))
+            except RelayError as error:
+                rows_or_errors.append(error)
+        rows = [row_or_error for row_or_error in rows_or_errors if isinstance(row_or_error, PendingRequest)]
+        try:
+            if rows:
+                await asyncio.wait([row.future for row in rows])
+        except asyncio.CancelledError:
+            for row in rows:
+                row.future.cancel()
+                self._on_disconnect(row)
+            raise
+        return [
+            _outcome(row_or_error.future) if isinstance(row_or_error, PendingRequest) else row_or_error
+            for row_or_error in rows_or_errors
+        ]
+
+    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
+        """Return the future of the response; cancelling it means that the client disconnected.
+
+        Raises RelayError at once.
+        """
+        row = self._admit(request)
+        row.future.add_done_callback(lambda future: self._on_disconnect(row) if future.cancelled() else None)
+        return row.future
+
+    async def close(self) -> None:
+        """Refuse new rows, answer the admitted ones, then end the handler thread."""
+        self._rejection_reason = self._rejection_reason or "its replica is stopping"
+        self._flush_queue()
+        if not self._idle:
+            self._drained = self._drained or asyncio.Event()
+            await self._drained.wait()
+        self.handler_thread.shutdown(wait=False)
+
+    @abstractmethod
+    def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None:
+        """Fail the running rows with ``failure``, and all waiting and later rows with ModelLoading."""
+
+    @abstractmethod
+    def _admit(self, request: InferenceRequest) -> R:
+        """Return the row of an admitted request. Raises RelayError."""
+
+    @abstractmethod
+    def _discard(self, row: R) -> None:
+        """Free the place of a row that nobody waits for."""
+
+    @property
+    @abstractmethod
+    def _idle(self) -> bool:
+        """True when nobody waits for any row."""
+
+    def _flush_queue(self) -> None:
+        """Start partial batches at once, because no more rows will come."""
+
+    def _loading_error(self, request: InferenceRequest) -> ModelLoading:
+        return ModelLoading(self._ref.name, request.version, self._rejection_reason)
+
+    def _queue_full_error(self, request: InferenceRequest, why: str) -> QueueFull:
+        error = QueueFull(self._ref.name, request.version, why)
+        error.retry_after = self.retry_after
+        return error
+
+    def _deadline_error(self, row: R) -> DeadlineExceeded:
+        error = DeadlineExceeded(self._ref.name, self._clock() - row.arrived)
+        error.retry_after = self.retry_after
+        return error
+
+    def _on_disconnect(self, row: R) -> None:
+        """Discard the row of a client that disconnected."""
+        if row.stream is not None:
+            row.stream.finish()
+        elif row.future.done() and not row.future.cancelled():
+            # The response came as the client disconnected, so nobody reads the exception.
+            row.future.exception()
+        self._discard(row)
+
+    def _notify_if_drained(self) -> None:
+        if self._drained is not None and self._idle:
+            self._drained.set()
+
+    def _abandon_hung(self, why: str, rows: Sequence[R]) -> None:
+        """Abandon this process, because the handler did not return from these ``rows``."""
+        where = self.handler_thread.stack
+        ids = ", ".join(row.request.request_id for row in rows)
+        log.error("%s: %s (requests %s); it stands at\n%s", self._ref.app, why, ids, where)
+        self.abandon(ResponseTimeout(why), "its replica hangs and is being replaced")
+        self._on_hung(f"{why}; it stood at\n{where}")
+
+    def _call_on_loop(self, callback: Callable[..., None], *args: Any) -> None:
+        """Schedule a call on the event loop from another thread."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            log.debug("%s: the event loop is closed, nobody waits any more", self._ref.app)
+
+
+class QueuedAdmissionControl(AdmissionControl[R]):
+    """An admission control whose rows wait in a queue until the model is free.
+
+    Rows of higher priority run first (see ``request_queue.py``). In a full queue a row of higher priority
+    replaces the newest row of the lowest priority. Shadows wait apart: at most two batches of them, or 16
+    where that is more. They count nowhere.
+
+    ``max_batch_delay`` (milliseconds) is how long an idle model waits for a batch to fill, counted from the
+    first row; None or 0 means not at all. ``timer`` is ``call_later`` of the event loop.
+    """
+
+    row_type: ClassVar[type[Any]]  # R
+
+    def __init__(
+        self,
+        ref: ModelRef,
+        meters: Meters,
+        *,
+        max_batch_size: int = 1,
+        max_batch_delay: int | None = None,
+        timer: BatchTimer | None = None,
+        **limits: Any,
+    ) -> None:
+        super().__init__(ref, meters, **limits)
+        self._timer = timer
+        self._queue: RequestQueue[R] = RequestQueue()
+        self._staged = 0  # rows with a waiting caller that have left the queue and do not run yet
+        self._checks_every_request = False  # whether requests without a deadline are checked too
+        self._starting = False  # _start is due at the end of this turn of the loop
+        self._delay_timer: asyncio.TimerHandle | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._set_max_batch_size(max_batch_size)
+        self._max_batch_delay = max(0, max_batch_delay or 0) / 1000
+
+    def configure(
+        self,
+        *,
+        max_batch_size: int | None = None,
+        max_batch_delay: int | EllipsisType | None = ...,
+        **others: Any,
+    ) -> None:
+        super().configure(**others)
+        if max_batch_size is not None:
+            self._set_max_batch_size(max_batch_size)
+        if not isinstance(max_batch_delay, EllipsisType):
+            self._max_batch_delay = max(0, max_batch_delay or 0) / 1000
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._check_watchdog()
+        if self._queue.live:
+            self._schedule_start()
+
+    def _set_max_batch_size(self, max_batch_size: int) -> None:
+        self._max_batch_size = max(1, max_batch_size)
+
+    @property
+    def pending(self) -> int:
+        """Rows that wait, without running rows and shadows."""
+        return self._queue.live + self._staged
+
+    def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None:
+        self._rejection_reason = rejection_reason
+        running, ready = self._release_rows()
+        for row in running:
+            row.resolve(failure)
+        for row in ready + self._queue.clear():
+            row.resolve(self._loading_error(row.request))
+        self._meters.depth(self._ref.name, self._ref.version, 0)
+        self._notify_if_drained()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the batches that may run now."""
+
+    @abstractmethod
+    def _running_batch(self) -> tuple[Sequence[R], float | None] | None:
+        """Return the running rows and their start time, None where it is unknown; None when nothing runs."""
+
+    @abstractmethod
+    def _release_rows(self) -> tuple[list[R], list[R]]:
+        """Remove and return the running rows and the staged rows."""
+
+    def _check_admission(self, request: InferenceRequest, waiting: int) -> None:
+        """Raise RelayError for a request that may not wait behind ``waiting`` rows although the queue has
+        room.
+        """
+
+    def _on_enqueued(self, row: R) -> None:
+        """Handle a row that has just entered the queue."""
+
+    def _admit(self, request: InferenceRequest) -> R:
+        if self._rejection_reason:
+            raise self._loading_error(request)
+        queue = self._queue
+        waiting = queue.live + self._staged
+        evicted: R | None = None
+        if request.priority == "shadow":
+            if len(queue.shadows) >= max(MAX_SHADOWS, 2 * self._max_batch_size):
+                raise self._queue_full_error(request, f"{len(queue.shadows)} shadows wait")
+        elif waiting >= self._queue_size:
+            evicted = queue.newest_below(request.priority)
+            if evicted is None:
+                raise self._queue_full_error(request, f"{waiting} rows wait, job_queue_size allows no more")
+        if request.deadline is not None or self._checks_every_request:
+            self._check_admission(request, waiting)
+        if evicted is not None:
+            self._discard(evicted)
+            evicted.resolve(
+                self._queue_full_error(evicted.request, f"{waiting} rows wait, and a more urgent one came")
+            )
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
+            self._timer = self._timer or loop.call_later
+        row: R = self.row_type(request, loop.create_future(), self._clock())
+        if request.deadline is not None:
+            assert self._timer is not None
+            row.expiry = self._timer(request.deadline - time.time(), self._expire, row)
+        queue.put(row)
+        self._on_enqueued(row)
+        return row
+
+    def _expire(self, row: R) -> None:
+        self._discard(row)
+        row.resolve(self._deadline_error(row))
+
+    def _flush_queue(self) -> None:
+        while self._queue.shadows:
+            row = self._queue.shadows.popleft()
+            row.resolve(self._loading_error(row.request))
+        if self._queue.live:
+            self._schedule_start()
+
+    def _schedule_start(self) -> None:
+        """Start batches at the end of this turn of the event loop, so that rows of one turn run together."""
+        if not self._starting:
+            assert self._loop is not None
+            self._starting = True
+            self._loop.call_soon(self._start)
+
+    def _delays_start(self) -> bool:
+        """Return whether the first row still has time to wait for others, and set the timer then."""
+        left = self._queue.oldest_arrival() + self._max_batch_delay - self._clock()
+        if left <= 0:
+            return False
+        if self._delay_timer is not None:
+            self._delay_timer.cancel()
+        assert self._timer is not None
+        self._delay_timer = self._timer(left, self._start)
+        return True
+
+    # The watchdog of the handler: one timer, moved on when it fires, instead of one timer for each run.
+
+    def _start_watchdog(self) -> None:
+        if self._watchdog is None and self._response_timeout > 0:
+            assert self._timer is not None
+            self._watchdog = self._timer(self._response_timeout, self._check_watchdog)
+
+    def _check_watchdog(self) -> None:
+        self._watchdog = None
+        running = self._running_batch()
+        if running is None or self._response_timeout <= 0:
+            return
+        rows, started_at = running
+        left = (
+            self._response_timeout
+            if started_at is None
+            else started_at + self._response_timeout - self._clock()
+        )
+        if left > 0:
+            assert self._timer is not None
+            self._watchdog = self._timer(left, self._check_watchdog)
+        else:
+            self._abandon_hung(
+                f"the handler gave no answer within response_timeout ({self._response_timeout:g} s)", rows
+            )
+
+
+def _outcome(future: asyncio.Future[Any]) -> Any:
+    return future.exception() or future.result()

@@ -1,0 +1,401 @@
+"""Dynamic batching: an idle model starts at once, a busy one collects.
+
+Only ``_execute`` and the functions that it calls run in the handler thread, everything else on the event
+loop. A batch costs two switches between the threads, however many rows it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import islice
+from math import ceil
+from typing import Any
+
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream, Timings
+from serve_app.errors import CannotMeetDeadline, HandlerFailed, RelayError
+from serve_app.runtime.batching.admission_control import QueuedAdmissionControl
+from serve_app.runtime.batching.length_bucketing import select_similar
+from serve_app.runtime.batching.pending_request import PendingRequest, with_timings
+from serve_app.telemetry.metrics import Meters
+
+log = logging.getLogger("torchrelay.batcher")
+
+# Limits of the rows staged behind the running batch, where they allow more than one batch. No row overtakes
+# them.
+_MAX_STAGED_ROWS = 64  # rows
+_MAX_STAGED_S = 0.005
+# Seconds from which a batch is long, and the seconds in which the next one begins to compute.
+_LONG_BATCH_S = 0.01
+_RESPONSE_DELAY_S = 0.001
+_MAX_WINDOW = 256  # rows among which similar lengths are selected: at most 8 batches, at least 2
+
+Run = Callable[
+    ..., "list[InferenceResponse | RelayError]"
+]  # (calls, emit), and (calls, emit, ahead) where rows are prepared
+
+
+class _QueuedRow(PendingRequest):
+    """A request that waits for its response."""
+
+    __slots__ = ("batch", "has_emitted", "prepared")
+
+    def __init__(
+        self,
+        request: InferenceRequest,
+        future: asyncio.Future[InferenceResponse | ResponseStream],
+        arrived: float,
+    ) -> None:
+        super().__init__(request, future, arrived)
+        self.has_emitted = False  # set in the handler thread: a row that streamed is never run again
+        self.batch: _Batch | None = None
+        self.prepared: Future[Any] | None = None
+
+    @property
+    def measured_length(self) -> int | None:
+        """The length of the row, once its handler has measured it."""
+        prepared = self.prepared
+        if (
+            prepared is None
+            or not prepared.done()
+            or prepared.cancelled()
+            or prepared.exception() is not None
+        ):
+            return None
+        length: int | None = prepared.result().length
+        return length
+
+
+class _Batch:
+    """The rows that were passed to the handler thread together."""
+
+    __slots__ = ("active_rows", "is_finished", "rows", "runs", "started_at")
+
+    def __init__(self, rows: list[_QueuedRow]) -> None:
+        self.rows = rows
+        self.active_rows = len(rows)  # rows whose callers still wait
+        self.is_finished = False
+        self.started_at: float | None = None  # when the present run started
+        self.runs: list[
+            tuple[float, list[float]]
+        ] = []  # seconds of each run, and each row's waiting time; several runs after a failure
+
+
+class Batcher(QueuedAdmissionControl[_QueuedRow]):
+    """A batcher that runs requests together and answers each with its own response or error.
+
+    ``run`` is ``Runner.run``; it is called in the handler thread only. ``prepare`` is ``Runner.prepare``: it
+    starts to prepare the rows of the next two batches while one runs. With ``use_job_ticket`` a row is
+    admitted only by an idle model. ``limits`` are those of QueuedAdmissionControl.
+
+    No row overtakes the staged batches behind the running one. A row is refused at once when its deadline is
+    nearer than its estimated response; an idle model tries every row. Shadows run in batches of their own,
+    when nothing else waits or runs.
+
+    ``bucket_by_length``: a batch is the next row and the rows nearest to it in length, see
+    ``length_bucketing.py``.
+    """
+
+    row_type = _QueuedRow
+
+    def __init__(
+        self,
+        run: Run,
+        ref: ModelRef,
+        meters: Meters,
+        *,
+        prepare: Callable[[InferenceRequest], Future[Any]] | None = None,
+        retries: bool = True,
+        use_job_ticket: bool = False,
+        bucket_by_length: bool = False,
+        **limits: Any,
+    ) -> None:
+        self._bucketed = bucket_by_length
+        super().__init__(ref, meters, **limits)
+        self._run = run
+        self._prepare = prepare
+        self._use_job_ticket = self._checks_every_request = use_job_ticket
+        self._retries = retries
+        self._in_flight: deque[_Batch] = deque()  # the running batch and the batches staged behind it
+        self._unsent = 0  # finished batches whose responses are not yet sent
+        # Rows that may be staged where one full batch is fewer; known when a batch has run.
+        self._max_staged = 0
+
+    def configure(self, *, retries: bool | None = None, **others: Any) -> None:
+        self._retries = self._retries if retries is None else retries
+        super().configure(**others)
+
+    def _set_max_batch_size(self, max_batch_size: int) -> None:
+        super()._set_max_batch_size(max_batch_size)
+        size = self._max_batch_size
+        # A full batch is staged behind the running one as soon as it is complete. With length bucketing it is
+        # selected when the running one ends, from all rows that arrived meanwhile; a full window gains
+        # nothing by waiting.
+        self._ready_size = max(2 * size, min(8 * size, _MAX_WINDOW)) if self._bucketed else size
+        self._prepare_window = (
+            self._ready_size if self._bucketed else 2 * size
+        )  # rows that are prepared: more would take memory
+
+    @property
+    def ongoing(self) -> int:
+        """Rows that wait or run, without shadows."""
+        running = self._in_flight[0] if self._in_flight else None
+        if running is None or running.rows[0].request.priority == "shadow":
+            return self.pending
+        return self.pending + running.active_rows
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds, at least 1, in which the rows that wait now will have been answered."""
+        return self.estimate_seconds(self.pending)
+
+    def estimate_seconds(self, rows: int) -> int:
+        """Return the estimated seconds, at least 1, that so many rows take."""
+        return max(1, ceil(rows / self._max_batch_size * self._latency_model.estimate(self._max_batch_size)))
+
+    def check_deadline(self, request: InferenceRequest, before: int) -> None:
+        """Raise CannotMeetDeadline for a request that would be late behind ``before`` rows."""
+        if request.deadline is None or not self._latency_model.is_ready:
+            return
+        full, over = divmod(before, self._max_batch_size)
+        needed = full * self._latency_model.estimate(self._max_batch_size) + self._latency_model.estimate(
+            over + 1
+        )
+        if self._in_flight:
+            running = self._in_flight[0]
+            ran = self._clock() - running.started_at if running.started_at is not None else 0.0
+            needed += max(0.0, self._latency_model.estimate(len(running.rows)) - ran)
+        left = request.deadline - time.time()
+        if needed > left:
+            error = CannotMeetDeadline(self._ref.name, 0.0, needed, max(0.0, left))
+            error.retry_after = max(1, ceil(needed - max(0.0, left)))
+            raise error
+
+    @property
+    def _idle(self) -> bool:
+        return not self._in_flight and not self._unsent and not self._queue.live
+
+    def _check_admission(self, request: InferenceRequest, waiting: int) -> None:
+        if self._use_job_ticket and (self._in_flight or waiting >= self._max_batch_size):
+            raise self._queue_full_error(request, "useJobTicket: the model is busy, and no row may wait")
+        if request.deadline is not None and self._in_flight and request.priority != "shadow":
+            self.check_deadline(request, self._queue.count_before(request.priority) + self._staged)
+
+    def _on_enqueued(self, row: _QueuedRow) -> None:
+        live = self._queue.live
+        if self._prepare is not None and live <= self._prepare_window and row.request.priority != "shadow":
+            row.prepared = self._prepare(row.request)
+        if not self._in_flight or live >= self._ready_size:
+            self._schedule_start()
+        expiry = row.expiry
+        if expiry is not None:
+            row.future.add_done_callback(lambda _: expiry.cancel())
+
+    def _expire(self, row: _QueuedRow) -> None:
+        if not row.future.done():
+            super()._expire(row)
+
+    def _discard(self, row: _QueuedRow) -> None:
+        if row.prepared is not None:
+            row.prepared.cancel()
+        if not self._queue.remove(row):
+            batch = row.batch
+            if batch is not None and not batch.is_finished:
+                batch.active_rows -= 1
+                if batch is not self._in_flight[0]:
+                    self._staged -= 1
+        self._notify_if_drained()
+
+    def _start(self) -> None:
+        """Pass batches to the handler thread: any batch when it is idle, full batches when it is busy.
+
+        One full batch is staged behind the running one, so a saturated model never waits for the loop.
+        Several small batches are staged, because a switch of threads costs more than a small batch.
+        """
+        self._starting = False
+        queue = self._queue
+        started: list[_Batch] = []
+        while queue.live and (len(self._in_flight) < 2 or self._staged < self._max_staged):
+            needed = self._ready_size if self._in_flight else self._max_batch_size
+            full = queue.live >= needed or queue.has_mixed_kinds()
+            if not full and (
+                self._in_flight
+                or (self._max_batch_delay and not self._rejection_reason and self._delays_start())
+            ):
+                break
+            self._append_batch(
+                self._take_similar() if self._bucketed else queue.take(self._max_batch_size), started
+            )
+        if queue.shadows and not queue.live and not self._in_flight:
+            self._append_batch(queue.take_shadows(self._max_batch_size), started)
+        if started:
+            self.handler_thread.post(self._execute, started)
+            if self._prepare is not None:
+                for row in islice(queue, self._prepare_window):
+                    row.prepared = row.prepared or self._prepare(row.request)
+            self._start_watchdog()
+
+    def _take_similar(self) -> list[_QueuedRow]:
+        """Take the next row and the rows that fit to it without much padding.
+
+        Lengths are those measured by the handler where it has measured the first row, else bytes.
+        """
+        rows = self._queue.window(self._ready_size)
+        known = [(length, row) for row in rows if (length := row.measured_length) is not None]
+        if not known or known[0][1] is not rows[0]:
+            known = [(sum(len(part.value) for part in row.request.inputs), row) for row in rows]
+        taken = select_similar(known[0], known[1:], self._max_batch_size)
+        for row in taken:
+            self._queue.remove(row)
+        return taken
+
+    def _append_batch(self, rows: list[_QueuedRow], started: list[_Batch]) -> None:
+        """Make a batch of those ``rows`` that still have a waiting caller."""
+        rows = [row for row in rows if not row.future.done()]
+        if not rows:
+            return
+        batch = _Batch(rows)
+        for row in rows:
+            row.batch = batch
+        if self._in_flight:
+            self._staged += len(rows)
+        self._in_flight.append(batch)
+        started.append(batch)
+
+    # In the handler thread
+
+    def _execute(self, batches: list[_Batch]) -> None:
+        for batch in batches:
+            responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]] = []
+            try:
+                self._run_rows(batch, batch.rows, responses)
+            except BaseException:  # Runner.run raises nothing; whatever else does must not lose rows
+                failure = HandlerFailed(traceback.format_exc())
+                responses = [(row, failure) for row in batch.rows]
+            self._call_on_loop(self._finish, batch, responses)
+
+    def _run_rows(
+        self,
+        batch: _Batch,
+        rows: list[_QueuedRow],
+        responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]],
+    ) -> None:
+        rows = [row for row in rows if self._is_wanted(row, responses)]
+        if not rows:
+            return
+        size = len(rows)
+        started_at = batch.started_at = self._clock()
+
+        def emit(index: int, chunk: bytes | InferenceResponse) -> None:
+            row = rows[index]
+            row.has_emitted = True
+            if isinstance(chunk, InferenceResponse):
+                chunk = with_timings(
+                    chunk, Timings(started_at - row.arrived, self._clock() - started_at, size)
+                )
+            self._call_on_loop(row.add_chunk, chunk)
+
+        requests = [row.request for row in rows]
+        if self._prepare is None:
+            results = self._run(requests, emit)
+        else:
+            results = self._run(requests, emit, [row.prepared for row in rows])
+        seconds = self._clock() - started_at
+        batch.runs.append((seconds, [started_at - row.arrived for row in rows]))
+        if size > 1 and self._retries and _whole_batch_failed(results):
+            retried = [row for row in rows if not row.has_emitted]
+            if retried:
+                ids = ", ".join(row.request.request_id for row in rows)
+                message = "%s: a batch of %d failed (%s); it runs again in halves (requests %s)"
+                log.warning(message, self._ref.app, size, results[0], ids)
+                responses.extend(
+                    (row, result) for row, result in zip(rows, results, strict=True) if row.has_emitted
+                )
+                middle = (len(retried) + 1) // 2
+                self._run_rows(batch, retried[:middle], responses)
+                self._run_rows(batch, retried[middle:], responses)
+                return
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result, InferenceResponse):
+                result = with_timings(result, Timings(started_at - row.arrived, seconds, size))
+            responses.append((row, result))
+
+    def _is_wanted(
+        self, row: _QueuedRow, responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]]
+    ) -> bool:
+        """Return whether a caller still waits for the row; checked just before the run."""
+        if row.future.done():
+            return False
+        if row.request.expired:
+            responses.append((row, self._deadline_error(row)))
+            return False
+        return True
+
+    # On the event loop again
+
+    def _finish(
+        self, batch: _Batch, responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]]
+    ) -> None:
+        if not self._in_flight or self._in_flight[0] is not batch:
+            return  # its rows were abandoned
+        self._in_flight.popleft()
+        batch.is_finished = True
+        if self._in_flight:
+            self._staged -= self._in_flight[0].active_rows
+        if self._queue.live or self._queue.shadows:
+            self._schedule_start()
+        self._unsent += 1
+        if self._in_flight and self._latency_model.estimate(len(batch.rows)) >= _LONG_BATCH_S:
+            # The next batch begins, and its thread needs the interpreter. Sending these responses now would
+            # take it away a dozen times; once the model computes, it does not matter.
+            assert self._loop is not None
+            self._loop.call_later(_RESPONSE_DELAY_S, self._resolve_rows, batch, responses)
+        else:
+            self._resolve_rows(batch, responses)
+
+    def _resolve_rows(
+        self, batch: _Batch, responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]]
+    ) -> None:
+        self._unsent -= 1
+        for row, response in responses:
+            row.resolve(response)
+        assert self._loop is not None
+        self._loop.call_soon(self._record_metrics, batch)  # after the responses were sent
+        self._notify_if_drained()
+
+    def _record_metrics(self, batch: _Batch) -> None:
+        name, version = self._ref.name, self._ref.version
+        latency_model, size = self._latency_model, self._max_batch_size
+        live = batch.rows[0].request.priority != "shadow"
+        for seconds, waits in batch.runs:
+            self._meters.batch(name, version, len(waits), seconds, waits, live)
+            latency_model.record(len(waits), seconds)
+        self._max_staged = min(
+            _MAX_STAGED_ROWS, int(_MAX_STAGED_S / (latency_model.estimate(size) or 1.0)) * size
+        )
+        if batch.runs and batch.started_at is not None:
+            self._meters.overhead(self._clock() - batch.started_at - batch.runs[-1][0])
+        self._meters.depth(name, version, self.pending)
+
+    def _running_batch(self) -> tuple[list[_QueuedRow], float | None] | None:
+        return (self._in_flight[0].rows, self._in_flight[0].started_at) if self._in_flight else None
+
+    def _release_rows(self) -> tuple[list[_QueuedRow], list[_QueuedRow]]:
+        batches = [*self._in_flight]
+        for batch in batches:
+            batch.is_finished = True
+        self._in_flight.clear()
+        self._staged = 0
+        return batches[0].rows if batches else [], [row for batch in batches[1:] for row in batch.rows]
+
+
+def _whole_batch_failed(results: Sequence[InferenceResponse | RelayError]) -> bool:
+    """Return whether the handler failed the whole batch: then one error object stands for all rows."""
+    first = results[0]
+    return isinstance(first, HandlerFailed) and all(result is first for result in results)
