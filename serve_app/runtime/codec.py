@@ -1,4 +1,4 @@
-"""A row at its two ends: what a handler sees of a request, and the bytes of what it returns.
+"""Codec of rows: from a request to a handler's row, and from its return value to bytes.
 
 Both follow TorchServe to the byte, because handlers and clients were written against it.
 """
@@ -15,11 +15,11 @@ from typing import Any
 import orjson
 
 from handlers.context import Row
+from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.errors import UnsupportedOutput
-from serve_app.runtime import answer_json
-from serve_app.types import Call, Input
+from serve_app.runtime import json_encoder
 
-_INJECTED = {
+_KIND_HEADERS = {
     "predict": {"explain": "False"},
     "tensors": {"explain": "False"},
     "explain": {"explain": "True"},
@@ -27,8 +27,10 @@ _INJECTED = {
 }
 
 
-def decode(part: Input) -> Any:
-    """A part's value: an object for JSON, ``str`` for text, else (and where it is not what it says) ``bytearray``."""
+def decode(part: InputPart) -> Any:
+    """Return a part's value: an object for JSON, ``str`` for text, else ``bytearray``; also where the type is
+    wrong.
+    """
     media_type = part.content_type
     if media_type:
         if media_type != "application/json":
@@ -44,31 +46,34 @@ def decode(part: Input) -> Any:
 
 
 def loads(value: bytes) -> Any:
-    """The object that JSON says, as Python's json reads it, and faster. Raises ValueError and RecursionError."""
+    """Return the object of a JSON text, as Python's json reads it, but faster.
+
+    Raises ValueError and RecursionError.
+    """
     try:
         return orjson.loads(value)
     except ValueError:  # NaN, Infinity and lone surrogates are JSON to the standard library
         return json.loads(value.decode())
 
 
-def row(call: Call, decoded: bool = True) -> dict[str, Any]:
-    """One element of a handler's ``data``: the call's inputs by name."""
+def read_row(request: InferenceRequest, decoded: bool = True) -> dict[str, Any]:
+    """Return one element of a handler's ``data``: the request's inputs by name."""
     if decoded:
-        return {part.name: decode(part) for part in call.inputs}
-    return {part.name: bytearray(part.value) for part in call.inputs}
+        return {part.name: decode(part) for part in request.inputs}
+    return {part.name: bytearray(part.value) for part in request.inputs}
 
 
-def prepared(
-    call: Call,
-    read: Callable[[Call], dict[str, Any]],
+def prepare_row(
+    request: InferenceRequest,
+    read: Callable[[InferenceRequest], dict[str, Any]],
     prepare: Callable[[Row], Any] | None,
     length: Callable[[Row], int] | None = None,
 ) -> Row:
-    """The row that ``read`` finds in a call, with what ``prepare`` makes of it, and then its ``length``.
+    """Return the row of a request, with the results of the handler's ``prepare`` and ``length``.
 
-    An exception of the one is kept for the batch to meet; where the other raises, the row has no length.
+    An exception of ``prepare`` is kept for the batch; where ``length`` raises, the row has no length.
     """
-    made = Row(read(call))
+    made = Row(read(request))
     if prepare is not None:
         try:
             made.prepared = prepare(made)
@@ -80,21 +85,21 @@ def prepared(
     return made
 
 
-def headers(call: Call) -> dict[str, str]:
-    """The request's headers with the one that tells a handler which kind of call it is."""
-    return {**call.headers, **_INJECTED[call.kind]}
+def headers(request: InferenceRequest) -> dict[str, str]:
+    """Return the request's headers, with the header that tells the kind of request to a handler."""
+    return {**request.headers, **_KIND_HEADERS[request.kind]}
 
 
-def parameters(call: Call) -> dict[str, dict[str, str]]:
-    """Each input's content type, as the context shows it; "" where the wire had none."""
-    return {part.name: {"content-type": part.content_type or ""} for part in call.inputs}
+def parameters(request: InferenceRequest) -> dict[str, dict[str, str]]:
+    """Return each input's content type for the context; "" where the request had none."""
+    return {part.name: {"content-type": part.content_type or ""} for part in request.inputs}
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of one returned value. Raises UnsupportedOutput.
+    """Return the bytes of one returned value. Raises UnsupportedOutput.
 
-    Bytes as they are, text as UTF-8, a tensor as ``torch.save`` writes it, anything else exactly as
-    ``json.dumps(value, indent=2)`` does, and arrays as their lists.
+    Bytes stay as they are, text becomes UTF-8, a tensor is written by ``torch.save``. Anything else is
+    written exactly as ``json.dumps(value, indent=2)`` does, and arrays as their lists.
     """
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
@@ -107,7 +112,7 @@ def encode(value: Any) -> bytes:
 def _dumps(value: Any) -> bytes:
     torch = sys.modules.get("torch")  # whoever made a tensor has imported it
     if torch is None or not isinstance(value, torch.Tensor):
-        return answer_json.dumps(value)
+        return json_encoder.dumps(value)
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The thread that a model author's code runs in: loading, warming up, and every batch."""
+"""The handler thread, in which all of a model author's code runs: loading, warm-up and every batch."""
 
 from __future__ import annotations
 
@@ -10,45 +10,50 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from serve_app.telemetry import last_words
+from serve_app.telemetry import crash_reports
 
-log = logging.getLogger("torchrelay.author")
+log = logging.getLogger("torchrelay.handler_thread")
 
 
-class Author(Executor):
-    """One thread, in order. A daemon, because a handler that hangs must not keep its process alive."""
+class HandlerThread(Executor):
+    """An executor of one thread, in order.
+
+    It is a daemon: a handler that hangs must not keep its process alive.
+    """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
         self._ended = False
-        self._thread = threading.Thread(target=self._work, name="author", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="handler", daemon=True)
         self._thread.start()
 
     @property
     def ident(self) -> int:
-        """The thread's identity, as ``threading.get_ident`` tells it there."""
+        """The thread's identity, as ``threading.get_ident`` returns it there."""
         assert self._thread.ident is not None
         return self._thread.ident
 
     @property
-    def where(self) -> str:
-        """Where the thread stands now, as a traceback from the author's first frame on."""
+    def stack(self) -> str:
+        """The present stack of the thread, from the handler's first frame on."""
         frame = sys._current_frames().get(self.ident)
-        return last_words.stack(frame) if frame else "(its thread has ended)\n"
+        return crash_reports.format_stack(frame) if frame else "(its thread has ended)\n"
 
     def post(self, task: Callable[..., None], *args: Any) -> None:
-        """Run ``task`` with no word of its end: the cheap way in, for the batcher."""
+        """Run ``task`` without a future: the cheap way for the batcher."""
         self._tasks.put((task, args))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self._ended:
             raise RuntimeError("this thread was told to end")
         future: Future[Any] = Future()
-        self.post(_settle, future, fn, args, kwargs)
+        self.post(_run_into_future, future, fn, args, kwargs)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread when what was given to it before has run."""
+        """End the thread after its earlier tasks have run."""
         if not self._ended:
             self._ended = True
             self._tasks.put(None)
@@ -59,12 +64,14 @@ class Author(Executor):
         while (task := self._tasks.get()) is not None:
             try:
                 task[0](*task[1])
-            except BaseException:  # nothing that an author does may end the thread
+            except BaseException:  # no error of a handler may end the thread
                 log.exception("a task of the author's thread failed")
             del task  # an idle thread keeps no batch alive
 
 
-def _settle(future: Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run_into_future(
+    future: Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

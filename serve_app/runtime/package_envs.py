@@ -1,4 +1,5 @@
-"""What an archive's requirements.txt asks for, installed once on each node for all replicas that want the same.
+"""What an archive's requirements.txt asks for, installed once on each node for all replicas that want the
+same.
 
 ::
 
@@ -37,20 +38,23 @@ from pathlib import Path
 from typing import BinaryIO
 
 from serve_app.errors import InstallFailed
+from serve_app.model_store.atomic_dir import move_into_place, remove_stale, temporary_dir
 from serve_app.settings import RuntimeSettings
-from serve_app.store.workplace import settle, sweep, workplace
 
-log = logging.getLogger("torchrelay.environments")
+log = logging.getLogger("torchrelay.package_envs")
 
-KEPT = 7 * 24 * 3600.0  # seconds without a user, after which an environment is removed
+MAX_UNUSED_S = 7 * 24 * 3600.0  # seconds without a user, after which an environment is removed
 
 _LAST_LINES = 15
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[^]]*\])?\s*([<>=!~;(].*)?")  # a line that names no file
 _OnLine = Callable[[str], None]
 
 
-class Environments:
-    """The environments of this node. Every method blocks; any number of processes may share a root."""
+class PackageEnvs:
+    """The package environments of this node.
+
+    Every method blocks; any number of processes may share a root.
+    """
 
     def __init__(self, root: Path, settings: RuntimeSettings) -> None:
         self._root = root.absolute()
@@ -58,77 +62,89 @@ class Environments:
         self._timeout = settings.install_timeout
         for directory in (self._locks, self._partial):
             directory.mkdir(parents=True, exist_ok=True)
-        self._held = loaded()  # now: what this process imports later, a replica does not
-        self._used: list[int] = []  # descriptors whose locks say, as long as this process lives, what it uses
-        sweep(self._partial)
+        self._loaded = loaded_distributions()  # now: what this process imports later, a replica does not
+        self._lock_descriptors: list[
+            int
+        ] = []  # descriptors whose locks say, as long as this process lives, what it uses
+        remove_stale(self._partial)
         self._remove_unused()
 
     def build(
         self, model: str, directory: Path, requirements: str, digest: str, on_line: _OnLine | None = None
     ) -> Path:
-        """The packages that ``requirements``, a file of the model in ``directory``, asks for, as one directory.
+        """Install the ``requirements`` file of a model in ``directory``; return the directory of packages.
 
-        ``digest`` is the archive's. ``on_line`` hears what the installer says, from this thread. Raises
-        InstallFailed, and leaves nothing behind then.
+        ``digest`` is the archive's. ``on_line`` receives the installer's lines, in this thread. Raises
+        InstallFailed, and then leaves nothing behind.
         """
         with self._open(model, directory, requirements, digest, on_line) as (packages, _):
             return packages
 
-    def enter(self, model: str, directory: Path, requirements: str, digest: str) -> None:
-        """Build it where it is not here, and have this process import from it first, to its end."""
+    def activate(self, model: str, directory: Path, requirements: str, digest: str) -> None:
+        """Build the environment where it is missing, and make this process import from it first."""
         with self._open(model, directory, requirements, digest, None) as (packages, lock):
-            self._used.append(os.dup(lock.fileno()))  # a lock lives while a copy is open
-        for name, theirs, ours in shadowed(packages, self._held):
+            self._lock_descriptors.append(os.dup(lock.fileno()))  # a lock lives while a copy is open
+        for name, theirs, ours in shadowed_distributions(packages, self._loaded):
             log.warning("%s: its %s %s is not used: this process runs %s already", model, name, theirs, ours)
-        import_first(packages)
+        prepend_to_path(packages)
 
     @contextlib.contextmanager
     def _open(
         self, model: str, directory: Path, requirements: str, digest: str, on_line: _OnLine | None
     ) -> Iterator[tuple[Path, BinaryIO]]:
-        """The built directory, and its lock, shared."""
+        """Yield the built directory and its lock, shared."""
         try:
             text = (directory / requirements).read_text(errors="replace")
         except OSError as error:
             raise InstallFailed(model, f"{requirements} cannot be read: {error.strerror}") from None
-        key = _key(text, digest)
+        key = _environment_key(text, digest)
         with (self._locks / key).open("ab") as lock:
             packages = self._root / key
             _lock(lock, fcntl.LOCK_SH)
             if not packages.is_dir():
                 _lock(lock, fcntl.LOCK_EX)  # of several that find nothing one installs, and the others wait
                 if not packages.is_dir():
-                    with workplace(self._partial) as place:
-                        settle(self._install(model, directory, requirements, place, on_line), packages)
+                    with temporary_dir(self._partial) as work:
+                        move_into_place(
+                            self._install(model, directory, requirements, work, on_line), packages
+                        )
                 _lock(lock, fcntl.LOCK_SH)
             os.utime(lock.fileno())
             yield packages, lock
 
-    def _install(self, model: str, directory: Path, requirements: str, place: Path, on_line: _OnLine | None) -> Path:
+    def _install(
+        self, model: str, directory: Path, requirements: str, work: Path, on_line: _OnLine | None
+    ) -> Path:
         """Install into a virtual environment over this one, and return its packages alone."""
         try:
-            venv.EnvBuilder(symlinks=True, with_pip=False).create(place / "venv")
+            venv.EnvBuilder(symlinks=True, with_pip=False).create(work / "venv")
         except (OSError, subprocess.SubprocessError) as error:
-            raise InstallFailed(model, f"no virtual environment can be made in {self._root}: {error}") from None
-        [packages] = (place / "venv").glob("lib/python*/site-packages")
+            raise InstallFailed(
+                model, f"no virtual environment can be made in {self._root}: {error}"
+            ) from None
+        [packages] = (work / "venv").glob("lib/python*/site-packages")
         below = packages / "_torchrelay_below.pth"
         below.write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in _site_packages()))
-        constraints = place / "constraints.txt"
-        constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(self._held.items())))
-        command = [sys.executable, "-m", "pip", "--python", str(place / "venv/bin/python"), "install"]
+        constraints = work / "constraints.txt"
+        constraints.write_text(
+            "".join(f"{name}=={version}\n" for name, version in sorted(self._loaded.items()))
+        )
+        command = [sys.executable, "-m", "pip", "--python", str(work / "venv/bin/python"), "install"]
         command += ["--requirement", str(directory / requirements), "--constraint", str(constraints)]
         command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
         log.info("%s: installing %s", model, requirements)
-        code, said = self._run(command, directory, on_line)
+        code, last_lines = self._run(command, directory, on_line)
         if code != 0:
-            raise InstallFailed(model, _explain(said, code, self._timeout))
+            raise InstallFailed(model, _failure_message(last_lines, code, self._timeout))
         below.unlink()
         return packages
 
-    def _run(self, command: list[str], directory: Path, on_line: _OnLine | None) -> tuple[int | None, list[str]]:
-        """The exit code, None where the time was over, and the last lines."""
-        over = threading.Event()
-        said: deque[str] = deque(maxlen=_LAST_LINES)
+    def _run(
+        self, command: list[str], directory: Path, on_line: _OnLine | None
+    ) -> tuple[int | None, list[str]]:
+        """Return the exit code, None after a timeout, and the last lines."""
+        timed_out = threading.Event()
+        last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         with subprocess.Popen(
             command,
@@ -143,7 +159,7 @@ class Environments:
         ) as process:
 
             def end() -> None:
-                over.set()
+                timed_out.set()
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
@@ -153,7 +169,7 @@ class Environments:
                 assert process.stdout is not None
                 for line in process.stdout:
                     if line := line.rstrip():
-                        said.append(line)
+                        last_lines.append(line)
                         if on_line is not None:
                             on_line(line)
                 code = process.wait()
@@ -162,24 +178,24 @@ class Environments:
                 timer.join()
                 if process.poll() is None:
                     end()
-        return None if over.is_set() else code, list(said)
+        return None if timed_out.is_set() else code, list(last_lines)
 
     def _remove_unused(self) -> None:
         for path in self._locks.iterdir():
             with contextlib.suppress(OSError), path.open("ab") as lock:
-                if path.stat().st_mtime > time.time() - KEPT:
+                if path.stat().st_mtime > time.time() - MAX_UNUSED_S:
                     continue
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody uses it
                 packages = self._root / path.name
-                with workplace(self._partial) as place, contextlib.suppress(FileNotFoundError):
-                    packages.rename(place / "packages")
+                with temporary_dir(self._partial) as work, contextlib.suppress(FileNotFoundError):
+                    packages.rename(work / "packages")
                 path.unlink()
 
 
-def import_first(packages: Path) -> None:
-    """Put a directory of packages before all that this process, and what it starts, imports from.
+def prepend_to_path(packages: Path) -> None:
+    """Put a directory of packages before all others that this process and its children import from.
 
-    What its .pth files add counts for this process alone.
+    The additions of its .pth files apply to this process only.
     """
     before = list(sys.path)
     site.addsitedir(str(packages))
@@ -188,16 +204,16 @@ def import_first(packages: Path) -> None:
     importlib.invalidate_caches()
 
 
-def loaded() -> dict[str, str]:
-    """The distributions that this process has imported from, and those that Torchrelay requires: name to version."""
+def loaded_distributions() -> dict[str, str]:
+    """Return name and version of imported distributions, and of those that Torchrelay requires."""
     places = [f"{path}/" for path in _site_packages()]
     files = {
-        file.removeprefix(place)
+        file.removeprefix(work)
         for module in list(sys.modules.values())
-        for place in places
-        if (file := getattr(module, "__file__", None) or "").startswith(place)
+        for work in places
+        if (file := getattr(module, "__file__", None) or "").startswith(work)
     }
-    found = dict(_core())
+    found = dict(_own_requirements())
     for distribution in metadata.distributions():
         record = distribution.read_text("RECORD") or ""
         if any(line.partition(",")[0] in files for line in record.splitlines()):
@@ -209,16 +225,18 @@ def _site_packages() -> list[str]:
     return [path for path in sys.path if re.search(r"(site|dist)-packages$", path)]
 
 
-def shadowed(packages: Path, ours: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """What lies in ``packages`` and was imported from elsewhere: name, its version there, the version that runs."""
-    folded = {_fold(name): version for name, version in ours.items()}
+def shadowed_distributions(packages: Path, ours: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return name, version in ``packages`` and running version of packages imported from elsewhere."""
+    folded = {_normalize(name): version for name, version in ours.items()}
     found = [(d.metadata["Name"], d.version) for d in metadata.distributions(path=[str(packages)])]
-    return [(name, version, folded[_fold(name)]) for name, version in found if _fold(name) in folded]
+    return [
+        (name, version, folded[_normalize(name)]) for name, version in found if _normalize(name) in folded
+    ]
 
 
 @functools.cache
-def _core() -> dict[str, str]:
-    """What Torchrelay itself requires, as it is installed here."""
+def _own_requirements() -> dict[str, str]:
+    """Return the installed versions of Torchrelay's own requirements."""
     try:
         wanted = metadata.requires("torchrelay") or []
     except metadata.PackageNotFoundError:  # run from its sources
@@ -233,40 +251,41 @@ def _core() -> dict[str, str]:
 
 
 def _lock(file: BinaryIO, kind: int) -> None:
-    """An economy only: a file system without locks costs work, not correctness."""
+    """Lock a file if the file system can: without locks there is more work, but no error."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, kind)
 
 
-def _fold(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _key(text: str, digest: str) -> str:
-    """What tells environments apart: what is asked for, on which Python, over which packages, from which index."""
+def _environment_key(text: str, digest: str) -> str:
+    """Return the key of an environment: its requirements, Python, base packages and package index."""
     lines = [line.partition(" #")[0].strip() for line in text.splitlines()]
-    asked = [line for line in lines if line and not line.startswith("#")]
-    whole = all(_PLAIN.fullmatch(line) for line in asked)
+    requirements = [line for line in lines if line and not line.startswith("#")]
+    is_portable = all(_PLAIN.fullmatch(line) for line in requirements)
     options = sorted((name, value) for name, value in os.environ.items() if name.startswith("PIP_"))
     parts = [
-        asked,
-        "" if whole else digest,  # a line that names a file, perhaps of the archive
+        requirements,
+        "" if is_portable else digest,  # a line that names a file, perhaps of the archive
         sys.implementation.cache_tag,
         sysconfig.get_platform(),
-        sorted(_core().items()),
+        sorted(_own_requirements().items()),
         options,
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _explain(said: list[str], code: int | None, timeout: float) -> str:
-    text = "\n".join(said)
+def _failure_message(last_lines: list[str], code: int | None, timeout: float) -> str:
+    text = "\n".join(last_lines)
     if code is None:
-        return f"{text}\nnot done within runtime.install_timeout ({timeout:g} s); raise it if the packages are large"
+        limit = f"runtime.install_timeout ({timeout:g} s)"
+        return f"{text}\nnot done within {limit}; raise it if the packages are large"
     held = re.findall(r"\(constraint\) (\S+)", text)
     if held:
         text += (
-            f"\nEvery replica has {', '.join(dict.fromkeys(held))} loaded before the archive's own code, and a process "
-            "holds one version of a package: let requirements.txt allow it, or leave it out."
+            f"\nEvery replica has {', '.join(dict.fromkeys(held))} loaded before the archive's own code, "
+            "and a process holds one version of a package: let requirements.txt allow it, or leave it out."
         )
     return text or f"pip ended with code {code}"

@@ -1,19 +1,19 @@
-"""How long a model's batches take, learnt from those that ran."""
+"""Model of a batch's latency, learnt from the batches that ran."""
 
 from __future__ import annotations
 
-_WEIGHT = 0.2  # of the latest batch
-_OUTLIER = 8.0  # a batch that takes so many times what was expected counts as so many times, and no more
-_FAST = 4.0  # one that takes so many times less pulls the estimate down by half
-_ENOUGH = 5  # batches after which the estimate may refuse a row
+_LATEST_WEIGHT = 0.2  # of the latest batch
+_OUTLIER = 8.0  # a batch that takes longer than this many times the estimate counts as this many times
+_FAST = 4.0  # a batch this many times faster than the estimate halves the estimate
+_MIN_RUNS = 5  # batches after which the estimate may refuse a row
 
 
-class Pace:
-    """Seconds as a straight line over a batch's rows, fitted with exponentially falling weights.
+class BatchLatencyModel:
+    """A linear model of seconds over rows, fitted with exponentially falling weights.
 
-    A batch costs something between the same for any size and the same for every row; where batches of one size alone
-    have been seen, it is whichever of the two is quicker. In doubt the estimate is low: a row that was let in and comes
-    too late costs one row, a slow batch that nobody forgets would cost all of them.
+    A batch costs something between the same for any size and the same for every row. Where batches of only
+    one size were seen, the model takes the smaller of the two. In doubt the estimate is low: a row that is
+    admitted and comes too late costs one row, but an estimate that stays high would refuse all of them.
     """
 
     __slots__ = ("_covariance", "_rows", "_seconds", "_variance", "runs")
@@ -26,19 +26,19 @@ class Pace:
         self._covariance = 0.0
 
     @property
-    def known(self) -> bool:
-        """Whether enough batches ran for a row to be refused by it."""
-        return self.runs >= _ENOUGH
+    def is_ready(self) -> bool:
+        """True when enough batches ran to refuse rows by the estimate."""
+        return self.runs >= _MIN_RUNS
 
-    def note(self, rows: int, seconds: float) -> None:
-        """A batch of so many rows took so long."""
+    def record(self, rows: int, seconds: float) -> None:
+        """Record that a batch of ``rows`` rows took ``seconds``."""
         self.runs += 1
         if self.runs == 1:
             self._rows, self._seconds = float(rows), seconds
             return
         more = rows - self._rows
-        expected = self.seconds(rows) if more else self._seconds
-        weight = 0.5 if seconds * _FAST < expected else _WEIGHT
+        expected = self.estimate(rows) if more else self._seconds
+        weight = 0.5 if seconds * _FAST < expected else _LATEST_WEIGHT
         if seconds > _OUTLIER * expected > 0:
             seconds = _OUTLIER * expected
         longer = seconds - self._seconds
@@ -48,8 +48,8 @@ class Pace:
             self._variance = (1 - weight) * (self._variance + weight * more * more)
             self._covariance = (1 - weight) * (self._covariance + weight * more * longer)
 
-    def seconds(self, rows: int) -> float:
-        """What a batch of so many rows takes; 0.0 before the first has run."""
+    def estimate(self, rows: int) -> float:
+        """Return the estimated seconds of a batch of ``rows`` rows; 0.0 before the first has run."""
         if rows == self._rows:
             return self._seconds
         per_row = self._seconds / self._rows

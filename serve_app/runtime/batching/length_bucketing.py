@@ -1,4 +1,4 @@
-"""Which rows go together where a batch is padded to its longest row."""
+"""Selection of rows of similar length, for batches that are padded to their longest row."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
-# Of what a batch computes, the part that may be padding. With more, two batches are quicker than one (README.md).
-MOST = 0.2
+# Of what a batch computes, the part that may be padding. With more, two batches are quicker than one
+# (README.md).
+MAX_PADDING = 0.2
 
 
-def fitting(first: tuple[int, R], others: Iterable[tuple[int, R]], size: int) -> list[R]:
-    """``first`` and its nearest in length of ``others``, ``size`` rows at most; of equal ones those in front.
+def select_similar(first: tuple[int, R], others: Iterable[tuple[int, R]], size: int) -> list[R]:
+    """Return ``first`` and its nearest in length of ``others``, at most ``size`` rows; ties keep their order.
 
-    Each is a length and a row. One more is taken, the next shorter or the next longer, whichever leaves the lesser
-    part of the batch to padding, as long as that part is no more than MOST.
+    Each item is a length and a row. Rows are added while the batch's share of padding stays within
+    MAX_PADDING: each time the next shorter or the next longer one, whichever leaves less padding.
     """
     longest = max(1, first[0])
     known = [(max(1, length), row) for length, row in others]
@@ -28,7 +29,7 @@ def fitting(first: tuple[int, R], others: Iterable[tuple[int, R]], size: int) ->
         count = len(rows) + 1
         below = 1 - (filled + shorter[down][0]) / (count * longest) if down < len(shorter) else inf
         above = 1 - (filled + longer[up][0]) / (count * longer[up][0]) if up < len(longer) else inf
-        if min(below, above) > MOST:
+        if min(below, above) > MAX_PADDING:
             break
         if below < above:
             length, row = shorter[down]

@@ -1,4 +1,4 @@
-"""Rows that wait, by priority: who came first goes first, and who is more urgent overtakes for a while."""
+"""Queue of waiting rows by priority: first in, first out, with bounded overtaking by higher priorities."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from itertools import chain, islice
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
-from serve_app.types import Call, Priority
+from serve_app.domain.request import InferenceRequest, Priority
 
-# Seconds by which a row lets later ones of more urgent priorities overtake it: no row waits for ever.
-PATIENCE: dict[Priority, float] = {"high": 0.0, "normal": 0.5, "low": 3.0}
+# Seconds for which later rows of a higher priority may overtake a row, so that no row waits for ever.
+PRIORITY_AGING_S: dict[Priority, float] = {"high": 0.0, "normal": 0.5, "low": 3.0}
 
 
-class Waiting(Protocol):
-    """What can stand in a queue."""
+class QueuedItem(Protocol):
+    """An item of a queue."""
 
-    call: Call
+    request: InferenceRequest
     arrived: float  # on one clock for all of a queue
 
 
-R = TypeVar("R", bound=Waiting)
+R = TypeVar("R", bound=QueuedItem)
 
 
-class Queue(Generic[R]):
-    """First in, first out for each priority; the head with the smallest arrival + patience is the next of all.
+class RequestQueue(Generic[R]):
+    """A queue that is first in, first out for each priority; the head with the smallest arrival + aging time
+    is next.
 
-    ``live`` counts the rows of callers. ``shadows`` stand apart: they are in nobody's way, and only ``take_shadows``
-    takes them. Nothing here is bounded.
+    ``live`` counts the rows of clients. ``shadows`` are kept apart, and only ``take_shadows`` removes them.
+    The queue itself has no limit.
     """
 
     __slots__ = ("_by_priority", "_normal", "live", "shadows")
@@ -36,15 +37,15 @@ class Queue(Generic[R]):
     def __init__(self) -> None:
         self.live = 0
         self.shadows: deque[R] = deque()
-        self._by_priority: dict[Priority, deque[R]] = {priority: deque() for priority in PATIENCE}
+        self._by_priority: dict[Priority, deque[R]] = {priority: deque() for priority in PRIORITY_AGING_S}
         self._normal = self._by_priority["normal"]
 
     def __iter__(self) -> Iterator[R]:
-        """Live rows, the most urgent priority first."""
+        """Iterate over live rows, the highest priority first."""
         return chain(*self._by_priority.values())
 
     def put(self, row: R) -> None:
-        priority = row.call.priority
+        priority = row.request.priority
         if priority == "shadow":
             self.shadows.append(row)
         else:
@@ -52,53 +53,60 @@ class Queue(Generic[R]):
             self.live += 1
 
     def put_back(self, row: R) -> None:
-        """A row that was taken stands at the head again."""
-        if row.call.priority == "shadow":
+        """Return a row that was taken to the head of its queue."""
+        if row.request.priority == "shadow":
             self.shadows.appendleft(row)
         else:
-            self._by_priority[row.call.priority].appendleft(row)
+            self._by_priority[row.request.priority].appendleft(row)
             self.live += 1
 
-    def first(self) -> R:
-        """The row that is next. One must be there."""
+    def peek(self) -> R:
+        """Return the next row of a queue that is not empty."""
         return self._next()[0]
 
     def pop(self) -> R:
-        """Take the row that is next. One must be there."""
+        """Remove and return the next row of a queue that is not empty."""
         row = self._next().popleft()
         self.live -= 1
         return row
 
-    def take(self, most: int) -> list[R]:
-        """The next live rows, at most so many, and all of one kind of call."""
+    def take(self, max_rows: int) -> list[R]:
+        """Remove and return the next live rows, at most ``max_rows``, all of one kind of request."""
         rows: list[R] = []
         queue = self._normal
-        while self.live and len(rows) < most:
+        while self.live and len(rows) < max_rows:
             if len(queue) != self.live:
                 queue = self._next()
-            if rows and queue[0].call.kind != rows[0].call.kind:
+            if rows and queue[0].request.kind != rows[0].request.kind:
                 break
             rows.append(queue.popleft())
             self.live -= 1
         return rows
 
-    def window(self, most: int) -> list[R]:
-        """The row that is next, then the others of its kind among the ``most`` most urgent. One must be there."""
-        first = self.first()
-        kind = first.call.kind
-        return [first, *(row for row in islice(self, most) if row is not first and row.call.kind == kind)]
+    def window(self, max_rows: int) -> list[R]:
+        """Return the next row, then the others of its kind among the first ``max_rows``; the queue is not
+        empty.
+        """
+        first = self.peek()
+        kind = first.request.kind
+        return [
+            first,
+            *(row for row in islice(self, max_rows) if row is not first and row.request.kind == kind),
+        ]
 
-    def take_shadows(self, most: int) -> list[R]:
-        """As ``take``, of those that nobody waits for."""
+    def take_shadows(self, max_rows: int) -> list[R]:
+        """Remove and return shadows, as ``take`` does with live rows."""
         rows: list[R] = []
         shadows = self.shadows
-        while shadows and len(rows) < most and (not rows or shadows[0].call.kind == rows[0].call.kind):
+        while (
+            shadows and len(rows) < max_rows and (not rows or shadows[0].request.kind == rows[0].request.kind)
+        ):
             rows.append(shadows.popleft())
         return rows
 
     def remove(self, row: R) -> bool:
-        """Whether the row stood here; it does no more."""
-        priority = row.call.priority
+        """Remove a row; return whether it was in the queue."""
+        priority = row.request.priority
         try:
             (self.shadows if priority == "shadow" else self._by_priority[priority]).remove(row)
         except ValueError:
@@ -107,16 +115,18 @@ class Queue(Generic[R]):
         return True
 
     def newest_below(self, priority: Priority) -> R | None:
-        """The last of the least urgent rows, where they are less urgent than ``priority``."""
-        for other in reversed(PATIENCE):
+        """Return the newest row of the lowest priority, if that is below ``priority``."""
+        for other in reversed(PRIORITY_AGING_S):
             if other == priority:
                 break
             if queue := self._by_priority[other]:
                 return queue[-1]
         return None
 
-    def before(self, priority: Priority) -> int:
-        """How many rows are at least as urgent. Some that have lost their patience may go first as well."""
+    def count_before(self, priority: Priority) -> int:
+        """Return how many rows have at least this priority; aged rows of lower priority may still run before
+        them.
+        """
         if len(self._normal) == self.live and priority != "high":
             return self.live
         count = 0
@@ -126,20 +136,23 @@ class Queue(Generic[R]):
                 break
         return count
 
-    def mixed(self) -> bool:
-        """Whether rows of more kinds than one wait, as far as heads and tails tell."""
+    def has_mixed_kinds(self) -> bool:
+        """Return whether rows of several kinds wait, judged by the heads and tails of the queues."""
         normal = self._normal
         if len(normal) == self.live:
-            return normal[0].call.kind != normal[-1].call.kind
-        kind = self.first().call.kind
-        return any(q and (q[0].call.kind != kind or q[-1].call.kind != kind) for q in self._by_priority.values())
+            return normal[0].request.kind != normal[-1].request.kind
+        kind = self.peek().request.kind
+        return any(
+            q and (q[0].request.kind != kind or q[-1].request.kind != kind)
+            for q in self._by_priority.values()
+        )
 
-    def since(self) -> float:
-        """When the row that waits longest arrived. One must be there."""
+    def oldest_arrival(self) -> float:
+        """Return the arrival time of the oldest row of a queue that is not empty."""
         return min(queue[0].arrived for queue in self._by_priority.values() if queue)
 
     def clear(self) -> list[R]:
-        """Everything that stood here, shadows too."""
+        """Remove and return every row, shadows too."""
         rows = [*self, *self.shadows]
         for queue in (*self._by_priority.values(), self.shadows):
             queue.clear()
@@ -147,11 +160,11 @@ class Queue(Generic[R]):
         return rows
 
     def _next(self) -> deque[R]:
-        """The queue whose head is next."""
+        """Return the queue whose head is next."""
         best = self._normal
         if len(best) != self.live:
-            least = inf
+            lowest = inf
             for priority, queue in self._by_priority.items():
-                if queue and (rank := queue[0].arrived + PATIENCE[priority]) < least:
-                    best, least = queue, rank
+                if queue and (rank := queue[0].arrived + PRIORITY_AGING_S[priority]) < lowest:
+                    best, lowest = queue, rank
         return best
