@@ -1,1 +1,0 @@
-"""Copies of calls to a version that nobody waits for, and how its answers agree with the live ones."""
