@@ -1,4 +1,4 @@
-"""The access log: one line a request, in TorchServe's form or as JSON."""
+"""The access log: one line per request, in TorchServe's format or as JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import IO, Any, Literal
 import orjson
 
 from serve_app.settings import Settings
-from serve_app.telemetry.sink import Drain, File, Stream
+from serve_app.telemetry.log_writer import AsyncWriter, FileSink, LogSink, StreamSink
 
-_ABOUT = 200  # bytes of a line beside its path
+_FIXED_SIZE = 200  # approximate bytes of a line without its path
 
 
 class AccessLog:
-    """One line a request, in TorchServe's form or as JSON, to a file or a stream; standard output by default.
+    """A writer of one line per request to a file or a stream, by default standard output.
 
-    Any number of processes may append to one path; see sink.File and sink.Drain.
+    Any number of processes may append to one path; see FileSink and AsyncWriter.
     """
 
     def __init__(
@@ -28,12 +28,14 @@ class AccessLog:
         limit: int = 0,
     ) -> None:
         self.json = form == "json"
-        self._stamp = Stamp()
-        file = isinstance(target, (str, Path))
-        sink = File(Path(target), limit) if file else Stream(target or sys.stdout)
-        self._drain = Drain(sink, "access log", form=self._text)
+        self._timestamp = TimestampFormatter()
+        if isinstance(target, (str, Path)):
+            sink: LogSink = FileSink(Path(target), limit)
+        else:
+            sink = StreamSink(target or sys.stdout)
+        self._writer = AsyncWriter(sink, "access log", format_record=self._format)
 
-    def write(
+    def write(  # noqa: PLR0913  # the fields of a line
         self,
         client: str,
         method: str,
@@ -44,41 +46,62 @@ class AccessLog:
         request_id: str = "",
         model: str = "",
         version: str = "",
-        came_with: dict[str, str] | None = None,
+        client_ids: dict[str, str] | None = None,
     ) -> None:
-        """One request was answered; ``client`` is its host:port, ``path`` has its query.
+        """Write the line of a request; ``client`` is host:port, ``path`` includes the query.
 
-        ``came_with`` are ids that the request brought itself; they stand in the JSON form alone.
+        ``client_ids`` are ids that the client sent; only the JSON format has them.
         """
-        record = time.time(), client, method, path, http_version, status, milliseconds, request_id, model, version
-        self._drain.put((record, came_with), _ABOUT + len(path))
+        record = (
+            time.time(),
+            client,
+            method,
+            path,
+            http_version,
+            status,
+            milliseconds,
+            request_id,
+            model,
+            version,
+        )
+        self._writer.put((record, client_ids), _FIXED_SIZE + len(path))
 
-    def _text(self, record: Any) -> str:
-        """A record's line: in the drain's thread, so that a request does not wait for it."""
-        (now, client, method, path, http_version, status, milliseconds, request_id, model, version), came_with = record
-        stamp = self._stamp(now)
+    def _format(self, record: Any) -> str:
+        """Return a record's line; called in the writer's thread, so that a request does not wait for it."""
+        (
+            (now, client, method, path, http_version, status, milliseconds, request_id, model, version),
+            client_ids,
+        ) = record
+        timestamp = self._timestamp(now)
         if self.json:
-            line = {"time": stamp, "client": client, "method": method, "path": path, "http_version": http_version}
+            line = {
+                "time": timestamp,
+                "client": client,
+                "method": method,
+                "path": path,
+                "http_version": http_version,
+            }
             line |= {"status": status, "milliseconds": round(milliseconds, 3), "request_id": request_id}
             if model:
                 line |= {"model": model, "version": version}
-            if came_with:
-                line |= {"came_with": came_with}
+            if client_ids:
+                line |= {"client_ids": client_ids}
             return orjson.dumps(line).decode()
         if not path.isprintable():  # a line break in a path would forge a line
             path = path.encode("unicode_escape").decode()
-        about = f" id={request_id}" if request_id else ""
+        suffix = f" id={request_id}" if request_id else ""
         if model:
-            about = f"{about} model={model} version={version}"
-        return f'{stamp} - /{client} "{method} {path} HTTP/{http_version}" {status} {int(milliseconds)}{about}'
+            suffix = f"{suffix} model={model} version={version}"
+        request = f"{method} {path} HTTP/{http_version}"
+        return f'{timestamp} - /{client} "{request}" {status} {int(milliseconds)}{suffix}'
 
     def close(self) -> None:
-        """Write what is left and end the thread."""
-        self._drain.close()
+        """Write the remaining lines and end the thread."""
+        self._writer.close()
 
 
-class Stamp:
-    """A moment as TorchServe writes it, ``2026-11-20T13:24:41,180``; a second's text is made once."""
+class TimestampFormatter:
+    """A formatter of times in TorchServe's form, ``2026-11-20T13:24:41,180``; it caches the last second."""
 
     def __init__(self) -> None:
         self._second, self._text = 0, ""
@@ -93,8 +116,8 @@ class Stamp:
 _MILLISECONDS = tuple(f",{number:03d}" for number in range(1000))
 
 
-def access(settings: Settings) -> AccessLog | None:
-    """The access log that the settings ask for."""
+def access_log(settings: Settings) -> AccessLog | None:
+    """Return the access log of the settings; None where it is off."""
     path = settings.access_log
     if path is None:
         return None

@@ -1,8 +1,8 @@
-"""Log files in TorchServe's layout or as JSON: what the server says, and what handlers say.
+"""Log files of the server and of handlers, in TorchServe's layout or as JSON.
 
-``ts_log.log`` has what every process of the server logs, ``model_log.log`` what handlers log, print and write
-to standard error. Neither holds up an event loop or an author's code: a record is made where it belongs, for
-some microseconds, and written by a thread (sink.py).
+``ts_log.log`` has the records of every process of the server, ``model_log.log`` what handlers log, print and
+write to standard error. Neither blocks an event loop or a handler: a record is formatted by its caller, in
+some microseconds, and written by a thread (log_writer.py).
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ import orjson
 
 from serve_app.errors import ConfigurationError, RelayError
 from serve_app.settings import Settings
-from serve_app.telemetry.access_log import Stamp
-from serve_app.telemetry.sink import Drain, File, Stream
+from serve_app.telemetry.access_log import TimestampFormatter
+from serve_app.telemetry.log_writer import AsyncWriter, FileSink, StreamSink
 
 SERVER_LOG = "ts_log.log"
 MODEL_LOG = "model_log.log"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 REQUESTS: ContextVar[tuple[str, ...]] = ContextVar("requests", default=())
-"""The ids of the requests whose batch runs here; the runner sets it."""
+"""The ids of the requests whose batch runs in this context; the runner sets it."""
 
-_LONGEST = 64 << 10  # characters of one record; more is cut
+_MAX_LENGTH = 64 << 10  # characters of one record; the rest is cut
 _CONSOLE = "%(asctime)s [%(levelname)-5s] %(name)s - %(message)s"
-_LOG4J = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # what TorchServe's files call them
-# Loggers whose records are not the author's: the server's own, and Ray's.
-_SERVERS = ("torchrelay", "ray")
+_LOG4J = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # TorchServe's names
+# Loggers whose records are not the handler's: the server's own, and Ray's.
+_SERVER_LOGGERS = ("torchrelay", "ray")
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """Whose process this is: a replica of a version, or the gateway, or Management."""
+class ProcessIdentity:
+    """The identity of this process: a replica of a version, the gateway, or Management."""
 
-    name: str  # stands where TorchServe's layout has the thread
+    name: str  # in the place of the thread in TorchServe's layout
     model: str = ""
     version: str = ""
     replica: str = ""
 
     @classmethod
-    def of_replica(cls, model: str, version: str, replica: str) -> Speaker:
+    def of_replica(cls, model: str, version: str, replica: str) -> ProcessIdentity:
         return cls(f"W-{replica}-{model}_{version}", model, version, replica)
 
 
-class Form:
-    """A record as a line (or several: a traceback has its own) of a file."""
+class LineFormatter:
+    """A formatter of records as lines of a file; a traceback has several."""
 
-    def __init__(self, speaker: Speaker, form: Literal["text", "json"]) -> None:
-        self._speaker = speaker
+    def __init__(self, identity: ProcessIdentity, form: Literal["text", "json"]) -> None:
+        self._identity = identity
         self._json = form == "json"
-        self._stamp = Stamp()
+        self._timestamp = TimestampFormatter()
         self._exceptions = logging.Formatter()
 
     def record(self, record: logging.LogRecord) -> str:
@@ -70,60 +70,63 @@ class Form:
             message += "\n" + self._exceptions.formatException(record.exc_info)
         if record.stack_info:
             message += "\n" + record.stack_info
-        return self.line(record.created, record.levelname, self._speaker.name, record.name, message)
+        return self.line(record.created, record.levelname, self._identity.name, record.name, message)
 
     def line(self, when: float, level: str, thread: str, logger: str, message: str) -> str:
-        if len(message) > _LONGEST:
-            message = f"{message[:_LONGEST]}… ({len(message) - _LONGEST} characters more)"
+        if len(message) > _MAX_LENGTH:
+            message = f"{message[:_MAX_LENGTH]}… ({len(message) - _MAX_LENGTH} characters more)"
         requests = REQUESTS.get()
-        stamp = self._stamp(when)
+        timestamp = self._timestamp(when)
         if not self._json:
             ids = f" id={','.join(requests)}" if requests else ""
-            return f"{stamp} [{_LOG4J.get(level, level):<5s}] {thread} {logger} - {message}{ids}"
-        said: dict[str, Any] = {"time": stamp, "level": level, "logger": logger, "message": message}
-        speaker = self._speaker
-        if speaker.model:
-            said |= {"model": speaker.model, "version": speaker.version, "replica": speaker.replica}
+            return f"{timestamp} [{_LOG4J.get(level, level):<5s}] {thread} {logger} - {message}{ids}"
+        fields: dict[str, Any] = {"time": timestamp, "level": level, "logger": logger, "message": message}
+        identity = self._identity
+        if identity.model:
+            fields |= {"model": identity.model, "version": identity.version, "replica": identity.replica}
         else:
-            said["process"] = speaker.name
+            fields["process"] = identity.name
         if requests:
-            said["request_ids"] = requests
+            fields["request_ids"] = requests
         try:
-            return orjson.dumps(said).decode()
-        except orjson.JSONEncodeError:  # half a character, as a file name may have
-            said["message"] = message.encode(errors="backslashreplace").decode()
-            return orjson.dumps(said).decode()
+            return orjson.dumps(fields).decode()
+        except orjson.JSONEncodeError:  # an unpaired surrogate, as a file name may have
+            fields["message"] = message.encode(errors="backslashreplace").decode()
+            return orjson.dumps(fields).decode()
 
 
-class _Handler(logging.Handler):
-    """Sends records to a drain. Who closes a logger's handlers, as an author may, does not close the drain."""
+class _LogHandler(logging.Handler):
+    """A logging handler that sends records to a writer.
 
-    def __init__(self, drain: Drain, make: Callable[[logging.LogRecord], str]) -> None:
+    Closing the handler, as an author's code may do, does not close the writer.
+    """
+
+    def __init__(self, writer: AsyncWriter, format_record: Callable[[logging.LogRecord], str]) -> None:
         super().__init__()
-        self._drain = drain
-        self._make = make
+        self._writer = writer
+        self._format_record = format_record
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._drain.put(self._make(record))
+            self._writer.put(self._format_record(record))
         except Exception:
             self.handleError(record)
 
 
-class _Authors(logging.Filter):
-    """Lets through what is neither the server's nor Ray's."""
+class _HandlerLogFilter(logging.Filter):
+    """A filter that passes records of neither the server's nor Ray's loggers."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.name.partition(".")[0] not in _SERVERS
+        return record.name.partition(".")[0] not in _SERVER_LOGGERS
 
 
-class _Tee:
-    """Standard output or error: what is written goes where it went, and line by line to the model's log."""
+class _TeeStream:
+    """Standard output or error whose lines are copied to the model's log."""
 
-    def __init__(self, stream: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, stream: Any, log_line: Callable[[str], None]) -> None:
         self._stream = stream
-        self._say = say
-        self._halves: dict[int, str] = {}  # lines that have no end yet, by the thread that writes them
+        self._log_line = log_line
+        self._incomplete: dict[int, str] = {}  # the last line without an end, by thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -138,100 +141,118 @@ class _Tee:
             self.write(line)
 
     def copy(self, text: str) -> None:
-        """To the model's log alone."""
+        """Write text to the model's log only."""
         thread = threading.get_ident()
-        half = self._halves.pop(thread, "")
-        *lines, rest = (half + text).split("\n")
+        incomplete = self._incomplete.pop(thread, "")
+        *lines, rest = (incomplete + text).split("\n")
         for line in lines:
-            line = line.rstrip("\r").rpartition("\r")[2]  # a progress bar draws over itself: its last state counts
+            line = line.rstrip("\r").rpartition("\r")[
+                2
+            ]  # of a progress bar, which overwrites itself, only the last state
             if line.strip():
-                self._say(line)
-        if len(rest) > _LONGEST:
-            self._say(rest)
+                self._log_line(line)
+        if len(rest) > _MAX_LENGTH:
+            self._log_line(rest)
         elif rest:
-            self._halves[thread] = rest
+            self._incomplete[thread] = rest
 
 
 def level_of(settings: Settings, model: str = "", own: str | None = None) -> str:
-    """The level of a process's records: telemetry.log_levels, the model's ``own`` log_level, telemetry.log_level.
+    """Return the level of a process's records.
 
-    Raises ConfigurationError for a level that there is not, at whatever place it stands.
+    The first of telemetry.log_levels, the model's ``own`` log_level and telemetry.log_level holds. Raises
+    ConfigurationError for an unknown level in any setting.
     """
-    said = settings.telemetry
+    telemetry = settings.telemetry
     for where, level in (
-        ("telemetry.log_level", said.log_level),
-        *((f"telemetry.log_levels, {name}", level) for name, level in said.log_levels.items()),
+        ("telemetry.log_level", telemetry.log_level),
+        *((f"telemetry.log_levels, {name}", level) for name, level in telemetry.log_levels.items()),
     ):
         if level.upper() not in LEVELS:
-            raise ConfigurationError(where, f"there is no level {level!r}; known here: {', '.join(LEVELS)}")
-    return (said.log_levels.get(model) or own or said.log_level).upper()
+            raise ConfigurationError(where, f"unknown level {level!r}; known levels: {', '.join(LEVELS)}")
+    return (telemetry.log_levels.get(model) or own or telemetry.log_level).upper()
 
 
-class _Running:
-    """What ``configure`` put in place in this process."""
+class _LoggingState:
+    """The handlers, writers and streams that ``configure`` installed in this process."""
 
-    def __init__(self, settings: Settings, speaker: Speaker, level: str, stream: IO[str] | None) -> None:
-        said = settings.telemetry
-        self._form = Form(speaker, said.log_format)
-        self._speaker = speaker
-        # Not sys.stderr: in a replica that is Ray Serve's, which keeps lines back until it has many.
-        console = Drain(Stream(stream or sys.__stderr__ or sys.stderr), "console", period=0.0)
-        self._drains = [console, Drain(File(settings.log_dir / SERVER_LOG, said.log_bytes), SERVER_LOG)]
+    def __init__(
+        self, settings: Settings, identity: ProcessIdentity, level: str, stream: IO[str] | None
+    ) -> None:
+        telemetry = settings.telemetry
+        self._formatter = LineFormatter(identity, telemetry.log_format)
+        self._identity = identity
+        # Not sys.stderr: in a replica that is Ray Serve's stream, which buffers many lines.
+        console = AsyncWriter(StreamSink(stream or sys.__stderr__ or sys.stderr), "console", period=0.0)
+        self._writers = [
+            console,
+            AsyncWriter(FileSink(settings.log_dir / SERVER_LOG, telemetry.log_bytes), SERVER_LOG),
+        ]
         self._undo: list[Callable[[], None]] = []
         self._server = logging.getLogger("torchrelay")
         self._handlers: list[logging.Handler] = [
-            _Handler(self._drains[0], logging.Formatter(_CONSOLE).format),
-            _Handler(self._drains[1], self._form.record),
+            _LogHandler(self._writers[0], logging.Formatter(_CONSOLE).format),
+            _LogHandler(self._writers[1], self._formatter.record),
         ]
         self._server.propagate = False
-        self.mend(level)
+        self.restore(level)
         original = builtins.print
         if not isinstance(original, BuiltinFunctionType):
-            builtins.print = _mended(original)
+            builtins.print = _standard_print(original)
             self._undo.append(lambda: setattr(builtins, "print", original))
-        if speaker.model:
-            self._listen_to_author(Drain(File(settings.log_dir / MODEL_LOG, said.log_bytes), MODEL_LOG), level)
+        if identity.model:
+            self._copy_handler_output(
+                AsyncWriter(FileSink(settings.log_dir / MODEL_LOG, telemetry.log_bytes), MODEL_LOG), level
+            )
 
-    def mend(self, level: str | None = None) -> None:
+    def restore(self, level: str | None = None) -> None:
         for handler in self._handlers:
             if handler not in self._server.handlers:
                 self._server.addHandler(handler)
         if level is not None:
             self._server.setLevel(level)
         for name in list(logging.root.manager.loggerDict):
-            if name.partition(".")[0] in ("torchrelay", "handlers"):  # also what our handlers' base classes log
+            if name.partition(".")[0] in (
+                "torchrelay",
+                "handlers",
+            ):  # also the loggers of the handlers' base classes
                 logging.getLogger(name).disabled = False
 
     def close(self) -> None:
         for undo in reversed(self._undo):
             undo()
-        console, *files = self._drains
-        for drain in files:
-            drain.close()  # what keeps it from writing, the console still hears
+        console, *files = self._writers
+        for writer in files:
+            writer.close()  # failures to write are still logged to the console
         for handler in self._handlers:
             self._server.removeHandler(handler)
         self._server.propagate = True
         console.close()
 
-    def _listen_to_author(self, drain: Drain, level: str) -> None:
-        """What the author logs, prints and writes to standard error goes to ``drain`` too."""
-        self._drains.append(drain)
-        name, form, root = self._speaker.name, self._form, logging.getLogger()
+    def _copy_handler_output(self, writer: AsyncWriter, level: str) -> None:
+        """Copy what the handler logs, prints and writes to standard error to ``writer``."""
+        self._writers.append(writer)
+        name, formatter, root = self._identity.name, self._formatter, logging.getLogger()
 
-        def says(where: str, level: str) -> Callable[[str], None]:
-            return lambda line: drain.put(form.line(time.time(), level, f"{name}-{where}", "MODEL_LOG", line))
+        def line_logger(stream: str, level: str) -> Callable[[str], None]:
+            return lambda line: writer.put(
+                formatter.line(time.time(), level, f"{name}-{stream}", "MODEL_LOG", line)
+            )
 
-        out, err = _Tee(sys.stdout, says("stdout", "INFO")), _Tee(sys.stderr, says("stderr", "WARNING"))
+        out, err = (
+            _TeeStream(sys.stdout, line_logger("stdout", "INFO")),
+            _TeeStream(sys.stderr, line_logger("stderr", "WARNING")),
+        )
         before = sys.stdout, sys.stderr, root.level
-        sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+        sys.stdout, sys.stderr = out, err
 
-        file = _Handler(drain, form.record)
-        # Where no handler is set, Python shows warnings on standard error: so it stays.
-        shown = logging.StreamHandler(before[1])
-        shown.setLevel(logging.WARNING)
-        added = [file, shown]
+        file_handler = _LogHandler(writer, formatter.record)
+        # Without a handler, Python prints warnings to standard error; this handler keeps that.
+        console_handler = logging.StreamHandler(before[1])
+        console_handler.setLevel(logging.WARNING)
+        added = [file_handler, console_handler]
         for handler in added:
-            handler.addFilter(_Authors())
+            handler.addFilter(_HandlerLogFilter())
             root.addHandler(handler)
         root.setLevel(level)
 
@@ -244,76 +265,81 @@ class _Running:
         self._undo.append(undo)
 
 
-def _mended(original: Callable[..., None]) -> Callable[..., None]:
-    """Ray Serve's ``print``, which does not write to sys.stdout, and into any other file writes a tuple.
+def _standard_print(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a replacement for Ray Serve's ``print`` with the behaviour of the built-in.
 
-    Tracebacks are printed so: without this none could be read in a log.
+    Ray Serve's does not write to sys.stdout and writes a tuple to any other file, which makes tracebacks in a
+    log unreadable.
     """
 
-    def print(*objects: Any, sep: str | None = None, end: str | None = None, file: Any = None, **named: Any) -> None:
+    def print(
+        *objects: Any, sep: str | None = None, end: str | None = None, file: Any = None, **options: Any
+    ) -> None:
         sep, end = " " if sep is None else sep, "\n" if end is None else end
         to = sys.stdout if file is None else file
         if to is sys.stdout or to is sys.stderr:
-            original(*objects, sep=sep, end=end, file=file, **named)
-            if isinstance(to, _Tee):
+            original(*objects, sep=sep, end=end, file=file, **options)
+            if isinstance(to, _TeeStream):
                 to.copy(sep.join(map(str, objects)) + end)
             return
         to.write(sep.join(map(str, objects)) + end)
-        if named.get("flush"):
+        if options.get("flush"):
             to.flush()
 
     return print
 
 
-Begin = TypeVar("Begin", bound=Callable[..., Awaitable[None]])
+Start = TypeVar("Start", bound=Callable[..., Awaitable[None]])
 
 
-def told(begin: Begin) -> Begin:
-    """What keeps a deployment from starting is told on the console: Ray Serve has it in files of its own alone."""
+def report_start_failure(start: Start) -> Start:
+    """Decorate a deployment's start: print its error on the console, as Ray Serve writes it to own files
+    only.
+    """
 
-    @functools.wraps(begin)
-    async def beginning(self: Any, *args: Any, **named: Any) -> None:
+    @functools.wraps(start)
+    async def wrapper(self: Any, *args: Any, **options: Any) -> None:
         try:
-            await begin(self, *args, **named)
+            await start(self, *args, **options)
         except Exception as error:
-            # By no logger: there may be none yet, and what is wrong may be the logs.
-            why = f"{error}\n" if isinstance(error, RelayError) else traceback.format_exc()
+            # Without a logger: none may be configured yet, and the logs may be the problem.
+            message = f"{error}\n" if isinstance(error, RelayError) else traceback.format_exc()
             console = sys.__stderr__ or sys.stderr
-            console.write(f"{type(self).__name__} cannot start: {why}")
+            console.write(f"{type(self).__name__} cannot start: {message}")
             console.flush()
             raise
 
-    return beginning  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]
 
 
-_running: _Running | None = None
+_running: _LoggingState | None = None
 
 
 def configure(
-    settings: Settings, speaker: Speaker, own_level: str | None = None, stream: IO[str] | None = None
+    settings: Settings, identity: ProcessIdentity, own_level: str | None = None, stream: IO[str] | None = None
 ) -> None:
-    """From now on what the ``torchrelay`` logger gets goes to standard error and to ``ts_log.log``.
+    """Write the records of the ``torchrelay`` loggers to standard error and to ``ts_log.log``.
 
-    In a replica (``speaker`` names its model) what the author's code logs, prints and writes to standard error
-    goes to ``model_log.log`` as well as where it went before. ``own_level`` is the level that the model asks for
-    itself. A second call changes only the level. Raises ConfigurationError for a level that there is not.
+    In a replica (``identity`` has its model) what the handler logs, prints and writes to standard error is
+    copied to ``model_log.log``. ``own_level`` is the level in the model's configuration. A second call
+    changes only the level. Raises ConfigurationError for an unknown level.
     """
     global _running
-    level = level_of(settings, speaker.model, own_level)
+    level = level_of(settings, identity.model, own_level)
     if _running is not None:
-        _running.mend(level)
+        _running.restore(level)
         return
-    _running = _Running(settings, speaker, level, stream)
+    _running = _LoggingState(settings, identity, level, stream)
 
 
-def mend() -> None:
-    """Put back what an author's ``logging.config`` has switched off of the server's own loggers."""
+def restore_loggers() -> None:
+    """Enable the server's own loggers again, which a handler's ``logging.config`` may have disabled."""
     if _running is not None:
-        _running.mend()
+        _running.restore()
 
 
 def close() -> None:
-    """Write what was logged so far, and log no more until ``configure`` is called again."""
+    """Write all records, and remove the handlers until ``configure`` is called again."""
     global _running
     running, _running = _running, None
     if running is not None:

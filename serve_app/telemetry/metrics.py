@@ -1,8 +1,8 @@
-"""Every metric in one table, a process's own meters, and their sum over all processes.
+"""The table of all metrics, the meters of a process, and their sums over all processes.
 
-A process keeps its meters in a registry of its own. The Management deployment collects the
-reports of all of them and shows the sums, so a scrape tells of the whole cluster and not of the
-process that happened to answer it. TorchServe's metrics (torchserve/) go the same way.
+Each process keeps its meters in its own registry. The Management deployment collects their reports and
+renders the sums, so that a scrape covers the whole cluster. TorchServe's metrics (torchserve/) are collected
+likewise.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import Literal, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric as Metrics
 
-from serve_app.telemetry.batches import Batches
-from serve_app.telemetry.torchserve.catalogue import Family
-from serve_app.telemetry.torchserve.meters import Child, Reading, TorchServeMeters
-from serve_app.telemetry.torchserve.page import Page
-from serve_app.types import Figures
+from serve_app.domain.model import VersionStats
+from serve_app.telemetry.batch_stats import BatchStats
+from serve_app.telemetry.torchserve.catalog import MetricFamily
+from serve_app.telemetry.torchserve.exposition import MetricsPage
+from serve_app.telemetry.torchserve.recorders import LabeledRecorder, RecorderSample, TorchServeRecorders
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricDefinition:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -33,36 +35,88 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-_STEP = ("model", "version", "step")
+_STEP_LABELS = ("model", "version", "step")
 
 METRICS = (
-    Metric("torchrelay_request_latency_seconds", "histogram", "From a call's arrival to its answer.", buckets=_SECONDS),
-    Metric("torchrelay_queue_seconds", "histogram", "A row's wait for its batch.", buckets=_SECONDS),
-    Metric("torchrelay_inference_seconds", "histogram", "A batch's time in the handler.", buckets=_SECONDS),
-    Metric("torchrelay_batch_size", "histogram", "Rows that ran together.", buckets=_ROWS),
-    Metric("torchrelay_requests", "counter", "Answered calls; status: ok, or why not.", ("model", "version", "status")),
-    Metric("torchrelay_http_responses", "counter", "HTTP answers of the inference port.", ("code",)),
-    Metric("torchrelay_grpc_responses", "counter", "Answers of the gRPC ports.", ("code",)),
-    Metric("torchrelay_queue_depth", "gauge", "Rows waiting for a batch now."),
-    Metric("torchrelay_sequences", "gauge", "Sequences that are open now."),
-    Metric("torchrelay_sequences_ended", "counter", "Sequences that ended, by why.", ("model", "version", "why")),
-    Metric("torchrelay_replicas", "gauge", "Replicas that run now."),
-    Metric("torchrelay_replicas_wanted", "gauge", "Replicas that there should be."),
-    Metric("torchrelay_workflow_ongoing", "gauge", "Calls that a workflow is answering now."),
-    Metric("torchrelay_workflow_steps", "counter", "Steps that ended; status as of requests.", (*_STEP, "status")),
-    Metric("torchrelay_workflow_step_seconds", "histogram", "A step, with its retries.", _STEP, _SECONDS),
-    Metric("torchrelay_asynchronous", "gauge", "Asynchronous predictions: queued, running.", ("model", "state")),
-    Metric("torchrelay_asynchronous_ended", "counter", "Asynchronous predictions that ended.", ("model", "state")),
-    Metric("torchrelay_webhooks", "counter", "Webhooks, by outcome: delivered, failed.", ("outcome",)),
-    Metric("torchrelay_shadow_calls", "counter", "Copies for a shadow, by outcome.", ("model", "version", "outcome")),
-    Metric("torchrelay_shadow_latency_seconds", "histogram", "A copy's way to a shadow and back.", buckets=_SECONDS),
-    Metric("torchrelay_shadow_label_flips", "counter", "Copies whose first label differed from the live one."),
+    MetricDefinition(
+        "torchrelay_request_latency_seconds",
+        "histogram",
+        "From a request's arrival to its response.",
+        buckets=_SECONDS,
+    ),
+    MetricDefinition(
+        "torchrelay_queue_seconds", "histogram", "A row's wait for its batch.", buckets=_SECONDS
+    ),
+    MetricDefinition(
+        "torchrelay_inference_seconds", "histogram", "A batch's time in the handler.", buckets=_SECONDS
+    ),
+    MetricDefinition("torchrelay_batch_size", "histogram", "Rows of a batch.", buckets=_ROWS),
+    MetricDefinition(
+        "torchrelay_requests",
+        "counter",
+        "Completed requests; status: ok, or the reason of the failure.",
+        ("model", "version", "status"),
+    ),
+    MetricDefinition(
+        "torchrelay_http_responses", "counter", "HTTP responses of the inference port.", ("code",)
+    ),
+    MetricDefinition("torchrelay_grpc_responses", "counter", "Responses of the gRPC ports.", ("code",)),
+    MetricDefinition("torchrelay_queue_depth", "gauge", "Rows waiting for a batch."),
+    MetricDefinition("torchrelay_sequences", "gauge", "Open sequences."),
+    MetricDefinition(
+        "torchrelay_sequences_ended",
+        "counter",
+        "Sequences that ended, by reason.",
+        ("model", "version", "reason"),
+    ),
+    MetricDefinition("torchrelay_replicas", "gauge", "Running replicas."),
+    MetricDefinition("torchrelay_replicas_desired", "gauge", "Desired replicas."),
+    MetricDefinition("torchrelay_workflow_ongoing", "gauge", "Requests that a workflow is processing."),
+    MetricDefinition(
+        "torchrelay_workflow_steps",
+        "counter",
+        "Completed steps; status as in torchrelay_requests.",
+        (*_STEP_LABELS, "status"),
+    ),
+    MetricDefinition(
+        "torchrelay_workflow_step_seconds", "histogram", "A step, with its retries.", _STEP_LABELS, _SECONDS
+    ),
+    MetricDefinition(
+        "torchrelay_async_predictions",
+        "gauge",
+        "Asynchronous predictions: queued, running.",
+        ("model", "state"),
+    ),
+    MetricDefinition(
+        "torchrelay_async_predictions_ended",
+        "counter",
+        "Asynchronous predictions that ended.",
+        ("model", "state"),
+    ),
+    MetricDefinition(
+        "torchrelay_webhooks", "counter", "Webhooks, by outcome: delivered, failed.", ("outcome",)
+    ),
+    MetricDefinition(
+        "torchrelay_shadow_requests",
+        "counter",
+        "Copies for a shadow, by outcome.",
+        ("model", "version", "outcome"),
+    ),
+    MetricDefinition(
+        "torchrelay_shadow_latency_seconds",
+        "histogram",
+        "Latency of a copy for a shadow.",
+        buckets=_SECONDS,
+    ),
+    MetricDefinition(
+        "torchrelay_shadow_label_flips", "counter", "Copies whose first label differed from the live one."
+    ),
 )
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
-# The samples of which ``Sum.figures`` is made.
-_OF_FIGURES = {
+# The samples that ``MetricsAggregator.version_stats`` sums up.
+_STATS_SAMPLES = {
     "torchrelay_requests_total": "answered",
     "torchrelay_request_latency_seconds_sum": "seconds",
     "torchrelay_batch_size_sum": "rows",
@@ -72,33 +126,43 @@ _OF_FIGURES = {
 }
 
 
-class _Calls:
-    """The meters that an answered call moves, for one model, version and status, and the version that was asked for."""
+class _RequestMeters:
+    """The meters of a completed request, by model, version, status and requested version."""
 
-    __slots__ = ("count", "latency", "queue_microseconds", "queue_time", "total", "microseconds")
+    __slots__ = ("count", "latency", "microseconds", "queue_microseconds", "queue_time", "total")
+    count: Counter
+    latency: Histogram
+    total: LabeledRecorder
+    microseconds: LabeledRecorder
+    queue_microseconds: LabeledRecorder
+    queue_time: LabeledRecorder
 
 
 class Meters:
-    """One process's meters. Cheap enough for the hot path: what an event moves is looked up once and kept.
+    """The meters of a process; each child is looked up once and cached, which the hot path needs.
 
     ``torchserve`` are the same events under TorchServe's names.
     """
 
-    def __init__(self, torchserve: TorchServeMeters | None = None) -> None:
-        self.torchserve = torchserve or TorchServeMeters()
+    def __init__(self, torchserve: TorchServeRecorders | None = None) -> None:
+        self.torchserve = torchserve or TorchServeRecorders()
         self._registry = CollectorRegistry(auto_describe=False)
         self._metrics = {}
-        for m in METRICS:
-            extra = {"buckets": m.buckets} if m.buckets else {}
-            self._metrics[m.name] = _KINDS[m.kind](m.name, m.help, m.labels, registry=self._registry, **extra)
+        for metric in METRICS:
+            options = {"buckets": metric.buckets} if metric.buckets else {}
+            self._metrics[metric.name] = _KINDS[metric.kind](
+                metric.name, metric.help, metric.labels, registry=self._registry, **options
+            )
         self._children: dict[tuple[str, ...], Counter | Gauge | Histogram] = {}
-        self._calls: dict[tuple[str, str, str, str | None], _Calls] = {}
+        self._request_meters: dict[tuple[str, str, str, str | None], _RequestMeters] = {}
         self._batches: dict[tuple[str, str], tuple[Callable[[float], None], ...]] = {}
-        self._ran: dict[tuple[str, str], Batches] = {}
-        self._codes: dict[int, Counter] = {}
-        self._rest: dict[int, Child] = {}
+        self._batch_stats: dict[tuple[str, str], BatchStats] = {}
+        self._responses: dict[int, Counter] = {}
+        self._torchserve_responses: dict[int, LabeledRecorder] = {}
         self._thread_time = self.torchserve.child("WorkerThreadTime", "Host")
-        self.on_batch: Callable[[float, Collection[float], bool], None] = lambda *batch: None  # see load.py
+        self.on_batch: Callable[[float, Collection[float], bool], None] = lambda *batch: (
+            None
+        )  # see autoscaling_stats.py
 
     def _child(self, *key: str):
         child = self._children.get(key)
@@ -112,132 +176,143 @@ class Meters:
         version: str,
         status: str,
         seconds: float,
-        asked: str | None = None,
+        requested_version: str | None = None,
         queue: float | None = None,
     ) -> None:
-        """A call was answered, ``seconds`` after it came; ``asked`` is the version that it named.
+        """Record a completed request and its latency in seconds.
 
-        ``queue`` is how long it waited for its batch, in seconds; None where it never ran.
+        ``requested_version`` is the version that it named; ``queue`` are the seconds that it waited for its
+        batch, None where it never ran.
         """
         if not version:
-            asked = None  # a caller's word: to keep each would fill the memory
-        calls = self._calls.get((model, version, status, asked)) or self._bound(model, version, status, asked)
-        calls.count.inc()
+            requested_version = None  # chosen by the client: storing each value would fill the memory
+        meters = self._request_meters.get((model, version, status, requested_version))
+        if meters is None:
+            meters = self._create_request_meters(model, version, status, requested_version)
+        meters.count.inc()
         if not version:
             return
-        calls.latency.observe(seconds)
-        calls.total.record(1.0)
+        meters.latency.observe(seconds)
+        meters.total.record(1.0)
         if queue is not None:
-            calls.microseconds.record(seconds * 1e6)
-            calls.queue_microseconds.record(queue * 1e6)
-            calls.queue_time.record(queue * 1e3)
+            meters.microseconds.record(seconds * 1e6)
+            meters.queue_microseconds.record(queue * 1e6)
+            meters.queue_time.record(queue * 1e3)
 
-    def _bound(self, model: str, version: str, status: str, asked: str | None) -> _Calls:
-        calls = self._calls[model, version, status, asked] = _Calls()
-        calls.count = self._child("torchrelay_requests", model, version, status)
+    def _create_request_meters(
+        self, model: str, version: str, status: str, requested_version: str | None
+    ) -> _RequestMeters:
+        key = (model, version, status, requested_version)
+        meters = self._request_meters[key] = _RequestMeters()
+        meters.count = self._child("torchrelay_requests", model, version, status)
         if version:
-            calls.latency = self._child("torchrelay_request_latency_seconds", model, version)
-            theirs, named = self.torchserve, (model, asked or "default")
-            calls.total = theirs.child("ts_inference_requests_total", *named)
-            calls.microseconds = theirs.child("ts_inference_latency_microseconds", *named)
-            calls.queue_microseconds = theirs.child("ts_queue_latency_microseconds", *named)
-            calls.queue_time = theirs.child("QueueTime", "Host")
-        return calls
+            meters.latency = self._child("torchrelay_request_latency_seconds", model, version)
+            torchserve, labels = self.torchserve, (model, requested_version or "default")
+            meters.total = torchserve.child("ts_inference_requests_total", *labels)
+            meters.microseconds = torchserve.child("ts_inference_latency_microseconds", *labels)
+            meters.queue_microseconds = torchserve.child("ts_queue_latency_microseconds", *labels)
+            meters.queue_time = torchserve.child("QueueTime", "Host")
+        return meters
 
     def response(self, code: int) -> None:
-        """An HTTP answer left the inference port."""
-        counter = self._codes.get(code)
+        """Record an HTTP response of the inference port."""
+        counter = self._responses.get(code)
         if counter is None:
-            counter = self._codes[code] = self._child("torchrelay_http_responses", str(code))
+            counter = self._responses[code] = self._child("torchrelay_http_responses", str(code))
         counter.inc()
         self.rest(code)
 
     def grpc_response(self, code: str) -> None:
-        """An answer left a gRPC port, with the status of that name."""
+        """Record a response of a gRPC port, with the name of its status."""
         self._child("torchrelay_grpc_responses", code).inc()
 
     def rest(self, code: int) -> None:
-        """An HTTP answer left some port."""
-        child = self._rest.get(code)
+        """Record an HTTP response of any port."""
+        child = self._torchserve_responses.get(code)
         if child is None:
             name = f"Requests{code // 100}XX" if code // 100 in (2, 4) else "Requests5XX"
-            child = self._rest[code] = self.torchserve.child(name, "Host")
+            child = self._torchserve_responses[code] = self.torchserve.child(name, "Host")
         child.record(1.0)
 
     def batch(
         self, model: str, version: str, rows: int, seconds: float, waits: Collection[float], live: bool = True
     ) -> None:
-        """A batch of ``rows``, ``live`` or shadows, ran for ``seconds``; ``waits`` are their times in the queue."""
-        bound = self._batches.get((model, version))
-        if bound is None:
+        """Record a batch, of ``live`` or shadow requests, that ran for ``seconds``.
+
+        ``waits`` are its rows' times in the queue.
+        """
+        observers = self._batches.get((model, version))
+        if observers is None:
             names = ("torchrelay_batch_size", "torchrelay_inference_seconds", "torchrelay_queue_seconds")
-            bound = self._batches[model, version] = tuple(self._child(name, model, version).observe for name in names)
-            self._ran[model, version] = Batches()
+            observers = self._batches[model, version] = tuple(
+                self._child(name, model, version).observe for name in names
+            )
+            self._batch_stats[model, version] = BatchStats()
         self.on_batch(seconds, waits, live)
-        self._ran[model, version].note(rows, seconds)
-        size, inference, queue = bound
-        size(rows)
-        inference(seconds)
+        self._batch_stats[model, version].record(rows, seconds)
+        observe_size, observe_inference, observe_wait = observers
+        observe_size(rows)
+        observe_inference(seconds)
         for wait in waits:
-            queue(wait)
+            observe_wait(wait)
 
     def workflow(self, model: str, version: str, change: int) -> None:
-        """So many more calls are with a workflow, or fewer."""
+        """Change the number of requests that a workflow is processing."""
         self._child("torchrelay_workflow_ongoing", model, version).inc(change)
 
     def step(self, model: str, version: str, step: str, status: str, seconds: float) -> None:
-        """A workflow's step ended after ``seconds``."""
+        """Record a completed step of a workflow."""
         self._child("torchrelay_workflow_steps", model, version, step, status).inc()
         self._child("torchrelay_workflow_step_seconds", model, version, step).observe(seconds)
 
     def sequences(self, model: str, version: str, count: int) -> None:
-        """So many sequences are open."""
+        """Set the number of open sequences."""
         self._child("torchrelay_sequences", model, version).set(count)
 
     def sequence_ended(self, model: str, version: str, why: str) -> None:
         self._child("torchrelay_sequences_ended", model, version, why).inc()
 
-    def deferrals(self, model: str, queued: int, running: int) -> None:
-        """So many asynchronous predictions of a model wait, and so many run."""
-        self._child("torchrelay_asynchronous", model, "queued").set(queued)
-        self._child("torchrelay_asynchronous", model, "running").set(running)
+    def set_async_predictions(self, model: str, queued: int, running: int) -> None:
+        """Set the numbers of a model's queued and running async predictions."""
+        self._child("torchrelay_async_predictions", model, "queued").set(queued)
+        self._child("torchrelay_async_predictions", model, "running").set(running)
 
-    def deferral_ended(self, model: str, state: str) -> None:
-        self._child("torchrelay_asynchronous_ended", model, state).inc()
+    def count_async_prediction(self, model: str, state: str) -> None:
+        self._child("torchrelay_async_predictions_ended", model, state).inc()
 
     def webhook(self, outcome: str) -> None:
         self._child("torchrelay_webhooks", outcome).inc()
 
     def shadow(self, model: str, version: str, outcome: str) -> None:
-        """What became of a copy that was meant for the shadow ``version``."""
-        self._child("torchrelay_shadow_calls", model, version, outcome).inc()
+        """Record the outcome of a copy for the shadow ``version``."""
+        self._child("torchrelay_shadow_requests", model, version, outcome).inc()
 
     def shadow_latency(self, model: str, version: str, seconds: float) -> None:
         self._child("torchrelay_shadow_latency_seconds", model, version).observe(seconds)
 
     def shadow_flip(self, model: str, version: str) -> None:
-        """The shadow ``version`` put another label first than was answered."""
+        """Record that the first label of the shadow ``version`` differs from the live one."""
         self._child("torchrelay_shadow_label_flips", model, version).inc()
 
     def overhead(self, seconds: float) -> None:
-        """From a batch's start to its answers so many seconds went by that were not the handler's."""
+        """Record the seconds from a batch's start to its responses outside the handler."""
         self._thread_time.record(seconds * 1e3)
 
     def depth(self, model: str, version: str, rows: int) -> None:
         self._child("torchrelay_queue_depth", model, version).set(rows)
 
-    def replicas(self, model: str, version: str, running: int, wanted: int) -> None:
+    def replicas(self, model: str, version: str, running: int, desired: int) -> None:
         self._child("torchrelay_replicas", model, version).set(running)
-        self._child("torchrelay_replicas_wanted", model, version).set(wanted)
+        self._child("torchrelay_replicas_desired", model, version).set(desired)
 
     def forget(self, model: str, version: str) -> None:
-        """Drop the gauges of a version that is no more."""
-        for name in ("torchrelay_queue_depth", "torchrelay_replicas", "torchrelay_replicas_wanted"):
+        """Remove the gauges of a removed version."""
+        for name in ("torchrelay_queue_depth", "torchrelay_replicas", "torchrelay_replicas_desired"):
             if self._children.pop((name, model, version), None) is not None:
                 self._metrics[name].remove(model, version)
 
     def samples(self) -> list[Sample]:
-        """The samples of our own metrics."""
+        """Return the samples of Torchrelay's own metrics."""
         return [
             (sample.name, tuple(sorted(sample.labels.items())), sample.value)
             for family in self._registry.collect()
@@ -245,44 +320,44 @@ class Meters:
             if not sample.name.endswith("_created")
         ]
 
-    def report(self) -> Report:
-        """Everything as plain data, for another process to add up."""
-        return Report(self.samples(), self.torchserve.readings(), self._ran)
+    def report(self) -> MetricsReport:
+        """Return all values as plain data, for another process to sum up."""
+        return MetricsReport(self.samples(), self.torchserve.samples(), self._batch_stats)
 
 
-class Report(NamedTuple):
-    """What a process has measured: our own samples, what is shown under TorchServe's names, and batches by size."""
+class MetricsReport(NamedTuple):
+    """The measurements of a process: own samples, those under TorchServe's names, and batches by size."""
 
     samples: list[Sample]
-    readings: list[Reading]
-    batches: Mapping[tuple[str, str], Batches]  # by model and version
+    readings: list[RecorderSample]
+    batches: Mapping[tuple[str, str], BatchStats]  # by model and version
 
 
-class Sum:
-    """The reports of many processes, added up. What a process that ended had counted stays counted.
+class MetricsAggregator:
+    """The sums of many processes' reports; the counts of ended processes are kept.
 
-    ``shown`` are TorchServe's metrics that stand on the page before anybody has updated them.
+    ``initial`` are TorchServe's metrics that are rendered before their first update.
     """
 
-    def __init__(self, shown: Iterable[Family] = ()) -> None:
+    def __init__(self, initial: Iterable[MetricFamily] = ()) -> None:
         self._live: dict[str, list[Sample]] = {}
         self._ended: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        self._batches: dict[str, Mapping[tuple[str, str], Batches]] = {}
-        self._past: dict[tuple[str, str], Batches] = {}  # of processes that ended
-        self._page = Page(shown)
+        self._batches: dict[str, Mapping[tuple[str, str], BatchStats]] = {}
+        self._ended_batches: dict[tuple[str, str], BatchStats] = {}  # of ended processes
+        self._page = MetricsPage(initial)
 
-    def put(self, source: str, report: Report) -> None:
+    def put(self, source: str, report: MetricsReport) -> None:
         self._live[source] = report.samples
         self._batches[source] = report.batches
         self._page.put(source, report.readings)
 
     def end(self, source: str) -> None:
-        """The process behind ``source`` is gone: keep its counts, forget its gauges."""
-        gauges = {m.name for m in METRICS if m.kind == "gauge"}
+        """Keep the counts of the ended process ``source``, and remove its gauges."""
+        gauges = {metric.name for metric in METRICS if metric.kind == "gauge"}
         for name, labels, value in self._live.pop(source, []):
             if name not in gauges:
                 self._ended[name, labels] = self._ended.get((name, labels), 0.0) + value
-        _add(self._past, self._batches.pop(source, {}))
+        _add(self._ended_batches, self._batches.pop(source, {}))
         self._page.end(source)
 
     @property
@@ -290,55 +365,63 @@ class Sum:
         return list(self._live)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of one of our own metrics over the samples that carry ``labels``."""
-        wanted = set(labels.items())
-        return sum(v for (n, have), v in self._summed().items() if n == name and wanted <= set(have))
+        """Return the sum of one of Torchrelay's own metrics over the samples with ``labels``."""
+        required = set(labels.items())
+        return sum(
+            value
+            for (sample_name, sample_labels), value in self._sums().items()
+            if sample_name == name and required <= set(sample_labels)
+        )
 
-    def figures(self) -> list[Figures]:
-        """What was counted of every version that has answered or refused a call, by name."""
+    def version_stats(self) -> list[VersionStats]:
+        """Return the statistics of every version with a completed or refused request, sorted by name."""
         sums: dict[tuple[str, str], dict[str, float]] = {}
-        for (name, labels), value in self._summed().items():
-            said = dict(labels)
-            if name in _OF_FIGURES and said["version"]:
-                none = dict.fromkeys((*_OF_FIGURES.values(), "failed"), 0.0)
-                of = sums.setdefault((said["model"], said["version"]), none)
-                of["failed" if said.get("status", "ok") != "ok" else _OF_FIGURES[name]] += value
-        ran: dict[tuple[str, str], Batches] = {}
-        for batches in (self._past, *self._batches.values()):
-            _add(ran, batches)
-        none_ran = Batches()
+        for (name, labels), value in self._sums().items():
+            label = dict(labels)
+            if name in _STATS_SAMPLES and label["version"]:
+                zeros = dict.fromkeys((*_STATS_SAMPLES.values(), "failed"), 0.0)
+                version_sums = sums.setdefault((label["model"], label["version"]), zeros)
+                failed = label.get("status", "ok") != "ok"
+                version_sums["failed" if failed else _STATS_SAMPLES[name]] += value
+        batch_stats: dict[tuple[str, str], BatchStats] = {}
+        for batches in (self._ended_batches, *self._batches.values()):
+            _add(batch_stats, batches)
+        no_batches = BatchStats()
         return [
-            Figures(
+            VersionStats(
                 *version,
-                int(of["answered"]),
-                int(of["failed"]),
-                of["seconds"],
-                int(of["rows"]),
-                of["queue"],
-                int(of["batches"]),
-                of["inference"],
-                ran.get(version, none_ran).last,
-                tuple((rows, *said) for rows, said in sorted(ran.get(version, none_ran).sizes.items())),
+                int(version_sums["answered"]),
+                int(version_sums["failed"]),
+                version_sums["seconds"],
+                int(version_sums["rows"]),
+                version_sums["queue"],
+                int(version_sums["batches"]),
+                version_sums["inference"],
+                batch_stats.get(version, no_batches).last,
+                tuple(
+                    (rows, *totals)
+                    for rows, totals in sorted(batch_stats.get(version, no_batches).sizes.items())
+                ),
             )
-            for version, of in sorted(sums.items())
+            for version, version_sums in sorted(sums.items())
         ]
 
     def render(self, names: Collection[str] | None = None) -> bytes:
-        """The Prometheus text (format 0.0.4) of the sums; with ``names`` the samples that are called so alone."""
+        """Return the sums in Prometheus' text format 0.0.4; with ``names`` only these samples."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(self._families(names)))
+        registry.register(_MetricCollector(self._families(names)))
         return self._page.render(names).encode() + generate_latest(registry)
 
-    def _summed(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        summed = dict(self._ended)
+    def _sums(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        sums = dict(self._ended)
         for samples in self._live.values():
             for name, labels, value in samples:
-                summed[name, labels] = summed.get((name, labels), 0.0) + value
-        return summed
+                sums[name, labels] = sums.get((name, labels), 0.0) + value
+        return sums
 
     def _families(self, names: Collection[str] | None) -> list[Metrics]:
-        families = {m.name: Metrics(m.name, m.help, m.kind) for m in METRICS}
-        for (name, labels), value in self._summed().items():
+        families = {metric.name: Metrics(metric.name, metric.help, metric.kind) for metric in METRICS}
+        for (name, labels), value in self._sums().items():
             if names is not None and name not in names:
                 continue
             base = name
@@ -348,12 +431,12 @@ class Sum:
         return [family for family in families.values() if names is None or family.samples]
 
 
-def _add(to: dict[tuple[str, str], Batches], others: Mapping[tuple[str, str], Batches]) -> None:
+def _add(totals: dict[tuple[str, str], BatchStats], others: Mapping[tuple[str, str], BatchStats]) -> None:
     for version, batches in others.items():
-        to.setdefault(version, Batches()).add(batches)
+        totals.setdefault(version, BatchStats()).add(batches)
 
 
-class _Families:
+class _MetricCollector:
     """prometheus_client's collector protocol."""
 
     def __init__(self, families: list[Metrics]) -> None:
