@@ -1,0 +1,23 @@
+"""Translation of TorchServe's ``config.properties``, parsed as by Java.
+
+``read`` returns the ``args`` of an app.yaml and the address of the inference port. Missing keys have
+TorchServe's defaults, also where Torchrelay's differ, so that the same file configures the same server.
+``KEYS`` lists all keys, as does configs/README.md.
+"""
+
+from serve_app.torchserve_config.keys import KEYS, ConfigKey, reference
+from serve_app.torchserve_config.parser import ConfigEntry, decode, parse
+from serve_app.torchserve_config.translator import ListenAddress, TranslatedConfig, TranslationNote, read
+
+__all__ = [
+    "KEYS",
+    "ConfigEntry",
+    "ConfigKey",
+    "ListenAddress",
+    "TranslatedConfig",
+    "TranslationNote",
+    "decode",
+    "parse",
+    "read",
+    "reference",
+]
