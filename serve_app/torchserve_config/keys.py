@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from serve_app.documents import near_miss
+from serve_app.domain.validation import did_you_mean
 
 Fate = Literal["setting", "unneeded", "unserved"]
 
@@ -61,7 +61,7 @@ def _text(text: str) -> str:
 def _one_of(*words: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.lower() not in words:
-            near = near_miss(text, list(words))
+            near = did_you_mean(text, list(words))
             raise ValueError(f"one of {', '.join(words)}" + (f"; did you mean {near}?" if near else ""))
         return text.lower()
 
@@ -93,7 +93,7 @@ def tokens(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key of TorchServe's: its default there, and what becomes of it here."""
 
     name: str
@@ -109,12 +109,12 @@ class Key:
         return f"TS_{self.name.upper()}" if self.variable is None else self.variable
 
 
-def _unneeded(name: str, default: str, why: str, **more: Any) -> Key:
-    return Key(name, default, why, "unneeded", **more)
+def _unneeded(name: str, default: str, why: str, **more: Any) -> ConfigKey:
+    return ConfigKey(name, default, why, "unneeded", **more)
 
 
-def _unserved(name: str, default: str, why: str, **more: Any) -> Key:
-    return Key(name, default, why, "unserved", **more)
+def _unserved(name: str, default: str, why: str, **more: Any) -> ConfigKey:
+    return ConfigKey(name, default, why, "unserved", **more)
 
 
 _PORT = "Ray hands out the ports between its processes"
@@ -122,17 +122,21 @@ _LOOPS = "every process has one event loop; `inference.gateways` adds gateways"
 
 KEYS = (
     # Addresses
-    Key("inference_address", "http://127.0.0.1:8080", "`http_options.host` and `.port` of the app.yaml"),
-    Key("management_address", "http://127.0.0.1:8081", "`management.host` and `management.port`"),
-    Key("metrics_address", "http://127.0.0.1:8082", "`management.metrics_host` and `management.metrics_port`"),
-    Key(
+    ConfigKey(
+        "inference_address", "http://127.0.0.1:8080", "`http_options.host` and `.port` of the app.yaml"
+    ),
+    ConfigKey("management_address", "http://127.0.0.1:8081", "`management.host` and `management.port`"),
+    ConfigKey(
+        "metrics_address", "http://127.0.0.1:8082", "`management.metrics_host` and `management.metrics_port`"
+    ),
+    ConfigKey(
         "certificate_file",
         "",
         "`http_options.ssl_certfile`, `management.certificate_file`",
-        remark="with `private_key_file`, for every https address; TorchServe makes one up where there is none",
+        remark="with `private_key_file`, for every https address; TorchServe creates one if there is none",
     ),
-    Key("private_key_file", "", "`http_options.ssl_keyfile`, `management.private_key_file`"),
-    Key(
+    ConfigKey("private_key_file", "", "`http_options.ssl_keyfile`, `management.private_key_file`"),
+    ConfigKey(
         "keystore",
         "",
         "a pair of PEM files serves instead; the message says how openssl makes it",
@@ -141,15 +145,24 @@ KEYS = (
     ),
     _unserved("keystore_pass", "changeit", "see `keystore`"),
     _unserved("keystore_type", "PKCS12", "see `keystore`"),
-    Key("grpc_inference_address", "127.0.0.1", "`grpc.host`", read=_text),
-    Key("grpc_management_address", "127.0.0.1", "`grpc.management_host`", read=_text),
-    Key("grpc_inference_port", "7070", "`grpc.port`", read=_port),
-    Key("grpc_management_port", "7071", "`grpc.management_port`", read=_port),
-    Key("grpc_inference_max_connection_age_ms", "", "`grpc.max_connection_age`", read=_seconds),
-    Key("grpc_management_max_connection_age_ms", "", "`grpc.management_max_connection_age`", read=_seconds),
-    Key("grpc_inference_max_connection_age_grace_ms", "", "`grpc.max_connection_age_grace`", read=_seconds),
-    Key("grpc_management_max_connection_age_grace_ms", "", "`grpc.management_max_connection_age_grace`", read=_seconds),
-    Key(
+    ConfigKey("grpc_inference_address", "127.0.0.1", "`grpc.host`", read=_text),
+    ConfigKey("grpc_management_address", "127.0.0.1", "`grpc.management_host`", read=_text),
+    ConfigKey("grpc_inference_port", "7070", "`grpc.port`", read=_port),
+    ConfigKey("grpc_management_port", "7071", "`grpc.management_port`", read=_port),
+    ConfigKey("grpc_inference_max_connection_age_ms", "", "`grpc.max_connection_age`", read=_seconds),
+    ConfigKey(
+        "grpc_management_max_connection_age_ms", "", "`grpc.management_max_connection_age`", read=_seconds
+    ),
+    ConfigKey(
+        "grpc_inference_max_connection_age_grace_ms", "", "`grpc.max_connection_age_grace`", read=_seconds
+    ),
+    ConfigKey(
+        "grpc_management_max_connection_age_grace_ms",
+        "",
+        "`grpc.management_max_connection_age_grace`",
+        read=_seconds,
+    ),
+    ConfigKey(
         "enable_grpc_ssl",
         "false",
         "`grpc.certificate_file` and `.private_key_file`",
@@ -162,53 +175,71 @@ KEYS = (
         variable="TS_OPEN_INFERENCE_PROTOCOL",
     ),
     # Models
-    Key("model_store", "", "`store.model_store`", read=_text),
-    Key(
+    ConfigKey("model_store", "", "`store.model_store`", read=_text),
+    ConfigKey(
         "load_models",
         "",
         "`control.load_models`",
-        remark="nothing, where nothing is said",
+        remark="nothing, where nothing is set",
     ),
-    Key("models", "", "`control.models`", variable="", remark="minWorkers and its like, in our spelling"),
-    Key("model_snapshot", "", "`control.models` and `control.load_models`", variable=""),
-    Key("default_service_handler", "", "`store.default_service_handler`", read=_text),
-    Key("service_envelope", "", "`runtime.service_envelope`", read=_one_of("body", "json", "kserve", "kservev2")),
-    Key("install_py_dep_per_model", "false", "`runtime.install_py_dep_per_model`", read=flag),
-    Key(
+    ConfigKey(
+        "models", "", "`control.models`", variable="", remark="minWorkers and its like, in our spelling"
+    ),
+    ConfigKey("model_snapshot", "", "`control.models` and `control.load_models`", variable=""),
+    ConfigKey("default_service_handler", "", "`store.default_service_handler`", read=_text),
+    ConfigKey(
+        "service_envelope",
+        "",
+        "`runtime.service_envelope`",
+        read=_one_of("body", "json", "kserve", "kservev2"),
+    ),
+    ConfigKey("install_py_dep_per_model", "false", "`runtime.install_py_dep_per_model`", read=flag),
+    ConfigKey(
         "allowed_urls",
         r"file://.*|http(s)?://.*",
         "`store.allowed_urls`",
         read=_patterns,
-        remark="ours, where nothing is said",
+        remark="ours, where nothing is set",
     ),
     _unneeded(
-        "use_env_allowed_urls", "false", "read with the environment: `TS_ALLOWED_URLS` counts only when it is true"
+        "use_env_allowed_urls",
+        "false",
+        "read with the environment: `TS_ALLOWED_URLS` counts only when it is true",
     ),
-    Key("workflow_store", "", "`store.workflow_store`", read=_text, remark="model_store, where nothing is said"),
+    ConfigKey(
+        "workflow_store",
+        "",
+        "`store.workflow_store`",
+        read=_text,
+        remark="model_store, where nothing is set",
+    ),
     # What a model gets
-    Key(
+    ConfigKey(
         "default_workers_per_model",
         "0",
         "`runtime.default_workers_per_model`",
         read=whole(0),
         remark="0 at start-up is one replica, where TorchServe starts one for each GPU or CPU",
     ),
-    Key("default_response_timeout", "120", "`runtime.default_response_timeout`", read=whole(1)),
-    Key("default_startup_timeout", "120", "`runtime.default_startup_timeout`", read=whole(1)),
+    ConfigKey("default_response_timeout", "120", "`runtime.default_response_timeout`", read=whole(1)),
+    ConfigKey("default_startup_timeout", "120", "`runtime.default_startup_timeout`", read=whole(1)),
     _unneeded(
-        "unregister_model_timeout", "120", "a removed version answers what it has begun and is gone", read=whole(0)
+        "unregister_model_timeout",
+        "120",
+        "a removed version answers what it has begun and is gone",
+        read=whole(0),
     ),
-    Key(
+    ConfigKey(
         "job_queue_size",
         "100",
         "`runtime.job_queue_size`",
         read=whole(1),
         remark="in each replica, not in all together",
     ),
-    Key("decode_input_request", "true", "`runtime.decode_input_request`", read=flag),
-    Key("limit_max_image_pixels", "true", "`runtime.limit_max_image_pixels`", read=flag),
-    Key("blacklist_env_vars", "", "`runtime.blacklist_env_vars`", read=_pattern),
-    Key(
+    ConfigKey("decode_input_request", "true", "`runtime.decode_input_request`", read=flag),
+    ConfigKey("limit_max_image_pixels", "true", "`runtime.limit_max_image_pixels`", read=flag),
+    ConfigKey("blacklist_env_vars", "", "`runtime.blacklist_env_vars`", read=_pattern),
+    ConfigKey(
         "number_of_gpu",
         "",
         "`runtime.num_gpus`",
@@ -216,26 +247,26 @@ KEYS = (
         "unless its model-config.yaml says another `num_gpus`",
     ),
     # Requests
-    Key("max_request_size", "6553500", "`inference.max_request_size`", read=whole(1)),
-    Key("max_response_size", "6553500", "`runtime.max_response_size`", read=whole(1)),
-    Key("cors_allowed_origin", "", "`inference.cors_allowed_origin`", read=_text),
-    Key("cors_allowed_methods", "", "`inference.cors_allowed_methods`", read=_text),
-    Key("cors_allowed_headers", "", "`inference.cors_allowed_headers`", read=_text),
-    Key(
+    ConfigKey("max_request_size", "6553500", "`inference.max_request_size`", read=whole(1)),
+    ConfigKey("max_response_size", "6553500", "`runtime.max_response_size`", read=whole(1)),
+    ConfigKey("cors_allowed_origin", "", "`inference.cors_allowed_origin`", read=_text),
+    ConfigKey("cors_allowed_methods", "", "`inference.cors_allowed_methods`", read=_text),
+    ConfigKey("cors_allowed_headers", "", "`inference.cors_allowed_headers`", read=_text),
+    ConfigKey(
         "ts_header_key_sequence_id",
         "ts_request_sequence_id",
         "`runtime.header_key_sequence_id`",
         read=_text,
         variable="TS_HEADER_KEY_SEQUENCE_ID",
     ),
-    Key(
+    ConfigKey(
         "ts_header_key_sequence_start",
         "ts_request_sequence_start",
         "`runtime.header_key_sequence_start`",
         read=_text,
         variable="TS_HEADER_KEY_SEQUENCE_START",
     ),
-    Key(
+    ConfigKey(
         "ts_header_key_sequence_end",
         "ts_request_sequence_end",
         "`runtime.header_key_sequence_end`",
@@ -243,16 +274,34 @@ KEYS = (
         variable="TS_HEADER_KEY_SEQUENCE_END",
     ),
     # Who may do what
-    Key("disable_token_authorization", "false", "`auth.mode`", read=tokens, remark="false is `on`, true is `off`"),
-    Key("token_expiration_min", "60", "`auth.token_expiration`", read=_number, variable="TS_TOKEN_EXPIRATION_TIME_MIN"),
-    Key("enable_model_api", "false", "`control.enable_model_api`", read=flag),
+    ConfigKey(
+        "disable_token_authorization",
+        "false",
+        "`auth.mode`",
+        read=tokens,
+        remark="false is `on`, true is `off`",
+    ),
+    ConfigKey(
+        "token_expiration_min",
+        "60",
+        "`auth.token_expiration`",
+        read=_number,
+        variable="TS_TOKEN_EXPIRATION_TIME_MIN",
+    ),
+    ConfigKey("enable_model_api", "false", "`control.enable_model_api`", read=flag),
     # Metrics and logs
-    Key("metrics_mode", "log", "`telemetry.metrics_mode`", read=_one_of("log", "prometheus", "legacy")),
-    Key("metrics_config", "", "`telemetry.metrics_config`", read=_text),
-    Key("model_metrics_auto_detect", "false", "`telemetry.model_metrics_auto_detect`", read=flag),
-    Key("disable_system_metrics", "false", "`telemetry.system_metrics`", read=denied, remark="the other way round"),
-    Key("enable_metrics_api", "true", "`management.enable_metrics_api`", read=flag),
-    Key("metric_time_interval", "60", "`telemetry.system_metrics_period`", read=_number, variable=""),
+    ConfigKey("metrics_mode", "log", "`telemetry.metrics_mode`", read=_one_of("log", "prometheus", "legacy")),
+    ConfigKey("metrics_config", "", "`telemetry.metrics_config`", read=_text),
+    ConfigKey("model_metrics_auto_detect", "false", "`telemetry.model_metrics_auto_detect`", read=flag),
+    ConfigKey(
+        "disable_system_metrics",
+        "false",
+        "`telemetry.system_metrics`",
+        read=denied,
+        remark="the other way round",
+    ),
+    ConfigKey("enable_metrics_api", "true", "`management.enable_metrics_api`", read=flag),
+    ConfigKey("metric_time_interval", "60", "`telemetry.system_metrics_period`", read=_number, variable=""),
     _unserved("system_metrics_cmd", "", "the server measures the machine itself", variable=""),
     _unneeded("async_logging", "false", "no log holds up a request"),
     # What the Java server needed
@@ -277,17 +326,21 @@ KEYS = (
         "read with the environment: `TS_…` variables count only when it is true",
         variable="",
     ),
-    _unserved("debug", "false", "a switch for those who work on TorchServe; `telemetry.log_level: DEBUG` says more"),
+    _unserved(
+        "debug", "false", "a switch for those who work on TorchServe; `telemetry.log_level: DEBUG` says more"
+    ),
     _unserved("cpp_log_config", "", "there is no C++ backend"),
     _unserved("ipex_enable", "false", "PyTorch's own oneDNN kernels run"),
     _unserved("ipex_gpu_enable", "false", "PyTorch's own kernels run"),
-    Key("cpu_launcher_enable", "false", "`runtime.pin`", read=flag),
-    _unserved("cpu_launcher_args", "", "`runtime.pin` finds the cores itself; `threads` of a model says how many"),
+    ConfigKey("cpu_launcher_enable", "false", "`runtime.pin`", read=flag),
+    _unserved(
+        "cpu_launcher_args", "", "`runtime.pin` finds the cores itself; `threads` of a model says how many"
+    ),
 )
 BY_NAME = {key.name: key for key in KEYS}
 
 # What TorchServe does and has no key for.
-MANNERS = {"inference.late_answer": "drop"}
+MANNERS = {"inference.late_response": "drop"}
 
 
 def reference() -> str:

@@ -1,4 +1,4 @@
-"""The syntax of a properties file: as java.util.Properties reads it, with TorchServe's ``$$NAME$$``."""
+"""A parser of properties files with the syntax of java.util.Properties and TorchServe's ``$$NAME$$``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from serve_app.errors import ConfigurationError
 
 
-class Entry(NamedTuple):
-    """A value, and where it was said: ``line 3`` of the file, ``--models``, ``the variable TS_MODEL_STORE``."""
+class ConfigEntry(NamedTuple):
+    """A value and its origin: ``line 3`` of the file, ``--models``, ``the variable TS_MODEL_STORE``."""
 
     value: str
     place: str
@@ -23,17 +23,17 @@ _VARIABLE = re.compile(r"\$\$([^$]+)\$\$")
 
 
 def decode(content: bytes) -> str:
-    """A file's text. Java takes such files for Latin-1; we do where it is not UTF-8."""
+    """Return a file's text, decoded as UTF-8, or else as Latin-1, which Java uses."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         return content.decode("latin-1")
 
 
-def parse(text: str, where: str = "config.properties") -> dict[str, Entry]:
-    """Every key of a properties text with its last value, as java.util.Properties reads them.
+def parse(text: str, where: str = "config.properties") -> dict[str, ConfigEntry]:
+    """Return every key of a properties text with its last value, as java.util.Properties does.
 
-    Raises ConfigurationError for a unicode escape that is none.
+    Raises ConfigurationError for an invalid unicode escape.
     """
     entries = {}
     for number, line in _logical_lines(text):
@@ -44,57 +44,59 @@ def parse(text: str, where: str = "config.properties") -> dict[str, Entry]:
         if rest[:1] in ("=", ":"):
             rest = rest[1:].lstrip(_SPACE)
         try:
-            entries[_unescaped(line[:end])] = Entry(_unescaped(rest), f"line {number}")
+            entries[_unescape(line[:end])] = ConfigEntry(_unescape(rest), f"line {number}")
         except ValueError as error:
             raise ConfigurationError(where, f"line {number}: {error}") from None
     return entries
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Each line with its number: comments and blank ones left out, continued ones joined."""
-    begun, whole = 0, ""
+    """Yield each logical line with its number, without comments and blank lines."""
+    start, logical = 0, ""
     for number, line in enumerate(_LINE.split(text), 1):
         line = line.lstrip(_SPACE)
-        if not whole:
+        if not logical:
             if not line or line[0] in "#!":
                 continue
-            begun = number
+            start = number
         if (len(line) - len(line.rstrip("\\"))) % 2:
-            whole += line[:-1]
+            logical += line[:-1]
             continue
-        yield begun, whole + line
-        whole = ""
-    if whole:
-        yield begun, whole
+        yield start, logical + line
+        logical = ""
+    if logical:
+        yield start, logical
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     if "\\" not in text:
         return text
 
     def character(match: re.Match[str]) -> str:
-        word = match[1]
-        if word[:1] != "u":
-            return _ESCAPES.get(word, word)
-        if len(word) < 5:
-            raise ValueError(f"\\{word} is no character: \\u wants four hexadecimal digits")
-        return chr(int(word[1:], 16))
+        escape = match[1]
+        if escape[:1] != "u":
+            return _ESCAPES.get(escape, escape)
+        if len(escape) < 5:
+            raise ValueError(f"\\{escape} is not a character: \\u requires four hexadecimal digits")
+        return chr(int(escape[1:], 16))
 
     plain = re.sub(r"\\(u[0-9A-Fa-f]{4}|u[0-9A-Fa-f]{0,3}|.|$)", character, text, flags=re.DOTALL)
     # Two escapes may be one character beyond the basic plane.
     return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def substituted(entries: dict[str, Entry], environment: Mapping[str, str], where: str) -> dict[str, Entry]:
-    def filled(key: str, entry: Entry) -> Entry:
+def substitute_variables(
+    entries: dict[str, ConfigEntry], environment: Mapping[str, str], where: str
+) -> dict[str, ConfigEntry]:
+    def substitute(key: str, entry: ConfigEntry) -> ConfigEntry:
         def value(match: re.Match[str]) -> str:
             if match[1] not in environment:
-                cure = f"set {match[1]}, or write the value itself"
+                remedy = f"set {match[1]}, or write the value itself"
                 raise ConfigurationError(
-                    where, f"{entry.place}: {key}: the environment has no variable {match[1]}; {cure}"
+                    where, f"{entry.place}: {key}: the environment has no variable {match[1]}; {remedy}"
                 )
             return environment[match[1]]
 
         return entry._replace(value=_VARIABLE.sub(value, entry.value))
 
-    return {key: filled(key, entry) for key, entry in entries.items()}
+    return {key: substitute(key, entry) for key, entry in entries.items()}

@@ -9,27 +9,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.documents import near_miss
+from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError
-from serve_app.properties.keys import (
+from serve_app.settings import Settings, VersionSettings, load
+from serve_app.torchserve_config.keys import (
     BY_NAME,
     GPU_SHARE,
     KEYS,
     MANNERS,
+    ConfigKey,
     Fate,
-    Key,
     denied,
     flag,
     load_models,
     tokens,
     whole,
 )
-from serve_app.properties.syntax import Entry, parse, substituted
-from serve_app.settings import Settings, VersionSettings, load
+from serve_app.torchserve_config.parser import ConfigEntry, parse, substitute_variables
 
 
 @dataclass(frozen=True)
-class Listener:
+class ListenAddress:
     """Where an API listens; an address without a certificate is plain HTTP."""
 
     host: str
@@ -38,8 +38,8 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Note:
-    """What became of one thing that was said."""
+class TranslationNote:
+    """The result for one key of the file."""
 
     key: str
     value: str
@@ -49,14 +49,14 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TranslatedConfig:
     """What a config.properties says, in our words."""
 
     args: Mapping[str, Mapping[str, Any]]  # of an app.yaml; only what differs from our own defaults
-    inference: Listener
+    inference: ListenAddress
     certificate_file: str = ""  # of the inference port, where that is secure
     private_key_file: str = ""
-    notes: tuple[Note, ...] = ()
+    notes: tuple[TranslationNote, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -70,47 +70,51 @@ def read(
     environment: Mapping[str, str] | None = None,
     command: Mapping[str, tuple[str, str]] | None = None,
     gpus: int = 0,
-) -> Reading:
-    """What a config.properties means here, with what the environment and the command line say over it.
+) -> TranslatedConfig:
+    """Translate a config.properties; the environment and the command line take precedence.
 
-    ``command`` gives a key's value and the option that said it: ``{"model_store": ("m", "--model-store")}``;
-    ``gpus`` is how many this machine has. Raises ConfigurationError, which names key, place and cure.
+    ``command`` has a key's value and the option that set it: ``{"model_store": ("m", "--model-store")}``;
+    ``gpus`` is the number of this machine. Raises ConfigurationError with key, place and remedy.
     """
     environment = environment or {}
-    entries = substituted(parse(text, where), environment, where)
-    entries.update({key: Entry(value, option) for key, (value, option) in (command or {}).items()})
+    entries = substitute_variables(parse(text, where), environment, where)
+    entries.update({key: ConfigEntry(value, option) for key, (value, option) in (command or {}).items()})
     warnings = []
     unread = []
-    enabled = flag(entries.get("enable_envvars_config", Entry("", "")).value.strip())
-    urls_too = flag(entries.get("use_env_allowed_urls", Entry("", "")).value.strip())
+    enabled = flag(entries.get("enable_envvars_config", ConfigEntry("", "")).value.strip())
+    urls_too = flag(entries.get("use_env_allowed_urls", ConfigEntry("", "")).value.strip())
     for key in KEYS:
         if key.override and key.override in environment:
             if enabled and (key.name != "allowed_urls" or urls_too):
-                entries[key.name] = Entry(environment[key.override], f"the variable {key.override}")
+                entries[key.name] = ConfigEntry(environment[key.override], f"the variable {key.override}")
             else:
                 wants = "use_env_allowed_urls=true" if enabled else "enable_envvars_config=true"
                 unread.append(f"{key.override} (wants {wants})")
     if unread:
         warnings.append(f"{where}: variables of the environment that are not read: {', '.join(unread)}")
-    said = {key: entry._replace(value=entry.value.strip()) for key, entry in entries.items() if entry.value.strip()}
-    return _Reader(where, said, warnings).reading(gpus)
+    effective_entries = {
+        key: entry._replace(value=entry.value.strip())
+        for key, entry in entries.items()
+        if entry.value.strip()
+    }
+    return _ConfigTranslator(where, effective_entries, warnings).reading(gpus)
 
 
-class _Reader:
-    """One file on its way to a Reading."""
+class _ConfigTranslator:
+    """The translation of one file, in progress."""
 
-    def __init__(self, where: str, said: Mapping[str, Entry], warnings: list[str]) -> None:
+    def __init__(self, where: str, effective_entries: Mapping[str, ConfigEntry], warnings: list[str]) -> None:
         self._where = where
-        self._said = said
+        self._entries = effective_entries
         self._warnings = warnings
         self._settings: dict[str, Any] = dict(MANNERS)
         self._remarks: dict[str, str] = {}
 
-    def reading(self, gpus: int) -> Reading:
+    def reading(self, gpus: int) -> TranslatedConfig:
         for key in KEYS:
             if key.read is not None and (value := self._value(key)) is not None and key.fate == "setting":
                 self._settings[key.becomes.strip("`")] = value
-        if "allowed_urls" not in self._said:
+        if "allowed_urls" not in self._entries:
             del self._settings["store.allowed_urls"]
         number = self._number_of_gpu()
         if gpus and number != 0:
@@ -120,8 +124,10 @@ class _Reader:
         self._unknown()
         unserved = [key for key in KEYS if key.fate == "unserved" and self._differs(key)]
         for key in unserved:
-            self._warnings.append(f"{self._where}: {self._place(key.name)}: {key.name} is not served: {key.becomes}")
-        return Reading(
+            self._warnings.append(
+                f"{self._where}: {self._place(key.name)}: {key.name} is not served: {key.becomes}"
+            )
+        return TranslatedConfig(
             args=_differences(self._settings),
             inference=inference,
             certificate_file=self._get("certificate_file") if secure else "",
@@ -131,19 +137,19 @@ class _Reader:
         )
 
     def _get(self, name: str) -> str:
-        return self._said[name].value if name in self._said else BY_NAME[name].default
+        return self._entries[name].value if name in self._entries else BY_NAME[name].default
 
     def _place(self, name: str) -> str:
-        return self._said[name].place if name in self._said else "default"
+        return self._entries[name].place if name in self._entries else "default"
 
-    def _differs(self, key: Key) -> bool:
-        return key.name in self._said and self._said[key.name].value != key.default
+    def _differs(self, key: ConfigKey) -> bool:
+        return key.name in self._entries and self._entries[key.name].value != key.default
 
     def _refuse(self, name: str, what: str) -> ConfigurationError:
         return ConfigurationError(self._where, f"{self._place(name)}: {name}: {what}")
 
-    def _value(self, key: Key) -> Any:
-        """A key's value, read; None where nobody says anything."""
+    def _value(self, key: ConfigKey) -> Any:
+        """Return a key's parsed value; None where it is not set."""
         text = self._get(key.name)
         if not text:
             return None
@@ -181,8 +187,8 @@ class _Reader:
                 for version in versions.values()
                 if (archive := version.get("marName"))
             ]
-            if "load_models" in self._said:
-                self._remarks["load_models"] = "passed over, as TorchServe does beside a model_snapshot"
+            if "load_models" in self._entries:
+                self._remarks["load_models"] = "ignored, as by TorchServe with a model_snapshot"
             self._settings["control.load_models"] = ",".join(archives) or "none"
         if models:
             self._settings["control.models"] = models
@@ -206,10 +212,14 @@ class _Reader:
         made: dict[str, dict[str, dict[str, Any]]] = {}
         for model, versions in models.items():
             if not isinstance(versions, dict):
-                raise self._refuse(name, f'model {model!r} must be an object of versions, such as {{"1.0": {{…}}}}')
+                raise self._refuse(
+                    name, f'model {model!r} must be an object of versions, such as {{"1.0": {{…}}}}'
+                )
             for version, values in versions.items():
                 if not isinstance(values, dict):
-                    raise self._refuse(name, f"model {model!r}, version {version!r} must be an object of values")
+                    raise self._refuse(
+                        name, f"model {model!r}, version {version!r} must be an object of values"
+                    )
                 made.setdefault(model, {})[version] = self._version(name, f"{model} {version}", values)
         return made
 
@@ -227,19 +237,21 @@ class _Reader:
                 if value:
                     made["default_version"] = True
             elif key not in _VERSION_OTHERS:
-                near = near_miss(key, [*_VERSION_NUMBERS, *_VERSION_OTHERS])
+                near = did_you_mean(key, [*_VERSION_NUMBERS, *_VERSION_OTHERS])
                 self._warnings.append(
                     f"{self._where}: {self._place(name)}: {name}: {which}: unknown key {key!r}"
                     + (f"; did you mean {near!r}?" if near else "")
                 )
         low, high = made.get("min_workers"), made.get("max_workers")
         if low is not None and high is not None and low > high:
-            raise self._refuse(name, f"{which}: minWorkers {low} is more than maxWorkers {high}; change one of them")
+            raise self._refuse(
+                name, f"{which}: minWorkers {low} is more than maxWorkers {high}; change one of them"
+            )
         return made
 
     # Addresses
 
-    def _listeners(self) -> tuple[Listener, bool]:
+    def _listeners(self) -> tuple[ListenAddress, bool]:
         """Where the three APIs listen; returns the inference port, and whether it is secure."""
         names = ("inference_address", "management_address", "metrics_address")
         inference, management, metrics = listeners = tuple(self._listener(name) for name in names)
@@ -254,52 +266,57 @@ class _Reader:
                     )
         settings = self._settings
         if management == inference:
-            settings["inference.also_management"], settings["management.port"] = True, 0
-            self._remarks["management_address"] = "on the inference port: `inference.also_management`"
+            settings["inference.serve_management"], settings["management.port"] = True, 0
+            self._remarks["management_address"] = "on the inference port: `inference.serve_management`"
         else:
             settings["management.host"], settings["management.port"] = management.host, management.port
         if metrics == inference:
-            settings["inference.also_metrics"], settings["management.metrics_port"] = True, 0
-            self._remarks["metrics_address"] = "on the inference port: `inference.also_metrics`"
+            settings["inference.serve_metrics"], settings["management.metrics_port"] = True, 0
+            self._remarks["metrics_address"] = "on the inference port: `inference.serve_metrics`"
         elif metrics == management:
-            settings["management.also_metrics"], settings["management.metrics_port"] = True, 0
-            self._remarks["metrics_address"] = "on the management port: `management.also_metrics`"
+            settings["management.serve_metrics"], settings["management.metrics_port"] = True, 0
+            self._remarks["metrics_address"] = "on the management port: `management.serve_metrics`"
         else:
-            settings["management.metrics_host"], settings["management.metrics_port"] = metrics.host, metrics.port
+            settings["management.metrics_host"], settings["management.metrics_port"] = (
+                metrics.host,
+                metrics.port,
+            )
         self._certificates(dict(zip(names, listeners)))
         return inference, inference.secure
 
-    def _listener(self, name: str) -> Listener:
+    def _listener(self, name: str) -> ListenAddress:
         address = self._get(name)
         if address.lower().startswith("unix:"):
-            cure = "write http://127.0.0.1 and a port; only this machine reaches it"
-            raise self._refuse(name, f"{address}: there is no listening on a Unix socket here; {cure}")
+            remedy = "write http://127.0.0.1 and a port; only this machine reaches it"
+            raise self._refuse(name, f"{address}: Unix sockets are not supported; {remedy}")
         match = re.fullmatch(r"(https?)://(\[[0-9a-fA-F:.]+\]|[^:/\s]+)(?::(\d+))?/?", address, re.IGNORECASE)
         if match is None:
-            raise self._refuse(name, f"{address!r} is no address; write one as http://127.0.0.1:8080")
+            raise self._refuse(name, f"{address!r} is not an address; write one as http://127.0.0.1:8080")
         secure = match[1].lower() == "https"
         port = int(match[3]) if match[3] else _PORTS[name][secure]
         if not 0 < port < 65536:
-            raise self._refuse(name, f"{port} is no port: they go from 1 to 65535")
-        return Listener(match[2].strip("[]"), port, secure)
+            raise self._refuse(name, f"{port} is not a port: ports are 1 to 65535")
+        return ListenAddress(match[2].strip("[]"), port, secure)
 
-    def _certificates(self, listeners: Mapping[str, Listener]) -> None:
+    def _certificates(self, listeners: Mapping[str, ListenAddress]) -> None:
         pair = "certificate_file", "private_key_file"
         there = [name for name in pair if self._get(name)]
         secure = [name for name, listener in listeners.items() if listener.secure]
         if len(there) == 1:
             missing = next(name for name in pair if name not in there)
-            raise self._refuse(there[0], f"stands alone; name the other PEM file with {missing}")
+            raise self._refuse(there[0], f"is set alone; set the other PEM file with {missing}")
         if secure and not there:
             if self._get("keystore"):
                 raise self._refuse("keystore", _from_keystore(self._get("keystore")))
-            raise self._refuse(secure[0], f"https wants certificate_file and private_key_file; {_MAKE_PAIR}")
+            raise self._refuse(
+                secure[0], f"https requires certificate_file and private_key_file; {_MAKE_PAIR}"
+            )
         if over_grpc := flag(self._get("enable_grpc_ssl")):
             if not there:
                 if self._get("keystore"):
                     raise self._refuse("keystore", _from_keystore(self._get("keystore")))
-                cure = f"true wants certificate_file and private_key_file; {_MAKE_PAIR}"
-                raise self._refuse("enable_grpc_ssl", cure)
+                remedy = f"true requires certificate_file and private_key_file; {_MAKE_PAIR}"
+                raise self._refuse("enable_grpc_ssl", remedy)
             for name in pair:
                 self._settings[f"grpc.{name}"] = self._get(name)
         if there and not secure and not over_grpc:
@@ -313,28 +330,30 @@ class _Reader:
         if len(own) == 2 and len(ours) == 2:
             raise self._refuse(
                 "metrics_address",
-                f"{self._get('metrics_address')} and management_address, {self._get('management_address')}, must both "
-                "be https or both be http: they are served by one process with one certificate",
+                f"{self._get('metrics_address')} and management_address, {self._get('management_address')},"
+                " must both be https or both be http: they are served by one process with one certificate",
             )
         if any(listeners[name].secure for name in own):
             for name in pair:
                 self._settings[f"management.{name}"] = self._get(name)
 
-    # What is said of it all
+    # Notes and warnings
 
     def _unknown(self) -> None:
         unknown = []
-        for name, entry in self._said.items():
+        for name, entry in self._entries.items():
             if name not in BY_NAME:
-                near = near_miss(name, list(BY_NAME))
+                near = did_you_mean(name, list(BY_NAME))
                 unknown.append(f"{name} ({entry.place}" + (f"; did you mean {near}?)" if near else ")"))
         if unknown:
             self._warnings.append(f"{self._where}: unknown keys, which do nothing: {', '.join(unknown)}")
 
-    def _notes(self) -> Iterator[Note]:
-        for name, entry in self._said.items():
+    def _notes(self) -> Iterator[TranslationNote]:
+        for name, entry in self._entries.items():
             if (key := BY_NAME.get(name)) is not None:
-                yield Note(name, entry.value, key.fate, key.becomes, self._remarks.get(name, key.remark))
+                yield TranslationNote(
+                    name, entry.value, key.fate, key.becomes, self._remarks.get(name, key.remark)
+                )
 
 
 _PORTS = {"inference_address": (80, 443), "management_address": (8081, 8444), "metrics_address": (8082, 8445)}
@@ -376,4 +395,7 @@ def _differences(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return nested
 
 
-assert {field.name for field in dataclasses.fields(VersionSettings)} == {*_VERSION_NUMBERS.values(), "default_version"}
+assert {field.name for field in dataclasses.fields(VersionSettings)} == {
+    *_VERSION_NUMBERS.values(),
+    "default_version",
+}
