@@ -1,9 +1,8 @@
-"""The handler that others extend: load the archive's model, then preprocess, inference, postprocess."""
+"""The base class of handlers, which loads the archive's model and runs its stages."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import tempfile
@@ -16,31 +15,44 @@ from typing import Any
 import numpy as np
 import torch
 
-from handlers import compilation, device, explanations, extensions, tensor_rows, weights
-from handlers.accuracy import Gate, call, rows
+from handlers import tensor_batch
+from handlers.builtin.labels import load_label_mapping
 from handlers.errors import PredictionException
-from handlers.labels import load_label_mapping
+from handlers.explain import attributions
+from handlers.loading import device, optional_deps, weights
 from handlers.micro_batching import MicroBatching
-from handlers.optimisation import Optimisation, buckets
-from handlers.rejections import Rejections
-from handlers.timer import timed
+from handlers.optimize import compile
+from handlers.optimize.apply import OptimizationOptions, warmup_batch_sizes
+from handlers.optimize.tolerance_gate import ToleranceGate, run_model, take_rows
+from handlers.row_errors import RowErrors
+from handlers.row_parsing import (
+    parse_row,
+    parse_tensor_row,
+    read_explanation_fields,
+    read_explanation_input,
+    to_tensor,
+)
+from handlers.torchserve_compat.timer import timed
 
 logger = logging.getLogger(__name__)
-_NUMPY = frozenset((torch.float32, torch.float64, torch.float16))  # the formats that leave_arrays is worth it for
+# Formats for which sending an array saves time; see allow_array_outputs.
+_ARRAY_DTYPES = frozenset((torch.float32, torch.float64, torch.float16))
 
 
 class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
-    """Serves a model of tensors: each row's ``data`` or ``body`` is a list of numbers, each answer one too.
+    """A handler for a model of tensors.
 
-    A subclass overrides the stages that differ. It may answer one row with an error, by ``reject``
-    or by returning an exception in the row's place; the batch's other rows go on.
+    Each row's ``data`` or ``body`` is a list of numbers, and so is each value that it returns. A subclass
+    overrides the stages that differ. It can fail one row, by ``reject`` or by returning an exception in the
+    row's place; the batch's other rows continue.
     """
 
-    optimisation: Optimisation | None = None  # what model-config.yaml asked for, where it was heeded
-    _inspected: tuple[Any, torch.dtype | None, bool] = (None, None, False)  # a model, its floats, whether it embeds
-    question = explanations.Question()  # what model-config.yaml says of explanations
-    _arrays = False  # whether answers of numbers may be numpy arrays
-    asked: Any = None  # the row that get_insights is asked for, the first of several that ask alike
+    optimization: OptimizationOptions | None = None  # from model-config.yaml, once it is applied
+    # A model, its parameters' float dtype, and whether it has an embedding.
+    _parameter_info: tuple[Any, torch.dtype | None, bool] = (None, None, False)
+    explanation_options = attributions.ExplanationOptions()  # from model-config.yaml
+    _array_outputs = False  # whether numeric outputs may be numpy arrays
+    explained_row: Any = None  # the row of get_insights; the first of several with the same options
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -57,16 +69,19 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         self.model_yaml_config: dict[str, Any] = {}
 
     def initialize(self, context: Any) -> None:
-        """Load the model that the manifest names onto the device, compiled if asked, and ``index_to_name.json``."""
+        """Load the model that the manifest names, and its labels from ``index_to_name.json``.
+
+        The model is moved to the device, and compiled if configured.
+        """
         properties = context.system_properties
         self.context = context
         self.model_yaml_config = getattr(context, "model_yaml_config", None) or {}
         self.manifest = context.manifest
-        self.question = explanations.Question.read(self.model_yaml_config)
-        self.device = device.choose(properties.get("gpu_id"))
+        self.explanation_options = attributions.ExplanationOptions.from_config(self.model_yaml_config)
+        self.device = device.select_device(properties.get("gpu_id"))
         self.map_location = self.device.type
 
-        extensions.register_backends()
+        optional_deps.register_backends()
         model_dir = properties.get("model_dir")
         model = (self.manifest or {}).get("model") or {}
         serialized_file = model.get("serializedFile")
@@ -75,328 +90,335 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
             self.model = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
         elif self.model_pt_path is not None and self.model_pt_path.endswith(".pt"):
             self.model = self._load_torchscript_model(self.model_pt_path)
-        elif serialized_file and serialized_file.endswith(".so") and self._use_torch_export_aot_compile():
+        elif (
+            self.model_pt_path is not None
+            and self.model_pt_path.endswith(".so")
+            and self._use_torch_export_aot_compile()
+        ):
             self.model = self._load_torch_export_aot_compile(self.model_pt_path)
         else:
             file = Path(self.model_pt_path) if self.model_pt_path else None
-            self.model = weights.load(file, self.device, self._trusted())
+            self.model = weights.load(file, self.device, self._is_trusted())
         if isinstance(self.model, torch.nn.Module):
             self.model.to(self.device)
             self.model.eval()
-        self.model = compilation.compiled(self.model, self.model_yaml_config.get("pt2"))
-        self._optimise(Path(model_dir))
+        self.model = compile.compile_model(self.model, self.model_yaml_config.get("pt2"))
+        self._apply_optimization(Path(model_dir))
         self.mapping = load_label_mapping(os.path.join(model_dir, "index_to_name.json"))
-        self._micro_batch()
+        self._enable_micro_batching()
         self.initialized = True
 
-    def _optimise(self, directory: Path) -> None:
-        """What ``optimize:`` of model-config.yaml asks for, once ``accuracy:`` has seen that the answers stay."""
-        asked = Optimisation.read(self.model_yaml_config)
-        if asked is None:
+    def _apply_optimization(self, directory: Path) -> None:
+        """Apply ``optimize:`` of model-config.yaml, and check the outputs if ``accuracy:`` is set."""
+        options = OptimizationOptions.from_config(self.model_yaml_config)
+        if options is None:
             return
-        self.optimisation = asked
+        self.optimization = options
         assert self.device is not None
-        gate = Gate.read(self.model_yaml_config, directory, self.device, self._input_dtype)
-        wants = _inspect(self.model)
+        gate = ToleranceGate.from_config(self.model_yaml_config, directory, self.device, self._input_dtype)
+        parameters = _inspect_parameters(self.model)
         if gate is not None:
-            gate.learn(self.model)
-        elif asked.lossy:
-            logger.warning("optimize: %s changes answers, and no accuracy: in model-config.yaml says how far", asked)
+            gate.record_reference(self.model)
+        elif options.is_lossy:
+            logger.warning(
+                "optimize: %s changes outputs, and model-config.yaml has no accuracy: to limit by how much",
+                options,
+            )
         file = Path(self.model_pt_path) if self.model_pt_path else None
-        self.model = asked.applied(self.model, self.device, file)
-        self._inspected = (self.model, *wants)  # it takes what it took
+        self.model = options.apply(self.model, self.device, file)
+        self._parameter_info = (self.model, *parameters)  # the optimized model takes the same input formats
         if gate is None:
             return
-        found = gate.check(self.model, asked)
-        logger.info("optimize: %s is off by %.3g at most, cosine %.5f", asked, found.largest, found.cosine)
-        if asked.compile is not None:
-            for size in buckets(self.context.system_properties.get("batch_size") or 1):
-                call(self.model, rows(gate.inputs, size))
+        difference = gate.check(self.model, options)
+        logger.info(
+            "optimize: %s is off by %.3g at most, cosine %.5f",
+            options,
+            difference.max_difference,
+            difference.min_cosine,
+        )
+        if options.compile is not None:
+            for size in warmup_batch_sizes(self.context.system_properties.get("batch_size") or 1):
+                run_model(self.model, take_rows(gate.inputs, size))
 
-    def _micro_batch(self) -> None:
-        """Let ``handle`` cut up its batches where model-config.yaml asks for it and the author has not done it."""
+    def _enable_micro_batching(self) -> None:
+        """Replace ``handle`` by MicroBatching if model-config.yaml configures it.
+
+        A ``handle`` that the author has replaced stays.
+        """
         options = self.model_yaml_config.get("micro_batching")
         if options is not None and type(self).handle is BaseHandler.handle and "handle" not in vars(self):
-            self.handle = MicroBatching.of(self, options)  # type: ignore[method-assign]
+            self.handle = MicroBatching.from_config(self, options)  # type: ignore[method-assign]
 
-    def leave_arrays(self) -> None:
-        """From here on an answer of numbers may be a numpy array in the place of nested lists.
+    def allow_array_outputs(self) -> None:
+        """Allow numpy arrays in the place of nested lists in numeric outputs from now on.
 
-        For a caller that writes arrays as their lists, which takes less time than to make the lists. Where an author's
-        own ``handle`` or ``postprocess`` reads the answers first, they stay lists.
+        It is for a caller that serializes arrays as lists, which takes less time than to make the lists.
+        Where an author's own ``handle`` or ``postprocess`` reads the outputs first, they stay lists.
         """
-        readers = self.handle, self.postprocess
-        self._arrays = all(reader.__module__.partition(".")[0] == "handlers" for reader in readers)
+        stages = self.handle, self.postprocess
+        self._array_outputs = all(stage.__module__.partition(".")[0] == "handlers" for stage in stages)
 
-    def _numbers(self, rows: torch.Tensor) -> Any:
-        """One answer for each row of a tensor: nested lists, or one array where ``leave_arrays`` allows it."""
-        if not self._arrays or not isinstance(rows, torch.Tensor) or rows.dtype not in _NUMPY:
-            return rows.tolist()
-        return rows.numpy(force=True)
+    def _to_values(self, tensor: torch.Tensor) -> Any:
+        """Return one value for each row of a tensor: nested lists, or one array where arrays are allowed."""
+        if (
+            not self._array_outputs
+            or not isinstance(tensor, torch.Tensor)
+            or tensor.dtype not in _ARRAY_DTYPES
+        ):
+            return tensor.tolist()
+        return tensor.numpy(force=True)
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
-        return weights.torchscript(Path(model_pt_path), self.device)
+        return weights.load_torchscript(Path(model_pt_path), self.device)
 
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
         file = Path(model_pt_path) if model_pt_path else None
-        return weights.eager(Path(model_dir) / model_file, file, self._trusted())
+        return weights.load_eager(Path(model_dir) / model_file, file, self._is_trusted())
 
-    def _trusted(self) -> bool:
-        """Whether the weights may run code as they are read."""
+    def _is_trusted(self) -> bool:
+        """Return whether the weights may run code as they are read."""
         return (getattr(self, "model_yaml_config", None) or {}).get("trusted") is True
 
     def _load_torch_export_aot_compile(self, model_so_path: str) -> Callable[..., Any]:
-        """A model that torch.export and AOTInductor compiled to a shared library."""
+        """Return a model that torch.export and AOTInductor compiled to a shared library."""
         if self.device is not None and self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # the library asks for no device
-        return torch._export.aot_load(model_so_path, str(self.map_location))
+            torch.cuda.set_device(self.device)  # the library runs on the current device
+        model: Callable[..., Any] = torch._export.aot_load(model_so_path, str(self.map_location))
+        return model
 
     def _use_torch_export_aot_compile(self) -> bool:
-        """Whether model-config.yaml says ``pt2: {export: {aot_compile: true}}``."""
+        """Return whether model-config.yaml has ``pt2: {export: {aot_compile: true}}``."""
         pt2 = (getattr(self, "model_yaml_config", None) or {}).get("pt2")
         export = pt2.get("export") if isinstance(pt2, Mapping) else None
         return isinstance(export, Mapping) and export.get("aot_compile") is True
 
     def handle(self, data: list[Any], context: Any) -> list[Any]:
-        """One answer or one exception for each row of ``data``."""
+        """Return one value or one exception for each row of ``data``."""
         started = time.perf_counter()
         self.context = context
-        rejections = Rejections(len(data))
-        with rejections.taken():
+        row_errors = RowErrors(len(data))
+        with row_errors.activate():
             try:
-                output = rejections.over(self._answer(data))
+                output: list[Any] = row_errors.merge_into(self._dispatch(data))
             except PredictionException:
-                if not rejections.complete:
+                if not row_errors.is_complete:
                     raise
-                output = rejections.alone()
+                output = row_errors.to_list()
         metrics = getattr(context, "metrics", None)
         if metrics is not None:
             metrics.add_time("HandlerTime", round((time.perf_counter() - started) * 1000, 2), None, "ms")
         return output
 
-    def _answer(self, data: list[Any]) -> list[Any]:
+    def _dispatch(self, data: list[Any]) -> list[Any]:
         if self._is_describe():
             return [self.describe_handle() for _ in data]
         if os.environ.get("ENABLE_TORCH_PROFILER"):
             return self._infer_with_profiler(data)[0]
-        return self._run(data, torch.profiler.record_function if _profiled() else _unmarked)
+        return self._run_stages(data, torch.profiler.record_function if _is_profiler_enabled() else _no_span)
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether rows of named arrays, batch axis and all, are run as they are: not where a stage is the author's."""
+        """Return whether rows of named arrays, with a batch axis, are run unchanged.
+
+        It is False where the author overrides a stage.
+        """
         stages = ("preprocess", "inference", "postprocess")
         return all(getattr(type(self), stage) is getattr(BaseHandler, stage) for stage in stages)
 
-    def _run(self, data: list[Any], mark: Callable[[str], Any]) -> list[Any]:
-        if tensor_rows.are(data) and self.takes_tensors and not self._is_explain():
-            with mark("inference"):
-                return tensor_rows.run(data, self._of_arrays)
-        with mark("preprocess"):
+    def _run_stages(self, data: list[Any], span: Callable[[str], Any]) -> list[Any]:
+        if tensor_batch.is_tensor_batch(data) and self.takes_tensors and not self._is_explain():
+            with span("inference"):
+                return tensor_batch.run(data, self._infer_arrays)
+        with span("preprocess"):
             prepared = self.preprocess(data)
         if self._is_explain():
-            with mark("explain"):
+            with span("explain"):
                 return self.explain_handle(prepared, data)
-        with mark("inference"):
+        with span("inference"):
             output = self.inference(prepared)
-        with mark("postprocess"):
-            return self.postprocess(output)
+        with span("postprocess"):
+            values: list[Any] = self.postprocess(output)
+        return values
 
-    def _of_arrays(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """The model's outputs by name, for inputs by name: in the order of ``signature:``, else as they came."""
+    def _infer_arrays(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return the model's outputs by name for its inputs by name.
+
+        Inputs are passed in the order of ``signature:``, else in the order of ``arrays``.
+        """
         signature = self.model_yaml_config.get("signature") or {}
-        named = [port["name"] for port in signature.get("inputs", ())] or list(arrays)
-        if text := next((name for name in named if arrays[name].dtype == np.object_), None):
+        input_names = [port["name"] for port in signature.get("inputs", ())] or list(arrays)
+        if text := next((name for name in input_names if arrays[name].dtype == np.object_), None):
             raise PredictionException(f"The input {text} is BYTES, and this model takes numbers.", 400)
-        inputs = [torch.from_numpy(arrays[name]) for name in named]
+        inputs = [torch.from_numpy(arrays[name]) for name in input_names]
         first, *others = [tensor.to(self.device, self._input_dtype(tensor)) for tensor in inputs]
         output = self.inference(first, *others)
         if isinstance(output, Mapping):
             return dict(output)
-        several = list(output) if isinstance(output, (list, tuple)) else [output]
+        outputs = list(output) if isinstance(output, (list, tuple)) else [output]
         names = [port["name"] for port in signature.get("outputs", ())]
-        names += [f"output-{place}" for place in range(len(names), len(several))]
-        return dict(zip(names, several))
+        names += [f"output-{place}" for place in range(len(names), len(outputs))]
+        return dict(zip(names, outputs))
 
     def _infer_with_profiler(self, data: list[Any]) -> tuple[list[Any], torch.profiler.profile]:
-        """The output, and the profile; ``profiler_args`` are torch.profiler.profile's, by default a Chrome trace
-        in ``pytorch_profiler/<model>`` of the temporary directory."""
+        """Return the output, and the profile.
+
+        ``profiler_args`` are torch.profiler.profile's arguments. By default, the profile is written as a
+        Chrome trace to ``pytorch_profiler/<model>`` of the temporary directory.
+        """
         arguments = {"record_shapes": True, **self.profiler_args}
         if "on_trace_ready" not in arguments:
-            directory = os.path.join(tempfile.gettempdir(), "pytorch_profiler", getattr(self.context, "model_name", ""))
-            logger.info("The profiler's trace goes to %s", directory)
+            directory = os.path.join(
+                tempfile.gettempdir(), "pytorch_profiler", getattr(self.context, "model_name", "")
+            )
+            logger.info("The profiler's trace is written to %s", directory)
             arguments["on_trace_ready"] = torch.profiler.tensorboard_trace_handler(directory)
         with torch.profiler.profile(**arguments) as profile:
-            output = self._run(data, torch.profiler.record_function)
+            output = self._run_stages(data, torch.profiler.record_function)
         logger.info(profile.key_averages().table(sort_by="cpu_time_total", row_limit=10))
         return output, profile
 
     @timed
     def preprocess(self, data: list[Any]) -> torch.Tensor:
-        """One tensor, a row of it for each row of ``data``, in the number format of the model's parameters."""
+        """Return one tensor, with a row for each row of ``data``, in the number format of the model's
+        parameters.
+        """
         if isinstance(data, torch.Tensor):
             return data.to(self.device)
         try:
-            tensor = _tensor([row_value(row) for row in data])
-        except ValueError:  # some row is no list of numbers, or not as long as its neighbours
-            tensor = self._stack(data, _one_row)
+            tensor = to_tensor([parse_row(row) for row in data])
+        except ValueError:  # a row is not a list of numbers, or rows differ in length
+            tensor = self._stack_rows(data, parse_tensor_row)
         return tensor.to(self.device, self._input_dtype(tensor))
 
     @timed
     def inference(self, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the model makes of ``data``, without gradients."""
+        """Return the model's output for ``data``, computed without gradients."""
         with torch.inference_mode():
             return self.model(data.to(self.device) if hasattr(data, "to") else data, *args, **kwargs)
 
     @timed
     def postprocess(self, data: Any) -> list[Any]:
-        """One answer for each row of the model's output."""
-        return self._numbers(data)
+        """Return one value for each row of the model's output."""
+        values: list[Any] = self._to_values(data)
+        return values
 
     def reject(self, index: int, error: Exception) -> None:
-        """Answer row ``index`` with ``error``, whatever the stages make of the row; outside of ``handle`` it is raised.
+        """Fail row ``index`` with ``error``; outside of ``handle``, raise it.
 
-        The row keeps its place in the batch, so that every stage still sees as many rows as came.
+        Values that the stages return for the row are discarded. The row keeps its place in the batch, so that
+        every stage still gets the same number of rows.
         """
-        Rejections.reject(index, error)
+        RowErrors.reject(index, error)
 
-    def _stack(self, data: Sequence[Any], make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """``_each`` as one tensor."""
-        return torch.stack(self._each(data, make))
+    def _stack_rows(self, data: Sequence[Any], convert: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Return the values of ``_map_rows`` as one tensor."""
+        return torch.stack(self._map_rows(data, convert))
 
-    def _each(self, data: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
-        """``make`` of each row; a row for which it raises PredictionException is rejected.
+    def _map_rows(self, data: Sequence[Any], convert: Callable[[Any], Any]) -> list[Any]:
+        """Return ``convert`` of each row; a row for which it raises PredictionException is rejected.
 
-        A sound row's stands in for the rejected ones. Where there is none, the first error is raised.
+        A rejected row is replaced by the value of a valid one. Where all rows are rejected, the first error
+        is raised.
         """
-        made: list[Any] = []
+        values: list[Any] = []
         errors = {}
         for index, row in enumerate(data):
             try:
-                made.append(make(row))
+                values.append(convert(row))
             except PredictionException as error:
                 self.reject(index, error)
                 errors[index] = error
-                made.append(None)
+                values.append(None)
         if not errors:
-            return made
-        sound = next((index for index in range(len(made)) if index not in errors), None)
-        if sound is None:
+            return values
+        valid = next((index for index in range(len(values)) if index not in errors), None)
+        if valid is None:
             raise errors[0]
-        return [made[sound] if index in errors else value for index, value in enumerate(made)]
+        return [values[valid] if index in errors else value for index, value in enumerate(values)]
 
     def _input_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """JSON writes 1.0 as 1, so integers become the model's floats, unless it looks them up in an embedding."""
-        model, floats, looks_up = self._inspected
-        if model is not self.model:  # walked through once, not for each batch
-            model, floats, looks_up = self._inspected = (self.model, *_inspect(self.model))
-        if floats is None or (looks_up and not tensor.is_floating_point()):
+        """Return the format in which the model takes ``tensor``.
+
+        JSON writes 1.0 as 1, so integers become the model's floats, unless the model looks them up in an
+        embedding.
+        """
+        model, floats, has_embedding = self._parameter_info
+        if model is not self.model:  # inspected once, not for each batch
+            model, floats, has_embedding = self._parameter_info = (
+                self.model,
+                *_inspect_parameters(self.model),
+            )
+        if floats is None or (has_embedding and not tensor.is_floating_point()):
             return tensor.dtype
         return floats
 
     def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
-        """The insights into each row; its ``target`` field says into which output, 0 by default."""
-        default = self.question.target
-        asked = [_asked_of(row, default) for row in raw_data]
-        how = [_how(row) for row in raw_data]
+        """Return the insights into each row; its ``target`` field selects the output, 0 by default."""
+        default = self.explanation_options.target
+        inputs = [read_explanation_input(row, default) for row in raw_data]
+        fields = [read_explanation_fields(row) for row in raw_data]
         if isinstance(data_preprocess, torch.Tensor) and (
-            any(target != asked[0][1] for _, target in asked) or any(one != how[0] for one in how)
+            any(target != inputs[0][1] for _, target in inputs) or any(row != fields[0] for row in fields)
         ):
             rows = [data_preprocess[index : index + 1] for index in range(len(raw_data))]
             return self._insights_by_row(rows, raw_data)
-        self.asked = raw_data[0]
-        return self.get_insights(data_preprocess, *asked[0])
+        self.explained_row = raw_data[0]
+        return self.get_insights(data_preprocess, *inputs[0])
 
     def _insights_by_row(self, inputs: Sequence[Any], raw_data: Sequence[Any]) -> list[Any]:
-        """Each row's insights by themselves; a row for which PredictionException is raised is rejected."""
+        """Return each row's insights, computed separately; PredictionException rejects only its row."""
         insights: list[Any] = []
         for index, (row, raw) in enumerate(zip(inputs, raw_data)):
-            self.asked = raw
+            self.explained_row = raw
             try:
-                insights += self.get_insights(row, *_asked_of(raw, self.question.target))
+                insights += self.get_insights(
+                    row, *read_explanation_input(raw, self.explanation_options.target)
+                )
             except PredictionException as error:
                 self.reject(index, error)
                 insights.append(None)
         return insights
 
     def get_insights(self, tensor_data: Any, raw_data: Any, target: Any) -> list[Any]:
-        """An explanation for each row of ``tensor_data``; a handler that can explain overrides this."""
-        raise PredictionException(f"{type(self).__name__} explains nothing: its handler defines no get_insights.", 501)
+        """Return an explanation for each row of ``tensor_data``; a handler that can explain overrides it."""
+        raise PredictionException(
+            f"{type(self).__name__} cannot be explained: its handler does not define get_insights.", 501
+        )
 
     def _is_explain(self) -> bool:
-        self.explain = self._asked("explain")
+        self.explain = self._is_flag_set("explain")
         return self.explain
 
     def _is_describe(self) -> bool:
-        return self._asked("describe")
+        return self._is_flag_set("describe")
 
-    def _asked(self, kind: str) -> bool:
-        """A batch never mixes kinds of call, so its first row speaks for all."""
-        return bool(self.context) and self.context.get_request_header(0, kind) == "True"
+    def _is_flag_set(self, header: str) -> bool:
+        """Return whether the batch has this request header; batches never mix kinds, so its first row
+        decides.
+        """
+        return bool(self.context) and self.context.get_request_header(0, header) == "True"
 
     def describe_handle(self) -> Any:
-        """What this model says of itself to whoever describes it; a subclass may say something."""
+        """Return the model's description for ``customized=true``; a subclass may override this."""
         return None
 
     def get_device(self) -> torch.device | None:
         return self.device
 
 
-def _profiled() -> bool:
-    return torch.autograd.profiler._is_profiler_enabled
+def _is_profiler_enabled() -> bool:
+    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def _unmarked(stage: str) -> contextlib.AbstractContextManager[None]:
+def _no_span(stage: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def row_value(row: Any) -> Any:
-    """What a row holds; text and bytes are read as JSON."""
-    if isinstance(row, Mapping):
-        row = row["data"] if row.get("data") is not None else row.get("body")
-    return json.loads(row) if isinstance(row, (str, bytes, bytearray)) else row
-
-
-def _tensor(values: list[Any]) -> torch.Tensor:
-    array = np.asarray(values)  # several times faster than torch.as_tensor on nested lists
-    if array.dtype.kind not in "biuf":
-        raise ValueError("not all of it are numbers")
-    return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)
-
-
-def _one_row(row: Any) -> torch.Tensor:
-    try:
-        return _tensor([row_value(row)])[0]
-    except ValueError as error:
-        raise PredictionException(f"The input is not a JSON list of numbers: {error}", 400) from error
-
-
-def _inspect(model: Any) -> tuple[torch.dtype | None, bool]:
-    """The number format of the model's parameters, and whether it looks integers up in an embedding."""
+def _inspect_parameters(model: Any) -> tuple[torch.dtype | None, bool]:
+    """Return the dtype of the model's parameters, and whether it looks integers up in an embedding."""
     if not isinstance(model, torch.nn.Module):
-        return getattr(model, "floats", None), False
-    # A TorchScript module is of one class whatever it was; its original_name remembers.
+        return getattr(model, "input_dtype", None), False
+    # All TorchScript modules have the same class; original_name is the class that was compiled.
     names = {getattr(module, "original_name", type(module).__name__) for module in model.modules()}
     floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     return floats, not names.isdisjoint(("Embedding", "EmbeddingBag"))
-
-
-def _asked_of(row: Any, default: Any) -> tuple[Any, Any]:
-    """What a row that is to be explained holds, and the output that it asks about."""
-    if not isinstance(row, Mapping):
-        return row, default
-    return row.get("data") or row.get("body"), _target(row.get("target"), default)
-
-
-def _how(row: Any) -> list[Any]:
-    """How a row asks to be explained, as it came."""
-    return [row.get(key) for key in ("method", "steps", "internal_batch_size")] if isinstance(row, Mapping) else []
-
-
-def _target(value: Any, default: Any) -> Any:
-    """A form sends its fields as text; what is no number stays as the author's get_insights knows it."""
-    if value is None or value == "" or value == b"":
-        return default
-    try:
-        return int(value) if isinstance(value, (str, bytes, bytearray)) else value
-    except ValueError:
-        return value

@@ -1,4 +1,4 @@
-"""What a handler is told about its model and its batch, and how it shapes the responses."""
+"""The context of a handler: its model, the requests of its batch, and the responses' status and headers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-SERVER_VERSION = "0.12.0"  # the TorchServe release whose handler contract this is; archives compare against it
+# The TorchServe release whose handler contract this is; archives compare against it.
+SERVER_VERSION = "0.12.0"
 
 
 class Row(dict):
-    """One element of a handler's ``data``: the request's inputs by name.
+    """A row of a handler's ``data``: the request's inputs by name.
 
-    A handler class with a method ``prepare_row(row)`` has it called ahead of the row's batch, in another
-    thread, while the model runs: decoding belongs there. What it returned, or the exception that it
-    raised, is ``prepared`` when the row comes to ``handle``; None where there was no time for it, and the
-    handler does it itself. ``length`` is what a method ``length(row)`` said of it, None where nobody asked.
+    A handler class with a method ``prepare_row(row)`` has it called before the row's batch, in another
+    thread, while the model runs: it is the place for decoding. Its result, or the exception that it raised,
+    is ``prepared`` when the row is passed to ``handle``. ``prepared`` is None where there was no time for it,
+    and the handler then prepares the row itself. ``length`` is the result of a method ``length(row)``, or
+    None.
     """
 
     __slots__ = ("length", "prepared")
@@ -27,7 +29,7 @@ class Row(dict):
 
 
 class RequestProcessor:
-    """One row's request headers, and the status and headers of its response."""
+    """The request headers of one row, and the status and headers of its response."""
 
     def __init__(self, request_header: dict[str, Any]) -> None:
         self._request_header = request_header
@@ -37,7 +39,7 @@ class RequestProcessor:
         self._response_header: dict[str, str] = {}
 
     def get_request_property(self, key: str) -> Any:
-        """The header ``key`` as it is spelled or, failing that, in any case; None where there is none."""
+        """Return the header ``key`` as spelled or, failing that, in any case; None where there is none."""
         value = self._request_header.get(key)
         if value is None:
             if self._folded is None:
@@ -69,14 +71,14 @@ class RequestProcessor:
 
 
 class Context:
-    """The same object for the whole life of a handler; ``begin`` opens each batch on it.
+    """A handler's context, one object for its whole life; ``begin`` opens each batch on it.
 
-    ``system_properties`` holds ``model_dir``, ``gpu_id`` (None on a CPU), ``batch_size``,
-    ``server_name``, ``server_version`` and ``limit_max_image_pixels``. ``idx`` is a row's place in the
-    batch, from 0. A handler may keep attributes of its own here between batches.
+    ``system_properties`` holds ``model_dir``, ``gpu_id`` (None on a CPU), ``batch_size``, ``server_name``,
+    ``server_version`` and ``limit_max_image_pixels``. ``idx`` is a row's place in the batch, from 0. A
+    handler may keep attributes of its own here between batches.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (TorchServe's signature)
         self,
         model_name: str,
         model_dir: str,
@@ -101,12 +103,15 @@ class Context:
         }
         self.metrics = metrics
         self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
-        self.header_key_sequence_start = os.environ.get("TS_REQUEST_SEQUENCE_START", "ts_request_sequence_start")
+        self.header_key_sequence_start = os.environ.get(
+            "TS_REQUEST_SEQUENCE_START", "ts_request_sequence_start"
+        )
         self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
         self.request_ids: dict[int, str] | None = None
         self.request_processor: list[RequestProcessor] | None = None
         self.stopping_criteria: Any = None
-        self.cl_socket: Any = None  # TorchServe's connection to its front end; intermediate values go through emit
+        # TorchServe's connection to its front end; here intermediate values are sent by ``emit``.
+        self.cl_socket: Any = None
         self._emit: Callable[[int, Any], None] | None = None
 
     def begin(
@@ -116,54 +121,65 @@ class Context:
         parameters: Sequence[Mapping[str, Mapping[str, Any]]],
         emit: Callable[[int, Any], None] | None = None,
     ) -> None:
-        """Open a batch: everything said about the one before is forgotten.
+        """Open a batch and clear the state of the previous one.
 
-        One item a row in each sequence; ``parameters`` has ``{name: {"content-type": ...}}`` for each
-        input, which a request header of the same name overrides. ``emit(idx, value)`` takes the
-        intermediate values of streamed replies.
+        Each sequence has one item a row. ``parameters`` has ``{name: {"content-type": ...}}`` for each input,
+        which a request header of the same name overrides. ``emit(idx, value)`` sends the intermediate values
+        of streamed responses.
         """
         self.request_ids = dict(enumerate(request_ids))
-        self.request_processor = [RequestProcessor({**inputs, **named}) for inputs, named in zip(parameters, headers)]
+        self.request_processor = [
+            RequestProcessor({**inputs, **headers_of_row})
+            for inputs, headers_of_row in zip(parameters, headers)
+        ]
         self.stopping_criteria = None
         self._emit = emit
 
     def emit(self, idx: int, value: Any) -> None:
         """Send one intermediate value of row ``idx`` to its caller now."""
         if self._emit is None:
-            raise RuntimeError("Nothing takes intermediate values: no batch is open, or it was begun without emit.")
+            raise RuntimeError(
+                "Intermediate values cannot be sent: no batch is open, or begin() got no emit."
+            )
         self._emit(idx, value)
 
-    # What came with a row.
+    # Request
 
     def get_request_id(self, idx: int = 0) -> str | None:
         return None if self.request_ids is None else self.request_ids.get(idx)
 
     def get_request_header(self, idx: int, key: str) -> Any:
-        """A request header of row ``idx``; for an input's name, ``{"content-type": ...}``; else None."""
+        """Return a request header of row ``idx``; for an input's name, ``{"content-type": ...}``; else
+        None.
+        """
         return self._row(idx).get_request_property(key)
 
     def get_all_request_header(self, idx: int) -> dict[str, Any]:
-        """The headers of row ``idx`` as the client spelled them, and ``{"content-type": ...}`` for each input."""
+        """Return the headers of row ``idx`` as the client spelled them, and the content type of each input.
+
+        An input is an entry ``{"content-type": ...}``.
+        """
         return self._row(idx).get_request_properties()
 
     def get_sequence_id(self, idx: int) -> str | None:
-        return self._row(idx).get_request_property(self.header_key_sequence_id)
+        sequence_id: str | None = self._row(idx).get_request_property(self.header_key_sequence_id)
+        return sequence_id
 
-    # What goes back with it.
+    # Response
 
     def set_response_content_type(self, idx: int, value: str) -> None:
         self.set_response_header(idx, "content-type", value)
 
     def get_response_content_type(self, idx: int) -> str | None:
-        """The content type that the handler set, however it spelled the header's name; None where it set none."""
-        found = None
+        """Return the content type that the handler set, in any spelling of the header's name, or None."""
+        content_type = None
         for name, value in self.get_response_headers(idx).items():
             if name.lower() == "content-type":
-                found = value
-        return found
+                content_type = value
+        return content_type
 
     def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
-        """Answer row ``idx`` with this HTTP status; any number and phrase go out as they are."""
+        """Set the HTTP status of row ``idx``; any number and phrase are sent unchanged."""
         if self.request_processor is not None:
             self._row(idx).report_status(code, reason_phrase=phrase)
 
@@ -183,5 +199,7 @@ class Context:
 
     def _row(self, idx: int) -> RequestProcessor:
         if self.request_processor is None:
-            raise RuntimeError("This context has no requests yet: they come with a batch, not with initialize.")
+            raise RuntimeError(
+                "This context has no requests yet: they come with a batch, not with initialize."
+            )
         return self.request_processor[idx]

@@ -1,12 +1,12 @@
-"""What a handler may raise at its caller, and what loading one may raise at its operator."""
+"""The errors that a handler may raise, and those of loading one."""
 
 from __future__ import annotations
 
 
 class PredictionException(Exception):
-    """``PredictionException(message, error_code=500)``: the caller gets this message under this HTTP status.
+    """An error whose message is sent to the caller with the HTTP status ``error_code``, 500 by default.
 
-    Raised, it answers the whole batch; returned in one row's place, that row alone.
+    Raised, it fails the whole batch; returned in one row's place, it fails that row alone.
     """
 
     def __init__(self, message: str, error_code: int = 500) -> None:
@@ -19,7 +19,7 @@ class PredictionException(Exception):
 
 
 class HandlerLoadError(RuntimeError):
-    """``HandlerLoadError(message)``: an archive's handler or weights cannot be loaded.
+    """An archive's handler or weights cannot be loaded.
 
-    The message names the file and the cure; what the author's code raised is chained as its cause.
+    The message names the file and the remedy; an error raised by the author's code is chained as its cause.
     """

@@ -1,35 +1,9 @@
-"""What is in an image, by a classifier of ImageNet's kind."""
+"""The import path that archives use for ``handlers.builtin.image_classifier``."""
 
 from __future__ import annotations
 
-import torch
+import sys
 
-from handlers.labels import map_class_to_label
-from handlers.timer import timed
-from handlers.vision import CenterCrop, Compose, Normalize, Resize, ToRGB, ToTensor, VisionHandler
+from handlers.builtin import image_classifier
 
-
-class ImageClassifier(VisionHandler):
-    """``{label: probability}`` of the ``topk`` likeliest classes of each image, the likeliest first."""
-
-    topk = 5
-    image_processing = Compose(
-        [
-            ToRGB(),
-            Resize(256),
-            CenterCrop(224),
-            ToTensor(),
-            Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),  # ImageNet's
-        ]
-    )
-
-    def set_max_result_classes(self, topk: int) -> None:
-        self.topk = topk
-
-    def get_max_result_classes(self) -> int:
-        return self.topk
-
-    @timed
-    def postprocess(self, data: torch.Tensor) -> list[dict[str, float]]:
-        probabilities, classes = torch.softmax(data, dim=1).topk(min(self.topk, data.shape[1]), dim=1)
-        return map_class_to_label(probabilities.tolist(), self.mapping, classes.tolist())
+sys.modules[__name__] = image_classifier
