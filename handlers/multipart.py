@@ -1,7 +1,7 @@
-"""Several values as one body: how lists of bytes travel between the steps of a workflow.
+"""An encoding of several values as one body, used for lists of bytes between the steps of a workflow.
 
-The length of a header in four bytes, little-endian; the header, a JSON list of ``[size, content type or null]``; then
-the values.
+The body starts with the header's length in four bytes, little-endian. The header follows, a JSON list of
+``[size, content type or null]``, and then the values.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ import json
 import struct
 from collections.abc import Iterable
 
-PARTS = "application/vnd.torchrelay.parts"  # the content type of such a body
+PARTS_CONTENT_TYPE = "application/vnd.torchrelay.parts"
 
 Part = tuple[bytes, "str | None"]  # a value, and its content type
 
 _LENGTH = struct.Struct("<I")
 
 
-def join(parts: Iterable[Part]) -> bytes:
-    """One body that holds all of ``parts``."""
+def join_parts(parts: Iterable[Part]) -> bytes:
+    """Encode ``parts`` as one body."""
     values = list(parts)
     header = json.dumps([[len(value), content_type] for value, content_type in values]).encode()
     return b"".join([_LENGTH.pack(len(header)), header, *(value for value, _ in values)])
 
 
-def split(body: bytes) -> list[Part]:
-    """What ``join`` was given. Raises ValueError for any other body."""
+def split_parts(body: bytes) -> list[Part]:
+    """Return the parts that ``join_parts`` encoded.
+
+    Raises ValueError for any other body.
+    """
     if len(body) < _LENGTH.size:
         raise ValueError("a body of parts is shorter than its header")
     start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
@@ -40,5 +43,5 @@ def split(body: bytes) -> list[Part]:
     except (ValueError, TypeError, RecursionError):
         raise ValueError("the header of a body of parts cannot be read") from None
     if start != len(body):
-        raise ValueError("a body of parts has not the length that its header says")
+        raise ValueError("the length of a body of parts differs from its header")
     return parts

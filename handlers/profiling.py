@@ -1,4 +1,6 @@
-"""``profile:`` of model-config.yaml: a trace of a replica's first batches, as Perfetto and Chrome open it."""
+"""The option ``profile:`` of model-config.yaml: a trace of a replica's first batches for Perfetto and
+Chrome.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +15,44 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_BATCHES = 3  # that ``profile: true`` means
-_MOST = 100
-_KEPT = 10  # traces of one version, the newest
+_DEFAULT_BATCHES = 3  # with ``profile: true``
+_MAX_BATCHES = 100
+_MAX_TRACES = 10  # the newest traces of one version
 _DIGIT = "[0-9]"
 
 
-def batches(asked: Any) -> int:
-    """The batches that ``profile:`` asks for, 0: none. ValueError with what to write."""
-    if asked is None or asked is False:
+def parse_batch_count(value: Any) -> int:
+    """Return the number of batches that the value of ``profile:`` requests; 0 for none.
+
+    Raises ValueError with the valid values.
+    """
+    if value is None or value is False:
         return 0
-    count = _BATCHES if asked is True else None
-    if isinstance(asked, Mapping) and set(asked) <= {"active"}:
-        count = asked.get("active", _BATCHES)
-    if type(count) is not int or not 1 <= count <= _MOST:
-        raise ValueError(f"profile: {asked!r} must be true, false or {{active: BATCHES}}, from 1 to {_MOST} of them")
+    count = _DEFAULT_BATCHES if value is True else None
+    if isinstance(value, Mapping) and set(value) <= {"active"}:
+        count = value.get("active", _DEFAULT_BATCHES)
+    if type(count) is not int or not 1 <= count <= _MAX_BATCHES:
+        raise ValueError(
+            f"profile: {value!r} must be true, false or {{active: BATCHES}}, from 1 to {_MAX_BATCHES} of them"
+        )
     return count
 
 
-class Profile:
-    """Stands in a handler's place for its next ``count`` batches, then calls ``done`` and writes their trace.
+class BatchProfiler:
+    """A replacement of a handler for its next ``count`` batches, which records them and writes their trace.
 
-    It goes to ``directory`` as ``NAME-TIME-PID.json.gz``, by a thread of its own; the ten newest of a name are
-    kept. Calls come from one thread, as torch's profiler wants it; those of an asynchronous handler may overlap.
+    It then calls ``on_complete``. The trace is written to ``directory`` as ``NAME-TIME-PID.json.gz``, by a
+    separate thread; the ten newest of a name are kept. Calls must come from one thread, as torch's profiler
+    requires; those of an async handler may overlap.
     """
 
     def __init__(
-        self, handle: Callable[..., Any], count: int, directory: Path, name: str, done: Callable[[], None]
+        self,
+        handle: Callable[..., Any],
+        count: int,
+        directory: Path,
+        name: str,
+        on_complete: Callable[[], None],
     ) -> None:
         import torch
 
@@ -47,53 +60,55 @@ class Profile:
         self._count = count
         self._directory = directory
         self._name = name
-        self._done = done
+        self._on_complete = on_complete
         self._record = torch.profiler.record_function
-        self._begun = self._ended = 0
+        self._started_batches = self._finished_batches = 0
         self._profile = torch.profiler.profile(record_shapes=True)
-        with torch.profiler.profile():  # the first one of a process takes long to begin
+        with torch.profiler.profile():  # the first one of a process is slow to start
             pass
 
     def __call__(self, data: Any, context: Any) -> Any:
-        if not self._begun:
+        if not self._started_batches:
             self._profile.start()
-        self._begun += 1
-        if self._begun > self._count:  # of an asynchronous handler, while others are under way
+        self._started_batches += 1
+        if self._started_batches > self._count:  # batches of an async handler may overlap
             return self._handle(data, context)
-        with self._record(f"batch {self._begun}"):
+        with self._record(f"batch {self._started_batches}"):
             try:
-                answers = self._handle(data, context)
+                result = self._handle(data, context)
             except BaseException:
-                self._end()
+                self._finish_batch()
                 raise
-        if inspect.isawaitable(answers):
-            return self._awaited(answers)
-        self._end()
-        return answers
+        if inspect.isawaitable(result):
+            return self._await_result(result)
+        self._finish_batch()
+        return result
 
-    async def _awaited(self, answers: Any) -> Any:
+    async def _await_result(self, result: Any) -> Any:
         try:
-            return await answers
+            return await result
         finally:
-            self._end()
+            self._finish_batch()
 
-    def _end(self) -> None:
-        self._ended += 1
-        if self._ended == self._count:
+    def _finish_batch(self) -> None:
+        self._finished_batches += 1
+        if self._finished_batches == self._count:
             self._profile.stop()
-            self._done()
-            threading.Thread(target=self._write, name="profile", daemon=True).start()
+            self._on_complete()
+            threading.Thread(target=self._write_trace, name="profile", daemon=True).start()
 
-    def _write(self) -> None:
+    def _write_trace(self) -> None:
         file = self._directory / f"{self._name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.json.gz"
-        part = self._directory / f".{file.name}"  # nobody finds half a trace
+        temporary = self._directory / f".{file.name}"  # so that no partial trace has the final name
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(part))
-            part.replace(file)
-            for old in sorted(self._directory.glob(f"{self._name}-{_DIGIT * 8}T{_DIGIT * 6}-*.json.gz"))[:-_KEPT]:
+            self._profile.export_chrome_trace(str(temporary))
+            temporary.replace(file)
+            for old in sorted(self._directory.glob(f"{self._name}-{_DIGIT * 8}T{_DIGIT * 6}-*.json.gz"))[
+                :-_MAX_TRACES
+            ]:
                 old.unlink(missing_ok=True)
-        except Exception:  # a full disk is no reason for a model to stop
+        except Exception:  # a full disk must not stop the model
             logger.exception("The trace could not be written to %s", file)
             return
         logger.info("The trace of %d batches is in %s; https://ui.perfetto.dev opens it", self._count, file)

@@ -1,4 +1,4 @@
-"""Rows that a batch answers with an error while its other rows go on."""
+"""Errors of single rows of a batch, whose other rows continue."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-_batch: ContextVar[Rejections | None] = ContextVar("batch", default=None)  # a thread's own
+_batch: ContextVar[RowErrors | None] = ContextVar("batch", default=None)  # each thread has its own
 
 
-class Rejections:
+class RowErrors:
     """The errors of a batch of ``size`` rows, by row."""
 
     def __init__(self, size: int) -> None:
@@ -20,8 +20,8 @@ class Rejections:
         self._errors: dict[int, Exception] = {}
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Until the end of the block, what this thread rejects is a row of this batch."""
+    def activate(self) -> Iterator[None]:
+        """Record in this object what the current thread rejects, until the end of the block."""
         token = _batch.set(self)
         try:
             yield
@@ -29,23 +29,28 @@ class Rejections:
             _batch.reset(token)
 
     @property
-    def complete(self) -> bool:
-        """Whether no row is left."""
+    def is_complete(self) -> bool:
+        """Return whether every row has an error."""
         return len(self._errors) >= self._size
 
-    def over(self, output: Any) -> Any:
-        """``output`` with the errors in their rows' places; as it is where it has not one value a row."""
+    def merge_into(self, output: Any) -> Any:
+        """Return ``output`` with the errors in their rows' places.
+
+        ``output`` is returned unchanged where it does not have one value for each row.
+        """
         if not self._errors or not isinstance(output, (list, np.ndarray)) or len(output) != self._size:
             return output
         return [self._errors.get(index, value) for index, value in enumerate(output)]
 
-    def alone(self) -> list[Exception]:
-        """The answers of a batch that is ``complete``."""
+    def to_list(self) -> list[Exception]:
+        """Return the errors of all rows; the batch must be complete."""
         return [self._errors[index] for index in range(self._size)]
 
     @staticmethod
     def reject(index: int, error: Exception) -> None:
-        """Answer row ``index`` of the batch that this thread works on with ``error``; without one, raise it."""
+        """Record ``error`` for row ``index`` of the batch that this thread runs; without such a batch, raise
+        it.
+        """
         batch = _batch.get()
         if batch is None:
             raise error
