@@ -1,4 +1,4 @@
-"""What handlers of text share: a vocabulary, and the steps that clean a text."""
+"""The base class of handlers of text: a vocabulary, and the steps that clean a text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from typing import Any
 
 import torch
 
-from handlers import contractions, explanations, tokens, vocabulary
 from handlers.base import BaseHandler
 from handlers.errors import HandlerLoadError, PredictionException
+from handlers.explain import attributions as explanations
+from handlers.torchserve_compat import contractions, tokens, vocabulary
 
 CLEANUP_REGEX = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")  # tags and entities of HTML
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class TextHandler(BaseHandler):
-    """Loads the model and ``source_vocab.pt``, which every archive of text brings; see handlers.vocabulary."""
+    """A handler that loads the model and ``source_vocab.pt``, which every archive of text contains.
+
+    See handlers.torchserve_compat.vocabulary.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,18 +41,22 @@ class TextHandler(BaseHandler):
         self.initialized = True
 
     def get_source_vocab_path(self, ctx: Any) -> str:
-        """Where the vocabulary is: ``sourceVocab`` of the manifest, ``source_vocab.pt`` unless it says otherwise."""
-        named = ((ctx.manifest or {}).get("model") or {}).get("sourceVocab") or "source_vocab.pt"
-        path = os.path.join(ctx.system_properties.get("model_dir"), named)
+        """Return the path of the vocabulary: ``sourceVocab`` of the manifest, else ``source_vocab.pt``."""
+        file_name = ((ctx.manifest or {}).get("model") or {}).get("sourceVocab") or "source_vocab.pt"
+        path = os.path.join(ctx.system_properties.get("model_dir"), file_name)
         if not os.path.isfile(path):
             raise HandlerLoadError(
-                f"{path}: the archive has no vocabulary, which a handler of text needs. Save a dict of token to index "
-                f"there with torch.save, and archive it with --extra-files {os.path.basename(named)}."
+                f"{path}: the archive has no vocabulary, which a handler of text needs. Save a dict of token "
+                "to index "
+                f"there with torch.save, and archive it with --extra-files {os.path.basename(file_name)}."
             )
         return path
 
     def get_text(self, row: Any) -> str:
-        """The text that a row brings, as ``data`` or as the body; PredictionException (400) where it brings none."""
+        """Return the text in a row, as ``data`` or as the body.
+
+        Raises PredictionException (400) if there is none.
+        """
         text = (row.get("data") or row.get("body")) if isinstance(row, dict) else row
         if isinstance(text, (bytes, bytearray)):
             try:
@@ -56,7 +64,9 @@ class TextHandler(BaseHandler):
             except UnicodeDecodeError as error:
                 raise PredictionException(f"The input is not text in UTF-8: {error}", 400) from error
         if not isinstance(text, str):
-            raise PredictionException("There is no text: send it as the body, or as the form field data.", 400)
+            raise PredictionException(
+                "There is no text: send it as the body, or as the form field data.", 400
+            )
         return text
 
     @functools.cached_property
@@ -71,7 +81,7 @@ class TextHandler(BaseHandler):
         return contractions.expand(text)
 
     def _remove_accented_characters(self, text: str) -> str:
-        """Plain ASCII: an accented letter without its accent; what has no such letter is dropped."""
+        """Return plain ASCII: accents of letters are removed, and other characters are dropped."""
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
     def _remove_html_tags(self, text: str) -> str:
@@ -80,16 +90,16 @@ class TextHandler(BaseHandler):
     def _remove_punctuation(self, text: str) -> str:
         return text.translate(_NO_PUNCTUATION)
 
-    _remove_puncutation = _remove_punctuation  # as older handlers spell it
+    _remove_puncutation = _remove_punctuation  # the spelling of older handlers
 
     def _tokenize(self, text: str) -> list[str]:
         return self.tokenizer(text)
 
     def get_word_token(self, input_tokens: list[str]) -> list[str]:
-        """The tokens without the mark that byte-pair encodings put in a space's place."""
+        """Return the tokens without the mark that byte-pair encodings use for a space."""
         return [token.replace("\u0120", "") for token in input_tokens]
 
     def summarize_attributions(self, attributions: torch.Tensor) -> torch.Tensor:
-        """The softmax of each row of ``attributions``, over the norm of the rows' sums."""
+        """Return the softmax of each row of ``attributions``, over the norm of the rows' sums."""
         attributions = torch.softmax(attributions, dim=0 if attributions.dim() in (0, 1, 3) else 1)
         return attributions / torch.norm(attributions.sum(dim=-1))

@@ -1,4 +1,4 @@
-"""What a text is about."""
+"""The built-in handler ``text_classifier``: texts to labels."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from handlers import explanations
+from handlers.builtin.labels import map_class_to_label
+from handlers.builtin.text import TextHandler
 from handlers.errors import PredictionException
-from handlers.labels import map_class_to_label
-from handlers.text import TextHandler
-from handlers.timer import timed
-from handlers.tokens import ngrams_iterator
+from handlers.explain import attributions as explanations
+from handlers.torchserve_compat.timer import timed
+from handlers.torchserve_compat.tokens import ngrams_iterator
 
 
-class Texts(tuple):
-    """What ``preprocess`` makes: ``(indices, words)`` of all the rows, one after the other.
+class TokenizedTexts(tuple):
+    """The output of ``preprocess``: ``(indices, words)`` of all rows, concatenated.
 
-    ``offsets`` has where each row begins among the indices, ``words_by_row`` the words of each.
+    ``offsets`` has the start of each row among the indices, ``words_by_row`` the words of each row.
     """
 
     offsets: torch.Tensor
@@ -25,29 +25,29 @@ class Texts(tuple):
 
 
 class TextClassifier(TextHandler):
-    """``{label: probability}`` of each class for each text.
+    """A handler that returns ``{label: probability}`` of each class for each text.
 
-    The model is called with the indices of all the texts' tokens and of their n-grams, and with the place at
-    which each text begins, as an ``nn.EmbeddingBag`` takes them.
+    The model is called with the indices of all texts' tokens and n-grams, and with the start of each text, as
+    an ``nn.EmbeddingBag`` takes them.
     """
 
     ngrams = 2
 
     @timed
-    def preprocess(self, data: list[Any]) -> Texts:
-        rows = self._each(data, self._read)
+    def preprocess(self, data: list[Any]) -> TokenizedTexts:
+        rows = self._map_rows(data, self._parse_row)
         indices = [index for row, _ in rows for index in row]
         starts = [0]
         for row, _ in rows[:-1]:
             starts.append(starts[-1] + len(row))
         words = [word for _, row in rows for word in row]
-        texts = Texts((torch.tensor(indices, dtype=torch.long, device=self.device), words))
+        texts = TokenizedTexts((torch.tensor(indices, dtype=torch.long, device=self.device), words))
         texts.offsets = torch.tensor(starts, dtype=torch.long, device=self.device)
         texts.words_by_row = [row for _, row in rows]
         return texts
 
-    def _read(self, row: Any) -> tuple[list[int], list[str]]:
-        """A row's indices, and its words after cleaning."""
+    def _parse_row(self, row: Any) -> tuple[list[int], list[str]]:
+        """Return a row's indices, and its words after cleaning."""
         text = self._remove_html_tags(self.get_text(row)).lower()
         text = self._remove_accented_characters(self._expand_contractions(text))
         words = self._tokenize(self._remove_punctuation(text))
@@ -62,55 +62,72 @@ class TextClassifier(TextHandler):
             return self.model(indices, self._offsets(data), *args, **kwargs)
 
     def _offsets(self, data: tuple[torch.Tensor, list[str]]) -> torch.Tensor:
-        """A plain pair, as a subclass may make it, is one text."""
-        return data.offsets if isinstance(data, Texts) else torch.tensor([0], device=self.device)
+        """Return the starts of the texts; a plain pair, as a subclass may return it, is one text."""
+        return data.offsets if isinstance(data, TokenizedTexts) else torch.tensor([0], device=self.device)
 
     @timed
     def postprocess(self, data: torch.Tensor) -> list[dict[str, float]]:
         return map_class_to_label(torch.softmax(data, dim=-1).tolist(), self.mapping)
 
     def explain_handle(self, data_preprocess: Any, raw_data: list[Any]) -> list[Any]:
-        """The insights into each text; its ``target`` field says into which class, 0 by default."""
-        if not isinstance(data_preprocess, Texts):
+        """Return the insights into each text; its ``target`` field selects the class, 0 by default."""
+        if not isinstance(data_preprocess, TokenizedTexts):
             return super().explain_handle(data_preprocess, raw_data)
         indices, _ = data_preprocess
         starts = data_preprocess.offsets.tolist()
         ends = [*starts[1:], len(indices)]
-        inputs = [(indices[start:end], words) for start, end, words in zip(starts, ends, data_preprocess.words_by_row)]
+        inputs = [
+            (indices[start:end], words)
+            for start, end, words in zip(starts, ends, data_preprocess.words_by_row)
+        ]
         return self._insights_by_row(inputs, raw_data)
 
-    def get_insights(self, tensor_data: tuple[torch.Tensor, list[str]], raw_data: Any, target: Any = 0) -> list[Any]:
-        """``[{"importances": ..., "words": ..., "attributions": ...}]`` of one text.
+    def get_insights(
+        self, tensor_data: tuple[torch.Tensor, list[str]], raw_data: Any, target: Any = 0
+    ) -> list[Any]:
+        """Return ``[{"importances": ..., "words": ..., "attributions": ...}]`` of one text.
 
-        ``attributions`` has one number for each word, and they sum to ``score - baseline_score``, within what the
-        steps allow; ``importances`` has what each part of the text's embedding did, as TorchServe sums it up.
+        ``attributions`` has one number for each word; they sum to ``score - baseline_score``, up to the error
+        of the steps. ``importances`` has the attribution of each part of the text's embedding, summed as in
+        TorchServe.
         """
         indices, words = tensor_data
-        blank = torch.zeros_like(indices)  # the text that says nothing
+        baseline = torch.zeros_like(indices)
         layer = getattr(self.model, "embedding", None)
-        question = self.question.of(self.asked, target)
+        options = self.explanation_options.for_row(self.explained_row, target)
         layers = [] if layer is None else [layer]
-        found, score, baseline_score = explanations.of_tokens(self._texts, layers, indices, blank, question)
-        in_bag = found.dim() == 2 and isinstance(layer, torch.nn.EmbeddingBag)
-        importances = self.summarize_attributions(found.sum(0, keepdim=True) if in_bag else found)
+        token_attributions, score, baseline_score = explanations.attribute_tokens(
+            self._predict_texts, layers, indices, baseline, options
+        )
+        is_embedding_bag = token_attributions.dim() == 2 and isinstance(layer, torch.nn.EmbeddingBag)
+        importances = self.summarize_attributions(
+            token_attributions.sum(0, keepdim=True) if is_embedding_bag else token_attributions
+        )
         return [
             {
                 "importances": importances.tolist(),
                 "words": self.get_word_token(words),
-                "attributions": _by_word(found.sum(-1) if found.dim() == 2 else found, len(words), self.ngrams),
+                "attributions": _sum_by_word(
+                    token_attributions.sum(-1) if token_attributions.dim() == 2 else token_attributions,
+                    len(words),
+                    self.ngrams,
+                ),
                 "score": score,
                 "baseline_score": baseline_score,
             }
         ]
 
-    def _texts(self, indices: torch.Tensor) -> Any:
-        """The model's answer to texts of one length: rows x indices."""
+    def _predict_texts(self, indices: torch.Tensor) -> Any:
+        """Return the model's output for texts of one length: rows x indices."""
         count, length = indices.shape
         return self.model(indices.flatten(), torch.arange(0, count * length, length, device=indices.device))
 
 
-def _by_word(attributions: torch.Tensor, words: int, ngrams: int) -> list[float]:
-    """An n-gram's attribution is its words', in equal shares; what belongs to no n-gram is nobody's."""
+def _sum_by_word(attributions: torch.Tensor, words: int, ngrams: int) -> list[float]:
+    """Return the attribution of each word.
+
+    An n-gram's attribution is divided equally among its words; other attributions are dropped.
+    """
     shares = [0.0] * words
     values = iter(attributions.tolist())
     for length in range(1, ngrams + 1):
