@@ -1,0 +1,313 @@
+"""OpenAI's API for the handler ``llm``: the parser of request bodies.
+
+It implements completions and chat completions of OpenAI's API reference
+(platform.openai.com/docs/api-reference). Nothing here generates: ``parse_request`` returns a
+``CompletionRequest``, and ``openai_response.py`` builds the response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from handlers.engines.engine import SamplingParams
+from handlers.errors import PredictionException
+
+MODELS = "v1/models"
+COMPLETIONS = "v1/completions"
+CHAT = "v1/chat/completions"
+
+EVENT_STREAM = "text/event-stream"
+
+_MAX_CHOICES = 128  # of one request
+_MAX_STOPS = 16
+_MAX_LOGPROBS = {COMPLETIONS: 5, CHAT: 20}  # most likely tokens, reported beside each token
+
+_COMMON_FIELDS = {
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "n",
+    "max_tokens",
+    "stream",
+    "stream_options",
+}
+_FIELDS = {
+    COMPLETIONS: _COMMON_FIELDS | {"prompt", "logprobs", "echo"},
+    CHAT: _COMMON_FIELDS
+    | {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice"},
+}
+# Fields without an effect on responses.
+_IGNORED_FIELDS = {
+    "user",
+    "metadata",
+    "moderation",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+}
+# Unsupported fields, and their values that have no effect; null never has one.
+_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": (),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A parsed request body.
+
+    A completion has ``prompts`` (texts or token ids), each with ``n`` choices; a chat has ``messages``.
+    """
+
+    path: str
+    model: str
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    n: int = 1
+    max_new_tokens: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    prompts: tuple[str | list[int], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def chat(self) -> bool:
+        return self.path == CHAT
+
+
+def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) -> CompletionRequest:
+    """Parse a row that was sent to ``path``.
+
+    Raises PredictionException, which names the invalid field and its valid values.
+    """
+    if path not in _FIELDS:
+        paths = f"{MODELS}, {COMPLETIONS} and {CHAT}"
+        raise PredictionException(f"Unknown API endpoint: {path}. There are {paths}.", 404)
+    body = {
+        field: value
+        for field, value in _parse_body(row).items()
+        if value is not None and field not in _IGNORED_FIELDS
+    }
+    for field, value in body.items():
+        neutral = _UNSUPPORTED_FIELDS.get(field)
+        if neutral is None and field not in _FIELDS[path]:
+            raise PredictionException(
+                f"{field!r} is not known here: there are {', '.join(sorted(_FIELDS[path]))}.", 400
+            )
+        if (
+            neutral is not None
+            and value not in neutral
+            and not (field == "best_of" and value == body.get("n"))
+        ):
+            raise PredictionException(f"{field} is not served: leave it out.", 400)
+    n = _number(body, "n", int, 1, 1, _MAX_CHOICES)
+    parsed = _parse_chat(body) if path == CHAT else _parse_completion(body)
+    logprobs = parsed.pop("logprobs")
+    if n * (1 if path == CHAT else len(parsed["prompts"])) > _MAX_CHOICES:
+        raise PredictionException(
+            f"n times the prompts is at most {_MAX_CHOICES}: send several requests.", 400
+        )
+    stream = _flag(body, "stream")
+    options = body.get("stream_options", {})
+    if not isinstance(options, Mapping) or (options and not stream):
+        raise PredictionException('stream_options is an object beside "stream": true.', 400)
+    return CompletionRequest(
+        path,
+        _text(body, "model", ""),
+        SamplingParams(
+            _number(body, "temperature", float, default.temperature or 1.0, 0, 2),
+            _number(body, "top_k", int, default.top_k, 0, None),
+            _number(body, "top_p", float, default.top_p, 0, 1),
+            _number(body, "seed", int, default.seed, -(2**63), 2**63 - 1),
+            logprobs,
+        ),
+        _parse_stops(body.get("stop")),
+        n,
+        stream=stream,
+        include_usage=_flag(options, "include_usage"),
+        **parsed,
+    )
+
+
+def _parse_completion(body: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = _number(body, "logprobs", int, None, 0, _MAX_LOGPROBS[COMPLETIONS])
+    echo = _flag(body, "echo")
+    if echo and logprobs is not None:
+        raise PredictionException("echo together with logprobs is not served: ask for one of them.", 400)
+    return {
+        "prompts": _parse_prompts(body.get("prompt")),
+        "max_new_tokens": _number(body, "max_tokens", int, None, 1, None),
+        "logprobs": logprobs,
+        "echo": echo,
+    }
+
+
+def _parse_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    if "max_tokens" in body and "max_completion_tokens" in body:
+        raise PredictionException(
+            "max_completion_tokens is the new name of max_tokens: give one of them.", 400
+        )
+    limit_field = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
+    top_logprobs = _number(body, "top_logprobs", int, None, 0, _MAX_LOGPROBS[CHAT])
+    with_logprobs = _flag(body, "logprobs")
+    if top_logprobs is not None and not with_logprobs:
+        raise PredictionException('top_logprobs goes with "logprobs": true.', 400)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise PredictionException('messages is a list: [{"role": "user", "content": "Hello"}].', 400)
+    return {
+        "messages": tuple(_parse_message(index, message) for index, message in enumerate(messages)),
+        "max_new_tokens": _number(body, limit_field, int, None, 1, None),
+        "logprobs": (top_logprobs or 0) if with_logprobs else None,
+        "tools": _parse_tools(body),
+    }
+
+
+def _parse_message(index: int, message: Any) -> dict[str, Any]:
+    """Convert a message to the form of chat templates: text content, and tool arguments as objects."""
+    where = f"messages[{index}]"
+    role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+    if role is None:
+        raise PredictionException(
+            f"{where} has a role, which is one of {', '.join(_ROLES)}, and content.", 400
+        )
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_parse_text_part(where, part) for part in content)
+    if not isinstance(content, str) and not (content is None and role == "assistant"):
+        raise PredictionException(f"{where}.content is a text, or a list of parts of type text.", 400)
+    parsed = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+    parsed |= {"role": role, "content": content or ""}
+    if message.get("tool_calls"):
+        try:
+            parsed["tool_calls"] = [
+                {
+                    **call,
+                    "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])},
+                }
+                for call in message["tool_calls"]
+            ]
+        except (TypeError, KeyError, ValueError):
+            raise PredictionException(
+                f"{where}.tool_calls are not such as a model's answer has.", 400
+            ) from None
+    return parsed
+
+
+def _parse_text_part(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise PredictionException(
+            f"{where}.content has a part of type {kind!r}, and this model reads texts.", 400
+        )
+    return text
+
+
+def _parse_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PredictionException("tools is a list of objects.", 400)
+    if choice not in ("auto", "none"):
+        raise PredictionException(
+            'tool_choice is "auto" or "none": the model cannot be made to call a tool.', 400
+        )
+    return tuple(tools) if choice == "auto" else ()
+
+
+def _parse_body(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    body = row.get("body", row.get("data"))
+    if isinstance(body, (str, bytes, bytearray, memoryview)):
+        try:
+            body = json.loads(body if isinstance(body, str) else bytes(body))
+        except ValueError as error:
+            raise PredictionException(f"The body is no JSON: {error}.", 400) from None
+    if not isinstance(body, Mapping):
+        raise PredictionException("The body is a JSON object.", 400)
+    return body
+
+
+def _parse_prompts(value: Any) -> tuple[str | list[int], ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(type(token) is int for token in value):
+            return (value,)
+        if all(isinstance(prompt, str) for prompt in value):
+            return tuple(value)
+        if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in value):
+            return tuple(value)
+    raise PredictionException(
+        "prompt is a text, a list of texts, a list of token ids, or a list of such lists.", 400
+    )
+
+
+def _parse_stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if (
+        isinstance(stops, list)
+        and len(stops) <= _MAX_STOPS
+        and all(isinstance(stop, str) and stop for stop in stops)
+    ):
+        return tuple(stops)
+    raise PredictionException(
+        f"stop is a text, or a list of up to {_MAX_STOPS} texts, none of them empty.", 400
+    )
+
+
+def _number(
+    body: Mapping[str, Any],
+    field: str,
+    kind: Callable[[Any], Any],
+    default: Any,
+    minimum: float,
+    maximum: float | None,
+) -> Any:
+    value = body.get(field)
+    if value is None:
+        return default
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= minimum
+    if not valid or (kind is int and value != value // 1) or (maximum is not None and value > maximum):
+        expected = "a whole number" if kind is int else "a number"
+        limits = f"from {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise PredictionException(f"{field} is {value!r:.100}; it is {expected} {limits}.", 400)
+    return kind(value)
+
+
+def _flag(body: Mapping[str, Any], field: str) -> bool:
+    value = body.get(field, False)
+    if not isinstance(value, bool):
+        raise PredictionException(f"{field} is {value!r:.100}; it is true or false.", 400)
+    return value
+
+
+def _text(body: Mapping[str, Any], field: str, default: str) -> str:
+    value = body.get(field, default)
+    if not isinstance(value, str):
+        raise PredictionException(f"{field} is {value!r:.100}; it is a text.", 400)
+    return value
