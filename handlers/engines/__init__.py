@@ -1,54 +1,60 @@
-"""Engines: what generates the tokens of many requests at once, batching by itself.
+"""Generation engines, which batch many requests at once.
 
-``start`` makes the one that model-config.yaml names; the words that they share are in ``engine.py``.
+``start`` creates the engine that model-config.yaml names; ``engine.py`` defines the interface of all engines.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from handlers.engines.engine import Engine
 from handlers.errors import HandlerLoadError
 
-__all__ = ["ENGINES", "near", "start"]
+__all__ = ["ENGINES", "did_you_mean", "start"]
 
-# The name in model-config.yaml -> "module:Class", imported when asked for.
+# The name in model-config.yaml -> "module:Class", imported on first use.
 ENGINES: dict[str, str] = {
     "transformers": "handlers.engines.continuous_batching:ContinuousBatching",
     "vllm": "handlers.engines.vllm:VLLM",
 }
-_OF_CAUSAL_LM = ("deepspeed", "mii")
+_CAUSAL_LM_ENGINES = ("deepspeed", "mii")
 
 
-async def start(folder: Path, gpu_id: int | None, options: Mapping[str, Any], tensor_parallel: int = 1) -> Engine:
-    """The engine ``options["name"]`` (``transformers`` without it), running the Hugging Face model in ``folder``.
+async def start(
+    folder: Path, gpu_id: int | None, options: Mapping[str, Any], tensor_parallel: int = 1
+) -> Engine:
+    """Start the engine ``options["name"]`` (default: ``transformers``) with the Hugging Face model in
+    ``folder``.
 
-    ``options`` is model-config.yaml's ``engine`` without ``max_new_tokens``, which is the handler's. Of a model over
-    ``tensor_parallel`` ranks every rank starts one, all at the same time, and rank 0's is asked. Raises
-    HandlerLoadError for a name or an option that is not known, and where what the engine needs is not installed.
+    ``options`` is the ``engine`` mapping of model-config.yaml without ``max_new_tokens``, which the handler
+    reads. With ``tensor_parallel`` ranks, every rank starts one engine at the same time, and only rank 0's
+    receives requests. Raises HandlerLoadError for an unknown name or option, and for missing dependencies.
     """
     options = dict(options)
     name = options.pop("name", "transformers")
-    place = ENGINES.get(name) if isinstance(name, str) else None
-    if place is None:
-        where = f" {name} is one of the handler causal_lm." if name in _OF_CAUSAL_LM else ""
-        raise HandlerLoadError(f"model-config.yaml: llm has no engine {name!r}.{where}{near(name, ENGINES)}")
-    module, _, class_name = place.partition(":")
+    target = ENGINES.get(name) if isinstance(name, str) else None
+    if target is None:
+        hint = f" {name} is one of the handler causal_lm." if name in _CAUSAL_LM_ENGINES else ""
+        raise HandlerLoadError(
+            f"model-config.yaml: llm has no engine {name!r}.{hint}{did_you_mean(name, ENGINES)}"
+        )
+    module, _, class_name = target.partition(":")
     engine = getattr(importlib.import_module(module), class_name)
     for key in options:
         if key not in engine.OPTIONS:
             raise HandlerLoadError(
-                f"model-config.yaml: engine: {name} has no option {key!r}.{near(key, (*engine.OPTIONS, 'name'))}"
+                f"model-config.yaml: engine: {name} has no option {key!r}."
+                f"{did_you_mean(key, (*engine.OPTIONS, 'name'))}"
             )
     return await engine.start(folder, gpu_id, options, tensor_parallel)
 
 
-def near(word: Any, known: Any) -> str:
-    """What to say of a word that is none of ``known``: the one that was meant, perhaps, and which there are."""
-    meant = difflib.get_close_matches(str(word), known, 1)
-    hint = f" Did you mean {meant[0]!r}?" if meant else ""
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """Return a hint for an unknown name: its closest match in ``known``, if any, and all known names."""
+    matches = difflib.get_close_matches(str(name), known, 1)
+    hint = f" Did you mean {matches[0]!r}?" if matches else ""
     return f"{hint} There are {', '.join(known)}."

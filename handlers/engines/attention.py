@@ -1,9 +1,9 @@
-"""Attention of continuous batching on a CPU: each row with its own keys and values.
+"""Attention for continuous batching on a CPU, computed per row.
 
-transformers lays the queries of a step's rows end to end, and all their keys, and masks whatever is of two rows:
-sixteen rows cost sixteen times what they need. A GPU has kernels for that. Here rows that want one more token go
-together, their keys padded to the longest row's, and one that brings several tokens (a prompt, or a piece of it) goes
-alone.
+transformers concatenates the queries and the keys of all rows of a step and masks pairs of different rows.
+Sixteen rows then cost sixteen times the necessary work; a GPU has kernels that avoid it. Here decode rows
+(one new token) are batched, with keys padded to the longest row. Prefill rows (several tokens) run one by
+one.
 """
 
 from __future__ import annotations
@@ -16,94 +16,119 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "rows"
-_OF = "sdpa"  # what it stands in for
-_PADDED = 1.3  # rows go together whose keys are at most so many times as many as those of the shortest of them
+_REPLACED_IMPLEMENTATION = "sdpa"
+_MAX_PADDING_RATIO = 1.3  # a group's longest row has at most this many times the keys of its shortest
 
 
-def use(model: Any) -> None:
-    """Let the ``model``, which is on a CPU, attend by rows where all its layers see all tokens."""
+def enable(model: Any) -> None:
+    """Switch a ``model`` on a CPU to per-row attention if all its layers use full attention."""
     from transformers import AttentionInterface
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
     config = model.config.get_text_config()
-    masked = model.device.type == "cpu" and config._attn_implementation == _OF
+    masked = model.device.type == "cpu" and config._attn_implementation == _REPLACED_IMPLEMENTATION
     if masked and set(group_layers_by_attn_type(config)) == {"full_attention"}:
         AttentionInterface.register(NAME, attend)
         model.set_attn_implementation(NAME)
 
 
-def leave(model: Any) -> None:
-    """Let the model attend as before ``use``."""
+def disable(model: Any) -> None:
+    """Restore the attention implementation that ``enable`` replaced."""
     if model.config.get_text_config()._attn_implementation == NAME:
-        model.set_attn_implementation(_OF)
+        model.set_attn_implementation(_REPLACED_IMPLEMENTATION)
 
 
 @dataclass
-class _Together:
-    """Rows with a token each."""
+class _DecodeAttention:
+    """A group of rows with one token each."""
 
-    rows: torch.Tensor | None  # where their queries stand; None: all of the step's, in order
+    rows: torch.Tensor | None  # indices of their queries; None: all queries of the step, in order
     count: int
-    at: int  # where their keys begin
-    longest: int
+    start: int  # offset of their first key
+    max_length: int
     bias: torch.Tensor | None
 
 
 @dataclass
-class _Alone:
-    """A row with several tokens, or whose keys are none but its own."""
+class _PrefillAttention:
+    """A row with several tokens, or one without cached keys."""
 
     queries: slice
     keys: slice
-    bias: torch.Tensor | None  # None: the queries are of the same tokens as the keys
+    bias: torch.Tensor | None  # None: queries and keys are of the same tokens
 
 
-class _Step:
-    """How the rows of one step lie, the same for all layers."""
+class _AttentionStep:
+    """The layout of one step's rows, which all layers share."""
 
-    def __init__(self, source: list[torch.Tensor], queries: list[int], keys: list[int], dtype: torch.dtype) -> None:
-        """``queries`` and ``keys`` are where each row's begin, and where the last one's end."""
+    def __init__(
+        self,
+        source: list[torch.Tensor],
+        query_offsets: list[int],
+        key_offsets: list[int],
+        dtype: torch.dtype,
+    ) -> None:
+        """``query_offsets`` and ``key_offsets`` hold each row's first position and the last row's end."""
         self.source = source
-        self.together: list[_Together] = []
-        self.alone: list[_Alone] = []
-        [read] = source
+        self.decodes: list[_DecodeAttention] = []
+        self.prefills: list[_PrefillAttention] = []
         self.index = source
-        rows = range(len(queries) - 1)
-        if not read.numel():  # nothing is read from the cache: keys are those of the queries
-            self.alone = [_Alone(slice(*queries[i : i + 2]), slice(*queries[i : i + 2]), None) for i in rows]
+        [self._read_index] = source
+        self._query_offsets = query_offsets
+        self._key_offsets = key_offsets
+        self._dtype = dtype
+        self._parts: list[torch.Tensor] = []
+        self._key_count = 0
+        rows = range(len(query_offsets) - 1)
+        if not self._read_index.numel():  # without cached keys, the keys are those of the queries
+            slices = [slice(*query_offsets[i : i + 2]) for i in rows]
+            self.prefills = [_PrefillAttention(tokens, tokens, None) for tokens in slices]
             return
-        length = [keys[i + 1] - keys[i] for i in rows]
-        single = sorted((i for i in rows if queries[i + 1] - queries[i] == 1), key=length.__getitem__)
-        parts: list[torch.Tensor] = []
-        at = 0
-        while single:
-            shortest = length[single[0]]
-            group = [i for i in single if length[i] <= _PADDED * shortest]
-            single = single[len(group) :]
-            group.sort()
-            longest = max(length[i] for i in group)
-            begins = torch.tensor([[keys[i]] for i in group])
-            steps = torch.arange(longest)
-            missing = steps >= torch.tensor([[length[i]] for i in group])
-            parts.append(read[(begins + steps).masked_fill_(missing, keys[group[0]])].flatten())
-            bias = torch.zeros(missing.shape, dtype=dtype).masked_fill_(missing, float("-inf"))[:, None, None]
-            everybody = len(group) == queries[-1]
-            where = None if everybody else torch.tensor([queries[i] for i in group])
-            self.together.append(_Together(where, len(group), at, longest, bias))
-            at += len(group) * longest
+        self._lengths = [key_offsets[i + 1] - key_offsets[i] for i in rows]
+        self._group_decodes([i for i in rows if query_offsets[i + 1] - query_offsets[i] == 1])
         for i in rows:
-            begin, end = queries[i : i + 2]
-            if end - begin > 1:
-                parts.append(read[keys[i] : keys[i + 1]])
-                before = length[i] - (end - begin)
-                later = torch.ones(end - begin, length[i], dtype=torch.bool).triu_(before + 1)
-                bias = torch.zeros(later.shape, dtype=dtype).masked_fill_(later, float("-inf")) if before else None
-                self.alone.append(_Alone(slice(begin, end), slice(at, at + length[i]), bias))
-                at += length[i]
-        self.index = [torch.cat(parts)]
+            if query_offsets[i + 1] - query_offsets[i] > 1:
+                self._add_prefill(i)
+        self.index = [torch.cat(self._parts)]
+
+    def _group_decodes(self, rows: list[int]) -> None:
+        """Group rows of similar length, at most ``_MAX_PADDING_RATIO`` apart."""
+        rows = sorted(rows, key=self._lengths.__getitem__)
+        while rows:
+            min_length = self._lengths[rows[0]]
+            group = [i for i in rows if self._lengths[i] <= _MAX_PADDING_RATIO * min_length]
+            rows = rows[len(group) :]
+            self._add_decodes(sorted(group))
+
+    def _add_decodes(self, group: list[int]) -> None:
+        max_length = max(self._lengths[i] for i in group)
+        starts = torch.tensor([[self._key_offsets[i]] for i in group])
+        positions = torch.arange(max_length)
+        padding = positions >= torch.tensor([[self._lengths[i]] for i in group])
+        padded = (starts + positions).masked_fill_(padding, self._key_offsets[group[0]])
+        self._parts.append(self._read_index[padded].flatten())
+        bias = torch.zeros(padding.shape, dtype=self._dtype).masked_fill_(padding, float("-inf"))
+        covers_step = len(group) == self._query_offsets[-1]
+        rows = None if covers_step else torch.tensor([self._query_offsets[i] for i in group])
+        decode = _DecodeAttention(rows, len(group), self._key_count, max_length, bias[:, None, None])
+        self.decodes.append(decode)
+        self._key_count += len(group) * max_length
+
+    def _add_prefill(self, row: int) -> None:
+        start, end = self._query_offsets[row : row + 2]
+        length = self._lengths[row]
+        self._parts.append(self._read_index[self._key_offsets[row] : self._key_offsets[row + 1]])
+        cached = length - (end - start)
+        bias = None
+        if cached:
+            future = torch.ones(end - start, length, dtype=torch.bool).triu_(cached + 1)
+            bias = torch.zeros(future.shape, dtype=self._dtype).masked_fill_(future, float("-inf"))
+        keys = slice(self._key_count, self._key_count + length)
+        self.prefills.append(_PrefillAttention(slice(start, end), keys, bias))
+        self._key_count += length
 
 
-_last = threading.local()  # the step of this thread's engine
+_thread_state = threading.local()  # the current step of this thread's engine
 
 
 def attend(
@@ -115,48 +140,52 @@ def attend(
     *,
     cache: Any,
     scaling: float | None = None,
-    **step: Any,
+    **step_args: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls for a layer: (1, heads, tokens, width) to (1, tokens, heads, width).
+    """Compute a layer's attention: (1, heads, tokens, width) to (1, tokens, heads, width).
 
-    ``cache`` is the engine's; ``step`` says what each row has (PagedAttentionArgs).
+    transformers calls it with the engine's ``cache``; ``step_args`` describe the rows (PagedAttentionArgs).
     """
-    how: _Step | None = getattr(_last, "step", None)
-    if how is None or how.source is not step["read_index"]:
-        [keys] = step["cu_seq_lens_k"].values()
-        how = _last.step = _Step(step["read_index"], step["cu_seq_lens_q"].tolist(), keys.tolist(), query.dtype)
-    step["read_index"] = how.index
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=step)
+    step: _AttentionStep | None = getattr(_thread_state, "step", None)
+    if step is None or step.source is not step_args["read_index"]:
+        [key_offsets] = step_args["cu_seq_lens_k"].values()
+        step = _thread_state.step = _AttentionStep(
+            step_args["read_index"], step_args["cu_seq_lens_q"].tolist(), key_offsets.tolist(), query.dtype
+        )
+    step_args["read_index"] = step.index
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=step_args
+    )
     heads, groups = query.shape[1], key.shape[1]
-    out = query.new_empty(query.shape[2], heads, value.shape[-1])
-    for some in how.together:
-        asked = query[0].transpose(0, 1) if some.rows is None else query[0].index_select(1, some.rows).transpose(0, 1)
-        said = scaled_dot_product_attention(
-            asked.reshape(some.count, groups, heads // groups, -1),
-            _rows(key, some),
-            _rows(value, some),
-            attn_mask=some.bias,
+    output = query.new_empty(query.shape[2], heads, value.shape[-1])
+    for decode in step.decodes:
+        selected = query[0] if decode.rows is None else query[0].index_select(1, decode.rows)
+        attended = scaled_dot_product_attention(
+            selected.transpose(0, 1).reshape(decode.count, groups, heads // groups, -1),
+            _split_rows(key, decode),
+            _split_rows(value, decode),
+            attn_mask=decode.bias,
             scale=scaling,
-        ).reshape(some.count, heads, -1)
-        if some.rows is None:
-            out = said
+        ).reshape(decode.count, heads, -1)
+        if decode.rows is None:
+            output = attended
         else:
-            out[some.rows] = said
-    for one in how.alone:
-        said = scaled_dot_product_attention(
-            query[:, :, one.queries],
-            key[:, :, one.keys],
-            value[:, :, one.keys],
-            attn_mask=one.bias,
-            is_causal=one.bias is None,
+            output[decode.rows] = attended
+    for prefill in step.prefills:
+        attended = scaled_dot_product_attention(
+            query[:, :, prefill.queries],
+            key[:, :, prefill.keys],
+            value[:, :, prefill.keys],
+            attn_mask=prefill.bias,
+            is_causal=prefill.bias is None,
             scale=scaling,
             enable_gqa=heads != groups,
         )
-        out[one.queries] = said[0].transpose(0, 1)
-    return out.unsqueeze(0), None
+        output[prefill.queries] = attended[0].transpose(0, 1)
+    return output.unsqueeze(0), None
 
 
-def _rows(states: torch.Tensor, some: _Together) -> torch.Tensor:
-    """(1, heads, tokens, width) as (rows, heads, longest, width)."""
-    part = states[0, :, some.at : some.at + some.count * some.longest]
-    return part.unflatten(1, (some.count, some.longest)).transpose(0, 1)
+def _split_rows(states: torch.Tensor, decode: _DecodeAttention) -> torch.Tensor:
+    """Reshape (1, heads, tokens, width) to (rows, heads, max_length, width)."""
+    part = states[0, :, decode.start : decode.start + decode.count * decode.max_length]
+    return part.unflatten(1, (decode.count, decode.max_length)).transpose(0, 1)

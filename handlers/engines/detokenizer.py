@@ -1,73 +1,73 @@
-"""The text of tokens as they come, in pieces that stay as they are."""
+"""Incremental detokenization into pieces of text that later tokens do not change."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Sequence
 
-_LONGEST = 32  # characters that are held back for the end of their word
+_MAX_HELD_CHARACTERS = 32  # a longer word is emitted before its end
 
-_UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
+_REPLACEMENT_CHARACTER = "\ufffd"  # decoders write it for invalid or incomplete bytes
 
 
 class Detokenizer:
-    """Whole words leave, as soon as the next one begins; joined they are the whole ``text``.
+    """An incremental decoder that emits whole words; the pieces joined are ``text``.
 
-    Held back is what later tokens may change: bytes that are no character yet, the last word, and what may become
-    one of ``stops``. Where one of these stands in the text, the text ends before it and ``stopped`` is true.
-    ``decode`` makes text of token ids.
+    Text that later tokens may change is held back: incomplete characters, the last word, and the beginning of
+    a string of ``stops``. The text ends before the first stop string, and ``stopped`` becomes true.
+    ``decode`` converts token ids to text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
-        self.text = ""  # all that has left
+        self.text = ""  # all emitted text
         self.stopped = False
         self._decode = decode
         self._stops = stops
         self._tokens: list[int] = []
-        self._begin = 0  # decoding begins here: what it makes of a token depends on the ones just before
-        self._read = 0  # up to here the tokens' text is whole
-        self._taken = 0  # characters of the text from _begin on that were taken already
+        self._start = 0  # first decoded token: the text of a token depends on the ones just before it
+        self._complete = 0  # the text of the tokens up to here is complete
+        self._consumed = 0  # characters of the text from _start on that were consumed already
         self._held = ""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that can leave now that these ``tokens`` came."""
+        """Add ``tokens`` and return the text that is now final."""
         if self.stopped:
             return ""
         self._tokens += tokens
-        text = self._decode(self._tokens[self._begin :])
-        whole = text.rstrip(_UNKNOWN)
-        if len(whole) > self._taken:
-            self._held += whole[self._taken :]
-            self._taken = len(whole)
-            if len(whole) == len(text):
-                self._begin, self._read = self._read, len(self._tokens)
-                self._taken = len(self._decode(self._tokens[self._begin :]))
-        return self._leave(self._end_of_words())
+        text = self._decode(self._tokens[self._start :])
+        complete = text.rstrip(_REPLACEMENT_CHARACTER)
+        if len(complete) > self._consumed:
+            self._held += complete[self._consumed :]
+            self._consumed = len(complete)
+            if len(complete) == len(text):
+                self._start, self._complete = self._complete, len(self._tokens)
+                self._consumed = len(self._decode(self._tokens[self._start :]))
+        return self._emit(self._end_of_words())
 
     def finish(self) -> str:
-        """The rest, when no token will come."""
+        """Return the rest of the text after the last token."""
         if self.stopped:
             return ""
-        self._held += self._decode(self._tokens[self._begin :])[self._taken :]
-        self._begin = len(self._tokens)
-        self._taken = 0
-        return self._leave(len(self._held))
+        self._held += self._decode(self._tokens[self._start :])[self._consumed :]
+        self._start = len(self._tokens)
+        self._consumed = 0
+        return self._emit(len(self._held))
 
-    def _leave(self, end: int) -> str:
-        found = [place for place in (self._held.find(stop) for stop in self._stops) if place >= 0]
-        if found:
+    def _emit(self, end: int) -> str:
+        matches = [position for stop in self._stops if (position := self._held.find(stop)) >= 0]
+        if matches:
             self.stopped = True
-            end = min(found)
-        piece, self._held = self._held[:end], self._held[end:]
-        self.text += piece
-        return piece
+            end = min(matches)
+        emitted, self._held = self._held[:end], self._held[end:]
+        self.text += emitted
+        return emitted
 
     def _end_of_words(self) -> int:
         held = self._held
         end = len(held)
-        while end and _of_a_word(held[end - 1]):
+        while end and _continues_word(held[end - 1]):
             end -= 1
-        if not end and len(held) > _LONGEST:
+        if not end and len(held) > _MAX_HELD_CHARACTERS:
             end = len(held)
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(held)), 0, -1):
@@ -77,6 +77,6 @@ class Detokenizer:
         return end
 
 
-def _of_a_word(character: str) -> bool:
-    """Whether the word may go on after it; in Chinese and Japanese each character stands for itself."""
+def _continues_word(character: str) -> bool:
+    """Return whether a word may go on after it; a Chinese or Japanese character is a word by itself."""
     return character.isalnum() and unicodedata.east_asian_width(character) not in "WF"

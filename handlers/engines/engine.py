@@ -1,8 +1,8 @@
-"""What an engine is asked for and what it gives: token ids in, token ids out, piece by piece."""
+"""The interface of generation engines: they take token ids and stream token ids."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,11 +10,13 @@ from handlers.errors import PredictionException
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn. ``temperature`` 0: the likeliest. ``top_k`` 0 and ``top_p`` 1: from all tokens.
+class SamplingParams:
+    """The sampling settings of a request.
 
-    The same ``seed`` draws the same tokens again, whoever else is in the batch; None draws others each time.
-    ``logprobs`` asks how likely each token was, beside so many of the likeliest; None does not ask.
+    ``temperature`` 0 is greedy decoding; ``top_k`` 0 and ``top_p`` 1 sample from all tokens. The same
+    ``seed`` yields the same tokens whatever else is in the batch; None draws a new seed each time.
+    ``logprobs`` requests the log-probability of each token and of that many most likely tokens; None requests
+    neither.
     """
 
     temperature: float = 0.0
@@ -26,29 +28,33 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely ``token`` was: the natural logarithm, before temperature, top k and top p; ``likeliest`` in order."""
+    """The natural log-probability of ``token`` before temperature, top k and top p.
+
+    ``top_tokens`` holds (token, log-probability) pairs, the most likely first.
+    """
 
     token: int
     logprob: float
-    likeliest: tuple[tuple[int, float], ...] = ()
+    top_tokens: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """``id`` is this request's alone; ``end`` are the token ids that end an answer."""
+    """A request with a unique ``id``; generation stops after any of ``stop_token_ids``."""
 
     id: str
     prompt: Sequence[int]
     max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    end: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """The ``tokens`` that are new. The last chunk alone has a ``finish_reason``: ``stop``, ``length`` or ``abort``.
+class GenerationChunk:
+    """A chunk of new ``tokens``.
 
-    ``logprobs`` are the tokens', one each, where the request asked for them.
+    Only the last chunk has a ``finish_reason``: ``stop``, ``length`` or ``abort``. ``logprobs`` has one entry
+    per token where the request asks for them.
     """
 
     tokens: list[int]
@@ -57,53 +63,62 @@ class Chunk:
 
 
 class Engine(Protocol):
-    """Generates for many requests at once, on the event loop that it was started on.
+    """A generator for many requests at once, used on the event loop that started it.
 
-    ``capacity`` is how many tokens a prompt and its answer may have together, ``use`` the share (0 to 1) of the
-    engine's memory for tokens that is taken; None where the engine does not say.
+    ``capacity`` is the maximum number of tokens of a prompt and its completion together. ``cache_usage`` is
+    the used share (0 to 1) of the token cache, or None where the engine does not report it.
     """
 
     capacity: int
 
     @property
-    def use(self) -> float | None: ...
+    def cache_usage(self) -> float | None: ...
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """The answer's chunks. Closing the iterator aborts the request.
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """Yield the chunks of the completion. Closing the generator aborts the request.
 
-        Raises PredictionException: 400 for a request that cannot be answered, 503 where the engine failed under it.
+        Raises PredictionException: 400 for an invalid request, 503 where the engine fails while it generates.
         """
         ...
 
     async def abort(self, id: str) -> None:
-        """End that request: its iterator ends with ``abort``, and its place is free. Nothing where it is over."""
+        """Abort a request: its generator ends with ``abort``, and its cache is freed.
+
+        Does nothing where the request has finished.
+        """
         ...
 
     async def check_health(self) -> None:
-        """Raises RuntimeError, with the reason, where no request can be answered."""
+        """Raise RuntimeError, with the reason, where the engine cannot generate."""
         ...
 
     async def shutdown(self) -> None:
-        """End what is under way, and free the memory. The engine answers nothing after it."""
+        """Abort all requests and free the memory. The engine accepts no requests afterwards."""
         ...
 
 
-def admit(request: GenerationRequest, vocabulary: int, capacity: int) -> None:
-    """Refuse what no engine may be given. Raises PredictionException 400 with the figures and the cure."""
+def validate_request(request: GenerationRequest, vocab_size: int, capacity: int) -> None:
+    """Raise PredictionException 400, with the figures and the cure, for a request that no engine can run."""
     if not request.prompt:
         raise PredictionException("The prompt is empty: give it at least one token.", 400)
-    wrong = next((t for t in request.prompt if type(t) is not int or not 0 <= t < vocabulary), None)
-    if wrong is not None:
-        raise PredictionException(f"{wrong!r} is no token of this model: its ids are 0 to {vocabulary - 1}.", 400)
+    invalid = next((t for t in request.prompt if type(t) is not int or not 0 <= t < vocab_size), None)
+    if invalid is not None:
+        raise PredictionException(
+            f"{invalid!r} is no token of this model: its ids are 0 to {vocab_size - 1}.", 400
+        )
     if request.max_new_tokens < 1:
         raise PredictionException(f"max_new_tokens is {request.max_new_tokens}; it is 1 or more.", 400)
-    asked = len(request.prompt) + request.max_new_tokens
-    if asked > capacity:
-        room = capacity - len(request.prompt)
-        cure = f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt to less than {capacity}"
+    total = len(request.prompt) + request.max_new_tokens
+    if total > capacity:
+        available = capacity - len(request.prompt)
+        cure = (
+            f"ask for at most {available} new tokens"
+            if available > 0
+            else f"shorten the prompt to less than {capacity}"
+        )
         raise PredictionException(
-            f"The prompt has {len(request.prompt)} tokens, and max_new_tokens is {request.max_new_tokens}: together "
-            f"{asked}, and there is room for {capacity}. Either {cure}, or have the model's configuration give more "
-            "room (engine: num_blocks and page_size, up to the model's own context).",
+            f"The prompt has {len(request.prompt)} tokens, and max_new_tokens is {request.max_new_tokens}: "
+            f"together {total}, and there is room for {capacity}. Either {cure}, or have the model's "
+            "configuration give more room (engine: num_blocks and page_size, up to the model's own context).",
             400,
         )

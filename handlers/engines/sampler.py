@@ -1,4 +1,4 @@
-"""How continuous batching draws each request's tokens as that request asks."""
+"""Per-request sampling for continuous batching."""
 
 from __future__ import annotations
 
@@ -7,77 +7,83 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
-from handlers.engines.engine import Logprob, Sampling
+from handlers.engines.engine import Logprob, SamplingParams
 
-_GREEDY = Sampling()
+_GREEDY = SamplingParams()
 
 
 class Sampler(ContinuousBatchingLogitsProcessor):
-    """Leaves the drawn token as the only possible one in its row, in a loop that takes the likeliest.
+    """A logits processor that masks all tokens but the sampled one, in a loop that decodes greedily.
 
-    So greedy requests cost nothing and stay exact. Any other token is drawn by the request's seed, which the engine
-    gives to those without one, and its place in the text: whatever else is in the batch, and on every rank alike.
+    Greedy requests cost nothing and stay exact. Other tokens are sampled from the request's seed and the
+    token's position, so they are the same whatever else is in the batch, and on every rank. The engine adds a
+    seed to requests without one.
     """
 
-    supported_kwargs: dict[str, type] = {"sampling": Sampling}
+    supported_kwargs: dict[str, type] = {"sampling": SamplingParams}
     ignored_kwargs: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._rows: list[tuple[str, int, Sampling]] = []
-        self._followed: dict[str, list[Logprob]] = {}
+        self._rows: list[tuple[str, int, SamplingParams]] = []
+        self._recorded: dict[str, list[Logprob]] = {}
 
-    def follow(self, request_id: str) -> list[Logprob]:
-        """A list that gets each of the request's tokens, with how likely it was, before the token is told."""
-        return self._followed.setdefault(request_id, [])
+    def record_logprobs(self, request_id: str) -> list[Logprob]:
+        """Return a list that grows by each token's Logprob before the loop outputs the token."""
+        return self._recorded.setdefault(request_id, [])
 
     def forget(self, request_id: str) -> None:
-        self._followed.pop(request_id, None)
+        self._recorded.pop(request_id, None)
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
         self._rows = [
-            (row.state.request_id, _place(row.state), row.state.logit_processor_kwargs.get("sampling", _GREEDY))
+            (
+                row.state.request_id,
+                _position(row.state),
+                row.state.logit_processor_kwargs.get("sampling", _GREEDY),
+            )
             for row in requests_with_new_token
         ]
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        for index, (request_id, place, sampling) in enumerate(self._rows):
+        for index, (request_id, position, sampling) in enumerate(self._rows):
             token = None
-            followed = self._followed.get(request_id)
-            chances = None if followed is None else scores[index].float().log_softmax(-1)
+            recorded = self._recorded.get(request_id)
+            logprobs = None if recorded is None else scores[index].float().log_softmax(-1)
             if sampling.temperature > 0:
-                numbers = torch.Generator(scores.device)
-                numbers.manual_seed(hash((sampling.seed, place)))
-                token = _drawn(scores[index], sampling, numbers)
-            if followed is not None and chances is not None:
-                followed.append(_told(chances, scores[index].argmax() if token is None else token, sampling))
+                generator = torch.Generator(scores.device)
+                generator.manual_seed(hash((sampling.seed, position)))
+                token = _sample(scores[index], sampling, generator)
+            if recorded is not None and logprobs is not None:
+                chosen = scores[index].argmax() if token is None else token
+                recorded.append(_to_logprob(logprobs, chosen, sampling))
             if token is not None:
                 scores[index] = float("-inf")
                 scores[index, token] = 0.0
         return scores
 
 
-def _place(state: Any) -> int:
-    """How many tokens stand before the one to draw, also where the request was put off in between."""
+def _position(state: Any) -> int:
+    """Return how many tokens precede the next one, also for a request that was preempted."""
     return len(state.initial_tokens) + state.generated_len()
 
 
-def _told(chances: torch.Tensor, token: torch.Tensor, sampling: Sampling) -> Logprob:
-    values, tokens = chances.topk(min(sampling.logprobs or 0, chances.numel()))
-    return Logprob(int(token), float(chances[token]), tuple(zip(tokens.tolist(), values.tolist())))
+def _to_logprob(logprobs: torch.Tensor, token: torch.Tensor, sampling: SamplingParams) -> Logprob:
+    values, tokens = logprobs.topk(min(sampling.logprobs or 0, logprobs.numel()))
+    return Logprob(int(token), float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist())))
 
 
-def _drawn(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
-    """One token of ``scores`` (vocabulary), as transformers' warpers have it: temperature, top k, top p."""
+def _sample(scores: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> torch.Tensor:
+    """Sample a token of ``scores`` (vocabulary) as transformers' warpers do: temperature, top k, top p."""
     ordered, tokens = (scores / sampling.temperature).sort(descending=True)
     if 0 < sampling.top_k < ordered.numel():
         ordered, tokens = ordered[: sampling.top_k], tokens[: sampling.top_k]
-    chances = ordered.softmax(-1)
+    probabilities = ordered.softmax(-1)
     if sampling.top_p < 1:
-        before = chances.cumsum(-1) - chances  # what the likelier ones have together
-        chances = chances.masked_fill(before >= sampling.top_p, 0.0)
-        chances[0] = chances[0].clamp_min(torch.finfo(chances.dtype).tiny)
-    return tokens[torch.multinomial(chances, 1, generator=generator)]
+        preceding = probabilities.cumsum(-1) - probabilities  # total probability of the likelier tokens
+        probabilities = probabilities.masked_fill(preceding >= sampling.top_p, 0.0)
+        probabilities[0] = probabilities[0].clamp_min(torch.finfo(probabilities.dtype).tiny)
+    return tokens[torch.multinomial(probabilities, 1, generator=generator)]

@@ -1,4 +1,4 @@
-"""The text of a batch while transformers generates it."""
+"""A streamer for ``model.generate`` that yields the text of all rows of a batch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class TextIteratorStreamerBatch:
-    """A ``streamer`` for ``model.generate`` of ``batch_size`` rows, to be iterated in another thread.
+    """A ``streamer`` for ``model.generate`` of ``batch_size`` rows, iterated in another thread.
 
-    Each step yields ``{"text": ...}`` for every row, in their order: what that row got since the last.
-    Rows are decoded by ``tokenizer`` with ``decode_kwargs``; ``timeout`` is in seconds for each step.
+    Each step yields ``{"text": ...}`` per row, in order: the row's new text since the last step.
+    ``tokenizer`` decodes the rows with ``decode_kwargs``; ``timeout`` is in seconds per step.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class TextIteratorStreamerBatch:
             from transformers import TextIteratorStreamer
         except ImportError as error:
             raise ImportError(
-                "TextIteratorStreamerBatch needs transformers, which is not installed where the model runs: name it in "
-                "the archive's requirements."
+                "TextIteratorStreamerBatch needs transformers, which is not installed where the model runs: "
+                "name it in the archive's requirements."
             ) from error
         self.batch_size = batch_size
         self.streamers = [
@@ -36,11 +36,11 @@ class TextIteratorStreamerBatch:
         self.streamer_iterators = [iter(streamer) for streamer in self.streamers]
 
     def put(self, value: torch.Tensor) -> None:
-        """The next tokens: one a row, or the prompts."""
+        """Add the next tokens, one per row, or the prompts."""
         if value.shape[0] != self.batch_size:
             raise ValueError(
-                f"This streamer is for {self.batch_size} rows and got tokens of shape {tuple(value.shape)}: make one "
-                "for each batch, with its number of rows."
+                f"This streamer is for {self.batch_size} rows and got tokens of shape {tuple(value.shape)}: "
+                "make one for each batch, with its number of rows."
             )
         for streamer, tokens in zip(self.streamers, value.split(1)):
             streamer.put(tokens)
