@@ -1,8 +1,8 @@
-"""Wire formats around a handler: what TorchServe's ``service_envelope`` names."""
+"""Envelopes: wire formats around a handler, as selected by TorchServe's ``service_envelope``."""
 
 from __future__ import annotations
 
-# name -> "module:Class", imported when asked for.
+# name -> "module:Class", imported on first use.
 ENVELOPES: dict[str, str] = {
     "body": "handlers.envelopes.body:BodyEnvelope",
     "json": "handlers.envelopes.json:JSONEnvelope",

@@ -1,4 +1,4 @@
-"""What every envelope is, and what those share whose requests hold several rows each."""
+"""The base classes of envelopes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from handlers.errors import PredictionException
 
 
 class BaseEnvelope(ABC):
-    """Reads a format's requests into the rows of a handler, and writes what it returns in that format.
+    """A translator of a format's requests into the rows of a handler, and of its values into responses.
 
-    ``handle`` takes the handler's place. Around an ``async def`` handler it returns an awaitable.
+    ``handle`` replaces the handler's. Around an ``async def`` handler it returns an awaitable.
     """
 
     def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
@@ -23,105 +23,121 @@ class BaseEnvelope(ABC):
         self.context: Any = None
 
     def handle(self, data: Any, context: Any) -> Any:
-        """The handler's own ``handle``, with both translations around it.
+        """Call the handler with the parsed requests, and format its values.
 
-        An empty batch passes untouched, as does a call that asks the model to describe itself.
+        An empty batch is passed on unchanged, as is a request that describes the model.
         """
-        if _describes(context):
+        if _is_describe(context):
             return self._handle_fn(data, context)
-        if getattr(self._handle_fn, "asynchronous", False) or inspect.iscoroutinefunction(self._handle_fn):
-            return copy.copy(self)._handle_later(data, context)  # batches overlap, so each has a state of its own
-        rows = self._opened(data, context)
-        return self._answered(self._handle_fn(rows, context)) if self._asks_for(rows) else self.format_output([])
+        if getattr(self._handle_fn, "is_async", False) or inspect.iscoroutinefunction(self._handle_fn):
+            # Batches overlap, so each has a state of its own.
+            return copy.copy(self)._handle_async(data, context)
+        rows = self._parse(data, context)
+        return (
+            self._format(self._handle_fn(rows, context)) if self._has_rows(rows) else self.format_output([])
+        )
 
-    async def _handle_later(self, data: Any, context: Any) -> Any:
-        rows = self._opened(data, context)
-        return self._answered(await self._handle_fn(rows, context)) if self._asks_for(rows) else self.format_output([])
+    async def _handle_async(self, data: Any, context: Any) -> Any:
+        rows = self._parse(data, context)
+        return (
+            self._format(await self._handle_fn(rows, context))
+            if self._has_rows(rows)
+            else self.format_output([])
+        )
 
-    def _opened(self, data: Any, context: Any) -> Any:
+    def _parse(self, data: Any, context: Any) -> Any:
         self.context = context
         return self.parse_input(data) if data else data
 
-    def _answered(self, results: Any) -> Any:
+    def _format(self, results: Any) -> Any:
         return self.format_output(results) if results else results
 
-    def _asks_for(self, rows: Any) -> bool:
-        """Whether the handler is to be asked at all."""
+    def _has_rows(self, rows: Any) -> bool:
+        """Return whether the handler must be called."""
         return True
 
     @abstractmethod
     def parse_input(self, data: list[dict[str, Any]]) -> Any:
-        """What the handler gets for the rows ``data``."""
+        """Return the handler's data for the rows ``data``."""
 
     @abstractmethod
     def format_output(self, data: list[Any]) -> list[Any]:
-        """One response for each request, from what the handler returned."""
+        """Return one response for each request, from the handler's values."""
 
 
 class GroupedEnvelope(BaseEnvelope):
-    """An envelope whose requests hold any number of rows each: the handler sees them all in one batch.
+    """An envelope whose requests hold any number of rows each, which the handler gets in one batch.
 
-    A request that cannot be read, or one of whose rows failed, is answered with that error; the others
-    go on. A subclass says how to ``open`` a request and to ``close`` its answer.
+    A request that cannot be parsed, or one of whose rows failed, is answered with that error; the others
+    continue. A subclass implements ``parse_request`` and ``format_response``.
     """
 
     def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
         super().__init__(handle_fn)
-        self._groups: list[int | PredictionException] = []  # the number of rows of each request, or its error
+        self._row_counts: list[
+            int | PredictionException
+        ] = []  # the number of rows of each request, or its error
 
     def parse_input(self, data: list[dict[str, Any]]) -> list[Any]:
-        self._groups = []
-        flat: list[Any] = []
+        self._row_counts = []
+        all_rows: list[Any] = []
         for index, row in enumerate(data):
             try:
-                opened = self.open(index, row)
+                rows = self.parse_request(index, row)
             except PredictionException as error:
-                self._groups.append(error)
+                self._row_counts.append(error)
             else:
-                self._groups.append(len(opened))
-                flat += opened
-        return flat
+                self._row_counts.append(len(rows))
+                all_rows += rows
+        return all_rows
 
     def format_output(self, data: Any) -> list[Any]:
-        counts = [count for count in self._groups if isinstance(count, int)]
-        alone = len(counts) == 1  # then all the results are its, however many they are
-        if not alone and len(data) != sum(counts):
+        counts = [count for count in self._row_counts if isinstance(count, int)]
+        is_single = len(counts) == 1  # all results belong to it, however many there are
+        if not is_single and len(data) != sum(counts):
             raise ValueError(
-                f"The handler got {sum(counts)} rows, of {len(counts)} requests, and returned {len(data)} values: it "
-                "has to return one for each row, so that each request gets its own. Or set the batch size to 1."
+                f"The handler got {sum(counts)} rows, of {len(counts)} requests, and returned {len(data)} "
+                "values: it has to return one for each row, so that each request gets its own. Or set the "
+                "batch size to 1."
             )
-        answers: list[Any] = []
+        responses: list[Any] = []
         cursor = 0
-        for index, count in enumerate(self._groups):
+        for index, count in enumerate(self._row_counts):
             if isinstance(count, PredictionException):
-                answers.append(count)
+                responses.append(count)
                 continue
-            values = data if alone else data[cursor : cursor + count]
+            values = data if is_single else data[cursor : cursor + count]
             cursor += count
             failed = next((value for value in values if isinstance(value, Exception)), None)
-            answers.append(self._closed(index, values) if failed is None else failed)
-        return answers
+            responses.append(self._format_response(index, values) if failed is None else failed)
+        return responses
 
-    def _closed(self, index: int, values: Any) -> Any:
+    def _format_response(self, index: int, values: Any) -> Any:
         try:
-            return self.close(index, values)
-        except (TypeError, ValueError) as error:  # values that the format cannot hold: this request's own trouble
+            return self.format_response(index, values)
+        except (TypeError, ValueError) as error:  # the format cannot hold the values: fail this request alone
             return error
 
-    def _asks_for(self, rows: Any) -> bool:
-        return bool(rows) or not self._groups
+    def _has_rows(self, rows: Any) -> bool:
+        return bool(rows) or not self._row_counts
 
     @abstractmethod
-    def open(self, index: int, row: dict[str, Any]) -> list[Any]:
-        """The handler's rows in request ``index``; PredictionException where it cannot be read."""
+    def parse_request(self, index: int, row: dict[str, Any]) -> list[Any]:
+        """Return the handler's rows in request ``index``.
+
+        Raises PredictionException where it is malformed.
+        """
 
     @abstractmethod
-    def close(self, index: int, values: list[Any]) -> Any:
-        """The answer to request ``index``, of the values that the handler returned for its rows."""
+    def format_response(self, index: int, values: list[Any]) -> Any:
+        """Return the response to request ``index``, from the handler's values for its rows."""
 
 
-def parsed(row: dict[str, Any], key: str) -> dict[str, Any]:
-    """The JSON object that ``row`` brings, which has ``key``; PredictionException (400) where it brings none."""
+def parse_json_body(row: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the JSON object in ``row``, whose ``key`` is a list.
+
+    Raises PredictionException (400) for any other body.
+    """
     body = row.get("data") or row.get("body") or row
     if isinstance(body, (bytes, bytearray, str)):
         try:
@@ -133,6 +149,6 @@ def parsed(row: dict[str, Any], key: str) -> dict[str, Any]:
     return body
 
 
-def _describes(context: Any) -> bool:
+def _is_describe(context: Any) -> bool:
     header = getattr(context, "get_request_header", None)
     return header is not None and bool(context.request_ids) and header(0, "describe") == "True"

@@ -1,4 +1,4 @@
-"""Rows as bare values."""
+"""The envelope ``body``, whose rows are bare values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from handlers.envelopes.base import BaseEnvelope
 
 
 class BodyEnvelope(BaseEnvelope):
-    """The handler gets each request's ``data`` or ``body`` itself; its answers go out as they are."""
+    """An envelope that passes each request's ``data`` or ``body`` itself; values are returned unchanged."""
 
     def parse_input(self, data: list[dict[str, Any]]) -> list[Any]:
         return [row.get("data") or row.get("body") for row in data]

@@ -1,4 +1,4 @@
-"""TensorFlow Serving's JSON: instances in, predictions out."""
+"""The envelope ``json``, TensorFlow Serving's format: instances in, predictions out."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import binascii
 import json
 from typing import Any
 
-from handlers.envelopes.base import GroupedEnvelope, parsed
+from handlers.envelopes.base import GroupedEnvelope, parse_json_body
 from handlers.errors import PredictionException
 
 
 class JSONEnvelope(GroupedEnvelope):
-    """``{"instances": [...]}`` to ``{"predictions": [...]}``, as JSON text; each instance is a row.
+    """An envelope from ``{"instances": [...]}`` to ``{"predictions": [...]}``, as JSON text; an instance is a
+    row.
 
     ``{"b64": ...}``, as an instance or as a field of one, becomes its bytes.
     """
 
-    def open(self, index: int, row: dict[str, Any]) -> list[Any]:
-        return [_decoded(instance) for instance in parsed(row, "instances")["instances"]]
+    def parse_request(self, index: int, row: dict[str, Any]) -> list[Any]:
+        return [_decode_instance(instance) for instance in parse_json_body(row, "instances")["instances"]]
 
-    def close(self, index: int, values: list[Any]) -> str:
+    def format_response(self, index: int, values: list[Any]) -> str:
         return json.dumps({"predictions": values})
 
 
-def _decoded(instance: Any) -> Any:
+def _decode_instance(instance: Any) -> Any:
     if not isinstance(instance, dict):
         return instance
     if list(instance) == ["b64"]:
-        return _bytes(instance["b64"])
+        return _decode_base64(instance["b64"])
     return {
-        name: _bytes(value["b64"]) if isinstance(value, dict) and list(value) == ["b64"] else value
+        name: _decode_base64(value["b64"]) if isinstance(value, dict) and list(value) == ["b64"] else value
         for name, value in instance.items()
     }
 
 
-def _bytes(text: Any) -> bytes:
+def _decode_base64(text: Any) -> bytes:
     try:
         return base64.b64decode(text)
     except (binascii.Error, TypeError, ValueError) as error:

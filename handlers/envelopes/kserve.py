@@ -1,19 +1,22 @@
-"""KServe's first protocol."""
+"""The envelope ``kserve``, KServe's first protocol."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from handlers.envelopes.base import GroupedEnvelope, parsed
+from handlers.envelopes.base import GroupedEnvelope, parse_json_body
 
 
 class KServeEnvelope(GroupedEnvelope):
-    """``{"instances": [...]}`` to ``{"predictions": ...}``, or to ``{"explanations": ...}``; each instance is a row."""
+    """An envelope from ``{"instances": [...]}`` to ``{"predictions": ...}`` or ``{"explanations": ...}``.
 
-    def open(self, index: int, row: dict[str, Any]) -> list[Any]:
-        return parsed(row, "instances")["instances"]
+    Each instance is a row.
+    """
 
-    def close(self, index: int, values: list[Any]) -> dict[str, Any]:
+    def parse_request(self, index: int, row: dict[str, Any]) -> list[Any]:
+        return parse_json_body(row, "instances")["instances"]
+
+    def format_response(self, index: int, values: list[Any]) -> dict[str, Any]:
         return {"explanations" if self._is_explain() else "predictions": values}
 
     def _is_explain(self) -> bool:
