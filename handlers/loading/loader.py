@@ -1,0 +1,233 @@
+"""A loader of handlers: it turns a handler's name, as a manifest has it, into a ``LoadedHandler``.
+
+Nothing here imports torch until a handler needs it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+from handlers.envelopes import ENVELOPES
+from handlers.errors import HandlerLoadError
+from handlers.loading.module_loader import (
+    add_archive_to_path,
+    format_import_error,
+    list_classes_from_module,
+    load_module,
+)
+from handlers.torchserve_compat.names import REPLACEMENT_HINTS
+
+# Built-in handlers: the name in a manifest -> "module:Class", imported when a model needs it.
+HANDLERS: dict[str, str] = {
+    "base_handler": "handlers.base:BaseHandler",
+    "causal_lm": "handlers.builtin.causal_lm:CausalLM",
+    "dali_image_classifier": "handlers.builtin.dali:DALIImageClassifier",
+    "densenet_handler": "handlers.builtin.densenet:DenseNetHandler",
+    "huggingface": "handlers.builtin.huggingface:HuggingFace",
+    "image_classifier": "handlers.builtin.image_classifier:ImageClassifier",
+    "image_segmenter": "handlers.builtin.image_segmenter:ImageSegmenter",
+    "llm": "handlers.builtin.llm:LanguageModel",
+    "object_detector": "handlers.builtin.object_detector:ObjectDetector",
+    "onnx": "handlers.builtin.onnx:OnnxHandler",
+    "text_classifier": "handlers.builtin.text_classifier:TextClassifier",
+}
+# Built-in handlers that read a model folder instead of a weights file.
+FOLDER_HANDLERS = frozenset(("causal_lm", "huggingface", "llm"))
+
+
+@dataclass(frozen=True)
+class LoadedHandler:
+    """A loaded handler: ``initialize(context)`` once, then ``handle(data, context)`` for each batch.
+
+    ``function`` is the author's function; for a class, ``instance`` is set instead.
+    """
+
+    function: Callable[[Any, Any], Any] | None = None
+    instance: Any = None
+
+    @property
+    def handle(self) -> Callable[[Any, Any], Any]:
+        """The callable that takes a batch; an instance may replace it in its ``initialize``."""
+        return self.instance.handle if self.function is None else self.function
+
+    @property
+    def is_async(self) -> bool:
+        """Whether ``handle`` is ``async def``: its result must be awaited, and batches may overlap."""
+        return inspect.iscoroutinefunction(self.handle)
+
+    def initialize(self, context: Any) -> Any:
+        """Call the class's ``initialize``, or the function once with no data, so that it loads its model.
+
+        Returns an awaitable where that is ``async def``, else None.
+        """
+        if self.function is not None:
+            result = self.function(None, context)
+        else:
+            result = self.instance.initialize(context) if hasattr(self.instance, "initialize") else None
+        return result if inspect.isawaitable(result) else None
+
+    def __call__(self, data: list[dict[str, Any]], context: Any) -> Any:
+        """Return the handler's values unchecked: one value or one exception for each row of ``data``."""
+        return self.handle(data, context)
+
+
+def load(handler: str, directory: Path, manifest: dict[str, Any]) -> LoadedHandler:
+    """Return the handler named ``handler``, ready for ``LoadedHandler.initialize``.
+
+    ``handler`` is a file of the archive (``file.py``, ``file``), or a function or class in it
+    (``file.py:name``, ``file:name``). Otherwise it is the name of a built-in handler, or
+    ``package.module:name`` of an installed package. A file of the archive takes precedence over a built-in
+    name. An empty name means the manifest's own handler.
+
+    ``directory`` is put first on ``sys.path``, so call this in the model's own process. Raises
+    HandlerLoadError, with the author's own error as its cause where there is one.
+    """
+    handler = handler or (manifest.get("model") or {}).get("handler") or ""
+    if not handler:
+        raise HandlerLoadError(
+            f"{directory}: neither the manifest nor the registration names a handler. "
+            f"{_format_choices(directory)}"
+        )
+    directory = Path(directory).resolve()
+    add_archive_to_path(directory)
+    name, _, attribute = handler.partition(":")
+    stem = name[:-3] if name.endswith(".py") else name
+    file = _find_file(stem, directory)
+    if file is not None:
+        return _make_entry(load_module(file), file, attribute)
+    if stem in HANDLERS and attribute in ("", "handle"):
+        module_name, _, class_name = HANDLERS[stem].partition(":")
+        return _make_instance(getattr(importlib.import_module(module_name), class_name), stem)
+    if ("." in stem or attribute) and all(part.isidentifier() for part in stem.split(".")):
+        module = _import_module(stem, directory)
+        if module is not None:
+            return _make_entry(module, getattr(module, "__file__", None) or stem, attribute)
+    replacement = REPLACEMENT_HINTS.get(f"ts.torch_handler.{stem}")
+    advice = f" {replacement}" if replacement else ""
+    raise HandlerLoadError(
+        f"{directory}: there is no handler {handler!r}.{advice} {_format_choices(directory, stem)}"
+    )
+
+
+def load_envelope(name: str) -> type[Any]:
+    """Return the envelope class named ``name``.
+
+    ``load_envelope("kserve")(entry).handle`` replaces ``entry``. Raises HandlerLoadError for an unknown name.
+    """
+    place = ENVELOPES.get(name)
+    if place is None:
+        near = difflib.get_close_matches(name, ENVELOPES, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise HandlerLoadError(
+            f"There is no service envelope {name!r}.{hint} There are {', '.join(ENVELOPES)}."
+        )
+    module, _, class_name = place.partition(":")
+    envelope: type[Any] = getattr(importlib.import_module(module), class_name)
+    return envelope
+
+
+def _find_file(stem: str, directory: Path) -> Path | None:
+    """Return the archive's file named ``stem``, or None.
+
+    Archivers flatten folders, so the last part of the name is enough.
+    """
+    path = PurePosixPath(stem)
+    places = [path.name] if path.is_absolute() or ".." in path.parts else [stem, path.name]
+    for place in places:
+        file = directory / f"{place}.py"
+        if path.name and file.is_file():
+            return file
+    return None
+
+
+def _import_module(name: str, directory: Path) -> ModuleType | None:
+    """Return the module ``name``, of the archive or installed; None where there is none."""
+    try:
+        return importlib.import_module(name)
+    except MemoryError:
+        raise
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (name == missing or name.startswith(f"{missing}.")):
+            return None
+        raise HandlerLoadError(
+            format_import_error(f"{directory}: the handler's module {name}", error)
+        ) from error
+
+
+def _make_entry(module: ModuleType, place: object, attribute: str) -> LoadedHandler:
+    member = getattr(module, attribute or "handle", None)
+    if inspect.isclass(member):
+        return _make_instance(member, place)
+    if callable(member):
+        return LoadedHandler(member)
+    if attribute not in ("", "handle"):
+        near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise HandlerLoadError(f"{place}: there is no function or class {attribute!r} in it.{hint}")
+    return _make_instance(_find_handler_class(module, place), place)
+
+
+def _find_handler_class(module: ModuleType, place: object) -> type:
+    """Return the one class in the file with a ``handle`` method, leaving out classes that another one
+    extends.
+    """
+    classes = list_classes_from_module(module)
+    candidates = [
+        cls for cls in classes if callable(getattr(cls, "handle", None)) and not inspect.isabstract(cls)
+    ]
+    most_derived = [
+        cls
+        for cls in candidates
+        if not any(other is not cls and issubclass(other, cls) for other in candidates)
+    ]
+    if len(most_derived) == 1:
+        return most_derived[0]
+    if most_derived:
+        names = [cls.__name__ for cls in most_derived]
+        raise HandlerLoadError(
+            f"{place}: {len(names)} classes in it have a handle method ({', '.join(names)}), and only one "
+            f"can be the handler. Name it: handler={Path(str(place)).name}:{names[0]}, at registration or "
+            "in the manifest."
+        )
+    others = [cls.__name__ for cls in classes]
+    present = f" The classes in it ({', '.join(others)}) have no handle method." if others else ""
+    raise HandlerLoadError(
+        f"{place}: there is no handler in it.{present} Define a function handle(data, context), or a class "
+        "with initialize(context) and handle(data, context)."
+    )
+
+
+def _make_instance(cls: type, place: object) -> LoadedHandler:
+    if not callable(getattr(cls, "handle", None)):
+        raise HandlerLoadError(
+            f"{place}: the class {cls.__name__} has no method handle(data, context). Define one."
+        )
+    try:
+        instance = cls()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise HandlerLoadError(
+            f"{place}: {cls.__name__}() failed with {type(error).__name__}: {error}. Handlers "
+            "are created without arguments; read the archive in initialize(context)."
+        ) from error
+    return LoadedHandler(instance=instance)
+
+
+def _format_choices(directory: Path, stem: str = "") -> str:
+    files = sorted(file.name for file in directory.glob("*.py"))
+    near = difflib.get_close_matches(stem, [*HANDLERS, *(file[:-3] for file in files)], 1) if stem else []
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return (
+        f"{hint}The Python files in the archive: {', '.join(files) or 'none'}. The built-in handlers: "
+        f"{', '.join(sorted(HANDLERS))}. Pack the file (torch-model-archiver --handler), or name a built-in "
+        "one."
+    )
