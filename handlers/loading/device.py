@@ -1,27 +1,29 @@
-"""Where a model's tensors live."""
+"""Selection of a model's device, and a process's limit on GPU memory."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 
 import torch
 
 
-def share(gpu_id: int, fraction: float) -> None:
-    """Keep this process to its share of a GPU's memory: what wants more runs out, and its neighbours do not.
+def limit_gpu_memory(gpu_id: int, fraction: float) -> None:
+    """Limit this process to a fraction of a GPU's memory, so that it cannot exhaust its neighbours' memory.
 
-    ``fraction`` is from above 0 to 1. torch's own allocator minds it; what other libraries allocate is not counted.
+    ``fraction`` is above 0 and at most 1. Only torch's own allocator respects it: memory that other libraries
+    allocate is not counted.
     """
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(fraction, gpu_id)
 
 
-def choose(gpu_id: int | None) -> torch.device:
-    """The accelerator that ``gpu_id`` names, else XLA where torch_xla is installed, else the CPU.
+def select_device(gpu_id: int | None) -> torch.device:
+    """Return the accelerator ``gpu_id``, else XLA where torch_xla is installed, else the CPU.
 
-    In this order: CUDA, Intel's XPU (with ``TS_IPEX_GPU_ENABLE=true``), Apple's MPS.
-    From NVIDIA's Ampere on, float32 matrix products use the tensor cores, as TorchServe has it.
+    Accelerators are tried in this order: CUDA, Intel's XPU (with ``TS_IPEX_GPU_ENABLE=true``), Apple's MPS.
+    From NVIDIA's Ampere on, float32 matrix products use the tensor cores, as in TorchServe.
     """
     if gpu_id is not None and torch.cuda.is_available():
         if torch.version.cuda and torch.cuda.get_device_capability(gpu_id) >= (8, 0):
@@ -32,7 +34,6 @@ def choose(gpu_id: int | None) -> torch.device:
     if gpu_id is not None and torch.backends.mps.is_available():
         return torch.device("mps")
     if importlib.util.find_spec("torch_xla") is not None:
-        import torch_xla
-
-        return torch_xla.device()
+        device: torch.device = importlib.import_module("torch_xla").device()
+        return device
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""An archive's Python files as modules: loaded by their place on disk, never by a name that others share."""
+"""A loader of an archive's Python files, which identifies modules by their path on disk."""
 
 from __future__ import annotations
 
@@ -12,70 +12,72 @@ from types import ModuleType
 
 from handlers.errors import HandlerLoadError
 
-_archives: set[Path] = set()  # opened in this process; a server opens one
+_archive_directories: set[Path] = set()  # added in this process; a server adds one
 
 
-def open_archive(directory: Path) -> None:
-    """Let the archive's files import each other: ``directory`` goes to the front of ``sys.path``.
+def add_archive_to_path(directory: Path) -> None:
+    """Put ``directory`` first on ``sys.path``, so that the archive's files can import each other.
 
-    The files of an archive opened before, this one too, are forgotten as modules: their names are free again.
+    Modules of archives added earlier, this one included, are removed from ``sys.modules``: their names are
+    free again.
     """
-    for name, module in list(sys.modules.items()) if _archives else ():
+    for name, module in list(sys.modules.items()) if _archive_directories else ():
         file = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(file, str) and Path(file).parent in _archives:
+        if isinstance(file, str) and Path(file).parent in _archive_directories:
             del sys.modules[name]
-    _archives.add(directory)
+    _archive_directories.add(directory)
     if str(directory) in sys.path:
         sys.path.remove(str(directory))
     sys.path.insert(0, str(directory))
     importlib.invalidate_caches()
 
 
-def load_source(file: Path) -> ModuleType:
-    """The module in ``file``, under a name that no other archive's module has.
+def load_module(file: Path) -> ModuleType:
+    """Return the module in ``file``, under a name that no other archive's module has.
 
-    A later ``import`` of the file's own name gives this same module, and a file that is imported
-    already is not run again: one file, one module, so that its classes are the same for everybody.
-    What the file raises is chained to a HandlerLoadError.
+    A later ``import`` of the file's own name returns the same module, and a file that is already imported
+    does not run again. One file is one module, so every importer gets the same classes. An error that the
+    file raises is chained to a HandlerLoadError.
     """
     file = file.resolve()
-    known = sys.modules.get(file.stem)
-    if known is not None and getattr(known, "__file__", None) == str(file):
-        return known
+    imported = sys.modules.get(file.stem)
+    if imported is not None and getattr(imported, "__file__", None) == str(file):
+        return imported
     name = f"{file.stem}_{hashlib.sha256(str(file.parent).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise HandlerLoadError(f"{file}: this is not a Python file; a handler or model file ends in .py.")
     module = importlib.util.module_from_spec(spec)
-    # Under both names before it runs: its dataclasses look themselves up, and its siblings may import it.
+    # It is registered under both names before it runs: dataclasses look up their own module, and other
+    # files of the archive may import it.
     sys.modules[name] = module
-    if known is None:
+    if imported is None:
         sys.modules[file.stem] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
         sys.modules.pop(name, None)
-        if known is None:
+        if imported is None:
             sys.modules.pop(file.stem, None)
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, MemoryError):
-            raise HandlerLoadError(failure(file, error)) from error
+            raise HandlerLoadError(format_import_error(file, error)) from error
         raise
     return module
 
 
-def failure(place: object, error: BaseException) -> str:
-    """One sentence on why the code at ``place`` could not be imported, and what to do."""
-    cure = "Mend the file; the traceback above this one shows where it failed."
+def format_import_error(place: object, error: BaseException) -> str:
+    """Return a message with the reason of a failed import at ``place`` and the remedy."""
+    hint = "Fix the file; the traceback above this one shows where it failed."
     if isinstance(error, ModuleNotFoundError):
-        cure = (
-            f"Pack {error.name} into the archive (--extra-files), name its package in the archive's requirements file, "
-            "or install it where the model runs."
+        hint = (
+            f"Pack {error.name} into the archive (--extra-files), name its package in the archive's "
+            "requirements file, or install it where the model runs."
         )
-    return f"{place}: importing it failed with {type(error).__name__}: {error}. {cure}"
+    return f"{place}: importing it failed with {type(error).__name__}: {error}. {hint}"
 
 
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
-    """The classes that ``module`` itself defines (not those it imports), in order of their names."""
+    """Return the classes that ``module`` itself defines (not those it imports), in order of their names."""
     return [
         member
         for _, member in inspect.getmembers(module, inspect.isclass)
@@ -84,12 +86,12 @@ def list_classes_from_module(module: ModuleType, parent_class: type | None = Non
 
 
 def import_class(class_name: str, module_prefix: str | None = None) -> type:
-    """The class named ``package.module.Class``; ``module_prefix`` goes before the module's name."""
+    """Return the class named ``package.module.Class``; ``module_prefix`` goes before the module's name."""
     module_name, _, name = (class_name or "").rpartition(".")
     path = ".".join(part for part in (module_prefix, module_name) if part)
     if not name or not path:
         raise ImportError(f"{class_name!r} names no class: write it as package.module.Class.")
-    found = getattr(importlib.import_module(path), name, None)
-    if found is None:
+    member = getattr(importlib.import_module(path), name, None)
+    if member is None:
         raise ImportError(f"There is no class {name} in the module {path}.")
-    return found
+    return member

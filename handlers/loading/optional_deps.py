@@ -1,4 +1,4 @@
-"""What is installed beside PyTorch, under the names by which handlers ask for it."""
+"""Flags for the packages that are installed beside PyTorch, under TorchServe's names."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import importlib
 import importlib.util
 import os
 
-PROFILER_AVAILABLE = PT2_AVAILABLE = PT230_AVAILABLE = True  # of every torch that we run on
+PROFILER_AVAILABLE = PT2_AVAILABLE = PT230_AVAILABLE = True  # in every supported torch
 XLA_AVAILABLE = importlib.util.find_spec("torch_xla") is not None
 ONNX_AVAILABLE = importlib.util.find_spec("onnxruntime") is not None
 IPEX_AVAILABLE = (
-    os.environ.get("TS_IPEX_ENABLE") == "true" and importlib.util.find_spec("intel_extension_for_pytorch") is not None
+    os.environ.get("TS_IPEX_ENABLE") == "true"
+    and importlib.util.find_spec("intel_extension_for_pytorch") is not None
 )
 
 
 def register_backends() -> None:
-    """Let the installed ones register themselves with torch.compile, and with torch.jit.load what they compiled."""
+    """Import the installed torch.compile backends.
+
+    They register themselves with torch.compile, and with torch.jit.load the modules that they compiled.
+    """
     for name in ("torch_tensorrt", "openvino.torch"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
