@@ -1,7 +1,7 @@
-"""What a handler measures: ``context.metrics``, and the words for it.
+"""The metrics API of handlers, ``context.metrics``.
 
-An update costs about a microsecond and waits for nothing: the server takes it in memory and shows or writes
-it from elsewhere.
+An update takes about a microsecond and never blocks: the server stores it in memory, and reports or writes it
+from another thread.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from handlers.metrics.cache import MetricCache
 from handlers.metrics.dimension import Dimension
 from handlers.metrics.metric import CachingMetric, Metric, emit_metrics
-from handlers.metrics.outlet import Sink, send_to, updates
 from handlers.metrics.types import MetricTypes
 from handlers.metrics.units import Units
+from handlers.metrics.update_sink import Sink, set_sink, updates
 
 __all__ = [
     "CachingMetric",
@@ -22,6 +22,6 @@ __all__ = [
     "Sink",
     "Units",
     "emit_metrics",
-    "send_to",
+    "set_sink",
     "updates",
 ]

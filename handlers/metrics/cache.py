@@ -1,4 +1,4 @@
-"""``context.metrics``: every metric of a model by kind and name, made when first used."""
+"""``context.metrics``: a model's metrics by kind and name, created on first use."""
 
 from __future__ import annotations
 
@@ -24,34 +24,36 @@ from handlers.metrics.types import MetricTypes
 
 logger = logging.getLogger(__name__)
 
-_TIMES = ("ms", "s")
-_SIZES = ("MB", "kB", "GB", "B")
+_TIME_UNITS = ("ms", "s")
+_SIZE_UNITS = ("MB", "kB", "GB", "B")
 
 
 class MetricCache:
-    """Each ``add_...`` records one value and makes its metric if that is new.
+    """A recorder whose methods ``add_...`` record one value each and create its metric if that is new.
 
-    ``idx`` is the row's place in the batch; without it the value belongs to all rows. To the ``dimensions``
-    given come ModelName and Level=Model, where they are not among them; to an error's, Level=Error. The
-    server shows what its metrics file declares, or everything with ``telemetry.model_metrics_auto_detect``.
+    ``idx`` is the row's place in the batch; without it the value belongs to all rows. ModelName and
+    Level=Model are added to ``dimensions`` unless given; for an error, Level=Error is. The server reports the
+    metrics that its metrics file declares, or all with ``telemetry.model_metrics_auto_detect``.
     """
 
     def __init__(self, model_name: str | None = None) -> None:
         self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
         self.model_name = model_name
         self._request_ids: Mapping[int, str] | str | None = None
-        self._everybody: str | None = None  # the ids of all rows, joined when first asked for
-        self.set_request_ids(str(uuid.uuid4()))  # loading is nobody's request, and yet no error
+        self._all_request_ids: str | None = None  # the ids of all rows, joined on first use
+        self.set_request_ids(
+            str(uuid.uuid4())
+        )  # loading has an id too, as a value without one counts as an error
 
     @property
     def request_ids(self) -> Mapping[int, str] | str | None:
-        """The batch's ids by row; before the first batch one id for the loading."""
+        """The batch's ids by row; before the first batch, one id for the loading."""
         return self._request_ids
 
     @request_ids.setter
     def request_ids(self, request_ids: Mapping[int, str] | str | None) -> None:
         self._request_ids = request_ids
-        self._everybody = None if isinstance(request_ids, Mapping) else request_ids
+        self._all_request_ids = None if isinstance(request_ids, Mapping) else request_ids
 
     def set_request_ids(self, request_ids: Mapping[int, str] | str | None) -> None:
         self.request_ids = request_ids
@@ -65,13 +67,13 @@ class MetricCache:
         dimensions: Iterable[Dimension] = (),
         metric_type: MetricTypes = MetricTypes.COUNTER,
     ) -> None:
-        """Any metric, in any unit."""
+        """Record a value of any metric, in any unit."""
         self._add(name, value, unit, self._request_id(idx), dimensions, metric_type)
 
     def add_counter(
         self, name: str, value: float, idx: int | None = None, dimensions: Iterable[Dimension] = ()
     ) -> None:
-        """Count ``value`` more."""
+        """Add ``value`` to a counter."""
         self._add(name, value, "count", self._request_id(idx), dimensions, MetricTypes.COUNTER)
 
     def add_time(
@@ -83,9 +85,9 @@ class MetricCache:
         dimensions: Iterable[Dimension] = (),
         metric_type: MetricTypes = MetricTypes.GAUGE,
     ) -> None:
-        """A time in ``ms`` or ``s``; another unit raises MetricsCacheValueError."""
-        if unit not in _TIMES:
-            raise MetricsCacheValueError(f"the unit for a timed metric should be one of {list(_TIMES)}")
+        """Record a time in ``ms`` or ``s``; another unit raises MetricsCacheValueError."""
+        if unit not in _TIME_UNITS:
+            raise MetricsCacheValueError(f"the unit for a timed metric should be one of {list(_TIME_UNITS)}")
         self._add(name, value, unit, self._request_id(idx), dimensions, metric_type)
 
     def add_size(
@@ -97,9 +99,9 @@ class MetricCache:
         dimensions: Iterable[Dimension] = (),
         metric_type: MetricTypes = MetricTypes.GAUGE,
     ) -> None:
-        """A size in ``MB``, ``kB``, ``GB`` or ``B``; another unit raises ValueError."""
-        if unit not in _SIZES:
-            raise ValueError(f"The unit for size based metric is one of {list(_SIZES)}")
+        """Record a size in ``MB``, ``kB``, ``GB`` or ``B``; another unit raises ValueError."""
+        if unit not in _SIZE_UNITS:
+            raise ValueError(f"The unit for size based metric is one of {list(_SIZE_UNITS)}")
         self._add(name, value, unit, self._request_id(idx), dimensions, metric_type)
 
     def add_percent(
@@ -110,11 +112,11 @@ class MetricCache:
         dimensions: Iterable[Dimension] = (),
         metric_type: MetricTypes = MetricTypes.GAUGE,
     ) -> None:
-        """A share of a hundred."""
+        """Record a percentage."""
         self._add(name, value, "percent", self._request_id(idx), dimensions, metric_type)
 
     def add_error(self, name: str, value: float, dimensions: Iterable[Dimension] = ()) -> None:
-        """Count ``value`` more errors."""
+        """Add ``value`` to a counter of errors."""
         self._add(name, value, "", None, dimensions, MetricTypes.COUNTER)
 
     def add_metric_to_cache(
@@ -124,7 +126,7 @@ class MetricCache:
         dimension_names: list[str] | None = None,
         metric_type: MetricTypes = MetricTypes.COUNTER,
     ) -> CachingMetric:
-        """A new metric, with these dimensions and no others; it takes the place of one of its kind and name.
+        """Return a new metric with exactly these dimensions; it replaces one of the same kind and name.
 
         Raises MetricsCacheTypeError for an argument of the wrong type.
         """
@@ -139,25 +141,30 @@ class MetricCache:
         return metric
 
     def get_metric(self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER) -> CachingMetric:
-        """The metric of that kind and name. Raises MetricsCacheKeyError where nobody has added one."""
+        """Return the metric of that kind and name.
+
+        Raises MetricsCacheKeyError where it does not exist.
+        """
         _check(metric_name, str, "`metric_name` must be a str")
         _check(metric_type, MetricTypes, "`metric_type` must be a MetricTypes enum")
         metric = self.cache.get(metric_type, {}).get(metric_name)
         if metric is None:
-            raise MetricsCacheKeyError(f"Metric of type '{metric_type}' and name '{metric_name}' doesn't exist")
+            raise MetricsCacheKeyError(
+                f"Metric of type '{metric_type}' and name '{metric_name}' doesn't exist"
+            )
         return metric
 
     def cache_keys(self) -> list[str]:
-        """``kind:name`` of every metric."""
+        """Return ``kind:name`` of every metric."""
         return [f"{kind.value}:{name}" for kind, metrics in self.cache.items() for name in metrics]
 
     def _request_id(self, idx: int | None) -> str | None:
         ids = self._request_ids
         if idx is not None and (type(ids) is dict or isinstance(ids, Mapping)) and idx in ids:
             return ids[idx]
-        if self._everybody is None and isinstance(ids, Mapping):
-            self._everybody = ",".join(ids.values())
-        return self._everybody
+        if self._all_request_ids is None and isinstance(ids, Mapping):
+            self._all_request_ids = ",".join(ids.values())
+        return self._all_request_ids
 
     def _add(
         self,
@@ -169,17 +176,21 @@ class MetricCache:
         metric_type: MetricTypes,
     ) -> None:
         named = {dimension.name: dimension.value for dimension in dimensions} if dimensions else {}
-        usual = {"Level": "Error"} if request_id is None else {"ModelName": self.model_name, "Level": "Model"}
-        given = {**named, **{key: usual[key] for key in usual if key not in named}} if named else usual
+        defaults = (
+            {"Level": "Error"} if request_id is None else {"ModelName": self.model_name, "Level": "Model"}
+        )
+        values = (
+            {**named, **{key: defaults[key] for key in defaults if key not in named}} if named else defaults
+        )
         try:
             metric = self.cache[metric_type][name]
         except (KeyError, TypeError):
-            metric = self.add_metric_to_cache(name, unit, list(given), metric_type)
-        metric.add_or_update(value, tuple(given.values()), request_id or "")
+            metric = self.add_metric_to_cache(name, unit, list(values), metric_type)
+        metric.add_or_update(value, tuple(values.values()), request_id or "")
 
 
 class MetricsCacheYamlImpl(MetricCache):
-    """A cache that begins with the ``model_metrics`` of a YAML file, once ``initialize_cache`` was called."""
+    """A cache that starts with the ``model_metrics`` of a YAML file, added by ``initialize_cache``."""
 
     def __init__(self, config_file_path: str | Path) -> None:
         super().__init__()
@@ -196,7 +207,10 @@ class MetricsCacheYamlImpl(MetricCache):
             raise GeneralMetricsCacheError(f"{config_file_path}: {error}") from None
 
     def initialize_cache(self) -> None:
-        """Add what the file declares. Raises MetricsCacheKeyError or MetricsCacheValueError where it is not whole."""
+        """Add the metrics that the file declares.
+
+        Raises MetricsCacheKeyError or MetricsCacheValueError where the file is incomplete.
+        """
         try:
             section = self._document["model_metrics"]
         except (KeyError, TypeError):
@@ -210,11 +224,13 @@ class MetricsCacheYamlImpl(MetricCache):
                 raise MetricsCacheKeyError(f"Invalid metric type: {error}") from None
             for metric in metrics:
                 try:
-                    self.add_metric_to_cache(metric["name"], metric["unit"], metric["dimensions"], metric_type)
+                    self.add_metric_to_cache(
+                        metric["name"], metric["unit"], metric["dimensions"], metric_type
+                    )
                 except KeyError as error:
                     raise MetricsCacheKeyError(f"Key not found in cache spec: {error}") from None
 
 
-def _check(value: Any, wanted: type, complaint: str) -> None:
-    if not isinstance(value, wanted):
-        raise MetricsCacheTypeError(complaint)
+def _check(value: Any, expected: type, message: str) -> None:
+    if not isinstance(value, expected):
+        raise MetricsCacheTypeError(message)

@@ -1,4 +1,4 @@
-"""What an update is told apart by."""
+"""A dimension of a metric, which distinguishes its updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metrics API raises. Each is also the built-in error that a caller may expect."""
+"""The errors of the metrics API, each of which is also a built-in error."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ import yaml
 
 
 class GeneralMetricsCacheError(Exception):
-    """A metrics file that cannot be taken, for no reason that has a class of its own."""
+    """A metrics file cannot be read for a reason that has no class of its own."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"Generic error: {message}")
 
 
 class MetricsCacheIOError(OSError):
-    """A metrics file that cannot be read."""
+    """A metrics file cannot be read."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"Error reading file: {message}")
 
 
 class MetricsCachePyYamlError(yaml.YAMLError):
-    """A metrics file that is not YAML."""
+    """A metrics file is not YAML."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"Error parsing file: {message}")
 
 
 class MetricsCacheTypeError(TypeError):
-    """An argument of the wrong type."""
+    """An argument has the wrong type."""
 
     def __init__(self, message: str) -> None:
         super().__init__(str(message))
 
 
 class MetricsCacheValueError(ValueError):
-    """A unit, or a section of a metrics file, that there is not."""
+    """A unit, or a section of a metrics file, is invalid."""
 
     def __init__(self, message: str) -> None:
         super().__init__(str(message))
 
 
 class MetricsCacheKeyError(KeyError):
-    """A metric that nobody has added."""
+    """A metric does not exist."""
 
     def __init__(self, message: str) -> None:
         super().__init__(str(message))

@@ -1,4 +1,4 @@
-"""One metric: its name, unit, dimensions and kind, and a way to update it."""
+"""A metric: its name, unit, dimensions and kind, and the method that updates it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from handlers.metrics import outlet
+from handlers.metrics import update_sink
 from handlers.metrics.dimension import Dimension
 from handlers.metrics.types import MetricTypes
 from handlers.metrics.units import UNITS
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetricAbstract(abc.ABC):
-    """``unit`` is the long name of a known short one, else as it was given."""
+    """The interface of a metric; ``unit`` is the long name of a known short one, else as it was given."""
 
     def __init__(
         self,
@@ -34,19 +34,20 @@ class MetricAbstract(abc.ABC):
 
     @abc.abstractmethod
     def add_or_update(self, value: float, dimension_values: Sequence[Any], request_id: str = "") -> None:
-        """Record ``value`` under these values of the metric's dimensions."""
+        """Record ``value`` for these values of the metric's dimensions."""
 
 
 class CachingMetric(MetricAbstract):
-    """A metric that lasts: made once, updated at every batch."""
+    """A metric that is created once and updated for every batch."""
 
-    _complained = False
+    _has_logged_error = False
 
     def add_or_update(self, value: float, dimension_values: Sequence[Any] = (), request_id: str = "") -> None:
-        """Add ``value`` to a counter or histogram, or make it a gauge's.
+        """Add ``value`` to a counter or histogram, or set a gauge to it.
 
-        What cannot be recorded (other values than dimensions; a counter that would go down; no number) is
-        left out, and logged the first time: a handler's answer does not depend on it.
+        An invalid update is ignored and logged the first time, so that no prediction fails because of it. It
+        is invalid where the values do not match the dimensions, a counter would decrease, or the value is not
+        a number.
         """
         try:
             number = float(value)
@@ -55,21 +56,23 @@ class CachingMetric(MetricAbstract):
             if number < 0 and self.metric_type is MetricTypes.COUNTER:
                 raise ValueError("a counter cannot go down")
         except (TypeError, ValueError) as error:
-            if not self._complained:
-                self._complained = True
+            if not self._has_logged_error:
+                self._has_logged_error = True
                 logger.error("the metric %s was not updated with %r: %s", self.metric_name, value, error)
             return
-        outlet.send(self, number, tuple(map(str, dimension_values)), request_id or "")
+        update_sink.emit_update(self, number, tuple(map(str, dimension_values)), request_id or "")
 
     def update(self, value: float, request_id: str = "", dimensions: Iterable[Dimension] = ()) -> None:
-        """Record ``value`` under other dimensions, which are the metric's from now on."""
+        """Record ``value`` for other dimensions, which replace the metric's own."""
         dimensions = list(dimensions)
         self.dimension_names = [dimension.name for dimension in dimensions]
         self.add_or_update(value, [dimension.value for dimension in dimensions], request_id)
 
 
 class Metric:
-    """A value with its unit and dimensions, for one request or none; older handlers make these themselves."""
+    """A value with its unit and dimensions, for one request or none, which older handlers create
+    themselves.
+    """
 
     def __init__(
         self,
@@ -101,8 +104,10 @@ class Metric:
 
     def __str__(self) -> str:
         dimensions = ",".join(map(str, self.dimensions))
-        stamp = f"{socket.gethostname()},{int(time.time())}" + (f",{self.request_id}" if self.request_id else "")
-        return f"{self.name}.{self.unit}:{self.value}|#{dimensions}|#hostname:{stamp}"
+        suffix = f"{socket.gethostname()},{int(time.time())}" + (
+            f",{self.request_id}" if self.request_id else ""
+        )
+        return f"{self.name}.{self.unit}:{self.value}|#{dimensions}|#hostname:{suffix}"
 
     def to_dict(self) -> dict[str, Any]:
         return {

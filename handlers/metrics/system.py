@@ -1,4 +1,4 @@
-"""What the machine says of itself, each reading as a Metric of level Host."""
+"""Measurements of the machine, each as a Metric of level Host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from handlers.metrics.metric import Metric
 
 _HOST = Dimension("Level", "Host")
 _MB, _GB = 1 << 20, 1 << 30
-_ASKED = "index,utilization.gpu,memory.used,memory.total"
+_QUERY = "index,utilization.gpu,memory.used,memory.total"
 
 
 def cpu_utilization() -> Metric:
-    """Of all cores, since it was last asked in this process; the first time it is 0."""
+    """Return the utilization of all cores since the last call in this process; the first call returns 0."""
     return _metric("CPUUtilization", psutil.cpu_percent(), "percent")
 
 
@@ -33,7 +33,7 @@ def memory_utilization() -> Metric:
 
 
 def disk_used() -> Metric:
-    """Of the root file system, as the other two."""
+    """Return the used space of the root file system."""
     return _metric("DiskUsage", psutil.disk_usage("/").used / _GB, "GB")
 
 
@@ -46,38 +46,40 @@ def disk_available() -> Metric:
 
 
 def gpu_utilization(num_of_gpu: int = 1) -> list[Metric]:
-    """Three metrics a GPU, as nvidia-smi says; none where there is none, or where it cannot be asked."""
+    """Return three metrics for each GPU, read from nvidia-smi; none where it does not exist or fails."""
     program = shutil.which("nvidia-smi")
     if program is None or num_of_gpu <= 0:
         return []
-    command = [program, f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]
+    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return gpu_metrics(said)
+    return parse_gpu_metrics(output)
 
 
-def gpu_metrics(said: str) -> list[Metric]:
-    """The metrics in nvidia-smi's lines ``index, utilization, MiB used, MiB in all``; "[N/A]" is left out."""
+def parse_gpu_metrics(output: str) -> list[Metric]:
+    """Return the metrics in nvidia-smi's lines ``index, utilization, MiB used, MiB total``, without
+    "[N/A]".
+    """
     metrics: list[Metric] = []
-    for line in said.splitlines():
+    for line in output.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != 4:
             continue
         device = Dimension("DeviceId", fields[0])
-        busy, used, total = map(_number, fields[1:])
+        utilization, used, total = map(_parse_number, fields[1:])
         if used is not None and total:
             metrics.append(_metric("GPUMemoryUtilization", 100 * used / total, "percent", device))
         if used is not None:
             metrics.append(_metric("GPUMemoryUsed", used, "MB", device))
-        if busy is not None:
-            metrics.append(_metric("GPUUtilization", busy, "percent", device))
+        if utilization is not None:
+            metrics.append(_metric("GPUUtilization", utilization, "percent", device))
     return metrics
 
 
-def collect() -> list[Metric]:
-    """Everything."""
+def collect_metrics() -> list[Metric]:
+    """Return all measurements."""
     return [
         cpu_utilization(),
         memory_used(),
@@ -94,7 +96,7 @@ def _metric(name: str, value: float, unit: str, *dimensions: Dimension) -> Metri
     return Metric(name, value, unit, [_HOST, *dimensions])
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:

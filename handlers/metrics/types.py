@@ -1,4 +1,4 @@
-"""The kinds of metric."""
+"""The kinds of metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import enum
 
 
 class MetricTypes(enum.Enum):
-    """A counter adds up, a gauge holds its last value, a histogram counts values by their size."""
+    """The kind of a metric: a counter adds up, a gauge holds its last value, a histogram counts values by
+    size.
+    """
 
     COUNTER = "counter"
     GAUGE = "gauge"

@@ -1,4 +1,4 @@
-"""Short names of units, and the long ones that reports show."""
+"""The short names of units, and their long names in reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS: dict[str | None, str] = {
 
 
 class Units:
-    """The table as ``units``, short name to long; any other unit stands as it is written."""
+    """The table ``units`` from short to long names; any other unit is reported as given."""
 
     def __init__(self) -> None:
         self.units = dict(UNITS)

@@ -1,4 +1,4 @@
-"""Where this process's updates go. A process holds one model, so there is one outlet."""
+"""The sink of this process's metric updates. A process holds one model, so there is one sink."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from handlers.metrics.metric import CachingMetric
 
-# (metric, value, its dimensions' values, request id or ""); called in whatever thread the author updates from.
+# (metric, value, its dimensions' values, request id or ""); called in the thread of the update.
 Sink = Callable[["CachingMetric", float, tuple[str, ...], str], None]
 
-# The last updates of a process in which no server listens: a handler that is tried alone, or in a test.
+# The last updates of a process without a server: a handler in a script, or in a test.
 updates: deque[tuple[CachingMetric, float, tuple[str, ...], str]] = deque(maxlen=1000)
 
 
-def keep(metric: CachingMetric, value: float, values: tuple[str, ...], request_id: str) -> None:
-    """Into ``updates``: where everything goes until ``send_to`` says otherwise."""
+def buffer_update(metric: CachingMetric, value: float, values: tuple[str, ...], request_id: str) -> None:
+    """Append an update to ``updates``; this is the sink until ``set_sink`` replaces it."""
     updates.append((metric, value, values, request_id))
 
 
 def discard(metric: CachingMetric, value: float, values: tuple[str, ...], request_id: str) -> None:
-    """Nowhere."""
+    """Ignore an update."""
 
 
-_sink: Sink = keep
+_sink: Sink = buffer_update
 
 
-def send_to(sink: Sink) -> None:
-    """From now on every update of this process goes to ``sink``: quick, and callable from any thread."""
+def set_sink(sink: Sink) -> None:
+    """Send every further update of this process to ``sink``, which must be fast and thread-safe."""
     global _sink
     _sink = sink
 
 
 @contextlib.contextmanager
-def muted() -> Iterator[None]:
-    """What is measured in here is measured for nobody."""
+def suppress_updates() -> Iterator[None]:
+    """Discard all updates until the end of the block."""
     sink = _sink
-    send_to(discard)
+    set_sink(discard)
     try:
         yield
     finally:
-        send_to(sink)
+        set_sink(sink)
 
 
-def send(metric: CachingMetric, value: float, values: tuple[str, ...], request_id: str) -> None:
+def emit_update(metric: CachingMetric, value: float, values: tuple[str, ...], request_id: str) -> None:
     _sink(metric, value, values, request_id)
