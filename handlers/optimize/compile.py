@@ -1,36 +1,52 @@
-"""torch.compile as a model's configuration asks for it."""
+"""torch.compile with the settings of model-config.yaml."""
 
 from __future__ import annotations
 
 import enum
+import importlib
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from handlers import extensions
+from handlers.loading import optional_deps
 
 logger = logging.getLogger(__name__)
 
-_BACKENDS = ("eager", "aot_eager", "inductor", "nvfuser", "aot_nvfuser", "aot_cudagraphs", "ofi", "fx2trt", "onnxrt")
-_BACKENDS += ("ipex", "torchxla_trace_once", "openvino", "tensorrt", "hpu_backend")
-PT2Backend = enum.Enum("PT2Backend", {name.upper(): name for name in _BACKENDS}, type=str)  # type: ignore[misc]
+_BACKENDS = (
+    "eager",
+    "aot_eager",
+    "inductor",
+    "nvfuser",
+    "aot_nvfuser",
+    "aot_cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "ipex",
+    "torchxla_trace_once",
+    "openvino",
+    "tensorrt",
+    "hpu_backend",
+)
+_MEMBERS = {name.upper(): name for name in _BACKENDS}
+PT2Backend = enum.Enum("PT2Backend", _MEMBERS, type=str)  # type: ignore[misc]
 
 
 def check_valid_pt2_backend(backend: str) -> bool:
-    """Whether TorchServe knows this backend of torch.compile; others may be installed all the same."""
-    known = backend in _BACKENDS
-    if not known:
+    """Return whether TorchServe lists this backend of torch.compile; others may still be installed."""
+    is_known = backend in _BACKENDS
+    if not is_known:
         logger.warning("%s is not a backend of torch.compile that TorchServe knows", backend)
-    return known
+    return is_known
 
 
-def options(pt2: Any) -> dict[str, Any] | None:
-    """torch.compile's keyword arguments from the ``pt2`` key of model-config.yaml; None where it is not to be compiled.
+def compile_options(pt2: Any) -> dict[str, Any] | None:
+    """Return torch.compile's arguments from the ``pt2`` key of model-config.yaml; None disables compilation.
 
-    ``{compile: {enable: true, backend: inductor, ...}}``, or in the older forms a backend's name or the
-    arguments themselves.
+    The form is ``{compile: {enable: true, backend: inductor, ...}}``, or one of the older ones: a backend's
+    name, or the arguments themselves.
     """
     if pt2 is None:
         return None
@@ -46,14 +62,18 @@ def options(pt2: Any) -> dict[str, Any] | None:
     return None if "export" in pt2 else dict(pt2)
 
 
-def compiled(model: Any, pt2: Any) -> Any:
-    """``model``, compiled where ``pt2`` asks for it; as it was, with a warning, where torch.compile refuses.
+def compile_model(model: Any, pt2: Any) -> Any:
+    """Compile ``model`` with the settings of ``pt2``; where that fails, log a warning and return it
+    unchanged.
 
-    Otherwise, with ``TS_IPEX_ENABLE=true``, optimized by the Intel Extension for PyTorch where that is installed.
+    Without such settings and with ``TS_IPEX_ENABLE=true``, the Intel Extension for PyTorch optimizes the
+    model where it is installed.
     """
-    arguments = options(pt2)
+    arguments = compile_options(pt2)
     if arguments is None:
-        return _for_intel(model) if extensions.IPEX_AVAILABLE and isinstance(model, torch.nn.Module) else model
+        if optional_deps.IPEX_AVAILABLE and isinstance(model, torch.nn.Module):
+            return _optimize_for_intel(model)
+        return model
     try:
         return torch.compile(model, **arguments)
     except Exception as error:
@@ -61,7 +81,6 @@ def compiled(model: Any, pt2: Any) -> Any:
         return model
 
 
-def _for_intel(model: torch.nn.Module) -> Any:
-    import intel_extension_for_pytorch as ipex
-
+def _optimize_for_intel(model: torch.nn.Module) -> Any:
+    ipex = importlib.import_module("intel_extension_for_pytorch")
     return ipex.optimize(model.to(memory_format=torch.channels_last))
