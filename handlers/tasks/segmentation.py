@@ -1,4 +1,4 @@
-"""Which pixels of an image belong together."""
+"""Image segmentation: panoptic, instance and semantic."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from PIL import Image
 
 from handlers.errors import PredictionException
-from handlers.tasks.base import FRACTION, Example, ImageTask, one_of
+from handlers.tasks.base import FRACTION, ImageTask, TaskInput, one_of
 
-_KINDS = ("panoptic", "instance", "semantic")
+_SUBTASKS = ("panoptic", "instance", "semantic")
 
 
 class ImageSegmentation(ImageTask):
-    """``[{"score", "label", "mask"}]``: each mask a PNG in base64, as large as the image, white where the label holds.
+    """A task that answers ``[{"score", "label", "mask"}]``.
 
-    Panoptic segments where the model has them, else instances, else classes (their score is None), or what
-    ``subtask`` says: panoptic, instance or semantic. ``threshold`` (0.9), ``mask_threshold`` and
-    ``overlap_mask_area_threshold`` (0.5) are for the first two.
+    A mask is a PNG in base64 of the image's size, white where the label applies. ``subtask`` is panoptic,
+    instance or semantic (whose score is None); the default is the first of them that the model supports.
+    ``threshold`` (0.9), ``mask_threshold`` and ``overlap_mask_area_threshold`` (0.5) apply to the first two.
     """
 
     parameters = {
         "threshold": FRACTION,
         "mask_threshold": FRACTION,
         "overlap_mask_area_threshold": FRACTION,
-        "subtask": one_of(*_KINDS),
+        "subtask": one_of(*_SUBTASKS),
     }
 
     @classmethod
@@ -39,65 +39,78 @@ class ImageSegmentation(ImageTask):
                 return f"AutoModelFor{kind}"
         return "AutoModelForImageSegmentation"
 
-    def scores(self, output: Any) -> torch.Tensor:
-        """The mean probability of each label over the pixels, or that of each label's surest segment."""
+    def label_scores(self, output: Any) -> torch.Tensor:
+        """Return each label's mean probability over the pixels, or that of its most probable segment."""
         if "class_queries_logits" in output:
             return output.class_queries_logits.softmax(-1).amax(1)
         return output.logits.softmax(1).mean((2, 3))
 
-    def read(self, row: Any) -> Example:
-        example = super().read(row)
-        kind = example.parameters.get("subtask")
-        if kind is not None and self._function(kind) is None:
-            able = ", ".join(other for other in _KINDS if self._function(other) is not None)
-            raise PredictionException(f"This model has no {kind} segments; the subtask may be {able}.", 400)
+    def parse(self, row: Any) -> TaskInput:
+        example = super().parse(row)
+        subtask = example.parameters.get("subtask")
+        if subtask is not None and self._postprocessor(subtask) is None:
+            supported = ", ".join(name for name in _SUBTASKS if self._postprocessor(name) is not None)
+            raise PredictionException(
+                f"This model has no {subtask} segments; the subtask may be {supported}.", 400
+            )
         return example
 
-    def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
-        first = next(kind for kind in _KINDS if self._function(kind) is not None)
+    def postprocess(self, output: Any, encoded: Any, examples: Sequence[TaskInput]) -> list[Any]:
+        default = next(name for name in _SUBTASKS if self._postprocessor(name) is not None)
         return [
-            self._answer(example.parameters.get("subtask", first), _one(output, row), size, example)
-            for row, (size, example) in enumerate(zip(self.sizes(examples), examples))
+            self._segments(
+                example.parameters.get("subtask", default), _row_output(output, row), size, example
+            )
+            for row, (size, example) in enumerate(zip(self.image_sizes(examples), examples))
         ]
 
-    def _function(self, kind: str) -> Any:
-        """What makes such segments of a model's output."""
-        return getattr(self.processor, f"post_process_{kind}_segmentation", None)
+    def _postprocessor(self, subtask: str) -> Any:
+        """Return the processor's method for a subtask; None without one."""
+        return getattr(self.processor, f"post_process_{subtask}_segmentation", None)
 
-    def _answer(self, kind: str, output: Any, size: tuple[int, int], example: Example) -> list[dict[str, Any]]:
-        if kind == "semantic":
-            [found] = self._function(kind)(output, target_sizes=[size])
-            return self._classes(found)
-        limits = {"threshold": 0.9, "mask_threshold": 0.5, "overlap_mask_area_threshold": 0.5, **example.parameters}
-        limits.pop("subtask", None)
-        [found] = self._function(kind)(output, target_sizes=[size], **limits)
+    def _segments(
+        self, subtask: str, output: Any, size: tuple[int, int], example: TaskInput
+    ) -> list[dict[str, Any]]:
+        if subtask == "semantic":
+            [label_map] = self._postprocessor(subtask)(output, target_sizes=[size])
+            return self._classes(label_map)
+        thresholds = {
+            "threshold": 0.9,
+            "mask_threshold": 0.5,
+            "overlap_mask_area_threshold": 0.5,
+            **example.parameters,
+        }
+        thresholds.pop("subtask", None)
+        [result] = self._postprocessor(subtask)(output, target_sizes=[size], **thresholds)
         return [
             {
                 "score": segment["score"],
                 "label": self.config.id2label[segment["label_id"]],
-                "mask": _png(found["segmentation"] == segment["id"]),
+                "mask": _encode_png(result["segmentation"] == segment["id"]),
             }
-            for segment in found["segments_info"]
+            for segment in result["segments_info"]
         ]
 
-    def _classes(self, found: torch.Tensor) -> list[dict[str, Any]]:
+    def _classes(self, label_map: torch.Tensor) -> list[dict[str, Any]]:
         return [
-            {"score": None, "label": self.config.id2label[label], "mask": _png(found == label)}
-            for label in found.unique().tolist()
+            {"score": None, "label": self.config.id2label[label], "mask": _encode_png(label_map == label)}
+            for label in label_map.unique().tolist()
         ]
 
 
-def _one(output: Any, row: int) -> Any:
-    """One row of a model's output, as it would be in a batch of its own."""
+def _row_output(output: Any, row: int) -> Any:
+    """Return a row of a model's output as a batch of one."""
     size = len(output.logits if "logits" in output else output.class_queries_logits)
-    whole = {
-        name: value[row : row + 1] if isinstance(value, torch.Tensor) and value.dim() and len(value) == size else value
+    values = {
+        name: value[row : row + 1]
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == size
+        else value
         for name, value in output.items()
     }
-    return type(output)(**whole)
+    return type(output)(**values)
 
 
-def _png(mask: torch.Tensor) -> str:
+def _encode_png(mask: torch.Tensor) -> str:
     file = io.BytesIO()
     Image.fromarray((mask.cpu().numpy() * 255).astype("uint8"), mode="L").save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
