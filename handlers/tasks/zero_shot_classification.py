@@ -1,4 +1,4 @@
-"""Which of the request's own labels fits a text, by a model that knows what follows from what."""
+"""Zero-shot classification into the request's labels, by a natural language inference model."""
 
 from __future__ import annotations
 
@@ -7,100 +7,118 @@ from typing import Any
 
 import torch
 
-from handlers import explanations
 from handlers.errors import PredictionException
-from handlers.explanations import Question
-from handlers.tasks.base import FLAG, MOST_EXPLAINED, TEXT, TEXTS, Example, TextTask, floats, listed, number
+from handlers.explain import attributions
+from handlers.explain.attributions import ExplanationOptions
+from handlers.tasks.base import (
+    FLAG,
+    MAX_EXPLANATIONS,
+    TEXT,
+    TEXTS,
+    TaskInput,
+    TextTask,
+    join_names,
+    parse_integer,
+    to_cpu_float32,
+)
 
-_MOST = 256  # labels of a request: each is a row of the batch
+_MAX_LABELS = 256  # of a request: each is a row of the batch
 
 
 class ZeroShotClassification(TextTask):
-    """``{"sequence", "labels", "scores"}``, the likeliest of ``candidate_labels`` first.
+    """A task that answers ``{"sequence", "labels", "scores"}``, the best of ``candidate_labels`` first.
 
-    Each label, put into ``hypothesis_template``, is a row of the one batch. The scores add up to one, unless
-    ``multi_label`` asks for each label by itself.
+    Each label, inserted into ``hypothesis_template``, is a row of one batch. The scores sum to one, unless
+    ``multi_label`` scores each label independently.
     """
 
-    auto = "AutoModelForSequenceClassification"
+    auto_class = "AutoModelForSequenceClassification"
     parameters = {"candidate_labels": TEXTS, "hypothesis_template": TEXT, "multi_label": FLAG}
 
-    def read(self, row: Any) -> Example:
-        example = super().read(row)
+    def parse(self, row: Any) -> TaskInput:
+        example = super().parse(row)
         labels = example.parameters.get("candidate_labels")
-        if not labels or len(labels) > _MOST:
-            raise PredictionException(f"Send from 1 to {_MOST} candidate_labels among the parameters.", 400)
+        if not labels or len(labels) > _MAX_LABELS:
+            raise PredictionException(
+                f"Send from 1 to {_MAX_LABELS} candidate_labels among the parameters.", 400
+            )
         return example
 
-    def checked(self, parameters: Any) -> dict[str, Any]:
-        known = super().checked(parameters)
-        template = known.get("hypothesis_template", "{}")
+    def validate_parameters(self, parameters: Any) -> dict[str, Any]:
+        validated = super().validate_parameters(parameters)
+        template = validated.get("hypothesis_template", "{}")
         try:
-            fits = template.format("x") != template
+            has_placeholder = template.format("x") != template
         except (IndexError, KeyError, ValueError, AttributeError):
-            fits = False
-        if not fits:
-            raise PredictionException(f"hypothesis_template needs {{}} for the label, and is {template!r:.100}.", 400)
-        return known
+            has_placeholder = False
+        if not has_placeholder:
+            raise PredictionException(
+                f"hypothesis_template needs {{}} for the label, and is {template!r:.100}.", 400
+            )
+        return validated
 
-    def encode(self, examples: Sequence[Example]) -> Any:
+    def encode(self, examples: Sequence[TaskInput]) -> Any:
         return super().encode(
-            [_supposed(example, label) for example in examples for label in example.parameters["candidate_labels"]]
+            [
+                _with_hypothesis(example, label)
+                for example in examples
+                for label in example.parameters["candidate_labels"]
+            ]
         )
 
-    def tokenize(self, texts: Any, pairs: Any = None, **how: Any) -> Any:
-        """Only the text gives way to the limit: the label is the question."""
-        truncation = "only_first" if self.limit is not None else False
-        return self.tokenizer(texts, pairs, truncation=truncation, max_length=self.limit, **how)
+    def tokenize(self, texts: Any, pairs: Any = None, **options: Any) -> Any:
+        """Tokenize with truncation of the text only: the label must stay whole."""
+        truncation = "only_first" if self.max_length is not None else False
+        return self.tokenizer(texts, pairs, truncation=truncation, max_length=self.max_length, **options)
 
-    def explain(self, model: Any, example: Example, question: Question) -> Any:
-        """What speaks for a label: an attribution for each token of the text, for the logit that the label follows.
+    def explain(self, model: Any, example: TaskInput, options: ExplanationOptions) -> Any:
+        """Return the attribution of each token of the text to the entailment logit of a label.
 
-        The label is the likeliest one, or ``target``: one of ``candidate_labels``, its number, or with ``all`` a list
-        of the likeliest 16. The hypothesis stays as it is.
+        ``target`` is one of ``candidate_labels``, its number, or ``all`` for a list of the 16 best; the
+        default is the best label. The hypothesis is not perturbed.
         """
-        labels, target = example.parameters["candidate_labels"], question.target
-        place = number(target)
+        labels, target = example.parameters["candidate_labels"], options.target
+        index = parse_integer(target)
         if target in labels:
-            chosen = [target]
+            selected = [target]
         elif target in (None, "all"):
             encoded = self.encode([example])
             with torch.inference_mode():
-                [answer] = self.answers(self.forward(model, encoded, model.device), encoded, [example])
-            chosen = answer["labels"][: 1 if target is None else MOST_EXPLAINED]
-        elif place is not None and 0 <= place < len(labels):
-            chosen = [labels[place]]
+                [answer] = self.postprocess(self.forward(model, encoded, model.device), encoded, [example])
+            selected = answer["labels"][: 1 if target is None else MAX_EXPLANATIONS]
+        elif index is not None and 0 <= index < len(labels):
+            selected = [labels[index]]
         else:
             raise PredictionException(
-                f"The target {target!r:.100} is no candidate label. It is one of them, its number, or all; there are "
-                f"{listed(labels)}.",
+                f"The target {target!r:.100} is no candidate label. It is one of them, its number, or all; "
+                f"there are {join_names(labels)}.",
                 400,
             )
-        entails = _entailment(self.config.label2id) % self.config.num_labels
+        entailment = _entailment_index(self.config.label2id) % self.config.num_labels
 
-        def explained(label: str) -> dict[str, Any]:
-            encoded = super(ZeroShotClassification, self).encode([_supposed(example, label)])
-            found = explanations.of_encoded(
-                model, self.tokenizer, encoded, self.words(encoded), question.about(entails)
+        def explain_label(label: str) -> dict[str, Any]:
+            encoded = super(ZeroShotClassification, self).encode([_with_hypothesis(example, label)])
+            explanation = attributions.attribute_encoded(
+                model, self.tokenizer, encoded, self.text_mask(encoded), options.for_target(entailment)
             )
-            return {"target": label, **found}
+            return {"target": label, **explanation}
 
-        found = [explained(label) for label in chosen]
-        return found if target == "all" and target not in labels else found[0]
+        explanations = [explain_label(label) for label in selected]
+        return explanations if target == "all" and target not in labels else explanations[0]
 
-    def answers(self, output: Any, encoded: Any, examples: Sequence[Example]) -> list[Any]:
-        entails = _entailment(self.config.label2id)
-        contradicts = -1 if entails == 0 else 0
-        logits = floats(output.logits)
-        answers, begin = [], 0
+    def postprocess(self, output: Any, encoded: Any, examples: Sequence[TaskInput]) -> list[Any]:
+        entailment = _entailment_index(self.config.label2id)
+        contradiction = -1 if entailment == 0 else 0
+        logits = to_cpu_float32(output.logits)
+        answers, start = [], 0
         for example in examples:
             labels = example.parameters["candidate_labels"]
-            own = logits[begin : begin + len(labels)]
-            begin += len(labels)
+            rows = logits[start : start + len(labels)]
+            start += len(labels)
             if example.parameters.get("multi_label") or len(labels) == 1:
-                scores = own[:, [contradicts, entails]].softmax(-1)[:, 1]
+                scores = rows[:, [contradiction, entailment]].softmax(-1)[:, 1]
             else:
-                scores = own[:, entails].softmax(0)
+                scores = rows[:, entailment].softmax(0)
             ranked = scores.argsort(descending=True).tolist()
             answers.append(
                 {
@@ -112,12 +130,12 @@ class ZeroShotClassification(TextTask):
         return answers
 
 
-def _supposed(example: Example, label: str) -> Example:
-    """A text, and the hypothesis that it is what the label says."""
+def _with_hypothesis(example: TaskInput, label: str) -> TaskInput:
+    """Return the text with the label's hypothesis as its pair."""
     template = example.parameters.get("hypothesis_template", "This example is {}.")
     return example._replace(pair=template.format(label))
 
 
-def _entailment(label2id: Mapping[str, int]) -> int:
-    """The output that says that one text follows from another; the last where none is called so."""
+def _entailment_index(label2id: Mapping[str, int]) -> int:
+    """Return the index of the entailment output; the last without one of that name."""
     return next((index for label, index in label2id.items() if label.lower().startswith("entail")), -1)
