@@ -1,11 +1,11 @@
-"""English contractions and what they stand for."""
+"""English contractions and their full forms."""
 
 from __future__ import annotations
 
 import re
 
 _ENDINGS = {"'d": " would", "'ll": " will", "'m": " am", "'re": " are", "'s": " is", "'ve": " have"}
-_BEFORE = {  # the words that each ending follows
+_STEMS = {  # the words that each ending follows
     "'d": "he i I it she that there they we you",
     "'ll": "he i I it she they we what who you",
     "'m": "i I",
@@ -35,7 +35,7 @@ _IRREGULAR = {
 
 def _table() -> dict[str, str]:
     table = dict(_IRREGULAR)
-    for ending, words in _BEFORE.items():
+    for ending, words in _STEMS.items():
         table |= {word + ending: word + _ENDINGS[ending] for word in words.split()}
     table |= {f"{word}n't": f"{word} not" for word in _NEGATED.split()}
     return table
@@ -46,14 +46,14 @@ CONTRACTIONS_PATTERN = re.compile("|".join(map(re.escape, CONTRACTION_MAP)), re.
 
 
 def expand(text: str) -> str:
-    """``text`` with its contractions written out and no apostrophe left.
+    """Return ``text`` with its contractions expanded and without apostrophes.
 
-    The first letter stays as it was, so "ain't" becomes "as not": the models of the archives that came before
-    this server were fed so. Of "can't've" only the first half is written out.
+    The first letter is kept, so "ain't" becomes "as not": models of existing archives were trained on such
+    text. Only the first half of "can't've" is expanded.
     """
-    expanded = CONTRACTIONS_PATTERN.sub(lambda match: match[0][0] + _meaning(match[0])[1:], text)
+    expanded = CONTRACTIONS_PATTERN.sub(lambda match: match[0][0] + _expand_one(match[0])[1:], text)
     return expanded.replace("'", "")
 
 
-def _meaning(contraction: str) -> str:
+def _expand_one(contraction: str) -> str:
     return CONTRACTION_MAP.get(contraction) or CONTRACTION_MAP[contraction.lower()]

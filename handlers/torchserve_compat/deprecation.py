@@ -1,4 +1,4 @@
-"""Functions that are about to go."""
+"""A decorator of deprecated functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 def deprecated(
     version: str, replacement: str = "", klass: type[Warning] = PendingDeprecationWarning
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: each call warns that the function is deprecated in ``version``, and where it moved to."""
+    """Return a decorator: each call warns that the function is deprecated in ``version``, and where it moved
+    to.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

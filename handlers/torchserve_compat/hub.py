@@ -1,4 +1,4 @@
-"""Models from the Hugging Face Hub."""
+"""A download of models from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ def download_model(
     model_path: str = ".cache",
     use_auth_token: bool | str = True,
 ) -> str:
-    """The local folder of a model's PyTorch weights and tokenizer, downloaded to the cache ``model_path``."""
+    """Return the local folder of a model's PyTorch weights and tokenizer, downloaded to the cache
+    ``model_path``.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ImportError(
-            "download_model needs huggingface_hub, which is not installed where the model runs: name it in the "
-            "archive's requirements."
+            "download_model needs huggingface_hub, which is not installed where the model runs: name it in "
+            "the archive's requirements."
         ) from error
     weights = ["*.pt", "*.pth", "*.bin", "*.safetensors", "original/*"]
     tokenizer = ["*.json", "*.txt", "*.model"]

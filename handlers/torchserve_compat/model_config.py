@@ -1,4 +1,4 @@
-"""An archive's model-config.yaml."""
+"""The file model-config.yaml of an archive."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import yaml
 
 
 def get_yaml_config(yaml_file_path: str | os.PathLike[str]) -> Any:
-    """What the YAML file holds."""
+    """Return the parsed YAML file."""
     with open(yaml_file_path, encoding="utf-8") as file:
         return yaml.safe_load(file)

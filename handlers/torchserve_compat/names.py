@@ -1,4 +1,4 @@
-"""TorchServe's module names, so that an archive written for them imports ours."""
+"""TorchServe's module names, so that archives written for them import this package's counterparts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-_TIMED = {"timed": "handlers.timer:timed"}
+_TIMED = {"timed": "handlers.torchserve_compat.timer:timed"}
 _BASE = {"BaseHandler": "handlers.base:BaseHandler"}
-_VISION = {"VisionHandler": "handlers.vision:VisionHandler"}
+_VISION = {"VisionHandler": "handlers.builtin.vision:VisionHandler"}
 _CONTEXT = {"Context": "handlers.context:Context"}
 _ENVELOPE = {"BaseEnvelope": "handlers.envelopes.base:BaseEnvelope"}
-_LABEL = {"map_class_to_label": "handlers.labels:map_class_to_label"}
-_CLASSES = {"list_classes_from_module": "handlers.source:list_classes_from_module"}
+_LABEL = {"map_class_to_label": "handlers.builtin.labels:map_class_to_label"}
+_CLASSES = {"list_classes_from_module": "handlers.loading.module_loader:list_classes_from_module"}
 _EXCEPTION = {"PredictionException": "handlers.errors:PredictionException"}
-_SEND = {"send_intermediate_predict_response": "handlers.intermediate:send_intermediate_predict_response"}
+_SEND = {
+    "send_intermediate_predict_response": (
+        "handlers.torchserve_compat.intermediate:send_intermediate_predict_response"
+    )
+}
 _CHECKED = {
-    "check_valid_pt2_backend": "handlers.compilation:check_valid_pt2_backend",
-    "load_label_mapping": "handlers.labels:load_label_mapping",
+    "check_valid_pt2_backend": "handlers.optimize.compile:check_valid_pt2_backend",
+    "load_label_mapping": "handlers.builtin.labels:load_label_mapping",
     **_CLASSES,
 }
 _DIMENSION = {"Dimension": "handlers.metrics.dimension:Dimension"}
@@ -30,7 +34,7 @@ _METRIC_TYPES = {"MetricTypes": "handlers.metrics.types:MetricTypes"}
 _UNITS = {"Units": "handlers.metrics.units:Units"}
 _VERSION = {"__version__": "handlers.context:SERVER_VERSION"}
 
-# module of TorchServe -> its name -> ours, as "module:name". Imported when an archive asks for it.
+# TorchServe's module -> its name -> the counterpart, as "module:name", imported when an archive uses it.
 NAMES: dict[str, dict[str, str]] = {
     "ts": _VERSION,
     "ts.version": _VERSION,
@@ -39,32 +43,38 @@ NAMES: dict[str, dict[str, str]] = {
         **_CONTEXT,
         **_EXCEPTION,
         "RequestProcessor": "handlers.context:RequestProcessor",
-        "get_yaml_config": "handlers.model_config:get_yaml_config",
+        "get_yaml_config": "handlers.torchserve_compat.model_config:get_yaml_config",
     },
-    "ts.utils.hf_utils": {"download_model": "handlers.hub:download_model"},
-    "ts.utils.timeit_decorator": {"timeit": "handlers.timer:timeit"},
+    "ts.utils.hf_utils": {"download_model": "handlers.torchserve_compat.hub:download_model"},
+    "ts.utils.timeit_decorator": {"timeit": "handlers.torchserve_compat.timer:timeit"},
     "ts.utils.util": {
         **_CHECKED,
         **_EXCEPTION,
         **_LABEL,
-        "CLEANUP_REGEX": "handlers.text:CLEANUP_REGEX",
-        "PT2Backend": "handlers.compilation:PT2Backend",
-        "deprecated": "handlers.deprecation:deprecated",
-        "get_yaml_config": "handlers.model_config:get_yaml_config",
+        "CLEANUP_REGEX": "handlers.builtin.text:CLEANUP_REGEX",
+        "PT2Backend": "handlers.optimize.compile:PT2Backend",
+        "deprecated": "handlers.torchserve_compat.deprecation:deprecated",
+        "get_yaml_config": "handlers.torchserve_compat.model_config:get_yaml_config",
     },
-    "ts.handler_utils.hf_batch_streamer": {"TextIteratorStreamerBatch": "handlers.streamer:TextIteratorStreamerBatch"},
+    "ts.handler_utils.hf_batch_streamer": {
+        "TextIteratorStreamerBatch": "handlers.engines.streamer:TextIteratorStreamerBatch"
+    },
     "ts.handler_utils.micro_batching": {
         "HANDLER_METHODS": "handlers.micro_batching:STAGES",
         "MicroBatching": "handlers.micro_batching:MicroBatching",
-        "PROFILER_AVAILABLE": "handlers.extensions:PROFILER_AVAILABLE",
+        "PROFILER_AVAILABLE": "handlers.loading.optional_deps:PROFILER_AVAILABLE",
     },
-    "ts.handler_utils.preprocess.dali": {"get_dali_pipeline": "handlers.dali:get_dali_pipeline"},
+    "ts.handler_utils.preprocess.dali": {"get_dali_pipeline": "handlers.builtin.dali:get_dali_pipeline"},
     "ts.handler_utils.text_utils": {
-        "get_tokenizer": "handlers.tokens:get_tokenizer",
-        "ngrams_iterator": "handlers.tokens:ngrams_iterator",
+        "get_tokenizer": "handlers.torchserve_compat.tokens:get_tokenizer",
+        "ngrams_iterator": "handlers.torchserve_compat.tokens:ngrams_iterator",
     },
     "ts.handler_utils.timer": _TIMED,
-    "ts.handler_utils.utils": {**_CONTEXT, **_SEND, "import_class": "handlers.source:import_class"},
+    "ts.handler_utils.utils": {
+        **_CONTEXT,
+        **_SEND,
+        "import_class": "handlers.loading.module_loader:import_class",
+    },
     "ts.metrics.caching_metric": {
         **_DIMENSION,
         **_METRIC_TYPES,
@@ -121,13 +131,16 @@ NAMES: dict[str, dict[str, str]] = {
         )
     },
     "ts.metrics.unit": _UNITS,
-    "ts.protocol.otf_message_handler": {**_SEND, "deprecated": "handlers.deprecation:deprecated"},
+    "ts.protocol.otf_message_handler": {
+        **_SEND,
+        "deprecated": "handlers.torchserve_compat.deprecation:deprecated",
+    },
     "ts.torch_handler.base_handler": {
         **_BASE,
         **_CHECKED,
         **_TIMED,
         **{
-            name: f"handlers.extensions:{name}"
+            name: f"handlers.loading.optional_deps:{name}"
             for name in (
                 "IPEX_AVAILABLE",
                 "ONNX_AVAILABLE",
@@ -138,36 +151,47 @@ NAMES: dict[str, dict[str, str]] = {
             )
         },
     },
-    "ts.torch_handler.contractions": {"CONTRACTION_MAP": "handlers.contractions:CONTRACTION_MAP"},
+    "ts.torch_handler.contractions": {
+        "CONTRACTION_MAP": "handlers.torchserve_compat.contractions:CONTRACTION_MAP"
+    },
     "ts.torch_handler.dali_handler": {
         **_BASE,
-        "DALIHandler": "handlers.dali:DALIHandler",
-        "get_dali_pipeline": "handlers.dali:get_dali_pipeline",
+        "DALIHandler": "handlers.builtin.dali:DALIHandler",
+        "get_dali_pipeline": "handlers.builtin.dali:get_dali_pipeline",
     },
     "ts.torch_handler.dali_image_classifier": {
         **_LABEL,
-        "DALIHandler": "handlers.dali:DALIHandler",
-        "DALIImageClassifier": "handlers.dali:DALIImageClassifier",
+        "DALIHandler": "handlers.builtin.dali:DALIHandler",
+        "DALIImageClassifier": "handlers.builtin.dali:DALIImageClassifier",
     },
-    "ts.torch_handler.densenet_handler": {**_CLASSES, "DenseNetHandler": "handlers.densenet:DenseNetHandler"},
+    "ts.torch_handler.densenet_handler": {
+        **_CLASSES,
+        "DenseNetHandler": "handlers.builtin.densenet:DenseNetHandler",
+    },
     "ts.torch_handler.image_classifier": {
         **_LABEL,
         **_TIMED,
         **_VISION,
-        "ImageClassifier": "handlers.image_classifier:ImageClassifier",
+        "ImageClassifier": "handlers.builtin.image_classifier:ImageClassifier",
     },
     "ts.torch_handler.image_segmenter": {
         **_VISION,
-        "ImageSegmenter": "handlers.image_segmenter:ImageSegmenter",
+        "ImageSegmenter": "handlers.builtin.image_segmenter:ImageSegmenter",
     },
     "ts.torch_handler.object_detector": {
         **_LABEL,
         **_VISION,
-        "ObjectDetector": "handlers.object_detector:ObjectDetector",
+        "ObjectDetector": "handlers.builtin.object_detector:ObjectDetector",
     },
     "ts.torch_handler.request_envelope.base": _ENVELOPE,
-    "ts.torch_handler.request_envelope.body": {**_ENVELOPE, "BodyEnvelope": "handlers.envelopes.body:BodyEnvelope"},
-    "ts.torch_handler.request_envelope.json": {**_ENVELOPE, "JSONEnvelope": "handlers.envelopes.json:JSONEnvelope"},
+    "ts.torch_handler.request_envelope.body": {
+        **_ENVELOPE,
+        "BodyEnvelope": "handlers.envelopes.body:BodyEnvelope",
+    },
+    "ts.torch_handler.request_envelope.json": {
+        **_ENVELOPE,
+        "JSONEnvelope": "handlers.envelopes.json:JSONEnvelope",
+    },
     "ts.torch_handler.request_envelope.kserve": {
         **_ENVELOPE,
         "KServeEnvelope": "handlers.envelopes.kserve:KServeEnvelope",
@@ -178,38 +202,43 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "ts.torch_handler.text_classifier": {
         **_LABEL,
-        "TextClassifier": "handlers.text_classifier:TextClassifier",
-        "TextHandler": "handlers.text:TextHandler",
-        "ngrams_iterator": "handlers.tokens:ngrams_iterator",
+        "TextClassifier": "handlers.builtin.text_classifier:TextClassifier",
+        "TextHandler": "handlers.builtin.text:TextHandler",
+        "ngrams_iterator": "handlers.torchserve_compat.tokens:ngrams_iterator",
     },
     "ts.torch_handler.text_handler": {
         **_BASE,
-        "CLEANUP_REGEX": "handlers.text:CLEANUP_REGEX",
-        "CONTRACTIONS_PATTERN": "handlers.contractions:CONTRACTIONS_PATTERN",
-        "CONTRACTION_MAP": "handlers.contractions:CONTRACTION_MAP",
-        "TextHandler": "handlers.text:TextHandler",
-        "get_tokenizer": "handlers.tokens:get_tokenizer",
+        "CLEANUP_REGEX": "handlers.builtin.text:CLEANUP_REGEX",
+        "CONTRACTIONS_PATTERN": "handlers.torchserve_compat.contractions:CONTRACTIONS_PATTERN",
+        "CONTRACTION_MAP": "handlers.torchserve_compat.contractions:CONTRACTION_MAP",
+        "TextHandler": "handlers.builtin.text:TextHandler",
+        "get_tokenizer": "handlers.torchserve_compat.tokens:get_tokenizer",
     },
     "ts.torch_handler.vision_handler": {**_BASE, **_TIMED, **_VISION},
 }
 
 _SERVER = (
-    "It is a part of TorchServe's own server, and this one is another. A handler gets what it needs in its context; "
-    "handlers.load runs one without a server."
+    "It is a part of TorchServe's own server, which Torchrelay replaces. A handler uses its context "
+    "instead; handlers.load runs one without a server."
 )
 _CLASS = "Write a class with initialize(context) and handle(data, context), or extend BaseHandler."
-_ONNX = "BaseHandler loads an .onnx file by itself: self.model is the graph, and self.model.session its session."
+_ONNX = (
+    "BaseHandler loads an .onnx file by itself: self.model is the graph, and self.model.session its session."
+)
 _METRICS = "A handler measures through context.metrics; a metric's kinds and units are in handlers.metrics."
 _START = (
     "Start the server with `torchrelay start`, stop it with `torchrelay stop`, and register a model with "
     "`torchrelay models` or POST /models."
 )
 _DEEPSPEED = "Extend BaseHandler, and call deepspeed.init_inference in its initialize."
-_PIPPY = "PiPPy is no more: extend BaseHandler, and split the model with torch.distributed.pipelining in initialize."
+_PIPPY = (
+    "PiPPy is discontinued: extend BaseHandler, and split the model with torch.distributed.pipelining in "
+    "initialize."
+)
 
-# module of TorchServe, or "module:name" -> what to do without it. The modules can be imported, so that a file which
+# TorchServe's module, or "module:name" -> the alternative. The modules can be imported, so that a file that
 # guards its imports loads.
-INSTEAD: dict[str, str] = {
+REPLACEMENT_HINTS: dict[str, str] = {
     "ts.arg_parser": _SERVER,
     "ts.async_service": _SERVER,
     "ts.handler_utils.distributed.deepspeed": _DEEPSPEED,
@@ -234,64 +263,77 @@ INSTEAD: dict[str, str] = {
     "ts.torch_handler.base_handler:setup_ort_session": _ONNX,
     "ts.torch_handler.distributed.base_deepspeed_handler": _DEEPSPEED,
     "ts.torch_handler.distributed.base_pippy_handler": _PIPPY,
-    "ts.torch_handler.trt_llm_handler": "Write an async handler that makes tensorrt_llm's LLM in its initialize.",
-    "ts.torch_handler.vllm_handler": "Write an async handler that makes vllm's AsyncLLMEngine in its initialize.",
+    "ts.torch_handler.trt_llm_handler": (
+        "Write an async handler that makes tensorrt_llm's LLM in its initialize."
+    ),
+    "ts.torch_handler.vllm_handler": (
+        "Write an async handler that makes vllm's AsyncLLMEngine in its initialize."
+    ),
     "ts.version": "The version is __version__.",
-    "ts.utils.setup_model_venv": "`runtime.install_py_dep_per_model` gives each archive's requirements an environment.",
+    "ts.utils.setup_model_venv": (
+        "`runtime.install_py_dep_per_model` gives each archive's requirements an environment."
+    ),
 }
 
-_MODULES = {*NAMES, *(place.partition(":")[0] for place in INSTEAD)}
+_MODULES = {*NAMES, *(target.partition(":")[0] for target in REPLACEMENT_HINTS)}
 PACKAGES = {name[:end] for name in _MODULES for end, letter in enumerate(name) if letter == "."}
 
 
 def install() -> None:
-    """Make ``import ts...`` give ours in this process, even where a package ``ts`` is installed or imported."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Make ``import ts...`` import this package's counterparts in this process.
+
+    They replace a package ``ts`` that is installed or already imported.
+    """
+    if any(isinstance(finder, _TorchServeFinder) for finder in sys.meta_path):
         return
     for name in [name for name in sys.modules if name == "ts" or name.startswith("ts.")]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _TorchServeFinder())
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+class _TorchServeFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> Any:
         if fullname != "ts" and not fullname.startswith("ts."):
             return None
         if fullname not in _MODULES and fullname not in PACKAGES:
-            known = ", ".join(sorted(_MODULES))
-            raise ImportError(f"Torchrelay has no module {fullname}. Of TorchServe's it has {known}.", name=fullname)
+            available = ", ".join(sorted(_MODULES))
+            raise ImportError(
+                f"Torchrelay has no module {fullname}. Of TorchServe's it has {available}.", name=fullname
+            )
         return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
 
     def exec_module(self, module: ModuleType) -> None:
         names = NAMES.get(module.__name__, {})
         for name in names:
-            if name.startswith("__"):  # asked for without __getattr__ ever being tried
-                setattr(module, name, _ours(names[name]))
+            if name.startswith("__"):  # Python looks it up without __getattr__
+                setattr(module, name, _resolve(names[name]))
 
         def lookup(name: str) -> Any:
             if name in names:
-                value = _ours(names[name])
+                value = _resolve(names[name])
                 setattr(module, name, value)
                 return value
-            inner = f"{module.__name__}.{name}"
-            if inner in _MODULES or inner in PACKAGES:
-                return importlib.import_module(inner)
-            if name == "logger":  # of every module of TorchServe's
+            submodule = f"{module.__name__}.{name}"
+            if submodule in _MODULES or submodule in PACKAGES:
+                return importlib.import_module(submodule)
+            if name == "logger":  # every module of TorchServe has one
                 return logging.getLogger(module.__name__)
-            if name.startswith("__") or module.__name__ in PACKAGES:  # probed by the import system itself
+            if name.startswith("__") or module.__name__ in PACKAGES:  # the import system probes for it
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            raise ImportError(_missing(module.__name__, name), name=module.__name__)
+            raise ImportError(_format_missing(module.__name__, name), name=module.__name__)
 
         module.__getattr__ = lookup  # type: ignore[method-assign]
         module.__all__ = sorted(names)  # type: ignore[attr-defined]
 
 
-def _missing(module: str, name: str) -> str:
-    instead = INSTEAD.get(f"{module}:{name}") or INSTEAD.get(module)
-    known = f" It has {', '.join(sorted(NAMES[module]))}." if module in NAMES else ""
-    return f"Torchrelay's {module} has no {name}.{known}{' ' + instead if instead else ''}"
+def _format_missing(module: str, name: str) -> str:
+    hint = REPLACEMENT_HINTS.get(f"{module}:{name}") or REPLACEMENT_HINTS.get(module)
+    available = f" It has {', '.join(sorted(NAMES[module]))}." if module in NAMES else ""
+    return f"Torchrelay's {module} has no {name}.{available}{' ' + hint if hint else ''}"
 
 
-def _ours(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _resolve(target: str) -> Any:
+    module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The words that a text model knows: ``source_vocab.pt`` in any form that archives bring, read as data alone."""
+"""Vocabularies of text models: ``source_vocab.pt`` in any form of archives, read as data alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from handlers.errors import HandlerLoadError, PredictionException
 
 
 class Vocabulary(dict[str, int]):
-    """Token to index. A token that is not in it has ``default_index``; without one, PredictionException (400)."""
+    """A mapping from token to index.
+
+    An unknown token has ``default_index``; without one, it raises PredictionException (400).
+    """
 
     def __init__(self, tokens: Mapping[str, int] | Iterable[str], default_index: int | None = None) -> None:
         if not isinstance(tokens, Mapping):
@@ -23,7 +26,9 @@ class Vocabulary(dict[str, int]):
 
     def __missing__(self, token: str) -> int:
         if self.default_index is None:
-            raise PredictionException(f"The model's vocabulary has no {token!r}, and no index for unknown words.", 400)
+            raise PredictionException(
+                f"The model's vocabulary has no {token!r}, and no index for unknown words.", 400
+            )
         return self.default_index
 
     @property
@@ -51,81 +56,87 @@ class Vocabulary(dict[str, int]):
 
 
 def load(file: Path, trusted: bool = False) -> Vocabulary:
-    """The vocabulary that ``torch.save`` wrote to ``file``: a dict, a list of tokens, or a torchtext Vocab.
+    """Return the vocabulary that ``torch.save`` wrote to ``file``: a dict, a list of tokens, or a torchtext
+    Vocab.
 
-    torchtext itself is not needed. Unknown words have the index that the Vocab says, or that of ``<unk>``
-    in a dict or list. Only a ``trusted`` file may hold other objects. HandlerLoadError where it is none of these.
+    torchtext itself is not needed. Unknown words have the Vocab's default index, or that of ``<unk>`` in a
+    dict or list. Only a ``trusted`` file may hold other objects. Raises HandlerLoadError for any other file.
     """
     try:
-        with torch.serialization.safe_globals(_STAND_INS):
-            found = torch.load(file, map_location="cpu", weights_only=not trusted)
+        with torch.serialization.safe_globals(_REPLACEMENT_CLASSES):
+            value = torch.load(file, map_location="cpu", weights_only=not trusted)
     except MemoryError:
         raise
-    except Exception as error:  # damaged bytes fail in as many ways as there are opcodes
+    except Exception as error:  # damaged bytes raise many types of errors
         raise HandlerLoadError(
-            f"{file}: this cannot be read as a vocabulary: it is damaged, or holds more than one. Save a dict of token "
-            "to index with torch.save; or, if you trust the file to run code as it loads, write trusted: true in "
-            "model-config.yaml."
+            f"{file}: this cannot be read as a vocabulary: it is damaged, or holds more than one. Save a "
+            "dict of token to index with torch.save; or, if you trust the file to run code as it loads, "
+            "write trusted: true in model-config.yaml."
         ) from error
-    vocabulary = _vocabulary(found)
+    vocabulary = _convert(value)
     if vocabulary is None:
         raise HandlerLoadError(
-            f"{file}: a vocabulary is a dict of token to index, a list of tokens, or a torchtext Vocab, and this is a "
-            f"{type(found).__name__}. Save vocab.get_stoi() with torch.save."
+            f"{file}: a vocabulary is a dict of token to index, a list of tokens, or a torchtext Vocab, and "
+            f"this is a {type(value).__name__}. Save vocab.get_stoi() with torch.save."
         )
     return vocabulary
 
 
-def _vocabulary(found: Any) -> Vocabulary | None:
-    if isinstance(found, Mapping) and all(isinstance(index, int) for index in found.values()):
-        default = found.default_factory() if isinstance(found, defaultdict) and found.default_factory else None
-        return Vocabulary(found, found.get("<unk>") if default is None else default)
-    if isinstance(found, (list, tuple)) and all(isinstance(token, str) for token in found):
-        return Vocabulary(found, found.index("<unk>") if "<unk>" in found else None)
-    if isinstance(found, _Vocab):
-        return found.vocabulary()
-    if hasattr(found, "get_stoi"):  # torchtext's own, of a trusted file
-        default = found.get_default_index() if hasattr(found, "get_default_index") else None
-        return Vocabulary(found.get_stoi(), default)
+def _convert(value: Any) -> Vocabulary | None:
+    if isinstance(value, Mapping) and all(isinstance(index, int) for index in value.values()):
+        default = (
+            value.default_factory() if isinstance(value, defaultdict) and value.default_factory else None
+        )
+        return Vocabulary(value, value.get("<unk>") if default is None else default)
+    if isinstance(value, (list, tuple)) and all(isinstance(token, str) for token in value):
+        return Vocabulary(value, value.index("<unk>") if "<unk>" in value else None)
+    if isinstance(value, _Vocab):
+        return value.to_vocabulary()
+    if hasattr(value, "get_stoi"):  # torchtext's own class, in a trusted file
+        default = value.get_default_index() if hasattr(value, "get_default_index") else None
+        return Vocabulary(value.get_stoi(), default)
     return None
 
 
 class _Vocab:
-    """In the place of torchtext's Python class: until 0.8 it has the tokens itself, later it wraps the one below."""
+    """A replacement of torchtext's Python class.
 
-    def vocabulary(self) -> Vocabulary | None:
+    Until 0.8 it has the tokens itself; later it wraps the class below.
+    """
+
+    def to_vocabulary(self) -> Vocabulary | None:
         state = vars(self)
-        inner = state.get("vocab")
-        if isinstance(inner, _VocabState):
-            return inner.vocabulary()
+        wrapped = state.get("vocab")
+        if isinstance(wrapped, _VocabState):
+            return wrapped.to_vocabulary()
         tokens = state.get("stoi") or state.get("itos")
         return None if tokens is None else Vocabulary(tokens, state.get("unk_index", 0))
 
 
 class _VocabState:
-    """In the place of torchtext's C++ class: (version, [default index], tokens, tensors)."""
+    """A replacement of torchtext's C++ class: (version, [default index], tokens, tensors)."""
 
     def __setstate__(self, state: tuple[str, list[int], list[str], list[Any]]) -> None:
         _, self.default, self.tokens, _ = state
 
-    def vocabulary(self) -> Vocabulary:
+    def to_vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokens, self.default[0] if self.default else None)
 
 
 def _dict(default_factory: Any) -> dict[str, int]:
-    """A defaultdict's items; what stands for unknown words is the Vocab's to say."""
+    """Replace a defaultdict, whose default is ignored: the Vocab has the index of unknown words."""
     return {}
 
 
-def _unknown() -> int:
+def _default_unknown_index() -> int:
     return 0
 
 
-_STAND_INS: list[Any] = [
+_REPLACEMENT_CLASSES: list[Any] = [
     (_dict, "collections.defaultdict"),
     (_Vocab, "torchtext.vocab.Vocab"),
     (_Vocab, "torchtext.vocab.vocab.Vocab"),
     (_VocabState, "torchtext._torchtext.Vocab"),
     (_VocabState, "torchtext._torchtext.VocabPybind"),
-    (_unknown, "torchtext.vocab._default_unk_index"),
+    (_default_unknown_index, "torchtext.vocab._default_unk_index"),
 ]
