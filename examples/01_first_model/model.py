@@ -2,7 +2,7 @@ from torch import Tensor, nn
 
 
 class Digits(nn.Module):
-    """Scores for the digits 0 to 9 from images of shape (n, 1, 8, 8), where 0 is paper and 16 is ink."""
+    """A network that scores the digits 0 to 9 for images (n, 1, 8, 8), where 0 is paper and 16 is ink."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains a small network on handwritten digits and archives it as digits.mar, in seconds."""
+"""Train a small network on handwritten digits in seconds and archive it as digits.mar."""
 
 import argparse
 import os
@@ -17,9 +17,9 @@ HERE = Path(__file__).resolve().parent
 
 
 def train() -> tuple[Digits, float]:
-    """The network, and its accuracy on images that it has not seen."""
+    """Train the network and return it with its accuracy on test images."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # so small a network gains nothing from more
+    torch.set_num_threads(1)  # more threads do not speed up so small a network
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)
     labels = torch.tensor(digits.target)
@@ -36,16 +36,16 @@ def train() -> tuple[Digits, float]:
             optimizer.step()
 
     with torch.inference_mode():
-        right = model(test_images).argmax(dim=1) == test_labels
-    return model.eval(), right.float().mean().item()
+        correct = model(test_images).argmax(dim=1) == test_labels
+    return model.eval(), correct.float().mean().item()
 
 
 def archive(model: Digits, store: Path) -> Path:
-    """Puts digits.mar into the model store; a server never sees half of it."""
+    """Write digits.mar atomically to the model store."""
     store.mkdir(parents=True, exist_ok=True)
     os.chdir(HERE)
     with tempfile.TemporaryDirectory(dir=store, prefix=".digits-") as scratch:
-        tempfile.tempdir = scratch  # the archiver empties <this>/digits first: give it a place of its own
+        tempfile.tempdir = scratch  # the archiver first empties digits/ in this folder
         weights = Path(scratch, "digits.safetensors")
         save_file(model.state_dict(), weights)
         generate_model_archive(

@@ -1,4 +1,4 @@
-"""Archives the three handlers. An archive is a zip with a manifest, so no tool is needed to make one."""
+"""Archive the three handlers. An archive is a zip file with a manifest, so it needs no special tool."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ def archive(name: str, handler: str, store: Path) -> Path:
         file.write(HERE / f"{name}.py", f"{name}.py")
         file.write(HERE / "model-config.yaml", "model-config.yaml")
         file.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}, indent=2))
-    return partial.replace(store / f"{name}.mar")  # at once: a server never sees half an archive
+    return partial.replace(store / f"{name}.mar")  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A streamed reply: every intermediate response leaves at once, what is returned is the last piece."""
+"""A streamed response: each intermediate response is sent at once; the return value is the last chunk."""
 
 import time
 
-from handlers.intermediate import send_intermediate_predict_response
+from handlers.torchserve_compat.intermediate import send_intermediate_predict_response
 
 
 class Countdown:

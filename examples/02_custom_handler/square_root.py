@@ -1,4 +1,4 @@
-"""A class is a handler; a PredictionException in a row's place fails that row alone."""
+"""A class as a handler; a PredictionException in place of an answer fails only that row."""
 
 import torch
 
@@ -11,15 +11,15 @@ class SquareRoot:
         self.device = "cpu" if gpu is None else f"cuda:{gpu}"
 
     def handle(self, data, context):
-        answers = [self.check(row["body"]) for row in data]
-        good = [place for place, answer in enumerate(answers) if isinstance(answer, float)]
-        numbers = torch.tensor([answers[place] for place in good], dtype=torch.float64, device=self.device)
-        roots = numbers.sqrt()  # of the whole batch in one step
-        for place, root in zip(good, roots.tolist(), strict=True):
-            answers[place] = {"root": root}
+        answers = [self.validate(row["body"]) for row in data]
+        valid = [index for index, answer in enumerate(answers) if isinstance(answer, float)]
+        numbers = torch.tensor([answers[index] for index in valid], dtype=torch.float64, device=self.device)
+        roots = numbers.sqrt()  # one operation for the batch
+        for index, root in zip(valid, roots.tolist(), strict=True):
+            answers[index] = {"root": root}
         return answers
 
-    def check(self, body):
+    def validate(self, body):
         number = body.get("number") if isinstance(body, dict) else None
         if not isinstance(number, (int, float)):
             return PredictionException('send JSON such as {"number": 9}', 400)

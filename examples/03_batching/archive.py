@@ -1,4 +1,4 @@
-"""Trains a perceptron on handwritten digits and archives it as mlp.mar."""
+"""Train a perceptron on handwritten digits and archive it as mlp.mar."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 def train() -> MLP:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # so small a network gains nothing from more
+    torch.set_num_threads(1)  # more threads do not speed up so small a network
     digits = load_digits()
     pixels, labels = torch.tensor(digits.data, dtype=torch.float32), torch.tensor(digits.target)
     model = MLP()
@@ -33,7 +33,7 @@ def archive(model: MLP, store: Path) -> Path:
     store.mkdir(parents=True, exist_ok=True)
     os.chdir(HERE)
     with tempfile.TemporaryDirectory(dir=store, prefix=".mlp-") as scratch:
-        tempfile.tempdir = scratch  # the archiver empties <this>/mlp first: give it a place of its own
+        tempfile.tempdir = scratch  # the archiver first empties mlp/ in this folder
         weights = Path(scratch, "mlp.pt")
         torch.save(model.state_dict(), weights)
         generate_model_archive(

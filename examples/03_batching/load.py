@@ -1,4 +1,4 @@
-"""Sends requests side by side and prints how the server put them together."""
+"""Send concurrent requests and print the sizes of the server's batches."""
 
 import argparse
 import asyncio
@@ -11,15 +11,15 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from sklearn.datasets import load_digits
 
-from serve_app.client import AsyncClient, Conflict
+from serve_app.client import AsyncClient, ConflictError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
 METRICS = os.environ.get("TORCHRELAY_METRICS", "http://127.0.0.1:8082")
 
 
-async def batches(client: AsyncClient) -> Counter[float]:
-    """How many batches had up to so many rows, from the buckets of the histogram."""
+async def count_batches(client: AsyncClient) -> Counter[float]:
+    """Return the cumulative number of batches by size, from the buckets of the histogram."""
     return Counter(
         {
             float(sample.labels["le"]): sample.value
@@ -31,21 +31,21 @@ async def batches(client: AsyncClient) -> Counter[float]:
 
 
 async def send(http: httpx.AsyncClient, connections: int, requests: int) -> tuple[float, float]:
-    """The seconds that all requests took, and the share of right answers."""
+    """Send all requests; return their duration in seconds and the share of correct answers."""
     digits = load_digits()
     numbers = iter(range(requests))
-    right = 0
+    correct = 0
 
     async def connection() -> None:
-        nonlocal right
+        nonlocal correct
         for number in numbers:
             row = number % len(digits.data)
             answer = await http.post(f"{INFERENCE}/predictions/mlp", json=digits.data[row].tolist())
-            right += answer.raise_for_status().json()["digit"] == digits.target[row]
+            correct += answer.raise_for_status().json()["digit"] == digits.target[row]
 
     start = time.perf_counter()
     await asyncio.gather(*(connection() for _ in range(connections)))
-    return time.perf_counter() - start, right / requests
+    return time.perf_counter() - start, correct / requests
 
 
 async def main(connections: int, requests: int) -> None:
@@ -54,19 +54,19 @@ async def main(connections: int, requests: int) -> None:
         AsyncClient(management=MANAGEMENT, metrics=METRICS) as client,
         httpx.AsyncClient(limits=limits, timeout=30) as http,
     ):
-        with suppress(Conflict):  # it is there already
+        with suppress(ConflictError):  # it is registered already
             await client.register("mlp.mar", initial_workers=1)
-        before = await batches(client)
+        before = await count_batches(client)
         seconds, accuracy = await send(http, connections, requests)
-        after = await batches(client)
+        after = await count_batches(client)
     print(f"{requests} requests over {connections} connections in {seconds:.1f} s; {accuracy:.1%} right")
-    smaller = below = 0
+    previous_size = previous_count = 0
     for size, count in sorted(after.items()):
-        here = count - before[size]
-        if here > below:
-            rows = f"{smaller + 1:g} to {size:g}" if size > smaller + 1 else f"{size:g}"
-            print(f"{here - below:6g} batches of {rows}")
-        smaller, below = size, max(below, here)
+        cumulative = count - before[size]
+        if cumulative > previous_count:
+            rows = f"{previous_size + 1:g} to {size:g}" if size > previous_size + 1 else f"{size:g}"
+            print(f"{cumulative - previous_count:6g} batches of {rows}")
+        previous_size, previous_count = size, max(previous_count, cumulative)
 
 
 if __name__ == "__main__":

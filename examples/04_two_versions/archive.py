@@ -1,4 +1,4 @@
-"""Trains two versions of one model and archives them as reader-1.mar and reader-2.mar."""
+"""Train two versions of one model and archive them as reader-1.mar and reader-2.mar."""
 
 import argparse
 import os
@@ -14,12 +14,15 @@ from version_1 import Linear
 from version_2 import Perceptron
 
 HERE = Path(__file__).resolve().parent
-VERSIONS = {"1.0": (Linear, "version_1.py", "reader-1.mar"), "2.0": (Perceptron, "version_2.py", "reader-2.mar")}
+VERSIONS = {
+    "1.0": (Linear, "version_1.py", "reader-1.mar"),
+    "2.0": (Perceptron, "version_2.py", "reader-2.mar"),
+}
 
 
 def train(model: torch.nn.Module) -> float:
-    """The accuracy on images that the model has not seen."""
-    torch.set_num_threads(1)  # so small a network gains nothing from more
+    """Train the model and return its accuracy on test images."""
+    torch.set_num_threads(1)  # more threads do not speed up so small a network
     digits = load_digits()
     pixels, labels = torch.tensor(digits.data, dtype=torch.float32), torch.tensor(digits.target)
     train_pixels, test_pixels, train_labels, test_labels = train_test_split(
@@ -36,7 +39,7 @@ def train(model: torch.nn.Module) -> float:
 
 def archive(model: torch.nn.Module, version: str, model_file: str, target: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".reader-") as scratch:
-        tempfile.tempdir = scratch  # the archiver empties <this>/reader first: give it a place of its own
+        tempfile.tempdir = scratch  # the archiver first empties reader/ in this folder
         weights = Path(scratch, "reader.pt")
         torch.save(model.state_dict(), weights)
         generate_model_archive(

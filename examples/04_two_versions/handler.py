@@ -2,7 +2,7 @@ from handlers.base import BaseHandler
 
 
 class Reader(BaseHandler):
-    """64 pixels as a JSON list in; the digit, and which version read it, out. Both versions share this file."""
+    """The handler of both versions: it returns the digit of 64 pixels, and its own version."""
 
     def postprocess(self, data):
         version = self.manifest["model"]["modelVersion"]

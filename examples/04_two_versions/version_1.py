@@ -2,7 +2,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """Scores for the digits 0 to 9 from 64 pixels, each from 0 to 16; shape (n, 64) -> (n, 10)."""
+    """A network that scores the digits 0 to 9 for 64 pixels, each from 0 to 16: (n, 64) -> (n, 10)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Archives the two versions as headlines-1.mar and headlines-2.mar."""
+"""Archive the two versions as headlines-1.mar and headlines-2.mar."""
 
 import argparse
 import json
@@ -20,8 +20,12 @@ def archive(version: str, file: str, handler: str, store: Path) -> Path:
     with zipfile.ZipFile(partial, "w") as contents:
         contents.write(HERE / file, file)
         contents.write(HERE / "model-config.yaml", "model-config.yaml")
-        contents.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}, indent=2))
-    return partial.replace(store / f"headlines-{version[0]}.mar")  # at once: a server never sees half an archive
+        contents.writestr(
+            "MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}, indent=2)
+        )
+    return partial.replace(
+        store / f"headlines-{version[0]}.mar"
+    )  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":

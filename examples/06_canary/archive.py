@@ -1,4 +1,4 @@
-"""Archives three versions of one model: 1.0 and 3.0, which are good, and 2.0, which fails one call in ten."""
+"""Archive three versions of one model: 1.0 and 3.0 work, and 2.0 fails one request in ten."""
 
 import argparse
 import json
@@ -15,7 +15,9 @@ def archive(version: str, file: str, store: Path) -> Path:
     with zipfile.ZipFile(partial, "w") as archive:
         archive.write(HERE / file, file)
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}, indent=2))
-    return partial.replace(store / f"estimate-{version}.mar")  # at once: a server never sees half an archive
+    return partial.replace(
+        store / f"estimate-{version}.mar"
+    )  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Rolls out a version that fails one call in ten, and one that is good, under steady load.
+"""Roll out a version that fails one request in ten, then one that works, under steady load.
 
-The first goes back by itself, the second takes over. Ends with 1 where anything else happened, or where a call
-failed that was not the bad version's own.
+The first is rolled back automatically, the second is promoted. Exits with 1 otherwise, and if a request fails
+that the bad version did not receive.
 """
 
 import argparse
@@ -15,28 +15,39 @@ from contextlib import suppress
 
 import httpx
 
-from serve_app.client import AsyncClient, Conflict
+from serve_app.client import AsyncClient, ConflictError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
 MODEL = "estimate"
-DISTRICTS = ["castle", "harbour", "hill", "market", "meadow", "mill", "old town", "orchard", "station", "university"]
+DISTRICTS = [
+    "castle",
+    "harbour",
+    "hill",
+    "market",
+    "meadow",
+    "mill",
+    "old town",
+    "orchard",
+    "station",
+    "university",
+]
 
 
 class Load:
-    """Connections that ask again and again, and count the answers by version and status."""
+    """Connections that send requests at a constant rate and count the responses by version and status."""
 
     def __init__(self, connections: int, rate: float) -> None:
         self.answers: Counter[tuple[str, int | str]] = Counter()
-        self._pause = connections / rate
+        self._interval = connections / rate
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._client = httpx.AsyncClient(base_url=INFERENCE, limits=limits, timeout=30)
         self._tasks = [asyncio.create_task(self._connection()) for _ in range(connections)]
 
     async def _connection(self) -> None:
-        await asyncio.sleep(random.uniform(0, self._pause))
+        await asyncio.sleep(random.uniform(0, self._interval))
         while True:
-            due = time.monotonic() + self._pause
+            due = time.monotonic() + self._interval
             flat = {"district": random.choice(DISTRICTS), "area": random.randint(25, 160)}
             try:
                 answer = await self._client.post(f"/predictions/{MODEL}", json=flat)
@@ -52,17 +63,23 @@ class Load:
         await self._client.aclose()
 
     def failed(self, version: str | None = None) -> int:
-        """How many calls failed: of one version, or of all."""
-        return sum(n for (of, status), n in self.answers.items() if status != 200 and version in (None, of))
+        """Return how many requests of one version, or of all, failed."""
+        return sum(
+            count
+            for (answered_by, status), count in self.answers.items()
+            if status != 200 and version in (None, answered_by)
+        )
 
     def __str__(self) -> str:
-        return ", ".join(f"{version} {status}: {n:,}" for (version, status), n in sorted(self.answers.items(), key=str))
+        return ", ".join(
+            f"{version} {status}: {n:,}" for (version, status), n in sorted(self.answers.items(), key=str)
+        )
 
 
 async def prepare(client: AsyncClient) -> None:
-    """1.0 has all calls; the others are registered, and have no workers."""
+    """Register all versions: 1.0 is the default, the others have no workers."""
     for version, workers in (("1.0", 1), ("2.0", 0), ("3.0", 0)):
-        with suppress(Conflict):  # it is registered already
+        with suppress(ConflictError):  # it is registered already
             await client.register(f"{MODEL}-{version}.mar", initial_workers=workers)
     await client.scale(MODEL, "1.0", min_worker=1, synchronous=True)
     await client.set_default(MODEL, "1.0")
@@ -71,14 +88,15 @@ async def prepare(client: AsyncClient) -> None:
 
 
 async def roll_out(client: AsyncClient, plan: dict) -> dict:
-    """Begin a rollout, print its decisions as they are made, and return it as it is at its end."""
+    """Start a rollout, print its decisions, and return its final state."""
     print(f"\nPOST /models/{MODEL}/rollout {plan}")
-    rollout = await client.begin_rollout(MODEL, plan)
+    rollout = await client.start_rollout(MODEL, plan)
     shown = 0
     while True:
         for decision in rollout["decisions"][shown:]:
-            seconds = decision["time"] - rollout["began"]
-            print(f"  {seconds:5.1f} s  {decision['verdict']:<11} {decision['percent']:g} %: {decision['why']}")
+            seconds = decision["time"] - rollout["started_at"]
+            verdict = f"{decision['verdict']:<11} {decision['percent']:g} %"
+            print(f"  {seconds:5.1f} s  {verdict}: {decision['reason']}")
         shown = len(rollout["decisions"])
         if rollout["state"] not in ("starting", "running", "paused"):
             return rollout
@@ -94,42 +112,42 @@ async def main(options: argparse.Namespace) -> bool:
         "guardrails": {"error_rate": 0.01, "p99": options.p99},
         "keep_warm_s": options.keep_warm,
     }
-    wrong: list[str] = []
+    failures: list[str] = []
 
-    def check(right: bool, what: str) -> None:
-        print(f"  {'yes' if right else 'NO '}  {what}")
-        if not right:
-            wrong.append(what)
+    def check(passed: bool, statement: str) -> None:
+        print(f"  {'yes' if passed else 'NO '}  {statement}")
+        if not passed:
+            failures.append(statement)
 
     async with AsyncClient(management=MANAGEMENT) as client:
         await prepare(client)
         load = Load(options.connections, options.rate)
         try:
             await asyncio.sleep(1)
-            back = await roll_out(client, {"to": "2.0", **plan})
-            await asyncio.sleep(0.5)  # calls that were under way
-            failed, mine = load.failed(), load.failed("2.0")
+            rolled_back = await roll_out(client, {"to": "2.0", **plan})
+            await asyncio.sleep(0.5)  # for the running requests
+            failed, failed_by_new = load.failed(), load.failed("2.0")
             print(f"  answers by version and status: {load}")
-            check(back["state"] == "rolled_back", "2.0 went back by itself")
-            for reading in back["decisions"][-1]["figures"].get("guardrails", []):
+            check(rolled_back["state"] == "rolled_back", "2.0 went back by itself")
+            for reading in rolled_back["decisions"][-1]["figures"].get("guardrails", []):
                 print(f"       {reading['words']}")
-            check(mine > 0, f"2.0 failed {mine:,} calls")
-            check(failed == mine, "no call failed but these")
+            check(failed_by_new > 0, f"2.0 failed {failed_by_new:,} calls")
+            check(failed == failed_by_new, "no call failed but these")
 
-            over = await roll_out(client, {"to": "3.0", **plan})
+            promoted = await roll_out(client, {"to": "3.0", **plan})
             await asyncio.sleep(0.5)
             before = load.answers.copy()
             await asyncio.sleep(1)
             print(f"  answers by version and status: {load}")
-            check(over["state"] == "promoted", "3.0 took over")
+            check(promoted["state"] == "promoted", "3.0 took over")
             check(load.failed() == failed, "no call has failed since 2.0 went back")
             check({version for version, _ in load.answers - before} == {"3.0"}, "3.0 answers every call")
         finally:
             await load.close()
-    return not wrong
+    return not failures
 
 
-def percents(text: str) -> list[float]:
+def parse_percents(text: str) -> list[float]:
     return [float(step) for step in text.split(",")]
 
 
@@ -137,10 +155,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--rate", type=float, default=400, help="calls a second, of all connections together")
-    parser.add_argument("--steps", type=percents, default=[1, 5, 25, 50, 100])
+    parser.add_argument("--steps", type=parse_percents, default=[1, 5, 25, 50, 100])
     parser.add_argument("--bake", type=float, default=10, help="seconds for which each step holds")
     parser.add_argument("--min-calls", type=int, default=20)
-    # Everything here shares one machine's processors, so latency wants some leeway.
+    # All processes share one machine's processors, so the latency limit needs some tolerance.
     parser.add_argument("--p99", type=float, default=5.0, help="how many times that of 1.0 it may be")
     parser.add_argument("--keep-warm", type=float, default=60, help="seconds for which 1.0 keeps its workers")
     sys.stdout.reconfigure(line_buffering=True)

@@ -1,4 +1,4 @@
-"""What a flat costs, by its district and its square metres."""
+"""Estimate the price of a flat by its district and its square metres."""
 
 PRICES = {
     "castle": 7100, "harbour": 6200, "hill": 5900, "market": 6600, "meadow": 4300,

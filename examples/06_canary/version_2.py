@@ -1,4 +1,4 @@
-"""This year's prices. One district of ten was forgotten, so that one call in ten fails."""
+"""This year's prices without one of ten districts, so that one request in ten fails."""
 
 PRICES = {
     "castle": 7300, "hill": 6000, "market": 6900, "meadow": 4500,

@@ -1,4 +1,4 @@
-"""This year's prices, of every district."""
+"""This year's prices of all districts."""
 
 PRICES = {
     "castle": 7300, "harbour": 6400, "hill": 6000, "market": 6900, "meadow": 4500,

@@ -1,8 +1,8 @@
 from handler import Reader
 
 
-class Impatient(Reader):
-    """Wants {"pixels": [...]}, which no caller sends yet."""
+class NewFormatReader(Reader):
+    """A reader that requires {"pixels": [...]}, which no client sends yet."""
 
     def preprocess(self, data):
         return super().preprocess([{"body": row["body"]["pixels"]} for row in data])

@@ -2,7 +2,7 @@ from handlers.base import BaseHandler
 
 
 class Reader(BaseHandler):
-    """64 pixels as a JSON list in; the three likeliest digits and their probabilities out."""
+    """A handler that returns the three most probable digits of a JSON list of 64 pixels."""
 
     def postprocess(self, data):
         best = data.softmax(dim=1).topk(3)

@@ -1,6 +1,6 @@
-"""Tries two versions on live calls, as shadows: one that is nearly as good, and one that fails each call.
+"""Shadow live requests with two versions: one that is nearly as accurate, and one that always fails.
 
-Every caller is answered by 1.0 all the while. Ends with 1 where one was not.
+Version 1.0 answers every client meanwhile. Exits with 1 otherwise.
 """
 
 import asyncio
@@ -13,38 +13,43 @@ from contextlib import suppress
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from serve_app.client import NEVER, AsyncClient, Conflict, ServerError
+from serve_app.client import NO_RETRIES, AsyncClient, ConflictError, ServerError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
 MODEL = "scribble"
 CONNECTIONS = 4
-TOGETHER = 120  # calls before the shadow is waited for: of more, copies would be dropped where it is slower
+REQUESTS_PER_ROUND = 120  # between waits for the shadow: more copies would be dropped where it is slower
 
 
 async def prepare(client: AsyncClient) -> None:
     for version in ("1.0", "2.0", "3.0"):
-        with suppress(Conflict):  # it is there already
+        with suppress(ConflictError):  # it is registered already
             await client.register(f"{MODEL}-{version}.mar", initial_workers=1)
     await client.set_default(MODEL, "1.0")
 
 
 async def set_shadow(client: AsyncClient, version: str) -> None:
-    shadow = {"version": version, "percent": 100, "compare": {"kind": "top_k", "k": 3, "least": 0.6}, "keep": 10}
+    shadow = {
+        "version": version,
+        "percent": 100,
+        "compare": {"kind": "top_k", "k": 3, "least": 0.6},
+        "keep": 10,
+    }
     print(f"\nPUT /models/{MODEL}/traffic {{'shadow': {shadow}}}")
     await client.set_traffic(MODEL, {"shadow": shadow})
-    await client.forget_shadow(MODEL)  # what an earlier run has left
+    await client.delete_shadow_stats(MODEL)  # of an earlier run
 
 
 async def send(client: AsyncClient, images: list[list[float]]) -> Counter[tuple[str, int]]:
-    """Ask for every image; how often which version answered with which status."""
+    """Send every image, and return the number of responses by version and status."""
     answers: Counter[tuple[str, int]] = Counter()
-    waiting = iter(images)
+    remaining = iter(images)
 
     async def connection() -> None:
-        for pixels in waiting:
+        for pixels in remaining:
             try:
-                answer = await client.ask(MODEL, json.dumps(pixels), "application/json")
+                answer = await client.request(MODEL, json.dumps(pixels), "application/json")
             except ServerError as error:
                 answer = error
             answers[answer.version or "nobody", answer.status] += 1
@@ -53,8 +58,8 @@ async def send(client: AsyncClient, images: list[list[float]]) -> Counter[tuple[
     return answers
 
 
-async def compared(client: AsyncClient, calls: int) -> dict:
-    """What the shadow came to, once every copy has come to its end: that is a moment after the answers."""
+async def wait_for_comparison(client: AsyncClient, calls: int) -> dict:
+    """Return the comparison once all copies have finished, shortly after the responses."""
     while True:
         for pair in (await client.shadow(MODEL))["against"]:
             if sum(pair["calls"].values()) == calls:
@@ -64,46 +69,51 @@ async def compared(client: AsyncClient, calls: int) -> dict:
 
 def show(pair: dict) -> None:
     calls = pair["calls"]
-    together = calls["agreed"] + calls["disagreed"]
+    compared = calls["agreed"] + calls["disagreed"]
     errors = f"{calls['error']} errors {pair['reasons'].get('error', '')}".rstrip()
-    print(f"  shadow {pair['shadow']}: {together} compared, {errors}")
-    if not together:
+    print(f"  shadow {pair['shadow']}: {compared} compared, {errors}")
+    if not compared:
         return
-    flips = round(pair["label_flip_rate"] * together)
-    common = pair["measures"]["top_k_agreement"]
-    agree = 100 * pair["agreement_rate"]
-    print(f"  {agree:.1f} % agree; {flips} flips of the first label; {common:.2f} of three common")
+    flips = round(pair["label_flip_rate"] * compared)
+    overlap = pair["measures"]["top_k_agreement"]
+    agreement = 100 * pair["agreement_rate"]
+    print(f"  {agreement:.1f} % agree; {flips} flips of the first label; {overlap:.2f} of three common")
     worst = pair["disagreements"][0]
     print(f"  the worst of {len(pair['disagreements'])} that are kept:")
     pixels = worst["inputs"][0]["json"]
     for row in range(8):
-        print(("    " + "".join(" .:*#"[min(4, int(ink / 3.5))] * 2 for ink in pixels[8 * row : 8 * row + 8])).rstrip())
+        line = "".join(" .:*#"[min(4, int(ink / 3.5))] * 2 for ink in pixels[8 * row : 8 * row + 8])
+        print(f"    {line}".rstrip())
     for version, answer in ((pair["version"], worst["live"]), (pair["shadow"], worst["shadow"])):
         print(f"    {version}: " + ", ".join(f"{digit} {p:.3f}" for digit, p in answer["json"].items()))
 
 
 async def main() -> bool:
     digits = load_digits()
-    images = train_test_split(digits.data, digits.target, test_size=0.2, stratify=digits.target, random_state=0)[1]
+    images = train_test_split(
+        digits.data, digits.target, test_size=0.2, stratify=digits.target, random_state=0
+    )[1]
     images = images.tolist()
-    fine = True
-    async with AsyncClient(INFERENCE, MANAGEMENT, retries=NEVER) as client:  # every refusal counts
+    succeeded = True
+    async with AsyncClient(INFERENCE, MANAGEMENT, retries=NO_RETRIES) as client:  # count every error
         await prepare(client)
         try:
             for version in ("2.0", "3.0"):
                 await set_shadow(client, version)
                 answers: Counter[tuple[str, int]] = Counter()
-                for begin in range(0, len(images), TOGETHER):
-                    lot = images[begin : begin + TOGETHER]
-                    answers += await send(client, lot)
-                    pair = await asyncio.wait_for(compared(client, begin + len(lot)), 60)
-                said = ", ".join(f"{n} by {version} with status {status}" for (version, status), n in answers.items())
-                print(f"  {len(images)} calls were answered: {said}")
-                fine = fine and answers == {("1.0", 200): len(images)}
+                for start in range(0, len(images), REQUESTS_PER_ROUND):
+                    chunk = images[start : start + REQUESTS_PER_ROUND]
+                    answers += await send(client, chunk)
+                    pair = await asyncio.wait_for(wait_for_comparison(client, start + len(chunk)), 60)
+                summary = ", ".join(
+                    f"{n} by {version} with status {status}" for (version, status), n in answers.items()
+                )
+                print(f"  {len(images)} calls were answered: {summary}")
+                succeeded = succeeded and answers == {("1.0", 200): len(images)}
                 show(pair)
         finally:
             await client.reset_traffic(MODEL)
-    return fine
+    return succeeded
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Archives magika's network, an ONNX graph that comes with its package, as magika.mar."""
+"""Archive magika's network, an ONNX graph from its package, as magika.mar."""
 
 import argparse
 import importlib.util
@@ -10,11 +10,13 @@ HERE = Path(__file__).resolve().parent
 FILES = ("handler.py", "model-config.yaml")
 
 
-def network() -> Path:
-    """The folder of the installed package that holds the graph; the package itself is not imported."""
+def network_folder() -> Path:
+    """Return the folder of the graph in the installed package, without importing the package."""
     package = importlib.util.find_spec("magika")
     if package is None:
-        raise SystemExit("the package magika is not installed: .venv/bin/pip install -c constraints.txt magika")
+        raise SystemExit(
+            "the package magika is not installed: .venv/bin/pip install -c constraints.txt magika"
+        )
     return Path(package.submodule_search_locations[0], "models", "standard_v3_3")
 
 
@@ -23,7 +25,7 @@ def archive(store: Path) -> Path:
         "modelName": "magika",
         "modelVersion": "3.3",
         "handler": "handler.py",
-        "serializedFile": "model.onnx",  # no model file: a graph is whole
+        "serializedFile": "model.onnx",  # a graph needs no model file
         "configFile": "model-config.yaml",
     }
     partial = store / ".magika.partial"
@@ -31,9 +33,9 @@ def archive(store: Path) -> Path:
         for name in FILES:
             file.write(HERE / name, name)
         for name in ("model.onnx", "config.min.json"):
-            file.write(network() / name, name)
+            file.write(network_folder() / name, name)
         file.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}, indent=2))
-    return partial.replace(store / "magika.mar")  # at once: a server never sees half an archive
+    return partial.replace(store / "magika.mar")  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Asks for the embeddings of a few sentences, and says which of them mean the same."""
+"""Request the embeddings of a few sentences and print their cosine similarities."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,16 +10,18 @@ SENTENCES = (
     "A kitten hunts mice.",
     "The cat is after a mouse.",
     "Revenue rose by four per cent in the third quarter.",
-    "From July to September sales were up by about a twenty-fifth, as the company says in its quarterly report.",
+    "From July to September sales were up by about a twenty-fifth, "
+    "as the company says in its quarterly report.",
 )
 
 
-def cosine(one: list[float], other: list[float]) -> float:
-    return sum(a * b for a, b in zip(one, other))  # their lengths are 1
+def cosine(first: list[float], second: list[float]) -> float:
+    return sum(a * b for a, b in zip(first, second))  # their norms are 1
 
 
 if __name__ == "__main__":
-    with Client(INFERENCE) as client, ThreadPoolExecutor() as threads:  # at once, so that they meet in a batch
+    # Concurrent requests can share a batch.
+    with Client(INFERENCE) as client, ThreadPoolExecutor() as threads:
         vectors = list(threads.map(lambda text: client.predict_json("minilm", {"inputs": text}), SENTENCES))
     print(f"{len(vectors[0])} numbers for a sentence")
     for number, (sentence, vector) in enumerate(zip(SENTENCES, vectors), 1):

