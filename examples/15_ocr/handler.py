@@ -1,22 +1,25 @@
-"""A picture in, its lines of text out: one network finds the lines, one says which stand on their heads, one reads."""
+"""Read the lines of text of an image with three networks: detection, orientation and recognition."""
 
 from pathlib import Path
 
 import numpy as np
 from characters import alphabet, texts
-from lines import cut, detectable, lines, picture, readable, width_of
+from lines import crop_line, decode_image, detector_input, find_lines, recogniser_input, scaled_width
 
 from handlers.base import BaseHandler
+from handlers.builtin.vision import decode_base64
 from handlers.errors import PredictionException
-from handlers.onnx import OnnxModel
-from handlers.vision import from_base64
+from handlers.onnx_model import OnnxModel
 
 DIRECTION_WIDTH = 192  # of a line, as the network for directions was trained
-AT_ONCE = 10_000  # pixels of width in the recogniser at a time: it gives 18,710 numbers for every eighth one
+MAX_BATCH_WIDTH = 10_000  # pixels per recogniser batch: it outputs 18,710 numbers for every eighth pixel
 
 
 class OCR(BaseHandler):
-    """Answers each picture with ``[{"text", "box": four corners [x, y] clockwise from the top left, "score"}]``."""
+    """A handler that answers ``[{"text", "box", "score"}]`` per image.
+
+    A box is four corners [x, y], clockwise from the top left.
+    """
 
     def initialize(self, context):
         super().initialize(context)  # self.model is the detector
@@ -24,20 +27,21 @@ class OCR(BaseHandler):
         self.direction = OnnxModel(directory / "direction.onnx", self.device)
         self.recogniser = OnnxModel(directory / "recogniser.onnx", self.device)
         self.symbols = alphabet(self.recogniser.session)
-        self.least = (self.model_yaml_config.get("ocr") or {}).get("text_score", 0.5)
+        self.min_score = (self.model_yaml_config.get("ocr") or {}).get("text_score", 0.5)
 
     def preprocess(self, data):
-        return self._each(data, self.read)
+        return self._map_rows(data, self.decode_row)
 
     def inference(self, data):
-        """For each picture its lines as (corners, text, score). All the lines of a batch are read together."""
-        places, strips = [], []
-        for index, one in enumerate(data):
-            found = lines(self.model(detectable(one))[0, 0].numpy(), (one.shape[1], one.shape[0]))
-            places += [(index, line.corners) for line in found]
-            strips += [cut(one, line.corners) for line in found]
+        """Return each image's lines as (corners, text, score), recognised in batches across images."""
+        positions, strips = [], []
+        for index, image in enumerate(data):
+            probabilities = self.model(detector_input(image))[0, 0].numpy()
+            found = find_lines(probabilities, (image.shape[1], image.shape[0]))
+            positions += [(index, line.corners) for line in found]
+            strips += [crop_line(image, line.corners) for line in found]
         answers = [[] for _ in data]
-        for (index, corners), (text, score) in zip(places, self.recognised(self.upright(strips))):
+        for (index, corners), (text, score) in zip(positions, self.recognise(self.turn_upright(strips))):
             answers[index].append((corners, text, score))
         return answers
 
@@ -46,42 +50,42 @@ class OCR(BaseHandler):
             [
                 {"text": text, "box": np.rint(corners).astype(int).tolist(), "score": round(score, 4)}
                 for corners, text, score in found
-                if text and score >= self.least
+                if text and score >= self.min_score
             ]
             for found in data
         ]
 
-    def read(self, row):
+    def decode_row(self, row):
         content = row.get("data") or row.get("body") or b""
-        content = from_base64(content) if isinstance(content, str) else content
+        content = decode_base64(content) if isinstance(content, str) else content
         if not isinstance(content, (bytes, bytearray)):
             raise PredictionException("send the image's bytes, as curl -T does, or base64", 400)
-        return picture(content)
+        return decode_image(content)
 
-    def upright(self, strips):
-        """The strips, and those turned by half a circle which stand on their heads."""
+    def turn_upright(self, strips):
+        """Return the strips with upside-down ones rotated by 180 degrees."""
         turned = []
         for start in range(0, len(strips), 64):
-            some = strips[start : start + 64]
-            heads = self.direction(readable(some, DIRECTION_WIDTH))[:, 1].tolist()
-            turned += [np.rot90(strip, 2) if head > 0.9 else strip for strip, head in zip(some, heads)]
+            chunk = strips[start : start + 64]
+            upside_down = self.direction(recogniser_input(chunk, DIRECTION_WIDTH))[:, 1].tolist()
+            turned += [np.rot90(strip, 2) if p > 0.9 else strip for strip, p in zip(chunk, upside_down)]
         return turned
 
-    def recognised(self, strips):
-        """(text, score) of each strip; strips of like width run together, so that little is read in vain."""
-        widths = [max(width_of(strip), 320) for strip in strips]
-        read = [("", 0.0)] * len(strips)
-        some = []
+    def recognise(self, strips):
+        """Return the (text, score) of each strip, in batches of similar width to limit the padding."""
+        widths = [max(scaled_width(strip), 320) for strip in strips]
+        results = [("", 0.0)] * len(strips)
+        batch = []
         for index in sorted(range(len(strips)), key=widths.__getitem__):
-            if some and widths[index] * (len(some) + 1) > AT_ONCE:
-                self.recognise(some, strips, widths, read)
-                some = []
-            some.append(index)
-        if some:
-            self.recognise(some, strips, widths, read)
-        return read
+            if batch and widths[index] * (len(batch) + 1) > MAX_BATCH_WIDTH:
+                self.recognise_batch(batch, strips, widths, results)
+                batch = []
+            batch.append(index)
+        if batch:
+            self.recognise_batch(batch, strips, widths, results)
+        return results
 
-    def recognise(self, some, strips, widths, read):
-        batch = readable([strips[index] for index in some], widths[some[-1]])
-        for index, text in zip(some, texts(self.recogniser(batch), self.symbols)):
-            read[index] = text
+    def recognise_batch(self, indices, strips, widths, results):
+        inputs = recogniser_input([strips[index] for index in indices], widths[indices[-1]])
+        for index, text in zip(indices, texts(self.recogniser(inputs), self.symbols)):
+            results[index] = text

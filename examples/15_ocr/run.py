@@ -1,6 +1,6 @@
-"""Draws a receipt and a photograph of it that was taken askew, sends both at once, and prints the lines that come back.
+"""Draw a receipt and a rotated photograph of it, send both concurrently, and print the recognised lines.
 
-An image file of your own instead: run.py IMAGE
+Usage with an image file: run.py IMAGE
 """
 
 import io
@@ -17,7 +17,7 @@ INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 LINES = ("Corner Bakery", "2 croissants 5.80", "1 espresso 2.40", "Total 8.20 EUR", "Thank you, come again!")
 
 
-def receipt() -> Image.Image:
+def draw_receipt() -> Image.Image:
     image = Image.new("RGB", (640, 420), "white")
     draw = ImageDraw.Draw(image)
     for number, line in enumerate(LINES):
@@ -25,8 +25,8 @@ def receipt() -> Image.Image:
     return image
 
 
-def askew(image: Image.Image) -> Image.Image:
-    """Held at an angle, on a grey table."""
+def tilt(image: Image.Image) -> Image.Image:
+    """Rotate the image on a grey background."""
     return image.rotate(9, Image.Resampling.BICUBIC, expand=True, fillcolor="gray")
 
 
@@ -40,9 +40,11 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         images = {sys.argv[1]: Path(sys.argv[1]).read_bytes()}
     else:
-        images = {"as it is": png(receipt()), "askew": png(askew(receipt()))}
-    with Client(INFERENCE) as client, ThreadPoolExecutor() as threads:  # at once, so that they meet in a batch
-        for name, answer in zip(images, threads.map(lambda image: client.ask("ocr", image), images.values())):
+        images = {"as it is": png(draw_receipt()), "askew": png(tilt(draw_receipt()))}
+    # Concurrent requests can share a batch.
+    with Client(INFERENCE) as client, ThreadPoolExecutor() as threads:
+        answers = threads.map(lambda image: client.request("ocr", image), images.values())
+        for name, answer in zip(images, answers):
             print(f"{name}:")
             for line in answer.json():
                 print(f"  {line['score']:.2f}  {line['text']:24}  from {line['box'][0]} to {line['box'][2]}")

@@ -1,20 +1,24 @@
-"""A picture in, the places of its lines of text out."""
+"""Detect the lines of text in an image."""
 
-from lines import detectable, lines, picture
+from lines import decode_image, detector_input, find_lines
 
 from handlers.base import BaseHandler
 from handlers.errors import PredictionException
 
 
 class Detector(BaseHandler):
-    """Answers each picture with ``[{"corners": four [x, y] clockwise from the top left one, "score"}]``."""
+    """A handler that answers ``[{"corners", "score"}]`` per image.
+
+    The corners are four [x, y], clockwise from the top left one.
+    """
 
     def preprocess(self, data):
-        return self._each(data, read)
+        return self._map_rows(data, decode_row)
 
     def inference(self, data):
         return [
-            lines(self.model(detectable(one))[0, 0].numpy(), (one.shape[1], one.shape[0])) for one in data
+            find_lines(self.model(detector_input(image))[0, 0].numpy(), (image.shape[1], image.shape[0]))
+            for image in data
         ]
 
     def postprocess(self, data):
@@ -23,8 +27,8 @@ class Detector(BaseHandler):
         return [[{"corners": line.corners.tolist(), "score": line.score} for line in found] for found in data]
 
 
-def read(row):
+def decode_row(row):
     content = row.get("data") or row.get("body")
     if not isinstance(content, (bytes, bytearray)):
         raise PredictionException("send the image's bytes, as curl -T does", 400)
-    return picture(content)
+    return decode_image(content)

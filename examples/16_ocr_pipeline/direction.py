@@ -1,6 +1,6 @@
-"""A line of text in, as an image, and out comes how sure it is that the line stands on its head."""
+"""Classify whether the image of a line of text is upside down."""
 
-from lines import picture, readable
+from lines import decode_image, recogniser_input
 
 from handlers.base import BaseHandler
 
@@ -8,10 +8,10 @@ WIDTH = 192  # of a line, as the network was trained
 
 
 class Direction(BaseHandler):
-    """Answers each strip with ``{"upside_down": probability}``."""
+    """A handler that answers ``{"upside_down": probability}`` per strip."""
 
     def preprocess(self, data):
-        return readable([picture(row["body"]) for row in data], WIDTH)
+        return recogniser_input([decode_image(row["body"]) for row in data], WIDTH)
 
     def postprocess(self, data):
         for index in range(len(data)):

@@ -1,21 +1,21 @@
-"""A line of text in, as an image, and its text out."""
+"""Recognise the text of the image of a line."""
 
 from characters import alphabet, texts
-from lines import picture, readable, width_of
+from lines import decode_image, recogniser_input, scaled_width
 
 from handlers.base import BaseHandler
 
 
 class Reader(BaseHandler):
-    """Answers each strip with ``{"text", "score"}``. A batch is as wide as its widest strip."""
+    """A handler that answers ``{"text", "score"}`` per strip. A batch is as wide as its widest strip."""
 
     def initialize(self, context):
         super().initialize(context)
         self.symbols = alphabet(self.model.session)
 
     def preprocess(self, data):
-        strips = [picture(row["body"]) for row in data]
-        return readable(strips, max(320, *map(width_of, strips)))
+        strips = [decode_image(row["body"]) for row in data]
+        return recogniser_input(strips, max(320, *map(scaled_width, strips)))
 
     def postprocess(self, data):
         for index in range(len(data)):

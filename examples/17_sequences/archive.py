@@ -1,4 +1,4 @@
-"""Teaches a recurrent network a few rhymes by heart, in seconds, and archives it as reading.mar."""
+"""Overfit a recurrent network on a few rhymes, in seconds, and archive it as reading.mar."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def train(steps: int) -> Reader:
     torch.set_num_threads(1)
     model = Reader()
     texts = [torch.tensor(list(f"{rhyme}\n\n".encode())) for rhyme in RHYMES]
-    batch = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # behind a rhyme's end only zeros
+    batch = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # padded with zeros
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(steps):
         scores = model(batch[:, :-1])
@@ -49,7 +49,7 @@ def archive(model: Reader, store: Path) -> Path:
         for name in ("handler.py", "model.py", "model-config.yaml"):
             file.write(HERE / name, name)
         file.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": manifest}, indent=2))
-    return partial.replace(store / "reading.mar")  # at once: a server never sees half an archive
+    return partial.replace(store / "reading.mar")  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":

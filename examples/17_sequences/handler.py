@@ -4,32 +4,34 @@ import torch
 
 from handlers.base import BaseHandler
 
-EXPECTED = 24  # letters
+PREDICTED_LETTERS = 24
 
 
 class Reading(BaseHandler):
-    """Each row is a piece of a text that somebody types; the answer is how it goes on."""
+    """A handler whose rows are chunks of typed texts; it answers each text's predicted continuation."""
 
     def initialize(self, context):
         super().initialize(context)
-        self.memories = {}
+        self.states = {}
 
     def preprocess(self, data):
-        pieces = [row.get("data") or row.get("body") for row in data]
-        texts = [piece if isinstance(piece, str) else bytes(piece).decode("ascii", "replace") for piece in pieces]
+        chunks = [row.get("data") or row.get("body") for row in data]
+        texts = [
+            chunk if isinstance(chunk, str) else bytes(chunk).decode("ascii", "replace") for chunk in chunks
+        ]
         return [torch.tensor([min(ord(letter), 127) for letter in text]) for text in texts]
 
     def inference(self, data):
-        names = [self.context.get_sequence_id(row) for row in range(len(data))]
-        nothing = torch.zeros(self.model.size)
+        sequence_ids = [self.context.get_sequence_id(row) for row in range(len(data))]
+        initial = torch.zeros(self.model.size)
         with torch.inference_mode():
-            before = torch.stack([self.memories.get(name, nothing) for name in names])
-            after = self.model.read(data, before)
-            self.memories |= dict(zip(names, after))
-            return self.model.go_on(after, EXPECTED)
+            states = torch.stack([self.states.get(id, initial) for id in sequence_ids])
+            states = self.model.read(data, states)
+            self.states |= dict(zip(sequence_ids, states))
+            return self.model.generate(states, PREDICTED_LETTERS)
 
     def postprocess(self, data):
         return [{"expects": text, "process": os.getpid()} for text in data]
 
     def sequence_ended(self, sequence_id, why):
-        self.memories.pop(sequence_id, None)
+        self.states.pop(sequence_id, None)

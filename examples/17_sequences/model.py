@@ -4,7 +4,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 
 class Reader(nn.Module):
-    """Reads text letter by letter and has one vector of memory, however much it has read."""
+    """A recurrent network that reads text letter by letter into a state of constant size."""
 
     letters, size = 128, 128
 
@@ -15,21 +15,21 @@ class Reader(nn.Module):
         self.next = nn.Linear(self.size, self.letters)
 
     def forward(self, text: Tensor) -> Tensor:
-        """The scores of the letter after each one of ``text`` (n, length)."""
+        """Return the scores of the next letter at each position of ``text`` (n, length)."""
         return self.next(self.gru(self.embed(text))[0])
 
-    def read(self, texts: list[Tensor], memories: Tensor) -> Tensor:
-        """The memories (n, size) of n readers, each after its own text, whatever its length: one batch for all."""
+    def read(self, texts: list[Tensor], states: Tensor) -> Tensor:
+        """Return the states (n, size) after n texts of any lengths, which run as one batch."""
         padded = nn.utils.rnn.pad_sequence(texts, batch_first=True)
         lengths = torch.tensor([len(text) for text in texts])
         packed = pack_padded_sequence(self.embed(padded), lengths, batch_first=True, enforce_sorted=False)
-        return self.gru(packed, memories[None])[1][0]
+        return self.gru(packed, states[None])[1][0]
 
-    def go_on(self, memories: Tensor, length: int) -> list[str]:
-        """What each reader expects to follow. What it remembers stays as it was."""
-        found = []
+    def generate(self, states: Tensor, length: int) -> list[str]:
+        """Return the predicted continuation of each state, which does not change."""
+        letters = []
         for _ in range(length):
-            letter = self.next(memories).argmax(1)
-            found.append(letter)
-            memories = self.gru(self.embed(letter[:, None]), memories[None])[1][0]
-        return [bytes(row).decode("ascii") for row in torch.stack(found, 1).tolist()]
+            letter = self.next(states).argmax(1)
+            letters.append(letter)
+            states = self.gru(self.embed(letter[:, None]), states[None])[1][0]
+        return [bytes(row).decode("ascii") for row in torch.stack(letters, 1).tolist()]

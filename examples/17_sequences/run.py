@@ -1,4 +1,4 @@
-"""Four people type rhymes at the same time, a few letters a call; the model goes on with each one's own."""
+"""Type four rhymes concurrently, a few letters per request; the model continues each of them."""
 
 import itertools
 import os
@@ -9,59 +9,65 @@ import httpx
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
-RHYMES = (Path(__file__).resolve().parent.parent / "11_text_generation" / "rhymes.txt").read_text().split("\n\n")
-NAME = "ts_request_sequence_id"
-END = "ts_request_sequence_end"
-PIECE = 11  # letters
-PATIENCE = 120  # seconds
+RHYMES = (
+    (Path(__file__).resolve().parent.parent / "11_text_generation" / "rhymes.txt").read_text().split("\n\n")
+)
+SEQUENCE_ID_HEADER = "ts_request_sequence_id"
+SEQUENCE_END_HEADER = "ts_request_sequence_end"
+CHUNK_LENGTH = 11  # letters
+TIMEOUT_S = 120
 
 
 class Typist:
-    """``right`` counts the letters that the model expected and that came."""
+    """A client that types a rhyme; ``correct`` counts the letters that the model predicted correctly."""
 
     def __init__(self, client: httpx.Client, rhyme: str) -> None:
         self.rhyme = rhyme
         self.processes: set[int] = set()
-        self.right = self.expected = 0
+        self.correct = self.predicted = 0
         self._client = client
-        self._headers: dict[str, str] = {}  # the first answer says what they are from then on
-        self._at = 0
+        self._headers: dict[str, str] = {}  # the first response has the sequence id
+        self._position = 0
 
     def type(self) -> None:
-        piece = self.rhyme[self._at : self._at + PIECE]
-        if not piece:
+        chunk = self.rhyme[self._position : self._position + CHUNK_LENGTH]
+        if not chunk:
             return
-        answer = self._client.post("/predictions/reading", content=piece, headers=self._headers).raise_for_status()
-        self._headers = {NAME: answer.headers[NAME]}
-        self._at += PIECE
+        answer = self._client.post(
+            "/predictions/reading", content=chunk, headers=self._headers
+        ).raise_for_status()
+        self._headers = {SEQUENCE_ID_HEADER: answer.headers[SEQUENCE_ID_HEADER]}
+        self._position += CHUNK_LENGTH
         self.processes.add(answer.json()["process"])
-        for said, came in zip(answer.json()["expects"], self.rhyme[self._at :]):
-            self.expected += 1
-            self.right += said == came
+        for predicted, actual in zip(answer.json()["expects"], self.rhyme[self._position :]):
+            self.predicted += 1
+            self.correct += predicted == actual
 
     def end(self) -> int:
-        """Say goodbye, and what a call is told that comes after it."""
-        last = {**self._headers, END: "true"}
+        """End the sequence, and return the status of a later request."""
+        last = {**self._headers, SEQUENCE_END_HEADER: "true"}
         self._client.post("/predictions/reading", content=".", headers=last).raise_for_status()
         return self._client.post("/predictions/reading", content=".", headers=self._headers).status_code
 
 
 def wait_for(processes: int, client: httpx.Client) -> set[int]:
-    """The processes that calls reach, when there are so many: HAProxy hears of a new one a moment after it is ready."""
-    until, met = time.monotonic() + PATIENCE, set[int]()
-    while len(met) < processes:
-        if time.monotonic() > until:
-            raise SystemExit(f"after {PATIENCE} s calls reach {len(met)} of {processes} processes")
-        # A sequence of one call, which leaves nothing behind.
-        answer = client.post("/predictions/reading", content=".", headers={END: "true"}).raise_for_status()
-        met.add(answer.json()["process"])
-    return met
+    """Wait until requests reach that many processes, as HAProxy adds a new one shortly after it is ready."""
+    deadline, reached = time.monotonic() + TIMEOUT_S, set[int]()
+    while len(reached) < processes:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"after {TIMEOUT_S} s calls reach {len(reached)} of {processes} processes")
+        # A sequence of one request, which ends at once.
+        answer = client.post(
+            "/predictions/reading", content=".", headers={SEQUENCE_END_HEADER: "true"}
+        ).raise_for_status()
+        reached.add(answer.json()["process"])
+    return reached
 
 
 def main() -> None:
     with httpx.Client(base_url=MANAGEMENT, timeout=120) as management:
         answer = management.post("/models", params={"url": "reading.mar", "initial_workers": 2})
-        if answer.status_code != 409:  # 409: it is there already
+        if answer.status_code != 409:  # 409: it is registered already
             answer.raise_for_status()
     with httpx.Client(base_url=INFERENCE, timeout=60) as client:
         processes = wait_for(2, client)
@@ -70,7 +76,7 @@ def main() -> None:
             typist.type()
         for typist in typists:
             line = typist.rhyme.partition("\n")[0]
-            share = typist.right / typist.expected
+            share = typist.correct / typist.predicted
             print(f"{share:4.0%} of the letters expected, by {len(typist.processes)} process: {line}")
         processes = processes.union(*(typist.processes for typist in typists))
         print(f"{len(processes)} processes have answered")

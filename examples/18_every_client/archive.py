@@ -1,4 +1,4 @@
-"""Archives ``simple``, whose rows are named tensors, into the model store."""
+"""Archive ``simple``, whose rows are named tensors."""
 
 import argparse
 import json

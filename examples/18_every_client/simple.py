@@ -1,8 +1,8 @@
-"""Two rows of numbers in, their sum and their difference out: the model that the protocol's own examples ask."""
+"""The model of the protocol's own examples: the sum and the difference of two rows of numbers."""
 
 
 def add_and_subtract(data, context):
-    """``data`` holds one dict of arrays for each request; so does what is returned."""
+    """Return a dict of arrays per request; ``data`` holds the dicts of the inputs."""
     return data and [
         {"OUTPUT0": row["INPUT0"] + row["INPUT1"], "OUTPUT1": row["INPUT0"] - row["INPUT1"]} for row in data
     ]

@@ -1,4 +1,4 @@
-"""Archives the network of the package silero-vad as voice.mar, an ONNX graph, and voice-script.mar, TorchScript."""
+"""Archive silero-vad's network as voice.mar (ONNX) and as voice-script.mar (TorchScript)."""
 
 import argparse
 import importlib.util
@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# Archive -> its version of the model, the file in it, and the package's.
+# Archive -> version of the model, file in the archive, file of the package.
 ARCHIVES = {
     "voice.mar": ("1.0", "voice.onnx", "silero_vad.onnx"),
     "voice-script.mar": ("2.0", "voice.pt", "silero_vad.jit"),
@@ -15,10 +15,12 @@ ARCHIVES = {
 
 
 def networks() -> Path:
-    """The folder of the installed package that holds the networks; the package itself is not imported."""
+    """Return the folder of the networks in the installed package, without importing the package."""
     package = importlib.util.find_spec("silero_vad")
     if package is None:
-        raise SystemExit("the package silero-vad is not installed: .venv/bin/pip install -c constraints.txt silero-vad")
+        raise SystemExit(
+            "the package silero-vad is not installed: .venv/bin/pip install -c constraints.txt silero-vad"
+        )
     return Path(package.submodule_search_locations[0], "data")
 
 
@@ -33,11 +35,11 @@ def archive(store: Path, name: str) -> Path:
     }
     partial = store / f".{name}.partial"
     with zipfile.ZipFile(partial, "w") as packed:
-        for own in ("handler.py", "model-config.yaml"):
-            packed.write(HERE / own, own)
+        for file_name in ("handler.py", "model-config.yaml"):
+            packed.write(HERE / file_name, file_name)
         packed.write(networks() / network, file)
         packed.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}, indent=2))
-    return partial.replace(store / name)  # at once: a server never sees half an archive
+    return partial.replace(store / name)  # atomically, so that a server never reads half an archive
 
 
 if __name__ == "__main__":

@@ -3,86 +3,89 @@ import torch
 from handlers.base import BaseHandler
 from handlers.errors import PredictionException
 
-RATE = 16_000  # samples a second
-WINDOW = 512  # samples that the network hears at a time, behind the last CONTEXT before them
+RATE = 16_000  # samples per second
+WINDOW = 512  # new samples per step of the network, behind CONTEXT earlier ones
 CONTEXT = 64
-BEGINS, ENDS = 0.5, 0.35  # probabilities of speech
-PAUSE = 4  # windows below ENDS that end what somebody says
+START_THRESHOLD, END_THRESHOLD = 0.5, 0.35  # probabilities of speech
+PAUSE = 4  # consecutive windows below END_THRESHOLD that end a turn
 
 
-class Voice:
-    """What is kept of one sequence: the network's memory, the samples that no window has had, and who is speaking."""
+class SequenceState:
+    """The state of a sequence: the network's memory, unprocessed samples, and whether speech is active."""
 
     def __init__(self):
         self.memory = torch.zeros(2, 128)
         self.samples = torch.zeros(CONTEXT)
         self.windows = 0
-        self.speaks = False
-        self.quiet = 0
+        self.is_speaking = False
+        self.silent_windows = 0
 
-    def hear(self, probability):
-        """The turn that this window brings: (began or ended, seconds from the start), or None."""
+    def update(self, probability):
+        """Return the change of a window: (began or ended, seconds from the start), or None."""
         self.windows += 1
-        self.quiet = self.quiet + 1 if probability < ENDS else 0
-        if not self.speaks and probability >= BEGINS:
-            self.speaks = True
+        self.silent_windows = self.silent_windows + 1 if probability < END_THRESHOLD else 0
+        if not self.is_speaking and probability >= START_THRESHOLD:
+            self.is_speaking = True
             return "began", (self.windows - 1) * WINDOW / RATE
-        if self.speaks and self.quiet == PAUSE:
-            self.speaks = False
+        if self.is_speaking and self.silent_windows == PAUSE:
+            self.is_speaking = False
             return "ended", (self.windows - PAUSE) * WINDOW / RATE
         return None
 
 
 class VoiceActivity(BaseHandler):
-    """Each row is a piece of a recording, of any length: 16-bit samples, 16,000 a second, one channel."""
+    """A handler whose rows are chunks of recordings of any length: 16-bit mono samples, 16,000 per second."""
 
     def initialize(self, context):
         super().initialize(context)
-        self.voices = {}
+        self.states = {}
 
     def preprocess(self, data):
-        return self._each(data, self.samples)
+        return self._map_rows(data, self.decode_samples)
 
     def inference(self, data):
-        """Windows of all rows go through the network together, as long as there are any."""
-        names = [self.context.get_sequence_id(row) for row in range(len(data))]
-        voices = [self.voices.setdefault(name, Voice()) for name in names]
-        for voice, samples in zip(voices, data):
-            voice.samples = torch.cat([voice.samples, samples])
+        """Run the next windows of all rows as one batch until no row has a complete one."""
+        sequence_ids = [self.context.get_sequence_id(row) for row in range(len(data))]
+        states = [self.states.setdefault(id, SequenceState()) for id in sequence_ids]
+        for state, samples in zip(states, data):
+            state.samples = torch.cat([state.samples, samples])
         answers = [{"speech": [], "began": [], "ended": []} for _ in data]
-        while ready := [row for row, voice in enumerate(voices) if len(voice.samples) >= CONTEXT + WINDOW]:
+        while ready := [row for row, state in enumerate(states) if len(state.samples) >= CONTEXT + WINDOW]:
             probabilities, memories = self.step(
-                torch.stack([voices[row].samples[: CONTEXT + WINDOW] for row in ready]),
-                torch.stack([voices[row].memory for row in ready], dim=1),
+                torch.stack([states[row].samples[: CONTEXT + WINDOW] for row in ready]),
+                torch.stack([states[row].memory for row in ready], dim=1),
             )
-            for place, row in enumerate(ready):
-                voice, probability = voices[row], round(float(probabilities[place]), 4)
-                voice.memory, voice.samples = memories[:, place], voice.samples[WINDOW:]
+            for index, row in enumerate(ready):
+                state, probability = states[row], round(float(probabilities[index]), 4)
+                state.memory, state.samples = memories[:, index], state.samples[WINDOW:]
                 answers[row]["speech"].append(probability)
-                if turn := voice.hear(probability):
-                    answers[row][turn[0]].append(turn[1])
+                if change := state.update(probability):
+                    answers[row][change[0]].append(change[1])
         return answers
 
     def postprocess(self, data):
         return data
 
     def sequence_ended(self, sequence_id, why):
-        self.voices.pop(sequence_id, None)
+        self.states.pop(sequence_id, None)
 
     def step(self, windows, memories):
-        """Probabilities of speech ``[rows]`` and memories ``[2, rows, 128]``, of windows ``[rows, 576]``."""
+        """Return speech probabilities ``[rows]`` and memories ``[2, rows, 128]`` of ``[rows, 576]``."""
         with torch.inference_mode():
             if isinstance(self.model, torch.jit.ScriptModule):
-                probabilities, memories = self.model._model(windows, memories)  # the part that is for 16,000 a second
+                # The submodule for 16,000 samples per second.
+                probabilities, memories = self.model._model(windows, memories)
             else:
-                said = self.model(input=windows, state=memories, sr=torch.tensor(RATE))
-                probabilities, memories = said["output"], said["stateN"]
+                output = self.model(input=windows, state=memories, sr=torch.tensor(RATE))
+                probabilities, memories = output["output"], output["stateN"]
         return probabilities[:, 0], memories
 
-    def samples(self, row):
+    def decode_samples(self, row):
         content = row.get("data") or row.get("body") or b""
         if not isinstance(content, (bytes, bytearray)) or len(content) % 2:
-            raise PredictionException("send 16-bit samples as bytes (application/octet-stream), two bytes each", 400)
+            raise PredictionException(
+                "send 16-bit samples as bytes (application/octet-stream), two bytes each", 400
+            )
         if not content:
             return torch.zeros(0)
         return torch.frombuffer(bytearray(content), dtype=torch.int16) / 32768

@@ -1,4 +1,4 @@
-"""Makes the installation's three archives, and one more to register at run time, with torch-model-archiver."""
+"""Build the installation's three archives, and one to register at run time, with torch-model-archiver."""
 
 import shutil
 import subprocess
@@ -15,35 +15,47 @@ MODELS = HERE / "models"
 
 
 def nearest_mean(data, scale: float) -> dict[str, torch.Tensor]:
-    """The state dict of a linear layer whose highest score is the class with the nearest mean; the same everywhere."""
+    """Return the state dict of a linear nearest-mean classifier, equal on all machines."""
     means = np.stack([data.data[data.target == label].mean(0) for label in np.unique(data.target)])
     weight, bias = np.round(2 * scale * means, 4), np.round(-scale * (means**2).sum(1), 4)
-    return {"weight": torch.tensor(weight, dtype=torch.float32), "bias": torch.tensor(bias, dtype=torch.float32)}
+    return {
+        "weight": torch.tensor(weight, dtype=torch.float32),
+        "bias": torch.tensor(bias, dtype=torch.float32),
+    }
 
 
 def archive(name: str, version: str, handler: str, store: Path, *options: str) -> None:
-    """``name.mar`` in ``store``; of a later version ``name-version.mar``."""
+    """Write ``name.mar`` to ``store``, or ``name-version.mar`` for a later version."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-W", "ignore", "-m", "model_archiver.model_packaging"]
-        command += ["--model-name", name, "--version", version, "--handler", handler, "--export-path", scratch]
+        command += [
+            "--model-name",
+            name,
+            "--version",
+            version,
+            "--handler",
+            handler,
+            "--export-path",
+            scratch,
+        ]
         subprocess.run([*command, *options], check=True, cwd=MODELS)
         target = f"{name}.mar" if version == "1.0" else f"{name}-{version}.mar"
         shutil.move(f"{scratch}/{name}.mar", store / target)
 
 
 def build(store: Path) -> None:
-    """``digits.mar``, ``iris.mar`` and ``words.mar`` in ``store``, ``words-2.0.mar`` in ``later`` beside it."""
+    """Write digits.mar, iris.mar and words.mar to ``store``, and words-2.0.mar to ``later`` beside it."""
     later = store.parent / "later"
     for folder in (store, later):
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         torch.save(nearest_mean(load_digits(), 0.01), f"{scratch}/digits.pt")
         torch.save(nearest_mean(load_iris(), 1.0), f"{scratch}/iris.pt")
-        own = ("--model-file", "digits_model.py", "--serialized-file", f"{scratch}/digits.pt")
-        own += ("--extra-files", "index_to_name.json", "--config-file", "digits-config.yaml")
-        archive("digits", "1.0", "digits_handler.py", store, *own)
-        weights = ("--model-file", "iris_model.py", "--serialized-file", f"{scratch}/iris.pt")
-        archive("iris", "1.0", "iris_handler.py", store, *weights)
+        digits = ("--model-file", "digits_model.py", "--serialized-file", f"{scratch}/digits.pt")
+        digits += ("--extra-files", "index_to_name.json", "--config-file", "digits-config.yaml")
+        archive("digits", "1.0", "digits_handler.py", store, *digits)
+        iris = ("--model-file", "iris_model.py", "--serialized-file", f"{scratch}/iris.pt")
+        archive("iris", "1.0", "iris_handler.py", store, *iris)
         archive("words", "1.0", "words_handler.py", store)
         archive("words", "2.0", "words_handler.py", later)
 

@@ -1,6 +1,6 @@
-"""A client of TorchServe's by gRPC, unchanged but for its addresses.
+"""A gRPC client of TorchServe with changed addresses only.
 
-The stubs are those that were generated from TorchServe's .proto files, where they are on the path.
+It uses the stubs generated from TorchServe's .proto files if they are on the path.
 """
 
 from __future__ import annotations
@@ -22,62 +22,68 @@ except ModuleNotFoundError:
 from google.protobuf.empty_pb2 import Empty
 
 
-def infer(stub: inference_pb2_grpc.InferenceAPIsServiceStub, asked: argparse.Namespace) -> None:
-    """Print what the model says to a file, piece by piece where it is asked to stream."""
+def infer(stub: inference_pb2_grpc.InferenceAPIsServiceStub, arguments: argparse.Namespace) -> None:
+    """Print the model's response to a file, chunk by chunk with ``infer_stream``."""
     request = inference_pb2.PredictionsRequest(
-        model_name=asked.model, model_version=asked.version, input={"data": asked.file.read_bytes()}
+        model_name=arguments.model,
+        model_version=arguments.version,
+        input={"data": arguments.file.read_bytes()},
     )
-    if asked.command == "infer_stream":
-        for answer in stub.StreamPredictions(request, metadata=asked.metadata):
+    if arguments.command == "infer_stream":
+        for answer in stub.StreamPredictions(request, metadata=arguments.metadata):
             print(answer.prediction.decode(), flush=True)
     else:
-        print(stub.Predictions(request, metadata=asked.metadata).prediction.decode())
+        print(stub.Predictions(request, metadata=arguments.metadata).prediction.decode())
 
 
-def manage(stub: management_pb2_grpc.ManagementAPIsServiceStub, asked: argparse.Namespace) -> None:
-    """Ask for a change or a description, and print the answer."""
-    of_version = {"model_name": asked.model, "model_version": asked.version}
-    if asked.command == "register":
+def manage(stub: management_pb2_grpc.ManagementAPIsServiceStub, arguments: argparse.Namespace) -> None:
+    """Send a management request and print the response."""
+    version = {"model_name": arguments.model, "model_version": arguments.version}
+    if arguments.command == "register":
         register = management_pb2.RegisterModelRequest(
-            url=asked.model, initial_workers=asked.workers, batch_size=1, synchronous=True
+            url=arguments.model, initial_workers=arguments.workers, batch_size=1, synchronous=True
         )
-        answer = stub.RegisterModel(register, metadata=asked.metadata)
-    elif asked.command == "scale":
-        scale = management_pb2.ScaleWorkerRequest(**of_version, min_worker=asked.workers, synchronous=True)
-        answer = stub.ScaleWorker(scale, metadata=asked.metadata)
-    elif asked.command == "describe":
-        answer = stub.DescribeModel(management_pb2.DescribeModelRequest(**of_version), metadata=asked.metadata)
-    elif asked.command == "unregister":
-        answer = stub.UnregisterModel(management_pb2.UnregisterModelRequest(**of_version), metadata=asked.metadata)
+        answer = stub.RegisterModel(register, metadata=arguments.metadata)
+    elif arguments.command == "scale":
+        scale = management_pb2.ScaleWorkerRequest(**version, min_worker=arguments.workers, synchronous=True)
+        answer = stub.ScaleWorker(scale, metadata=arguments.metadata)
+    elif arguments.command == "describe":
+        answer = stub.DescribeModel(
+            management_pb2.DescribeModelRequest(**version), metadata=arguments.metadata
+        )
+    elif arguments.command == "unregister":
+        answer = stub.UnregisterModel(
+            management_pb2.UnregisterModelRequest(**version), metadata=arguments.metadata
+        )
     else:
-        answer = stub.ListModels(management_pb2.ListModelsRequest(), metadata=asked.metadata)
+        answer = stub.ListModels(management_pb2.ListModelsRequest(), metadata=arguments.metadata)
     print(answer.msg)
 
 
 def main() -> int:
-    words = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     commands = ("ping", "infer", "infer_stream", "register", "scale", "describe", "list", "unregister")
-    words.add_argument("command", choices=commands)
-    words.add_argument("model", nargs="?", default="", help="a model's name; for register an archive")
-    words.add_argument("file", nargs="?", type=Path, help="what the model gets")
-    words.add_argument("--version", default="")
-    words.add_argument("--workers", type=int, default=1)
-    words.add_argument("--inference", default="127.0.0.1:7070")
-    words.add_argument("--management", default="127.0.0.1:7071")
-    words.add_argument("--token", default="", help="the key, where the server asks for one")
-    asked = words.parse_args()
-    asked.metadata = [("authorization", f"Bearer {asked.token}")] if asked.token else []
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("model", nargs="?", default="", help="a model's name; for register an archive")
+    parser.add_argument("file", nargs="?", type=Path, help="what the model gets")
+    parser.add_argument("--version", default="")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--inference", default="127.0.0.1:7070")
+    parser.add_argument("--management", default="127.0.0.1:7071")
+    parser.add_argument("--token", default="", help="the key, where the server asks for one")
+    arguments = parser.parse_args()
+    arguments.metadata = [("authorization", f"Bearer {arguments.token}")] if arguments.token else []
     try:
-        if asked.command in ("ping", "infer", "infer_stream"):
-            with grpc.insecure_channel(asked.inference) as channel:
+        if arguments.command in ("ping", "infer", "infer_stream"):
+            with grpc.insecure_channel(arguments.inference) as channel:
                 stub = inference_pb2_grpc.InferenceAPIsServiceStub(channel)
-                if asked.command == "ping":
-                    print(stub.Ping(Empty(), metadata=asked.metadata).health)
+                if arguments.command == "ping":
+                    print(stub.Ping(Empty(), metadata=arguments.metadata).health)
                 else:
-                    infer(stub, asked)
+                    infer(stub, arguments)
         else:
-            with grpc.insecure_channel(asked.management) as channel:
-                manage(management_pb2_grpc.ManagementAPIsServiceStub(channel), asked)
+            with grpc.insecure_channel(arguments.management) as channel:
+                manage(management_pb2_grpc.ManagementAPIsServiceStub(channel), arguments)
     except grpc.RpcError as error:
         print(f"{error.code().name}: {error.details()}", file=sys.stderr)
         return 1

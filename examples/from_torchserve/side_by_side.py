@@ -1,9 +1,9 @@
-"""Runs one installation first under TorchServe 0.12 and then under Torchrelay, and lays the answers side by side.
+"""Run one installation under TorchServe 0.12 and then under Torchrelay, and compare the responses.
 
-``python side_by_side.py`` starts both with the same command line, one after the other, and needs Java 17 and
-TorchServe (``--torchserve PYTHON`` names the interpreter that has it). With ``--recorded`` TorchServe's answers are
-those that were written down on an earlier run (``torchserve-0.12.0.json``), and nothing but Torchrelay is started.
-Ends with 1 when an answer differs that is not among the differences explained below.
+``python side_by_side.py`` starts both with the same command line, one after the other. It needs Java 17 and
+TorchServe (``--torchserve PYTHON`` names the interpreter that has it). With ``--recorded`` only Torchrelay is
+started, and compared with the responses of an earlier run (``torchserve-0.12.0.json``). Exits with 1 if a
+response has a difference that is not explained below.
 """
 
 import argparse
@@ -24,27 +24,35 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "torchserve-0.12.0.json"
-COMMAND = ["--start", "--ts-config", "config.properties", "--model-store", "model_store", "--no-config-snapshots"]
+COMMAND = [
+    "--start",
+    "--ts-config",
+    "config.properties",
+    "--model-store",
+    "model_store",
+    "--no-config-snapshots",
+]
 
-# What differs from one run of one server to the next.
+# Fields that differ between two runs of one server.
 VOLATILE = {"startTime", "memoryUsage", "pid", "id", "modelUrl"}
 
-# Where Torchrelay answers otherwise, on purpose: why, and the very lines.
+# Intended differences of Torchrelay: the reason, and the exact lines.
 EXPLAINED = {
     "health without a token": (
-        "Health routes need no token, so that a probe works; TorchServe refuses them.",
+        "Health routes need no token, so that probes work; TorchServe rejects them.",
         [
             "- 400",
             '-  "code": 400,',
             '-  "type": "InvalidKeyException",',
-            '-  "message": "Token Authorization failed. Token either incorrect, expired, or not provided correctly"',
+            '-  "message": "Token Authorization failed. Token either incorrect, expired, '
+            'or not provided correctly"',
             "+ 200",
             '+  "status": "Healthy"',
         ],
     ),
     "register it again": (
-        "A version that is there already is said to be (409); TorchServe trips over the copy of the archive that it "
-        "has put into its model store (500).",
+        "A version that is registered already is reported as a conflict (409); TorchServe fails on the copy "
+        "of the archive in its own model store (500).",
         [
             "- 500",
             '-  "code": 500,',
@@ -57,8 +65,8 @@ EXPLAINED = {
         ],
     ),
     "describe all": (
-        "Each replica has a queue of its own, so two of them have room for twice as many rows. And a version that was "
-        "registered at run time was not loaded at start-up; TorchServe says that it was.",
+        "Each replica has its own queue, so two of them accept twice as many rows. And a version that was "
+        "registered at run time was not loaded at start-up; TorchServe reports that it was.",
         [
             '-    "remainingCapacity": 50,',
             '+    "remainingCapacity": 100,',
@@ -69,27 +77,27 @@ EXPLAINED = {
 }
 
 
-class Failed(Exception):
-    """A server or the client did not do its part."""
+class RunFailed(Exception):
+    """A server or the client failed."""
 
 
-def installed(folder: Path, archives: Path, ports: list[int]) -> None:
-    """The installation's files in ``folder``, listening on ``ports``."""
+def prepare_installation(folder: Path, archives: Path, ports: list[int]) -> None:
+    """Copy the installation to ``folder``, with ``ports`` in its configuration."""
     shutil.copytree(HERE / "installation", folder)
     for name in ("model_store", "later"):
         shutil.copytree(archives.parent / name, folder / name, dirs_exist_ok=True)
     config = folder / "config.properties"
     text = config.read_text()
-    for usual, port in zip((8080, 8081, 8082), ports):
-        text = text.replace(f":{usual}", f":{port}")
+    for default_port, port in zip((8080, 8081, 8082), ports):
+        text = text.replace(f":{default_port}", f":{port}")
     config.write_text(text)
 
 
-def answers(command: list[str], folder: Path, ports: list[int], console: Console) -> list[dict]:
-    """What the client was told by the server that ``command`` starts in ``folder``; the server is stopped again."""
+def record_steps(command: list[str], folder: Path, ports: list[int], console: Console) -> list[dict]:
+    """Start the server of ``command`` in ``folder``, run the client, stop it, and return the steps."""
     temporary = folder / "tmp"
     temporary.mkdir()
-    # Its pid file, and for TorchServe its sockets, are in a folder of their own.
+    # A separate folder for the pid file and TorchServe's sockets.
     env = {**os.environ, "TEMP": str(temporary), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     inference, management, metrics = (f"http://127.0.0.1:{port}" for port in ports)
     console.print(f"$ torchserve {' '.join(COMMAND)}", highlight=False)
@@ -97,25 +105,28 @@ def answers(command: list[str], folder: Path, ports: list[int], console: Console
         with (folder / "server.log").open("wb") as log:
             subprocess.run([*command, *COMMAND], cwd=folder, env=env, stdout=log, stderr=log, timeout=180)
         client = [sys.executable, "client.py", inference, management, metrics, str(folder)]
-        done = subprocess.run(client, cwd=folder, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise Failed(f"{done.stderr}\n{(folder / 'server.log').read_text(errors='replace')[-3000:]}")
-        return json.loads(done.stdout)
+        result = subprocess.run(client, cwd=folder, capture_output=True, text=True, timeout=300)
+        if result.returncode:
+            raise RunFailed(f"{result.stderr}\n{(folder / 'server.log').read_text(errors='replace')[-3000:]}")
+        return json.loads(result.stdout)
     finally:
         console.print("$ torchserve --stop", highlight=False)
-        stop = subprocess.run([*command, "--stop"], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+        stop = subprocess.run(
+            [*command, "--stop"], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+        )
         console.print(stop.stdout.strip(), highlight=False)
 
 
-def settled(step: dict, other: dict | None = None) -> str:
-    """An answer without what differs from run to run; a number is that of ``other`` where the two are close."""
+def normalize(step: dict, other: dict | None = None) -> str:
+    """Return a response without volatile values, and with the numbers of ``other`` where they are close."""
     body = step["body"]
     if step["step"] in ("metrics", "some metrics"):
-        body = _metrics(body)
+        body = _normalize_metrics(body)
     else:
         try:
-            said = json.loads(body)
-            body = json.dumps(_settled(said, json.loads(other["body"]) if other else said), indent=1)
+            value = json.loads(body)
+            other_value = json.loads(other["body"]) if other else value
+            body = json.dumps(_normalize_value(value, other_value), indent=1)
         except ValueError:
             pass
     kept = ("content-type", "x-words", "access-control-allow-origin", "access-control-allow-methods")
@@ -123,20 +134,27 @@ def settled(step: dict, other: dict | None = None) -> str:
     return "\n".join([str(step["status"]), *headers, body])
 
 
-def _settled(value, other):
+def _normalize_value(value, other):
     if isinstance(value, dict):
-        beside = other if isinstance(other, dict) else {}
-        return {key: "…" if key in VOLATILE else _settled(item, beside.get(key)) for key, item in value.items()}
+        others = other if isinstance(other, dict) else {}
+        return {
+            key: "…" if key in VOLATILE else _normalize_value(item, others.get(key))
+            for key, item in value.items()
+        }
     if isinstance(value, list):
-        beside = other if isinstance(other, list) and len(other) == len(value) else [None] * len(value)
-        return [_settled(item, near) for item, near in zip(value, beside)]
-    if isinstance(value, float) and isinstance(other, float) and math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-6):
+        others = other if isinstance(other, list) and len(other) == len(value) else [None] * len(value)
+        return [_normalize_value(item, other_item) for item, other_item in zip(value, others)]
+    if (
+        isinstance(value, float)
+        and isinstance(other, float)
+        and math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-6)
+    ):
         return other
     return value
 
 
-def _metrics(page: str) -> str:
-    """TorchServe's metrics: their names, types and labels; the values where they are counts of the same calls."""
+def _normalize_metrics(page: str) -> str:
+    """Return the names, types and labels of TorchServe's metrics, and the values of request counters."""
     lines = []
     for line in page.splitlines():
         if line.startswith("# ") or "torchrelay_" in line:
@@ -145,33 +163,33 @@ def _metrics(page: str) -> str:
             name, _, rest = line.partition("{")
             labels, _, value = rest.rpartition("} ")
             labels = re.sub(r'(Hostname|hostname|WorkerName)="[^"]*"', r'\1="…"', labels)
-            counted = name in ("WordsSeen", "ts_inference_requests_total")
-            kept = f"{name}{{{labels}}}" + (f" {value}" if counted else "")
+            is_counter = name in ("WordsSeen", "ts_inference_requests_total")
+            kept = f"{name}{{{labels}}}" + (f" {value}" if is_counter else "")
         if kept and kept not in lines:
             lines.append(kept)
     return "\n".join(sorted(lines))
 
 
-def compare(theirs: list[dict], ours: list[dict], console: Console) -> list[str]:
-    """Show every step; returns the steps that differ and are not explained."""
+def compare(expected_steps: list[dict], actual_steps: list[dict], console: Console) -> list[str]:
+    """Print all steps, and return those with unexplained differences."""
     table = Table(title="One installation, one client", show_lines=True)
     for column in ("step", "TorchServe 0.12", "Torchrelay", ""):
         table.add_column(column, overflow="fold")
     unexplained = []
     different = []
-    for one, other in zip(theirs, ours, strict=True):
-        left, right = settled(one), settled(other, one)
-        step = one["step"]
+    for expected_step, actual_step in zip(expected_steps, actual_steps, strict=True):
+        left, right = normalize(expected_step), normalize(actual_step, expected_step)
+        step = expected_step["step"]
         if left == right:
             table.add_row(step, _short(left), "the same", "[green]=[/green]")
             continue
         difference = _difference(left, right)
         reason, expected = EXPLAINED.get(step, ("", []))
-        known = sorted(difference) == sorted(expected)
-        verdict = "[yellow]explained[/yellow]" if known else "[red]differs[/red]"
+        is_explained = sorted(difference) == sorted(expected)
+        verdict = "[yellow]explained[/yellow]" if is_explained else "[red]differs[/red]"
         table.add_row(step, _short(left), _short(right), verdict)
-        different.append((step, difference, reason if known else "[red]not explained[/red]"))
-        if not known:
+        different.append((step, difference, reason if is_explained else "[red]not explained[/red]"))
+        if not is_explained:
             unexplained.append(step)
     console.print(table)
     for step, difference, reason in different:
@@ -179,10 +197,11 @@ def compare(theirs: list[dict], ours: list[dict], console: Console) -> list[str]
         console.print(reason, highlight=False)
         for line in difference:
             console.print(line, style="red" if line[0] == "-" else "green", markup=False, highlight=False)
-    same = len(theirs) - len(different)
+    same = len(expected_steps) - len(different)
     console.print(
-        f"\n{len(theirs)} requests: {same} answered the same, {len(different) - len(unexplained)} otherwise and "
-        f"explained, {len(unexplained)} otherwise and not explained."
+        f"\n{len(expected_steps)} requests: {same} answered the same, "
+        f"{len(different) - len(unexplained)} otherwise and explained, "
+        f"{len(unexplained)} otherwise and not explained."
     )
     return unexplained
 
@@ -199,46 +218,52 @@ def _short(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--torchserve", metavar="PYTHON", default="", help="the interpreter that has TorchServe")
+    parser.add_argument(
+        "--torchserve", metavar="PYTHON", default="", help="the interpreter that has TorchServe"
+    )
     parser.add_argument("--recorded", action="store_true", help=f"compare with {RECORD.name}")
-    parser.add_argument("--record", action="store_true", help=f"write TorchServe's answers into {RECORD.name}")
-    parser.add_argument("--ports", metavar="N,N,N", default="8080,8081,8082", help="inference, management, metrics")
+    parser.add_argument(
+        "--record", action="store_true", help=f"write TorchServe's answers into {RECORD.name}"
+    )
+    parser.add_argument(
+        "--ports", metavar="N,N,N", default="8080,8081,8082", help="inference, management, metrics"
+    )
     args = parser.parse_args()
     ports = [int(port) for port in args.ports.split(",")]
     console = Console(width=150)
-    with tempfile.TemporaryDirectory(prefix="torchserve-") as place:
-        store = Path(place, "archives", "model_store")
+    with tempfile.TemporaryDirectory(prefix="torchserve-") as directory:
+        store = Path(directory, "archives", "model_store")
         console.print("Building the archives …")
         build(store)
 
         def run(name: str, command: list[str]) -> list[dict]:
             console.print(f"[bold]{name}[/bold]")
-            folder = Path(place, name)
-            installed(folder, store, ports)
-            return answers(command, folder, ports, console)
+            folder = Path(directory, name)
+            prepare_installation(folder, store, ports)
+            return record_steps(command, folder, ports, console)
 
         try:
             if args.recorded:
-                theirs = json.loads(RECORD.read_text())
+                expected = json.loads(RECORD.read_text())
             else:
-                python = args.torchserve or _with_torchserve()
-                theirs = run("TorchServe", [python, "-m", "ts.model_server"])
+                python = args.torchserve or _install_torchserve()
+                expected = run("TorchServe", [python, "-m", "ts.model_server"])
                 if args.record:
-                    RECORD.write_text(json.dumps(theirs, indent=1) + "\n")
-            ours = run("Torchrelay", [sys.executable, "-m", "serve_app.cli.torchserve"])
-        except (Failed, subprocess.SubprocessError) as error:
+                    RECORD.write_text(json.dumps(expected, indent=1) + "\n")
+            actual = run("Torchrelay", [sys.executable, "-m", "serve_app.cli.torchserve"])
+        except (RunFailed, subprocess.SubprocessError) as error:
             sys.exit(str(error))
-    sys.exit(1 if compare(theirs, ours, console) else 0)
+    sys.exit(1 if compare(expected, actual, console) else 0)
 
 
-def _with_torchserve() -> str:
-    """The interpreter of the benchmark's TorchServe, installed where it is not there yet."""
-    from serve_app.bench import peers
+def _install_torchserve() -> str:
+    """Return the interpreter of the benchmark's TorchServe, and install it if it is missing."""
+    from tests.benchmarks import servers
 
     try:
-        peers.java_version()
-        return str(peers.environment())
-    except peers.PeerFailed as error:
+        servers.java_version()
+        return str(servers.environment())
+    except servers.PeerFailed as error:
         sys.exit(f"{error}\nCompare with the recorded answers instead: --recorded")
 
 

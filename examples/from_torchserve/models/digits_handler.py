@@ -8,7 +8,7 @@ from ts.utils.util import PredictionException, map_class_to_label
 
 
 class DigitsHandler(BaseHandler):
-    """A small image in, the names of the likeliest digits and their probabilities out."""
+    """A handler that returns the most probable digits of a small image, with their probabilities."""
 
     def preprocess(self, data):
         rows = []
@@ -23,5 +23,7 @@ class DigitsHandler(BaseHandler):
         return torch.stack(rows)
 
     def postprocess(self, data):
-        probabilities, classes = torch.topk(torch.softmax(data, 1), self.model_yaml_config["handler"]["best"], dim=1)
+        probabilities, classes = torch.topk(
+            torch.softmax(data, 1), self.model_yaml_config["handler"]["best"], dim=1
+        )
         return map_class_to_label(probabilities.tolist(), self.mapping, classes.tolist())

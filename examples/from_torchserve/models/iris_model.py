@@ -2,7 +2,7 @@ from torch import nn
 
 
 class Iris(nn.Linear):
-    """Scores for three kinds of iris from four lengths in centimetres."""
+    """A linear model that scores three species of iris for four lengths in centimetres."""
 
     def __init__(self):
         super().__init__(4, 3)

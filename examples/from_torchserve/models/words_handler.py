@@ -1,4 +1,4 @@
-"""Counts words: a function as a handler, with a metric, headers and a status of its own."""
+"""Count words: a function as a handler, with its own metric, header and status."""
 
 from ts.metrics.dimension import Dimension
 
