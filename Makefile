@@ -1,8 +1,8 @@
 # make setup   everything that the rest needs: .venv, the packages, an example model; quick when nothing changed
 # make run     setup, then the server in the foreground; Ctrl-C ends it
-# make test    setup, then all tests, in two processes; ARGS="tests/store -x" goes to pytest
+# make test    setup, then all tests, in two processes; ARGS="tests/model_store -x" goes to pytest
 # make bench   setup, then the comparison with other servers
-# make lint    the style check
+# make lint    ruff, the import contracts and mypy
 # make clean   removes what the targets above made; your archives and the server's state stay
 
 # Python 3.11 first, on which the whole set is installed and tested most; else the newest that fits.
@@ -51,10 +51,13 @@ test: setup
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 bench: setup
-	@$(BIN)/python -m serve_app.bench.compare $(ARGS)
+	@$(BIN)/python -m tests.benchmarks.suite $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "Format with: $(BIN)/ruff format ." >&2; exit 1; }
+	@PYTHONPATH=. $(BIN)/lint-imports --no-logo
+	@$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(MODEL)
