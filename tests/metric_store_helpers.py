@@ -1,0 +1,48 @@
+"""Fixtures and helpers of the metric store's tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import sqlalchemy as sa
+
+from serve_app.control.metric_store import MetricStore
+from serve_app.control.persistence.database import EXPOSURES, Database
+from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
+
+
+def seen(
+    calls: int = 1, trial: str = "t", arm: str = "a", *exposures: tuple[str, str, str, int], **more
+) -> ExperimentReport:
+    figures = ArmStats(calls=calls, units=0 if exposures else calls, **more)
+    return ExperimentReport({trial: {arm: figures}}, list(exposures))
+
+
+def units(trial: str, arm: str, *names: str, bucket: int = 3) -> list[tuple[str, str, str, int]]:
+    return [(trial, name, arm, bucket) for name in names]
+
+
+def run(database: Database, work: Callable[[MetricStore], Awaitable[None]], **more) -> None:
+    """Open the measurements, do something with them, and store what waits."""
+
+    async def main() -> None:
+        measurements = await asyncio.to_thread(
+            lambda: MetricStore(database, **{"exposure_timeout": 0.0, **more})
+        )
+        await work(measurements)
+        await measurements.close()
+
+    asyncio.run(main())
+
+
+def rows(database: Database, table: sa.Table) -> int:
+    with database.transaction() as connection:
+        return connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+
+
+def remembered(database: Database, name: str) -> int:
+    """How many units, or events, all trials remember together."""
+    with database.transaction() as connection:
+        parts = connection.execute(sa.select(EXPOSURES.c.value).where(EXPOSURES.c.name == name)).scalars()
+        return sum(len(part) // 12 for part in parts)
