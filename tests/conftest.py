@@ -1,4 +1,4 @@
-"""One real server for the whole run of tests; what it is made of is in parts.py."""
+"""One real server for the whole run of tests; its class is in parts.py."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ os.environ.pop("COLUMNS", None)  # rich's consoles, made when they are imported,
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the cluster, which take longest, come first."""
+    """Sort the tests of the cluster, which take longest, to the front."""
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """One process runs all tests of the cluster, of which there is one; the others take what is left, file by file."""
+    """Schedule all tests of the cluster on one process, and distribute the others file by file."""
     return ClusterApart(config, log)
 
 
@@ -50,7 +50,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One real Ray cluster for the whole run of tests."""
+    """Start one real Ray cluster for the whole run of tests."""
     server = Server(tmp_path_factory.mktemp("home"))
     try:
         server.start()

@@ -1,4 +1,4 @@
-"""Small real parts for every room: archives made in the test, and one real server for the whole run."""
+"""Helpers of all tests: archives made in the test, and one real server for the whole run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import httpx
 import psutil
 import yaml
 
-from serve_app.cli.process import ServerProcess, read_env
+from serve_app.cli.server_process import ServerProcess, read_env
 from serve_app.client import Client
 
 ROOT = Path(__file__).parent.parent
@@ -39,16 +39,16 @@ RAY_PORTS = (
 # Which of the processes that run the tests this is.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-GIVEN: set[int] = set()
+ALLOCATED_PORTS: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that neither the kernel nor Ray nor another call gives to anybody else."""
+    """Return a port that is not in use, and that neither the kernel, Ray nor another call allocates."""
     while True:
         port = random.randrange(20_000 + WORKER, 29_000, WORKERS)
         with socket.socket() as probe:
-            if port not in GIVEN and probe.connect_ex(("127.0.0.1", port)):
-                GIVEN.add(port)
+            if port not in ALLOCATED_PORTS and probe.connect_ex(("127.0.0.1", port)):
+                ALLOCATED_PORTS.add(port)
                 return port
 
 
@@ -60,13 +60,15 @@ def make_archive(
     files: dict[str, str | bytes] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Path:
-    """``name-version.mar`` in ``folder``, whose handler.py is ``handler``."""
+    """Create ``name-version.mar`` in ``folder``, whose handler.py is ``handler``."""
     model = {"modelName": name, "modelVersion": version, "handler": "handler.py"}
     contents: dict[str, str | bytes] = {"handler.py": handler, **(files or {})}
     if config is not None:
         model["configFile"] = "model-config.yaml"
         contents["model-config.yaml"] = yaml.safe_dump(config)
-    contents["MAR-INF/MANIFEST.json"] = json.dumps({"runtime": "python", "model": model, "archiverVersion": "0.12.0"})
+    contents["MAR-INF/MANIFEST.json"] = json.dumps(
+        {"runtime": "python", "model": model, "archiverVersion": "0.12.0"}
+    )
     path = folder / f"{name}-{version}.mar"
     with zipfile.ZipFile(path, "w") as archive:
         for file, content in contents.items():
@@ -76,7 +78,7 @@ def make_archive(
 
 @contextlib.contextmanager
 def serving(answer: Callable[[Any], None], version: str = "HTTP/1.0") -> Iterator[str]:
-    """An HTTP server that answers GET and HEAD with ``answer(handler)``; gives its address."""
+    """Run an HTTP server that answers GET and HEAD by ``answer(handler)``; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = version
@@ -109,7 +111,7 @@ def handle(data, context):
 
 
 def says(word: str) -> str:
-    """A handler that answers with ``word``."""
+    """Return the source of a handler that answers with ``word``."""
     return f"""
 def handle(data, context):
     return None if data is None else [{word!r}] * len(data)
@@ -117,7 +119,7 @@ def handle(data, context):
 
 
 class Server:
-    """A real server on ports of its own, with a model store and a state of its own."""
+    """A real server with its own ports, model store and state."""
 
     def __init__(self, home: Path, env: dict[str, str] | None = None, **settings: Any) -> None:
         self.home = home
@@ -149,11 +151,11 @@ class Server:
     def ray_port(self, name: str) -> int:
         return int(read_env(self._env)[name])
 
-    def start(self, patience: float = 300.0) -> None:
+    def start(self, timeout: float = 300.0) -> None:
         self.process.start()
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while not self.client.ready():
-            assert self.process.ended() is None, self.log()
+            assert self.process.exit_code() is None, self.log()
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.1)
 
@@ -168,25 +170,25 @@ class Server:
     def log(self) -> str:
         return self.process.log.read_text(errors="replace")[-5000:]
 
-    def wait(self, condition: Callable[[], Any], patience: float = 120.0, what: str = "") -> Any:
-        """Wait until ``condition()`` is true, and return what it said."""
-        deadline = time.monotonic() + patience
+    def wait(self, condition: Callable[[], Any], timeout: float = 120.0, description: str = "") -> Any:
+        """Wait until ``condition()`` is true, and return its result."""
+        deadline = time.monotonic() + timeout
         while True:
             try:
-                if said := condition():
-                    return said
+                if result := condition():
+                    return result
             except (httpx.HTTPError, json.JSONDecodeError, KeyError):
                 pass
-            assert time.monotonic() < deadline, f"waited {patience} s in vain: {what}\n{self.log()}"
+            assert time.monotonic() < deadline, f"waited {timeout} s in vain: {description}\n{self.log()}"
             time.sleep(0.05)
 
     def register(self, archive: Path, **parameters: Any) -> httpx.Response:
-        """Put an archive into the store and register it."""
+        """Copy an archive into the model store and register it."""
         target = self.store / archive.name
         if target != archive:
             target.write_bytes(archive.read_bytes())
-        asked = {"url": archive.name, "initial_workers": 1, **parameters}
-        return self.management.post("/models", params=asked)
+        requested = {"url": archive.name, "initial_workers": 1, **parameters}
+        return self.management.post("/models", params=requested)
 
     def workers(self, model: str, version: str | None = None) -> list[dict[str, Any]]:
         path = f"/models/{model}" + (f"/{version}" if version else "")
@@ -196,7 +198,7 @@ class Server:
         return [w["pid"] for w in self.workers(model, version) if w["status"] == "READY"]
 
     def actors(self, name: str) -> list[psutil.Process]:
-        """The Ray workers of this server whose title has ``name`` in it."""
+        """Return the Ray workers of this server whose title contains ``name``."""
         found = []
         for process in self.process.processes():
             try:
@@ -207,7 +209,7 @@ class Server:
         return found
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry ``labels``."""
+        """Return the sum of a metric's samples with ``labels``."""
         total = 0.0
         for line in httpx.get(self.process.metrics, timeout=60).text.splitlines():
             head, _, value = line.rpartition(" ")
@@ -217,7 +219,7 @@ class Server:
 
 
 class Load:
-    """Closed loop over keep-alive connections in a thread of its own; counts every answer."""
+    """A closed loop over keep-alive connections in its own thread, with a count of every response."""
 
     def __init__(self, url: str, connections: int) -> None:
         self.url, self.connections = url, connections
@@ -252,7 +254,7 @@ class Load:
 
 
 class Trickle(Load):
-    """A request twenty times a second: enough to notice, too little to be in the way."""
+    """A load of twenty requests a second: enough to notice failures, too little to disturb."""
 
     async def _one(self, client: httpx.AsyncClient) -> None:
         while not self._stop.is_set():
@@ -262,7 +264,7 @@ class Trickle(Load):
 
 
 class Pulse:
-    """Notes when this machine stood still, or had no time for us: a nap of 10 ms that took longer."""
+    """A monitor of stalls of this machine: a sleep of 10 ms that took longer."""
 
     def __init__(self) -> None:
         self._late: list[tuple[float, float]] = []
@@ -285,13 +287,13 @@ class Pulse:
             if ended - began > 0.1:
                 self._late.append((began, ended))
 
-    def stood(self, since: float) -> float:
-        """The seconds since then, on time.monotonic's clock, in which nothing went on."""
+    def stalled_seconds(self, since: float) -> float:
+        """Return the stalled seconds since then, on time.monotonic's clock."""
         time.sleep(0.05)  # this one may have gone on first
         return sum(ended - max(began, since) for began, ended in self._late if ended > since)
 
 
-def rows_outlive_their_replica(server: Server, folder: Path) -> None:
+def check_rows_outlive_their_replica(server: Server, folder: Path) -> None:
     """Kill one of two busy replicas: the gateway answers every row all the same."""
     handler = """
 import os, time
@@ -304,8 +306,8 @@ def handle(data, context):
     assert server.register(make_archive(folder, "pair", handler), initial_workers=2).status_code == 200
     victim = server.pids("pair")[0]
     with Load(f"{server.url}/%70redictions/pair", connections=8) as load:
-        server.wait(lambda: len(load.answers) == 2, what="answers of both replicas")
+        server.wait(lambda: len(load.answers) == 2, description="answers of both replicas")
         os.kill(victim, signal.SIGKILL)
-        server.wait(lambda: len(load.answers) >= 3, what="an answer of the replacement")
+        server.wait(lambda: len(load.answers) >= 3, description="an answer of the replacement")
     assert not load.failed, load.failed
     server.management.delete("/models/pair")

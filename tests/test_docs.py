@@ -1,4 +1,6 @@
-"""The pages against the code: links, files, settings, metrics, commands, examples of configuration."""
+"""Checks of the pages against the code: links, files, settings, metrics, commands and example
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from typer.main import get_command
 
 from serve_app import __version__
 from serve_app.cli.app import app
+from serve_app.domain.model import ModelSpec
+from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import Settings
-from serve_app.store.manifest import ModelConfig
 from serve_app.telemetry.metrics import METRICS
-from serve_app.telemetry.torchserve import catalogue
-from serve_app.telemetry.torchserve.meters import BUCKETS
-from serve_app.types import ModelSpec
+from serve_app.telemetry.torchserve import catalog
+from serve_app.telemetry.torchserve.recorders import BUCKETS
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("serve_app", "handlers", "configs", "cluster", "examples", "tests")
@@ -42,13 +44,13 @@ def fences(text: str, *languages: str) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The fragments of a page's headings, as code hosts make them."""
+    """Return the fragments of a page's headings, as code hosts create them."""
     headings = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The command lines of a page: of its bash fences, and those after a `$` of its console fences."""
+    """Yield the command lines of a page: of its bash fences, and those after a `$` of its console fences."""
     for body in fences(text, "bash", "sh"):
         for line in body.replace("\\\n", " ").splitlines():
             yield shlex.split(line, comments=True)
@@ -73,14 +75,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 @PAGE
 def test_files_that_are_named_are_there(page: Path) -> None:
     for name in _FILE.findall(page.read_text()):
-        assert any((folder / name).exists() for folder in (ROOT, page.parent, ROOT / "serve_app")), f"{page}: {name}"
+        assert any((folder / name).exists() for folder in (ROOT, page.parent, ROOT / "serve_app")), (
+            f"{page}: {name}"
+        )
 
 
 @PAGE
 def test_command_lines_parse(page: Path) -> None:
     text = page.read_text()
     for body in fences(text, "bash", "sh"):
-        done = subprocess.run(["bash", "-n"], input=body, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            ["bash", "-n"], input=body, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, f"{page}:\n{body}\n{done.stderr}"
     for line in commands(text):
         for word in line:
@@ -103,7 +109,9 @@ def test_examples_of_data_parse(page: Path) -> None:
 @PAGE
 def test_commands_of_ours_are_there(page: Path) -> None:
     text = page.read_text()
-    spoken = [shlex.split(words) for words in re.findall(r"`(?:\.venv/bin/)?(torchrelay [^`…]*)`", prose(text))]
+    spoken = [
+        shlex.split(words) for words in re.findall(r"`(?:\.venv/bin/)?(torchrelay [^`…]*)`", prose(text))
+    ]
     typed = [line for line in commands(text) if line and line[0].rpartition("/")[2] == "torchrelay"]
     for line in [*spoken, *typed]:
         here = get_command(app)
@@ -111,7 +119,9 @@ def test_commands_of_ours_are_there(page: Path) -> None:
             if not hasattr(here, "commands") or word.startswith("-"):
                 break
             if here.commands.get(word) is None:
-                assert re.fullmatch(r"[a-z]+(\|[a-z]+)*", word) and set(word.split("|")) <= set(here.commands), line
+                assert re.fullmatch(r"[a-z]+(\|[a-z]+)*", word) and set(word.split("|")) <= set(
+                    here.commands
+                ), line
                 break
             here = here.commands[word]
 
@@ -152,21 +162,23 @@ def test_every_metric_is_documented() -> None:
 
 def test_every_metric_of_torchserves_is_documented() -> None:
     page = (ROOT / "serve_app/telemetry/README.md").read_text()
-    rows = [f"| `{f.name}` | {f.kind} | {f.unit} | {', '.join(f.dimensions)} |" for f in catalogue.DEFAULT]
+    rows = [f"| `{f.name}` | {f.kind} | {f.unit} | {', '.join(f.dimensions)} |" for f in catalog.DEFAULT]
     assert [row for row in rows if row not in page] == []
     theirs = page.partition("### TorchServe's")[2].partition("### Modes")[0]
     assert len(re.findall(r"^\| `", theirs, re.MULTILINE)) == len(rows)
     assert ", ".join(f"{bound:g}" for bound in BUCKETS[:-1]) + f" and {BUCKETS[-1]:g}" in page
     example = re.findall(r"^```yaml\n(dimensions:.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len(example) == 1
-    catalogue.parse(example[0], "the page")
+    catalog.parse(example[0], "the page")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.name)
 def test_model_configs_hold_nothing_wrong(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = ModelConfig.parse(path.read_text(), path.name)
     assert caplog.messages == []
-    known = {field.metadata.get("key", field.name) for field in dataclasses.fields(ModelConfig) if field.metadata}
+    known = {
+        field.metadata.get("key", field.name) for field in dataclasses.fields(ModelConfig) if field.metadata
+    }
     assert set(config.raw) <= known
     # What is commented out would be right as well.
     uncommented = re.sub(rf"^# (?=(?:{'|'.join(known)}): )", "", path.read_text(), flags=re.MULTILINE)
@@ -182,12 +194,12 @@ def test_the_model_config_reference_is_whole_and_says_the_defaults() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
     runtime = Settings().runtime
     for field in dataclasses.fields(ModelConfig):
-        said = getattr(config, field.name)
-        if said is None or field.name not in defaults:
+        value = getattr(config, field.name)
+        if value is None or field.name not in defaults:
             continue
-        assert said == defaults[field.name], field.name
+        assert value == defaults[field.name], field.name
         if hasattr(runtime, field.name):
-            assert said == getattr(runtime, field.name), field.name
+            assert value == getattr(runtime, field.name), field.name
 
 
 def test_the_changelog_knows_this_version() -> None:
