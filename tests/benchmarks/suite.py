@@ -1,0 +1,193 @@
+"""The comparison: Torchrelay, TorchServe and bare FastAPI, one after another, round after round.
+
+``python -m tests.benchmarks.suite`` prints its report as Markdown. All servers stay up meanwhile; what each
+costs idle is measured and shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from serve_app.loadgen import wrk
+from tests.benchmarks import (
+    servers as peers,
+)
+from tests.benchmarks.archives import ArchiveFailed, build
+from tests.benchmarks.comparison import Comparison
+from tests.benchmarks.report import Report
+from tests.benchmarks.servers import Peer, PeerFailed
+
+GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "oip", "grpc", "traffic", "shadow", "lengths")
+GROUPS += ("runtimes", "variants", "generation", "sharding", "middleware", "costs", "memory")
+_ALONE = {
+    "variants",
+    "generation",
+    "sharding",
+    "middleware",
+    "costs",
+}  # without the servers that others share
+# HAProxy compares paths as they are written, so an escaped letter goes to the gateway.
+_GATEWAY = "/%70redictions/{model}"
+
+
+def machine() -> Mapping[str, str]:
+    """Return what the figures depend on."""
+    facts = {"machine": f"{os.cpu_count()} cores, {_memory()}, {platform.system()}"}
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        facts["processor"] = next(line.split(": ", 1)[1] for line in lines if line.startswith("model name"))
+    versions = [f"Python {platform.python_version()}"]
+    for package in ("torch", "ray", "fastapi", "uvicorn"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    with contextlib.suppress(PeerFailed):
+        versions.append(f"Java {peers.java_version()}")
+    facts["versions"] = ", ".join(versions)
+    facts["generator"] = (
+        "wrk, on the same machine" if wrk.installed() else "the asyncio client, on the same machine"
+    )
+    return facts
+
+
+def _memory() -> str:
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+
+
+def main(
+    only: Annotated[str, typer.Option(help=f"Some of {','.join(GROUPS)}; all where nothing is said.")] = "",
+    rounds: Annotated[int, typer.Option(help="How often each contender is measured.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Of each measurement.")] = 5.0,
+    skip_torchserve: Annotated[bool, typer.Option("--skip-torchserve", help="Leave TorchServe out.")] = False,
+    skip_torchrelay: Annotated[
+        bool, typer.Option("--skip-torchrelay", help="Measure the others alone.")
+    ] = False,
+    configs: Annotated[Path, typer.Option(help="The folder of app.yaml and serve.env.")] = Path("configs"),
+    inference: Annotated[
+        str, typer.Option(help="A running Torchrelay, in place of one that is started.")
+    ] = "",
+    management: Annotated[str, typer.Option(help="Its management address.")] = "http://127.0.0.1:8081",
+    gateway: Annotated[str, typer.Option(help="A path to a model by way of the gateway.")] = _GATEWAY,
+    folder: Annotated[
+        Path | None, typer.Option(help="For archives and logs; a temporary one unless said.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
+) -> None:
+    """Compare Torchrelay with TorchServe 0.12 and bare FastAPI on this machine."""
+    groups = tuple(filter(None, only.split(","))) or GROUPS
+    if unknown := set(groups) - set(GROUPS):
+        raise typer.BadParameter(
+            f"{', '.join(sorted(unknown))} is none of {', '.join(GROUPS)}", param_hint="--only"
+        )
+    console = Console(stderr=True)
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with contextlib.ExitStack() as stack:
+        place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-bench-")))
+        progress = stack.enter_context(Progress(*columns, console=console))
+        run = Comparison(place.resolve(), rounds, seconds, progress)
+        try:
+            run.archives = build(run.folder / "archives")
+        except ArchiveFailed as error:
+            raise typer.Exit(_complain(console, error)) from None
+        if "variants" in groups:
+            run.variants()
+        if "generation" in groups:
+            run.generation()
+        if "sharding" in groups:
+            run.sharding()
+        if set(groups) - _ALONE:
+            _together(run, groups, skip_torchserve, skip_torchrelay, configs, inference, management, gateway)
+        if "middleware" in groups and not skip_torchrelay and not inference:
+            run.middleware(configs.resolve())
+        if "costs" in groups and not skip_torchrelay and not inference:
+            run.costs(configs.resolve())
+    command = shlex.join(["python", "-m", "tests.benchmarks.suite", *sys.argv[1:]])
+    page = Report(machine(), command, run.figures, run.footprints, run.notes).markdown()
+    if output:
+        output.write_text(page)
+    print(page)
+
+
+def _together(
+    run: Comparison,
+    groups: Sequence[str],
+    skip_torchserve: bool,
+    skip_torchrelay: bool,
+    configs: Path,
+    inference: str,
+    management: str,
+    gateway: str,
+) -> None:
+    """Start what is compared, and measure the groups for which all of it is up at once."""
+    with contextlib.ExitStack() as stack:
+
+        def enter(manager: contextlib.AbstractContextManager[Peer], *, models: bool = True) -> Peer | None:
+            with run.going_on():
+                peer = stack.enter_context(manager)
+                if "memory" in groups and peer.began:
+                    run.footprint(peer, models=models)
+                return peer
+            return None
+
+        bare = enter(peers.bare(run.folder), models=False)
+        serve = None if skip_torchserve else enter(peers.torchserve(run.folder, run.folder / "archives"))
+        relay = None
+        if inference:
+            relay = enter(peers.attached("Torchrelay", inference, management))
+        elif not skip_torchrelay:
+            relay = enter(peers.torchrelay(run.folder, configs.resolve()))
+        measurements: dict[str, Callable[[], None]] = {
+            "echo": lambda: run.echo(relay, serve, bare),
+            "mlp": lambda: run.mlp(relay, serve, bare),
+            "encoder": lambda: run.encoder(relay, serve),
+            "images": lambda: run.images(relay, serve),
+            "gateway": lambda: _gateway(run, relay, gateway),
+            "grpc": lambda: run.grpc(relay, serve),
+        }
+        if relay:
+            measurements |= {
+                "oip": lambda: run.oip(relay),
+                "traffic": lambda: run.traffic(relay, serve),
+                "shadow": lambda: run.shadow(relay),
+                "lengths": lambda: run.lengths(relay),
+                "runtimes": lambda: run.runtimes(relay),
+            }
+        for group, measure in measurements.items():
+            if group in groups:
+                measure()
+
+
+def _gateway(run: Comparison, relay: Peer | None, path: str) -> None:
+    if relay and path:
+        run.gateway(relay, path)
+    else:
+        run.note("The gateway was not measured: it needs Torchrelay, and --gateway with a path.")
+
+
+def _complain(console: Console, error: Exception) -> int:
+    console.print(f"[red]{error}[/red]", highlight=False)
+    return 1
+
+
+if __name__ == "__main__":
+    typer.run(main)
