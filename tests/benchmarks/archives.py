@@ -38,25 +38,25 @@ class Model:
         return f"{self.name}.mar"
 
     def build(self) -> Any:
-        """The eager torch module, seeded, so that every build has the same weights."""
+        """Return the eager torch module, seeded so that every build has the same weights."""
         import importlib
 
         import torch
 
         torch.manual_seed(0)
-        module = importlib.import_module(f"serve_app.bench.models.{Path(self.model_file).stem}")
+        module = importlib.import_module(f"tests.benchmarks.models.{Path(self.model_file).stem}")
         (cls,) = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
         return cls().eval()
 
     def batch(self) -> Any:
-        """A full batch of its request, as the module takes it."""
+        """Return a full batch of its request, in the form that the module takes."""
         import torch
 
         if self.content_type == "application/json":
             return torch.tensor([json.loads(self.body)] * self.batch_size)
         from PIL import Image
 
-        from handlers.image_classifier import ImageClassifier
+        from handlers.builtin.image_classifier import ImageClassifier
 
         image = ImageClassifier.image_processing(Image.open(io.BytesIO(self.body)))
         return torch.stack([image] * self.batch_size)
@@ -71,7 +71,7 @@ _ECHO = _echo_body()
 
 
 def photograph() -> bytes:
-    """A JPEG of 640 x 480 pixels and about 100 kB, with as much detail as a photograph has; always the same one."""
+    """Return the same JPEG at each call: 640 x 480 pixels, about 100 kB, with the detail of a photograph."""
     import numpy as np
     from PIL import Image
 
@@ -95,7 +95,9 @@ MODELS: Mapping[str, Model] = {
     "mlp": Model(
         "mlp",
         json.dumps([float(i * 7 % 17) for i in range(64)]).encode(),
-        lambda answer: len(answer["logits"]) == 10 and answer["logits"][answer["class"]] == max(answer["logits"]),
+        lambda answer: (
+            len(answer["logits"]) == 10 and answer["logits"][answer["class"]] == max(answer["logits"])
+        ),
         batch_size=16,
         handler="mlp_handler.py",
         model_file="mlp.py",
@@ -138,15 +140,22 @@ def build(folder: Path, names: tuple[str, ...] = tuple(MODELS)) -> dict[str, Pat
     for model in (MODELS[name] for name in names):
         command = [sys.executable, "-m", "model_archiver.model_packaging", "--force"]
         command += ["--model-name", model.name, "--version", "1.0", "--export-path", str(folder)]
-        command += ["--handler", str(_SOURCES / model.handler) if model.handler.endswith(".py") else model.handler]
+        command += [
+            "--handler",
+            str(_SOURCES / model.handler) if model.handler.endswith(".py") else model.handler,
+        ]
         weights = folder / f"{model.name}.pt"
         if model.model_file:
             import torch
 
             torch.save(model.build().state_dict(), weights)
             command += ["--model-file", str(_SOURCES / model.model_file), "--serialized-file", str(weights)]
-        with tempfile.TemporaryDirectory() as scratch:  # the archiver's folder in it is named after the model alone
-            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": scratch})
+        with (
+            tempfile.TemporaryDirectory() as scratch
+        ):  # the archiver's folder in it is named after the model alone
+            done = subprocess.run(
+                command, capture_output=True, text=True, env={**os.environ, "TMPDIR": scratch}
+            )
         weights.unlink(missing_ok=True)
         archive = folder / model.archive
         if done.returncode or not archive.is_file():
@@ -159,7 +168,7 @@ def build(folder: Path, names: tuple[str, ...] = tuple(MODELS)) -> dict[str, Pat
 
 
 def configured(archive: Path, folder: Path, word: str, config: str) -> Path:
-    """A copy of an archive, ``word`` behind its name, whose model-config.yaml is ``config``."""
+    """Copy an archive to ``folder`` with ``word`` behind its name and ``config`` as its model-config.yaml."""
     copy = folder / f"{archive.stem}-{word}.mar"
     with zipfile.ZipFile(archive) as old, zipfile.ZipFile(copy, "w") as new:
         for name in old.namelist():

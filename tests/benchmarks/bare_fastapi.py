@@ -1,6 +1,6 @@
 """The bare server that the benchmark compares with: one FastAPI process and no model server at all.
 
-``python -m serve_app.bench.bare PORT`` answers ``/predictions/echo`` and ``/predictions/mlp`` as the
+``python -m tests.benchmarks.bare_fastapi PORT`` answers ``/predictions/echo`` and ``/predictions/mlp`` as the
 archives do, one request at a time: what somebody writes who needs no versions, batches or replicas.
 """
 
@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from serve_app.bench.archives import MODELS
+from tests.benchmarks.archives import MODELS
 
 app = FastAPI(openapi_url=None)
 mlp = MODELS["mlp"].build()
@@ -47,4 +47,6 @@ async def predict(request: Request) -> Response:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), loop="uvloop", http="httptools", log_level="warning")
+    uvicorn.run(
+        app, host="127.0.0.1", port=int(sys.argv[1]), loop="uvloop", http="httptools", log_level="warning"
+    )

@@ -1,6 +1,6 @@
 """What a model does with nothing around it: full batches, one after another.
 
-``python -m serve_app.bench.bare_loop MODEL THREADS SECONDS`` prints one JSON object.
+``python -m tests.benchmarks.bare_loop MODEL THREADS SECONDS`` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from serve_app.bench.archives import MODELS
+from tests.benchmarks.archives import MODELS
 
 
 def loop(name: str, threads: int, seconds: float) -> dict[str, float]:

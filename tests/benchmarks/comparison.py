@@ -1,59 +1,45 @@
-"""The comparison: Torchrelay, TorchServe and bare FastAPI, one after another, round after round.
+"""A comparison of servers, measured in interleaved rounds.
 
-``python -m serve_app.bench.compare`` prints its report as Markdown. Within a round every contender is
-measured once, so that a disturbance of the machine meets all of them; figures are medians of the rounds.
-All servers stay up meanwhile; what each costs idle is measured and shown.
+Within a round every contender is measured once, so that a disturbance of the machine meets all of them;
+figures are medians of the rounds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Optional
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    Progress,
+)
 
-from serve_app.bench import (
-    Load,
-    Request,
-    Result,
+from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send, wrk
+from tests.benchmarks import (
     generation,
-    lengths,
-    oip,
-    peers,
+    open_inference,
     report,
     runtimes,
-    send,
+    sequence_lengths,
     sharding,
     traffic,
-    wrk,
 )
-from serve_app.bench.archives import MODELS, ArchiveFailed, build, configured
-from serve_app.bench.contenders import Contender, ask, bare_loop, measurer, over_grpc, over_http
-from serve_app.bench.peers import Peer, PeerFailed
-from serve_app.bench.report import Case, Footprint, Report
+from tests.benchmarks import (
+    servers as peers,
+)
+from tests.benchmarks.archives import MODELS, configured
+from tests.benchmarks.report import Case, Footprint
+from tests.benchmarks.servers import Peer, PeerFailed
+from tests.benchmarks.targets import Contender, ask, bare_loop, measurer, over_grpc, over_http
 
-GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "oip", "grpc", "traffic", "shadow", "lengths")
-GROUPS += ("runtimes", "variants", "generation", "sharding", "middleware", "costs", "memory")
-_ALONE = {"variants", "generation", "sharding", "middleware", "costs"}  # without the servers that others share
 DELAYS = (0, 1, 5, 10, 50, 100)  # milliseconds of max_batch_delay that TorchServe is tried with
 _MIDDLEWARE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-# HAProxy compares paths as they are written, so an escaped letter goes to the gateway.
-_GATEWAY = "/%70redictions/{model}"
 
 
 class Comparison:
@@ -61,7 +47,7 @@ class Comparison:
 
     def __init__(self, folder: Path, rounds: int, seconds: float, progress: Progress) -> None:
         self.folder, self.rounds, self.seconds, self.progress = folder, rounds, seconds, progress
-        self.figures: dict[Case, dict[str, list[Result]]] = {}
+        self.figures: dict[Case, dict[str, list[LoadResult]]] = {}
         self.footprints: list[Footprint] = []
         self.notes: list[str] = []
         self.archives: dict[str, Path] = {}
@@ -73,10 +59,10 @@ class Comparison:
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """What one peer cannot do is noted, and costs only its own rows."""
+        """Report a failure of one peer, which costs only its own rows."""
         try:
             yield
-        except (PeerFailed, wrk.WrkFailed) as error:
+        except (PeerFailed, wrk.WrkError) as error:
             self.note(str(error))
 
     def interleave(self, group: str, contenders: Sequence[Contender], connections: Sequence[int]) -> None:
@@ -93,7 +79,7 @@ class Comparison:
         self.progress.update(task, description=group)
 
     def add(self, case: Case, contender: Contender) -> None:
-        load = Load(connections=case.connections or 1, seconds=self.seconds, warmup=1.0)
+        load = LoadProfile(connections=case.connections or 1, seconds=self.seconds, warmup=1.0)
         with self.going_on():
             result = contender.measure(load)
             self.figures.setdefault(case, {}).setdefault(contender.name, []).append(result)
@@ -128,21 +114,23 @@ class Comparison:
         self.progress.remove_task(task)
 
     def best_delay(self, peer: Peer, workers: int, connections: int) -> int:
-        """The max_batch_delay with which TorchServe serves the mlp best under so many connections."""
+        """Return the max_batch_delay with which TorchServe serves the mlp best under so many connections."""
         found = {}
-        task = self.progress.add_task(f"tuning {peer.name}: {workers} workers, {connections}", total=len(DELAYS))
+        task = self.progress.add_task(
+            f"tuning {peer.name}: {workers} workers, {connections}", total=len(DELAYS)
+        )
         for delay in DELAYS:
             url = self.serve(peer, "tuning", "mlp", workers=workers, batch_size=16, max_batch_delay=delay)
-            request = Request(url, body=MODELS["mlp"].body)
-            found[delay] = send(request, Load(connections=connections, seconds=2, warmup=1)).throughput
+            request = LoadRequest(url, body=MODELS["mlp"].body)
+            found[delay] = send(request, LoadProfile(connections=connections, seconds=2, warmup=1)).throughput
             self.progress.advance(task)
         peer.unregister("bench_tuning")
         self.progress.remove_task(task)
         best = max(found, key=found.__getitem__)
         tried = ", ".join(f"{delay} ms {rate:,.0f}/s" for delay, rate in found.items())
         self.note(
-            f"TorchServe's best max_batch_delay for the mlp with workers: {workers} and connections: {connections} "
-            f"is {best} ms, and so it was measured ({tried})."
+            f"TorchServe's best max_batch_delay for the mlp with workers: {workers} and connections:"
+            f" {connections} is {best} ms, and so it was measured ({tried})."
         )
         return best
 
@@ -221,24 +209,32 @@ class Comparison:
             self.interleave("gateway", pair, (1, 32, 64))
 
     def oip(self, relay: Peer) -> None:
-        """The echo by TorchServe's protocol and by the Open Inference Protocol; a MiB raw and as JSON."""
+        """Measure the echo by TorchServe's protocol and by the Open Inference Protocol; a MiB raw and as
+        JSON.
+        """
         with self.going_on():
-            plain = over_http(report.RELAY_BATCHED, self.serve(relay, "oip_plain", "echo", batch_size=16), "echo")
+            plain = over_http(
+                report.RELAY_BATCHED, self.serve(relay, "oip_plain", "echo", batch_size=16), "echo"
+            )
             archive = configured(self.archives["echo"], self.folder, "oip", "fast_path: oip\n")
             relay.register(archive, "bench_oip", batch_size=16)
-            near = oip.echo(report.OIP, relay.base, "bench_oip")
-            far = oip.echo(report.OIP_GATEWAY, relay.base, "bench_oip_plain")
+            near = open_inference.echo(report.OIP, relay.base, "bench_oip")
+            far = open_inference.echo(report.OIP_GATEWAY, relay.base, "bench_oip_plain")
             self.interleave("oip", [plain, near, far], (1, 32))
         with self.going_on():
             config = "tensors: true\nfast_path: oip\n"
             archive = configured(self.archives["tensor_echo"], self.folder, "oip", config)
             relay.register(archive, "bench_tensors", batch_size=16)
             ways = {report.RAW: True, report.AS_JSON: False}
-            contenders = [oip.mebibyte(name, relay.base, "bench_tensors", raw) for name, raw in ways.items()]
+            contenders = [
+                open_inference.mebibyte(name, relay.base, "bench_tensors", raw) for name, raw in ways.items()
+            ]
             self.interleave("oip, 1 MiB", contenders, (1, 4))
 
     def grpc(self, relay: Peer | None, serve: Peer | None) -> None:
-        """The echo by gRPC, all streams on one connection; beside it the same replica by HTTP on the fast path."""
+        """Measure the echo by gRPC, all streams on one connection, and the same replica by HTTP on the fast
+        path.
+        """
         contenders = []
         theirs = (serve, report.SERVE_GRPC, 1), (serve, report.SERVE_GRPC_BATCHED, 16)
         for peer, name, size in (*theirs, (relay, report.GRPC, 1), (relay, report.GRPC_BATCHED, 16)):
@@ -276,7 +272,7 @@ class Comparison:
             self.note(f"Assignment of one call: {traffic.assignment()}.")
 
     def shadow(self, relay: Peer) -> None:
-        """The mlp at half of what it can do, without a shadow and with one; the requests come by a Poisson process."""
+        """Measure the mlp at half of its capacity, without a shadow and with one, under Poisson arrivals."""
         contenders = []
         with self.going_on():
             models = {report.ALONE: "bench_alone", report.SHADOWED: "bench_shadowed"}
@@ -285,9 +281,10 @@ class Comparison:
                 for name, model in models.items()
             }
             traffic.put_policy(relay, models[report.SHADOWED], {"shadow": {"version": "2.0", "percent": 10}})
-            # A check of bodies makes it the generator that will send the load, whose cost is part of "all that it can".
-            request = Request(urls[report.ALONE], body=MODELS["mlp"].body, check=bool)
-            rate = send(request, Load(connections=32, seconds=self.seconds, warmup=2)).throughput / 2
+            # A check of bodies makes it the generator that will send the load, whose cost is part of "all
+            # that it can".
+            request = LoadRequest(urls[report.ALONE], body=MODELS["mlp"].body, check=bool)
+            rate = send(request, LoadProfile(connections=32, seconds=self.seconds, warmup=2)).throughput / 2
             self.note(f"Shadows were measured at {rate:,.0f} requests/s, half of what the mlp can do.")
             contenders = [traffic.at_rate(over_http(name, url, "mlp"), rate) for name, url in urls.items()]
         self.interleave("shadow", contenders, (64,))
@@ -296,15 +293,18 @@ class Comparison:
         """Sentences of many lengths: batches of rows as they came, and of rows of similar length."""
         contenders = []
         with self.going_on():
-            archive, bodies = self.archives["sentences"], lengths.bodies()
-            files = {report.UNSORTED: archive, report.BUCKETED: lengths.bucketed(archive, self.folder)}
+            archive, bodies = self.archives["sentences"], sequence_lengths.bodies()
+            files = {
+                report.UNSORTED: archive,
+                report.BUCKETED: sequence_lengths.bucketed(archive, self.folder),
+            }
             for name, file in files.items():
                 url = relay.register(file, f"bench_{file.stem.replace('-', '_')}", batch_size=8)
                 contenders.append(over_http(name, url, "sentences", bodies=bodies))
         self.interleave("lengths", contenders, (32, 64))
 
     def variants(self) -> None:
-        """What each of a model's variants gives beside the plain one, in one process: an encoder, an image network."""
+        """Measure each variant of an encoder and an image network beside the plain one, in one process."""
         task = self.progress.add_task("variants", total=2)
         for name in ("MiniLM", "ResNet"):
             self.progress.update(task, description=f"variants: {name}")
@@ -321,7 +321,7 @@ class Comparison:
             self.progress.advance(task)
 
     def runtimes(self, relay: Peer) -> None:
-        """The same sentences to the same encoder by PyTorch and by ONNX Runtime: through the server, and in a loop."""
+        """Measure the same encoder by PyTorch and by ONNX Runtime, through the server and in a bare loop."""
         with self.going_on():
             tried = self.encoders or runtimes.minilm(self.folder, 1, tuple(runtimes.SERVED.values()))
             urls = {}
@@ -336,29 +336,42 @@ class Comparison:
                         how = (str(tried.work / variant), "1", str(words))
                         loop = stack.enter_context(measurer("runtimes", *how, threads=1))
                         contenders.append(loop.loop(report.LOOPED.format(runtime)))
-                        name, asked = report.SERVED.format(runtime), runtimes.bodies(words)
-                        contenders.append(over_http(name, urls[variant], runtimes.MINILM, bodies=asked))
+                        name, requested = report.SERVED.format(runtime), runtimes.bodies(words)
+                        contenders.append(over_http(name, urls[variant], runtimes.MINILM, bodies=requested))
                     self.interleave(group, contenders, (32,))
 
     def generation(self) -> None:
         """Continuous batching beside generate, in one process of their own."""
         task = self.progress.add_task("generation", total=None)
-        command = [sys.executable, "-m", "serve_app.bench.generation", "--json", "--rounds", str(self.rounds)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.generation",
+            "--json",
+            "--rounds",
+            str(self.rounds),
+        ]
         done = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True)
         with self.going_on():
             if done.returncode:
-                raise PeerFailed(f"text generation ended with {done.returncode}: {done.stderr.strip()[-1000:]}")
+                raise PeerFailed(
+                    f"text generation ended with {done.returncode}: {done.stderr.strip()[-1000:]}"
+                )
             figures = self.figures.setdefault(Case("generation"), {})
             for way, rounds in json.loads(done.stdout.splitlines()[-1]).items():
                 figures[way] = [_generated(*each) for each in rounds]
         self.progress.remove_task(task)
 
     def sharding(self) -> None:
-        """One language model whole and over two processes, which exchange what they compute over the loopback."""
+        """One language model whole and over two processes, which exchange what they compute over the
+        loopback.
+        """
         with contextlib.ExitStack() as stack, self.going_on():
             folder = self.folder / "llama"
             generation.save_model(folder, 512)
-            models = {way: stack.enter_context(sharding.started(folder, *how)) for way, how in sharding.WAYS.items()}
+            models = {
+                way: stack.enter_context(sharding.started(folder, *how)) for way, how in sharding.WAYS.items()
+            }
             for what in (sharding.LOGITS, sharding.TOKENS):
                 contenders = [model.contender(way, what) for way, model in models.items()]
                 self.interleave(f"sharding, {what}", contenders, (0,))
@@ -374,7 +387,6 @@ class Comparison:
                     self.add(Case("middleware", 32), contender)
                 self.progress.advance(task)
 
-
     def costs(self, configs: Path) -> None:
         """Tokens, custom metrics and the access log together, against a server with none of them."""
         without = {"auth": {"mode": "off"}, "telemetry": {"access_log": "", "system_metrics": False}}
@@ -383,147 +395,22 @@ class Comparison:
         with contextlib.ExitStack() as stack, self.going_on():
             contenders = []
             for name, model, settings, folder in servers:
-                relay = stack.enter_context(peers.torchrelay(self.folder, configs, settings=settings, name=folder))
-                keys = peers.keys(self.folder / folder) if settings is full else {"management": "", "inference": ""}
+                relay = stack.enter_context(
+                    peers.torchrelay(self.folder, configs, settings=settings, name=folder)
+                )
+                keys = (
+                    peers.keys(self.folder / folder)
+                    if settings is full
+                    else {"management": "", "inference": ""}
+                )
                 url = relay.with_(keys["management"]).register(self.archives[model], "echo", batch_size=16)
                 contenders.append(over_http(name, url, model, peers.bearer(keys["inference"])))
             self.interleave("costs", contenders, (32,))
 
 
-def _generated(tokens: int, seconds: float, latencies: Sequence[float]) -> Result:
-    """A round of text generation: what is counted is tokens, and the latencies are of whole answers."""
+def _generated(tokens: int, seconds: float, latencies: Sequence[float]) -> LoadResult:
+    """Return a round of text generation: it counts tokens, and its latencies are of whole answers."""
     held = sorted(latencies)
     p50, p90, p99 = (held[math.ceil(share * len(held)) - 1] for share in (0.5, 0.9, 0.99))
     mean = statistics.mean(held)
-    return Result("loop", 0, seconds, len(held), tokens, p50, p90, p99, held[-1], mean=mean)
-
-
-def machine() -> Mapping[str, str]:
-    """What the figures depend on."""
-    facts = {"machine": f"{os.cpu_count()} cores, {_memory()}, {platform.system()}"}
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        facts["processor"] = next(line.split(": ", 1)[1] for line in lines if line.startswith("model name"))
-    versions = [f"Python {platform.python_version()}"]
-    for package in ("torch", "ray", "fastapi", "uvicorn"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-    with contextlib.suppress(PeerFailed):
-        versions.append(f"Java {peers.java_version()}")
-    facts["versions"] = ", ".join(versions)
-    facts["generator"] = "wrk, on the same machine" if wrk.installed() else "the asyncio client, on the same machine"
-    return facts
-
-
-def _memory() -> str:
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-
-
-def main(
-    only: Annotated[str, typer.Option(help=f"Some of {','.join(GROUPS)}; all where nothing is said.")] = "",
-    rounds: Annotated[int, typer.Option(help="How often each contender is measured.")] = 5,
-    seconds: Annotated[float, typer.Option(help="Of each measurement.")] = 5.0,
-    skip_torchserve: Annotated[bool, typer.Option("--skip-torchserve", help="Leave TorchServe out.")] = False,
-    skip_torchrelay: Annotated[bool, typer.Option("--skip-torchrelay", help="Measure the others alone.")] = False,
-    configs: Annotated[Path, typer.Option(help="The folder of app.yaml and serve.env.")] = Path("configs"),
-    inference: Annotated[str, typer.Option(help="A running Torchrelay, in place of one that is started.")] = "",
-    management: Annotated[str, typer.Option(help="Its management address.")] = "http://127.0.0.1:8081",
-    gateway: Annotated[str, typer.Option(help="A path to a model by way of the gateway.")] = _GATEWAY,
-    folder: Annotated[Optional[Path], typer.Option(help="For archives and logs; a temporary one unless said.")] = None,  # noqa: UP045
-    output: Annotated[Optional[Path], typer.Option(help="Also write the report to this file.")] = None,  # noqa: UP045
-) -> None:
-    """Compare Torchrelay with TorchServe 0.12 and bare FastAPI on this machine."""
-    groups = tuple(filter(None, only.split(","))) or GROUPS
-    if unknown := set(groups) - set(GROUPS):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is none of {', '.join(GROUPS)}", param_hint="--only")
-    console = Console(stderr=True)
-    text = TextColumn("{task.description}")
-    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with contextlib.ExitStack() as stack:
-        place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-bench-")))
-        progress = stack.enter_context(Progress(*columns, console=console))
-        run = Comparison(place.resolve(), rounds, seconds, progress)
-        try:
-            run.archives = build(run.folder / "archives")
-        except ArchiveFailed as error:
-            raise typer.Exit(_complain(console, error)) from None
-        if "variants" in groups:
-            run.variants()
-        if "generation" in groups:
-            run.generation()
-        if "sharding" in groups:
-            run.sharding()
-        if set(groups) - _ALONE:
-            _together(run, groups, skip_torchserve, skip_torchrelay, configs, inference, management, gateway)
-        if "middleware" in groups and not skip_torchrelay and not inference:
-            run.middleware(configs.resolve())
-        if "costs" in groups and not skip_torchrelay and not inference:
-            run.costs(configs.resolve())
-    command = shlex.join(["python", "-m", "serve_app.bench.compare", *sys.argv[1:]])
-    page = Report(machine(), command, run.figures, run.footprints, run.notes).markdown()
-    if output:
-        output.write_text(page)
-    print(page)
-
-
-def _together(
-    run: Comparison,
-    groups: Sequence[str],
-    skip_torchserve: bool,
-    skip_torchrelay: bool,
-    configs: Path,
-    inference: str,
-    management: str,
-    gateway: str,
-) -> None:
-    """Start what is compared, and measure the groups for which all of it is up at once."""
-    with contextlib.ExitStack() as stack:
-
-        def enter(manager: contextlib.AbstractContextManager[Peer], *, models: bool = True) -> Peer | None:
-            with run.going_on():
-                peer = stack.enter_context(manager)
-                if "memory" in groups and peer.began:
-                    run.footprint(peer, models=models)
-                return peer
-            return None
-
-        bare = enter(peers.bare(run.folder), models=False)
-        serve = None if skip_torchserve else enter(peers.torchserve(run.folder, run.folder / "archives"))
-        relay = None
-        if inference:
-            relay = enter(peers.attached("Torchrelay", inference, management))
-        elif not skip_torchrelay:
-            relay = enter(peers.torchrelay(run.folder, configs.resolve()))
-        if "echo" in groups:
-            run.echo(relay, serve, bare)
-        if "mlp" in groups:
-            run.mlp(relay, serve, bare)
-        if "encoder" in groups:
-            run.encoder(relay, serve)
-        if "images" in groups:
-            run.images(relay, serve)
-        if "gateway" in groups and relay and gateway:
-            run.gateway(relay, gateway)
-        elif "gateway" in groups:
-            run.note("The gateway was not measured: it needs Torchrelay, and --gateway with a path.")
-        if "oip" in groups and relay:
-            run.oip(relay)
-        if "grpc" in groups:
-            run.grpc(relay, serve)
-        if "traffic" in groups and relay:
-            run.traffic(relay, serve)
-        if "shadow" in groups and relay:
-            run.shadow(relay)
-        if "lengths" in groups and relay:
-            run.lengths(relay)
-        if "runtimes" in groups and relay:
-            run.runtimes(relay)
-
-
-def _complain(console: Console, error: Exception) -> int:
-    console.print(f"[red]{error}[/red]", highlight=False)
-    return 1
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    return LoadResult("loop", 0, seconds, len(held), tokens, p50, p90, p99, held[-1], mean=mean)

@@ -1,9 +1,10 @@
-"""Text generation: sixteen requests of mixed lengths one after another, as one batch, and by continuous batching.
+"""Text generation: sixteen requests of mixed lengths one after another, as one batch, and by continuous
+batching.
 
-    python -m serve_app.bench.generation
+    python -m tests.benchmarks.generation
 
-prints a table, or with --json every round, and ends with 1 where the engine's answers are not ``generate``'s: all is
-greedy and in float32.
+prints a table, or with --json every round, and ends with 1 where the engine's answers are not ``generate``'s:
+all is greedy and in float32.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any
 
 from handlers import engines
 from handlers.engines.engine import GenerationRequest
-from serve_app.bench.report import ALONE_EACH as ALONE
-from serve_app.bench.report import CONTINUOUS
-from serve_app.bench.report import TOGETHER as STATIC
+from tests.benchmarks.report import ALONE_EACH as ALONE
+from tests.benchmarks.report import CONTINUOUS
+from tests.benchmarks.report import TOGETHER as STATIC
 
 _VOCABULARY = 1000
 
@@ -42,7 +43,7 @@ def requests(count: int = 16) -> Requests:
 
 
 def save_model(folder: Path, width: int) -> None:
-    """A Llama that never learnt anything and ends no answer by itself."""
+    """Save a Llama with random weights that never ends an answer by itself."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -62,12 +63,12 @@ def save_model(folder: Path, width: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def alone(model: Any, asked: Requests) -> Run:
+def alone(model: Any, requested: Requests) -> Run:
     """Each waits for those before it."""
     import torch
 
     answers, seconds, began = [], [], time.perf_counter()
-    for prompt, count in asked:
+    for prompt, count in requested:
         ids = torch.tensor([prompt])
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
         answers.append(made[0, len(prompt) :].tolist())
@@ -75,21 +76,21 @@ def alone(model: Any, asked: Requests) -> Run:
     return answers, seconds, seconds[-1]
 
 
-def static(model: Any, asked: Requests) -> Run:
+def static(model: Any, requested: Requests) -> Run:
     """All wait for the longest."""
     import torch
 
-    longest, most = max(len(prompt) for prompt, _ in asked), max(count for _, count in asked)
+    longest, most = max(len(prompt) for prompt, _ in requested), max(count for _, count in requested)
     began = time.perf_counter()
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in asked])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in asked])
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requested])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requested])
     made = model.generate(ids, attention_mask=mask, max_new_tokens=most, do_sample=False)
     seconds = time.perf_counter() - began
-    answers = [row[longest : longest + count].tolist() for row, (_, count) in zip(made, asked)]
-    return answers, [seconds] * len(asked), seconds
+    answers = [row[longest : longest + count].tolist() for row, (_, count) in zip(made, requested)]
+    return answers, [seconds] * len(requested), seconds
 
 
-async def continuous(engine: Any, asked: Requests) -> Run:
+async def continuous(engine: Any, requested: Requests) -> Run:
     """Each leaves when it is done."""
     began = time.perf_counter()
 
@@ -99,35 +100,42 @@ async def continuous(engine: Any, asked: Requests) -> Run:
             tokens += chunk.tokens
         return tokens, time.perf_counter() - began
 
-    done = await asyncio.gather(*(one(place, *request) for place, request in enumerate(asked)))
-    return [tokens for tokens, _ in done], [seconds for _, seconds in done], max(seconds for _, seconds in done)
+    done = await asyncio.gather(*(one(place, *request) for place, request in enumerate(requested)))
+    return (
+        [tokens for tokens, _ in done],
+        [seconds for _, seconds in done],
+        max(seconds for _, seconds in done),
+    )
 
 
 async def measure(folder: Path, rounds: int) -> tuple[dict[str, list[Run]], Requests]:
     """Each way ``rounds`` times, in turn, after one round that does not count."""
     from transformers import AutoModelForCausalLM
 
-    asked = requests()
+    requested = requests()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     engine = await engines.start(folder, None, {"num_blocks": 128, "page_size": 32, "max_batch_tokens": 256})
     runs: dict[str, list[Run]] = {ALONE: [], STATIC: [], CONTINUOUS: []}
-    ways: dict[str, Callable[[], Any]] = {ALONE: lambda: alone(model, asked), STATIC: lambda: static(model, asked)}
+    ways: dict[str, Callable[[], Any]] = {
+        ALONE: lambda: alone(model, requested),
+        STATIC: lambda: static(model, requested),
+    }
     try:
         for counts in range(rounds + 1):
             for way, run in runs.items():
-                made = ways[way]() if way in ways else await continuous(engine, asked)
+                made = ways[way]() if way in ways else await continuous(engine, requested)
                 if counts:
                     run.append(made)
     finally:
         await engine.shutdown()
-    return runs, asked
+    return runs, requested
 
 
-def table(runs: dict[str, list[Run]], asked: Requests) -> str:
-    """The medians of the rounds, as Markdown."""
-    old, new = sum(len(prompt) for prompt, _ in asked), sum(count for _, count in asked)
+def table(runs: dict[str, list[Run]], requested: Requests) -> str:
+    """Return the medians of the rounds as Markdown."""
+    old, new = sum(len(prompt) for prompt, _ in requested), sum(count for _, count in requested)
     lines = [
-        f"| {len(asked)} requests, {old:,} tokens in, {new:,} out | s | tokens/s | x | mean latency, s |",
+        f"| {len(requested)} requests, {old:,} tokens in, {new:,} out | s | tokens/s | x | mean latency, s |",
         "|---|---|---|---|---|",
     ]
     first = statistics.median(whole for *_, whole in runs[ALONE])
@@ -140,20 +148,27 @@ def table(runs: dict[str, list[Run]], asked: Requests) -> str:
 
 def main(arguments: list[str] | None = None) -> bool:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--width", type=int, default=512, help="the model's: 512 makes one of 28 million weights")
+    parser.add_argument(
+        "--width", type=int, default=512, help="the model's: 512 makes one of 28 million weights"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="each way's rounds as [tokens, seconds, [latency, ...]]")
+    parser.add_argument(
+        "--json", action="store_true", help="each way's rounds as [tokens, seconds, [latency, ...]]"
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options.width)
-        runs, asked = asyncio.run(measure(Path(folder), options.rounds))
-    tokens = sum(count for _, count in asked)
+        runs, requested = asyncio.run(measure(Path(folder), options.rounds))
+    tokens = sum(count for _, count in requested)
     every = {way: [[tokens, whole, each] for _, each, whole in rounds] for way, rounds in runs.items()}
-    print(json.dumps(every) if options.json else table(runs, asked))
+    print(json.dumps(every) if options.json else table(runs, requested))
     expected = runs[ALONE][0][0]
     wrong = sum(answers != expected for answers, *_ in runs[CONTINUOUS])
     if wrong:
-        print(f"{wrong} of {options.rounds} rounds of {CONTINUOUS} answered otherwise than generate", file=sys.stderr)
+        print(
+            f"{wrong} of {options.rounds} rounds of {CONTINUOUS} answered otherwise than generate",
+            file=sys.stderr,
+        )
     return not wrong
 
 

@@ -1,7 +1,9 @@
-"""Unary gRPC calls as a load: so many streams on one connection, each sending its next call when it has its answer.
+"""Unary gRPC calls as a load: so many streams on one connection, each sending its next call when it has its
+answer.
 
-The frames are written here, byte by byte: a gRPC library for Python costs as much as the servers that are measured.
-Of HTTP/2 (RFC 9113) this is what a well-behaved server makes a client do: settings, pings, windows, and no more.
+The frames are written here, byte by byte: a gRPC library for Python costs as much as the servers that are
+measured. Of HTTP/2 (RFC 9113) this is what a well-behaved server makes a client do: settings, pings, windows,
+and no more.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.bench.load import Load, Result, percentile
+from serve_app.loadgen.profile import LoadProfile, LoadResult, percentile
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 
@@ -39,13 +41,19 @@ class Call:
 
     def __post_init__(self) -> None:
         if len(self.message) > _LARGEST:
-            raise ValueError(f"A message of {len(self.message)} bytes is too long for this client: {_LARGEST} at most.")
+            raise ValueError(
+                f"A message of {len(self.message)} bytes is too long for this client: {_LARGEST} at most."
+            )
 
     @property
     def headers(self) -> bytes:
         """The header block, which no table of the connection's has a part in."""
         block = b"\x83\x86" + b"\x04" + _text(self.path) + b"\x01" + _text(self.address)  # POST, http
-        for name, value in {"content-type": "application/grpc", "te": "trailers", "user-agent": "torchrelay"}.items():
+        for name, value in {
+            "content-type": "application/grpc",
+            "te": "trailers",
+            "user-agent": "torchrelay",
+        }.items():
             block += b"\x00" + _text(name) + _text(value)
         return block
 
@@ -58,8 +66,8 @@ def prediction(model: str, **parts: bytes) -> bytes:
     return message
 
 
-def run(call: Call, load: Load) -> Result:
-    """A closed loop of ``load.connections`` streams, from an event loop of its own. Raises OSError."""
+def run(call: Call, load: LoadProfile) -> LoadResult:
+    """Run a closed loop of ``load.connections`` streams on an event loop of its own. Raises OSError."""
     if load.rate is not None or load.seconds is None:
         raise ValueError("Calls by gRPC are a closed loop for some seconds.")
     try:
@@ -77,7 +85,7 @@ def run(call: Call, load: Load) -> Result:
         loop.close()
 
 
-async def _measure(call: Call, load: Load) -> Result:
+async def _measure(call: Call, load: LoadProfile) -> LoadResult:
     assert load.seconds is not None
     loop = asyncio.get_running_loop()
     host, _, port = call.address.rpartition(":")
@@ -89,15 +97,25 @@ async def _measure(call: Call, load: Load) -> Result:
     errors: Mapping[str, int] = channel.errors
     mean = sum(held) / len(held) if held else math.nan
     largest = held[-1] if held else math.nan
-    return Result(
-        "h2", load.connections, load.seconds, len(held), channel.completed, p50, p90, p99, largest, errors, mean=mean
+    return LoadResult(
+        "h2",
+        load.connections,
+        load.seconds,
+        len(held),
+        channel.completed,
+        p50,
+        p90,
+        p99,
+        largest,
+        errors,
+        mean=mean,
     )
 
 
 class _Channel(asyncio.Protocol):
     """The connection: its streams, and what came of those that are over."""
 
-    def __init__(self, call: Call, load: Load) -> None:
+    def __init__(self, call: Call, load: LoadProfile) -> None:
         block, message = call.headers, b"\x00" + struct.pack(">I", len(call.message)) + call.message
         self._head = struct.pack(">I", len(block) << 8 | _HEADERS) + bytes([_END_HEADERS])
         self._block = block
@@ -124,7 +142,9 @@ class _Channel(asyncio.Protocol):
         self._start = time.perf_counter() + self._load.warmup
         self._end = self._start + (self._load.seconds or 0)
         self._transport.write(hello + _frame(_WINDOW, 0, 0, struct.pack(">I", _WIDE)))
-        self._transport.write(b"".join(self._open(time.perf_counter()) for _ in range(self._load.connections)))
+        self._transport.write(
+            b"".join(self._open(time.perf_counter()) for _ in range(self._load.connections))
+        )
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer + data if self._buffer else data
@@ -165,7 +185,7 @@ class _Channel(asyncio.Protocol):
             self._ended(stream, "", answer)
 
     def _open(self, now: float) -> bytes:
-        """The next call, or nothing while the window has no room for it."""
+        """Send the next request, or nothing while the window has no room for it."""
         if self._window < len(self._message):
             self._waiting.append(now)
             return b""

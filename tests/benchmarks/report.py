@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from serve_app.bench.load import Result
+from serve_app.loadgen.profile import LoadResult
 
 FASTAPI = "FastAPI"
 SERVE1, SERVE2 = "TorchServe, 1 worker", "TorchServe, 2 workers"
@@ -40,14 +40,15 @@ ALONE_EACH, TOGETHER, CONTINUOUS = "one after another", "one batch, padded", "co
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """What is measured: a model under so many connections, or under none. ``group`` names its table: a group of
-    the comparison, and after a comma what of it."""
+    """What is measured: a model under so many connections, or under none. ``group`` names its table: a group
+    of the comparison, and after a comma what of it.
+    """
 
     group: str
     connections: int = 0
 
 
-Figures = Mapping[Case, Mapping[str, Sequence[Result]]]  # case -> contender -> one Result a round
+Figures = Mapping[Case, Mapping[str, Sequence[LoadResult]]]  # case -> contender -> one Result a round
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class Footprint:
 
     contender: str
     ready: float = math.nan  # seconds from the command to the first healthy ping
-    first_answer: float = math.nan  # seconds from the command to the first prediction, a registration included
+    first_answer: float = (
+        math.nan
+    )  # seconds from the command to the first prediction, a registration included
     idle: float = math.nan  # bytes of the whole tree without a model
     with_model: float = math.nan  # bytes with the mlp on one worker
     per_worker: float = math.nan  # bytes of each further worker
@@ -83,20 +86,23 @@ class Target:
         return f"{where}: {self.measure} of *{self.ours}* {sign} {self.needed:g} × *{self.theirs}*"
 
     def ratio(self, figures: Figures) -> float:
-        """The median of the rounds' own ratios, which a machine that slows down between rounds does not move.
+        """Return the median of the rounds' own ratios, which a machine that slows down between rounds does
+        not move.
 
-        The ratio of the medians where one of the two has missed a round; NaN where one was not measured.
+        Return the ratio of the medians where one side missed a round, NaN where one was not measured.
         """
         ours, theirs = self._sides(figures)
         if len(ours) != len(theirs):
             return self.of_medians(figures)
-        return _median([_over(getattr(a, self.measure), getattr(b, self.measure)) for a, b in zip(ours, theirs)])
+        return _median(
+            [_over(getattr(a, self.measure), getattr(b, self.measure)) for a, b in zip(ours, theirs)]
+        )
 
     def of_medians(self, figures: Figures) -> float:
-        """The ratio of the medians over all rounds; NaN where either side was not measured."""
+        """Return the ratio of the medians over all rounds; NaN where either side was not measured."""
         return _over(*(median(results, self.measure) for results in self._sides(figures)))
 
-    def _sides(self, figures: Figures) -> tuple[Sequence[Result], Sequence[Result]]:
+    def _sides(self, figures: Figures) -> tuple[Sequence[LoadResult], Sequence[LoadResult]]:
         contenders = figures.get(self.case, {})
         return contenders.get(self.ours, ()), contenders.get(self.theirs, ())
 
@@ -149,7 +155,12 @@ TARGETS = (
 )
 
 # What a table counts, by how its group begins.
-_UNITS = {"variants": "rows/s", "generation": "tokens/s", "sharding, tokens": "tokens/s", "sharding": "rows/s"}
+_UNITS = {
+    "variants": "rows/s",
+    "generation": "tokens/s",
+    "sharding, tokens": "tokens/s",
+    "sharding": "rows/s",
+}
 
 
 @dataclass(frozen=True)
@@ -200,7 +211,7 @@ class Report:
         head = ("connections", "", unit, "of the rounds", *(("mean ms",) if means else ()))
         return _table((*head, "p50 ms", "p90 ms", "p99 ms", "max ms", "errors"), rows, left={1})
 
-    def _results(self, group: str) -> list[Result]:
+    def _results(self, group: str) -> list[LoadResult]:
         ours = (contenders for case, contenders in self.figures.items() if case.group == group)
         return [result for contenders in ours for results in contenders.values() for result in results]
 
@@ -234,8 +245,8 @@ class Report:
         return _table(("target", "measured", "of the medians", ""), rows, left={0, 3})
 
 
-def median(results: Sequence[Result], measure: str) -> float:
-    """The median over rounds of one of a Result's numbers; NaN of none."""
+def median(results: Sequence[LoadResult], measure: str) -> float:
+    """Return the median over rounds of one number of a result; NaN without rounds."""
     return _median([getattr(result, measure) for result in results])
 
 

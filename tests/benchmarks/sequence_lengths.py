@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from serve_app.bench.archives import configured
+from tests.benchmarks.archives import configured
 
 SHORTEST, LONGEST = 8, 128  # tokens; every length between them is as likely as any other
 
@@ -19,5 +19,5 @@ def bodies(count: int = 512) -> tuple[bytes, ...]:
 
 
 def bucketed(archive: Path, folder: Path) -> Path:
-    """A copy of an archive whose model-config.yaml says ``bucket_by_length``."""
+    """Copy an archive with ``bucket_by_length`` in its model-config.yaml."""
     return configured(archive, folder, "bucketed", "bucket_by_length: true\n")

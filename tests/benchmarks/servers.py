@@ -1,8 +1,4 @@
-"""What the benchmark compares, each started and ended as a context manager that gives a Peer.
-
-All of them listen on loopback ports of their own, and all but the bare server take the same archives
-by TorchServe's management API.
-"""
+"""The servers of the benchmark as context managers; all but the bare one take archives by an API."""
 
 from __future__ import annotations
 
@@ -89,7 +85,10 @@ class Peer:
         return self.url(name)
 
     def add_version(self, archive: Path, name: str, *, batch_size: int = 1) -> None:
-        """Register the version in an archive beside the model's others, and wait for its worker. Raises PeerFailed."""
+        """Register the version in an archive beside the model's others, and wait for its worker.
+
+        Raises PeerFailed.
+        """
         params = {"url": archive.resolve().as_uri(), "model_name": name, "batch_size": batch_size}
         self._manage("POST", "/models", f"registering {archive.name} as {name}", **params, initial_workers=1)
 
@@ -107,17 +106,17 @@ class Peer:
         self._manage("PUT", f"/models/{name}", f"scaling {name} to {workers}", **params)
 
     def with_(self, token: str) -> Peer:
-        """The same server, managed with a token."""
+        """Return the same server, managed with a token."""
         return replace(self, token=token)
 
     def _manage(
         self, method: str, path: str, doing: str, document: Any = None, also: int = 200, **params: str | int
     ) -> None:
-        asked: dict[str, Any] = {"params": params, "headers": bearer(self.token), "timeout": 180}
+        requested: dict[str, Any] = {"params": params, "headers": bearer(self.token), "timeout": 180}
         if document is not None:
-            asked["json"] = document
+            requested["json"] = document
         try:
-            answer = httpx.request(method, self.management + path, **asked)
+            answer = httpx.request(method, self.management + path, **requested)
         except httpx.HTTPError as error:
             raise PeerFailed(f"{self.name}: {doing} failed: {error!r}") from error
         if not answer.is_success and answer.status_code != also:
@@ -161,14 +160,14 @@ class Peer:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The header that carries a token; none where there is none."""
+    """Return the header that carries a token; empty without one."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def keys(run: Path) -> dict[str, str]:
-    """The tokens that the Torchrelay which lives in ``run`` has written into its key file, by kind."""
-    said = json.loads((run / "key_file.json").read_text())
-    return {kind: entry["key"] for kind, entry in said.items()}
+    """Return the tokens in the key file of the Torchrelay that runs in ``run``, by kind."""
+    result = json.loads((run / "key_file.json").read_text())
+    return {kind: entry["key"] for kind, entry in result.items()}
 
 
 def free_ports(count: int) -> list[int]:
@@ -185,7 +184,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def attached(name: str, base: str, management: str = "", pid: int = 0) -> Iterator[Peer]:
-    """A server that already runs; it is left running."""
+    """Return a server that runs already; it is left running."""
     yield Peer(name, base.rstrip("/"), management.rstrip("/"), pid)
 
 
@@ -204,8 +203,8 @@ def started(
     """Run ``command`` until the block ends; its output goes to ``folder/<name>.log``.
 
     Ready is when ``/ping`` answers 200. Raises PeerFailed when it ends before, or takes longer than
-    ``timeout`` seconds. At the end it gets what Ctrl-C gives; whatever is left of it then is killed. Where this process
-    is terminated, that is the end.
+    ``timeout`` seconds. At the end it gets what Ctrl-C gives; whatever is left of it then is killed. Where
+    this process is terminated, that is the end.
     """
     base, management = base.rstrip("/"), management.rstrip("/")
     log = folder / f"{re.sub('[^A-Za-z0-9]+', '-', name).lower()}.log"
@@ -221,7 +220,9 @@ def started(
             with httpx.Client(timeout=2.0) as client:
                 while not _healthy(client, base):
                     if process.poll() is not None:
-                        raise PeerFailed(f"{name} ended with {process.returncode} before it was ready:\n{_tail(log)}")
+                        raise PeerFailed(
+                            f"{name} ended with {process.returncode} before it was ready:\n{_tail(log)}"
+                        )
                     if time.monotonic() - began > timeout:
                         raise PeerFailed(f"{name} was not ready after {timeout:g} s:\n{_tail(log)}")
                     time.sleep(0.02)
@@ -233,8 +234,11 @@ def started(
 
 @contextmanager
 def _ending_when_terminated() -> Iterator[None]:
-    """A termination of this process is an exception meanwhile, where it would have ended it without one."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    """Turn a termination of this process into an exception inside the block, unless a handler exists."""
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
     if ours:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -248,7 +252,7 @@ def _ending_when_terminated() -> Iterator[None]:
 def bare(folder: Path) -> Iterator[Peer]:
     """Bare FastAPI on uvicorn, one process."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "serve_app.bench.bare", str(port)]
+    command = [sys.executable, "-m", "tests.benchmarks.bare_fastapi", str(port)]
     env = {"OMP_NUM_THREADS": "1"}
     with started("FastAPI", command, f"http://127.0.0.1:{port}", folder=folder, env=env) as peer:
         yield peer
@@ -281,7 +285,9 @@ def torchrelay(
 def _configure(
     run: Path, configs: Path, without: Sequence[str], settings: Mapping[str, Any]
 ) -> tuple[int, int, int]:
-    """Write the configuration of a server that lives in ``run``; returns its inference, management and gRPC ports."""
+    """Write the configuration of a server that lives in ``run``; returns its inference, management and
+    gRPC ports.
+    """
     (run / "model_store").mkdir(parents=True)
     document = yaml.safe_load((configs / "app.yaml").read_text())
     inference, management, metrics, grpc, grpc_management = free_ports(5)
@@ -344,20 +350,21 @@ def torchserve(folder: Path, model_store: Path, cache: Path = CACHE) -> Iterator
 
 
 def java_version() -> str:
-    """The version of the Java that TorchServe would use. Raises PeerFailed below 17."""
+    """Return the version of the Java that TorchServe would use. Raises PeerFailed below 17."""
     home = os.environ.get("JAVA_HOME")
     java = f"{home}/bin/java" if home else shutil.which("java")
     if not java:
         raise PeerFailed("TorchServe needs Java 17, and there is no java on the PATH and no JAVA_HOME")
-    said = subprocess.run([java, "-version"], capture_output=True, text=True).stderr
-    found = re.search(r'version "(\d+)([^"]*)"', said)
+    result = subprocess.run([java, "-version"], capture_output=True, text=True).stderr
+    found = re.search(r'version "(\d+)([^"]*)"', result)
     if not found or int(found[1]) < 17:
-        raise PeerFailed(f"TorchServe needs Java 17; {java} says: {said.partition(os.linesep)[0] or 'nothing'}")
+        version = result.partition(os.linesep)[0] or "nothing"
+        raise PeerFailed(f"TorchServe needs Java 17; {java} says: {version}")
     return found[1] + found[2]
 
 
 def environment(cache: Path = CACHE) -> Path:
-    """The interpreter of TorchServe's environment, made when it is not there yet."""
+    """Return the interpreter of TorchServe's environment; create the environment when it is missing."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     environment = cache / f"torchserve-{TORCHSERVE}-py{here}"
     python, done = environment / "bin" / "python", environment / "installed"
@@ -367,7 +374,9 @@ def environment(cache: Path = CACHE) -> Path:
         return python
     shutil.rmtree(environment, ignore_errors=True)
     try:
-        subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, capture_output=True, text=True)
+        subprocess.run(
+            [sys.executable, "-m", "venv", str(environment)], check=True, capture_output=True, text=True
+        )
         (site,) = environment.glob("lib/python*/site-packages")
         # After its own packages come this interpreter's: the same torch, and nothing is downloaded twice.
         (site / "shared.pth").write_text(f"{packages}\n")
@@ -379,14 +388,17 @@ def environment(cache: Path = CACHE) -> Path:
         (site / "torchvision" / "__init__.py").touch()
         (site / "torchvision" / "transforms.py").write_text(_TRANSFORMS)
     except subprocess.CalledProcessError as error:
-        raise PeerFailed(f"pip could not install torchserve {TORCHSERVE}:\n{error.stderr.strip()[-1000:]}") from error
+        raise PeerFailed(
+            f"pip could not install torchserve {TORCHSERVE}:\n{error.stderr.strip()[-1000:]}"
+        ) from error
     done.write_text(made_of)
     return python
 
 
-# TorchServe's image handlers import torchvision, whose wheel does not go with every build of torch. Its transforms
-# of an image are Pillow's, as ours are, so ours stand in for them and both servers do the same work.
-_TRANSFORMS = """from handlers.vision import CenterCrop, Compose, Normalize, Resize, ToTensor
+# TorchServe's image handlers import torchvision, whose wheel does not go with every build of torch. Its
+# transforms of an image are Pillow's, as ours are, so ours stand in for them and both servers do the same
+# work.
+_TRANSFORMS = """from handlers.builtin.vision import CenterCrop, Compose, Normalize, Resize, ToTensor
 
 __all__ = ["CenterCrop", "Compose", "Normalize", "Resize", "ToTensor"]
 """
@@ -407,7 +419,7 @@ def _healthy(client: httpx.Client, base: str) -> bool:
 
 
 def _tree(pid: int, mark: str) -> list[psutil.Process]:
-    """The descendants of ``pid``, itself, and all that carry the mark with theirs."""
+    """Return ``pid``, its descendants, and all processes that carry the mark with their descendants."""
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
@@ -418,18 +430,18 @@ def _tree(pid: int, mark: str) -> list[psutil.Process]:
     return list(found.values())
 
 
-def _end(process: subprocess.Popen, mark: str, patience: float = 10.0) -> None:
+def _end(process: subprocess.Popen, mark: str, max_wait: float = 10.0) -> None:
     """End the process as Ctrl-C would, then whatever of its tree is left."""
     tree = _tree(process.pid, mark)
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
+            process.wait(max_wait)
     _, alive = psutil.wait_procs({*tree, *_tree(process.pid, mark)}, timeout=0.2)
     for left in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             left.kill()
-    psutil.wait_procs(alive, timeout=patience)
+    psutil.wait_procs(alive, timeout=max_wait)
     process.wait()
 
 

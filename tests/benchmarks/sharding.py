@@ -1,8 +1,9 @@
 """One language model in one process and over two: what the exchange between them costs.
 
-``python -m serve_app.bench.sharding RANK PORT FOLDER TENSOR PIPELINE THREADS`` is one process of a model. Rank 0
-prints the port at which the others find it; then each answers the line ``logits`` or ``tokens`` on its stdin with what
-it did and the seconds that it took, as JSON. All processes of a model are to be told the same.
+``python -m tests.benchmarks.sharding RANK PORT FOLDER TENSOR PIPELINE THREADS`` is one process of a model.
+Rank 0 prints the port at which the others find it; then each answers the line ``logits`` or ``tokens`` on its
+stdin with what it did and the seconds that it took, as JSON. All processes of a model receive the
+same.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench.contenders import Contender, Measurer, measurer
-from serve_app.bench.load import Load, Result
+from serve_app.loadgen.profile import LoadProfile, LoadResult
+from tests.benchmarks.targets import Contender, Measurer, measurer
 
 LOGITS, TOKENS = "logits", "tokens"
 # What a table calls it -> tensor_parallel, pipeline_parallel and the threads of each process.
@@ -33,7 +34,9 @@ _PROMPTS, _LONG, _NEW = 4, 64, 16  # tokens
 
 
 def rows(what: str) -> list[dict[str, Any]]:
-    """A batch that asks for the scores of what follows four prompts, or for sixteen new tokens after each of them."""
+    """Return a batch that requests the scores after four prompts, or sixteen new tokens after each of
+    them.
+    """
     draw = random.Random(0)
     prompts = [[draw.randrange(1, 256) for _ in range(_LONG)] for _ in range(_PROMPTS)]
     more = {"logits": True} if what == LOGITS else {"max_new_tokens": _NEW}
@@ -47,28 +50,31 @@ class Sharded:
         self._ranks = ranks
 
     def measure(self, what: str) -> dict[str, Any]:
-        """What rank 0 says of one batch: how many it ``made``, the ``seconds``, and the ``answers``."""
+        """Return rank 0's report of one batch: how many it ``made``, the ``seconds``, and the ``answers``."""
         for rank in self._ranks:
             rank.tell(what)
-        return [rank.hear() for rank in self._ranks][0]
+        answers = [rank.hear() for rank in self._ranks]  # every rank must answer before the next order
+        return answers[0]
 
     def contender(self, way: str, what: str) -> Contender:
-        """A row of a table; its latency is the median batch's."""
+        """Return a row of a table; its latency is that of the median batch."""
 
-        def measure(load: Load) -> Result:
+        def measure(load: LoadProfile) -> LoadResult:
             batches = [self.measure(what)]
             while sum(batch["seconds"] for batch in batches) < (load.seconds or 0):
                 batches.append(self.measure(what))
             seconds, made = ([batch[name] for batch in batches] for name in ("seconds", "made"))
             median, nan = statistics.median(seconds), math.nan
-            return Result("loop", 0, sum(seconds), _PROMPTS * len(batches), sum(made), median, nan, nan, max(seconds))
+            return LoadResult(
+                "loop", 0, sum(seconds), _PROMPTS * len(batches), sum(made), median, nan, nan, max(seconds)
+            )
 
         return Contender(way, measure)
 
 
 @contextlib.contextmanager
 def started(folder: Path, tensor: int, pipeline: int, threads: int) -> Iterator[Sharded]:
-    """The model of the Hugging Face folder ``folder``, loaded. Raises PeerFailed."""
+    """Yield the model of the Hugging Face folder ``folder``, loaded. Raises PeerFailed."""
     with contextlib.ExitStack() as stack:
         ranks, port = [], 0
         for rank in range(tensor * pipeline):
@@ -84,14 +90,14 @@ def answer(rank: int, port: int, folder: Path, tensor: int, pipeline: int, threa
     """One process of the model; see above."""
     import torch
 
-    from handlers.causal_lm import CausalLM
+    from handlers.builtin.causal_lm import CausalLM
     from handlers.context import Context
-    from handlers.sharding import Place, Rendezvous
+    from handlers.distributed.process_group import RankPlacement, Rendezvous
 
     torch.set_num_threads(threads)
     world = tensor * pipeline
     if world > 1:
-        meeting = Rendezvous(Place(rank, world, rank, world, "127.0.0.1"), port)
+        meeting = Rendezvous(RankPlacement(rank, world, rank, world, "127.0.0.1"), port)
         port = meeting.port
     if not rank:
         print(port, flush=True)
@@ -104,8 +110,8 @@ def answer(rank: int, port: int, folder: Path, tensor: int, pipeline: int, threa
         model.handle(rows(what), None)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        asked, began = rows(line.strip()), time.perf_counter()
-        answers = model.handle(asked, None)
+        requested, began = rows(line.strip()), time.perf_counter()
+        answers = model.handle(requested, None)
         seconds = time.perf_counter() - began
         made = sum(len(row["tokens"]) for row in answers) if line.strip() == TOKENS else len(answers)
         print(json.dumps({"made": made, "seconds": seconds, "answers": answers}), flush=True)

@@ -1,9 +1,10 @@
-"""What streaming adds to a chunk: from the handler's emit to the reader, over a server that runs on this machine.
+"""What streaming adds to a chunk: from the handler's emit to the reader, over a server that runs on this
+machine.
 
-    python -m serve_app.bench.streaming --model-store model_store
+    python -m tests.benchmarks.streaming --model-store model_store
 
-registers a model that streams the time, and prints what each way adds; it ends with 1 where that is 1 ms or more for
-half of the chunks at one connection. A chunk is made every 5 ms, as a fast language model does.
+registers a model that streams the time, and prints what each way adds; it ends with 1 where that is 1 ms or
+more for half of the chunks at one connection. A chunk is made every 5 ms, as a fast language model does.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from serve_app.bench.grpc import PREDICTIONS, prediction
 from serve_app.client import Client
+from tests.benchmarks.grpc_load import PREDICTIONS, prediction
 
 MODEL = "chunks"
 GOAL = 1.0  # milliseconds a chunk
@@ -63,7 +64,9 @@ def _over_grpc(address: str, count: int, pause: float) -> Iterator[float]:
 
     message = prediction(MODEL, body=json.dumps({"count": count, "pause": pause}).encode())
     with grpc.insecure_channel(address) as channel:
-        for answer in channel.unary_stream(f"{PREDICTIONS.rpartition('/')[0]}/StreamPredictions")(message, timeout=60):
+        for answer in channel.unary_stream(f"{PREDICTIONS.rpartition('/')[0]}/StreamPredictions")(
+            message, timeout=60
+        ):
             if found := _STAMP.search(answer):
                 yield (time.time_ns() - int(found[1])) / 1e6
 
@@ -79,7 +82,7 @@ WAYS: dict[str, Read] = {
 
 
 def measure(address: str, way: str, connections: int, count: int, pause: float = 0.005) -> list[float]:
-    """The milliseconds of each chunk, of streams side by side; the first of each stream is left out."""
+    """Return the milliseconds of each chunk of concurrent streams, without the first chunk of each."""
     found: list[list[float]] = []
 
     def stream() -> None:
@@ -91,12 +94,14 @@ def measure(address: str, way: str, connections: int, count: int, pause: float =
     for thread in threads:
         thread.join()
     if [len(one) for one in found] != [count] * connections:
-        raise SystemExit(f"{way}: of {connections} streams of {count} chunks came {[len(one) for one in found]}")
+        raise SystemExit(
+            f"{way}: of {connections} streams of {count} chunks came {[len(one) for one in found]}"
+        )
     return [value for one in found for value in one[1:]]
 
 
 def archive(store: Path) -> Path:
-    """The model as an archive in ``store``."""
+    """Write the model as an archive into ``store``."""
     store.mkdir(parents=True, exist_ok=True)
     manifest = {"model": {"modelName": MODEL, "modelVersion": "1.0", "handler": _HANDLER.name}}
     place = store / f"{MODEL}.mar"
@@ -107,22 +112,24 @@ def archive(store: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> bool:
-    parser = argparse.ArgumentParser(prog="python -m serve_app.bench.streaming", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.streaming", description=__doc__)
     parser.add_argument("--inference", default="http://127.0.0.1:8080")
     parser.add_argument("--grpc", default="127.0.0.1:7070")
     parser.add_argument("--management", default="http://127.0.0.1:8081")
     parser.add_argument("--model-store", type=Path, default=Path("model_store"))
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--chunks", type=int, default=400)
-    said = parser.parse_args(arguments)
-    client = Client(said.inference, said.management, timeout=120)
-    client.register(archive(said.model_store).name, initial_workers=1)
+    result = parser.parse_args(arguments)
+    client = Client(result.inference, result.management, timeout=120)
+    client.register(archive(result.model_store).name, initial_workers=1)
     reached = True
     print("| way | connections | median, ms | 99 % within, ms |\n|---|---|---|---|")
     try:
-        for connections in said.connections:
+        for connections in result.connections:
             for way in WAYS:
-                values = measure(said.grpc if way == GRPC else said.inference, way, connections, said.chunks)
+                values = measure(
+                    result.grpc if way == GRPC else result.inference, way, connections, result.chunks
+                )
                 median, slow = statistics.median(values), statistics.quantiles(values, n=100)[-1]
                 print(f"| {way} | {connections} | {median:.2f} | {slow:.2f} |")
                 reached = reached and (connections > 1 or median < GOAL)

@@ -16,9 +16,10 @@ from typing import IO, Any
 
 import httpx
 
-from serve_app.bench import Load, Request, Result, grpc, peers, report, send
-from serve_app.bench.archives import MODELS, Model
-from serve_app.bench.peers import Peer, PeerFailed
+from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send
+from tests.benchmarks import grpc_load, report, servers
+from tests.benchmarks.archives import MODELS, Model
+from tests.benchmarks.servers import Peer, PeerFailed
 
 
 @dataclass(frozen=True)
@@ -26,34 +27,44 @@ class Contender:
     """One row of a table: its name, and how it is measured."""
 
     name: str
-    measure: Callable[[Load], Result]
+    measure: Callable[[LoadProfile], LoadResult]
 
 
 def over_http(
-    name: str, url: str, model: str | Model, headers: Mapping[str, str] | None = None, bodies: Sequence[bytes] = ()
+    name: str,
+    url: str,
+    model: str | Model,
+    headers: Mapping[str, str] | None = None,
+    bodies: Sequence[bytes] = (),
 ) -> Contender:
-    """A contender that answers a model's requests at ``url``, and has just answered one rightly.
+    """Return a contender that answers a model's requests at ``url``, after one correct answer.
 
-    It is sent ``bodies`` in turn where they are given, else the model's own.
+    ``bodies`` are sent in turn where they are given, else the model's own.
     """
     ask(url, model, headers)
-    asked = _model(model)
-    request = Request(url, body=asked.body, bodies=bodies, content_type=asked.content_type, headers=headers or {})
+    requested = _model(model)
+    request = LoadRequest(
+        url, body=requested.body, bodies=bodies, content_type=requested.content_type, headers=headers or {}
+    )
     return Contender(name, partial(send, request))
 
 
 def over_grpc(name: str, peer: Peer, registered: str, model: str) -> Contender:
-    """A contender that answers the calls of a ``model`` by gRPC, where it is ``registered``; on one connection."""
-    asked = MODELS[model]
-    call = grpc.Call(peer.grpc, grpc.prediction(registered, body=asked.body), holds=asked.body)
+    """Return a contender that answers ``model`` by gRPC on one connection; ``registered`` is its name
+    there.
+    """
+    requested = MODELS[model]
+    call = grpc_load.Call(
+        peer.grpc, grpc_load.prediction(registered, body=requested.body), holds=requested.body
+    )
 
-    def measure(load: Load) -> Result:
+    def measure(load: LoadProfile) -> LoadResult:
         try:
-            return grpc.run(call, load)
+            return grpc_load.run(call, load)
         except OSError as error:
             raise PeerFailed(f"{peer.name} does not answer by gRPC at {peer.grpc}: {error}") from error
 
-    found = measure(Load(seconds=0.2, warmup=0.0))
+    found = measure(LoadProfile(seconds=0.2, warmup=0.0))
     if found.errors or not found.requests:
         raise PeerFailed(f"{peer.name} gave no good answer of {registered} by gRPC: {dict(found.errors)}")
     return Contender(name, measure)
@@ -61,16 +72,18 @@ def over_grpc(name: str, peer: Peer, registered: str, model: str) -> Contender:
 
 def ask(url: str, model: str | Model, headers: Mapping[str, str] | None = None) -> Any:
     """One checked answer of a model. Raises PeerFailed when it is wrong or none."""
-    asked = _model(model)
-    sent = {"content-type": asked.content_type, **(headers or {})}
+    requested = _model(model)
+    sent = {"content-type": requested.content_type, **(headers or {})}
     try:
-        answer = httpx.post(url, content=asked.body, headers=sent, timeout=30)
+        answer = httpx.post(url, content=requested.body, headers=sent, timeout=30)
         decoded = answer.json()
-        if answer.status_code == 200 and asked.check(decoded):
+        if answer.status_code == 200 and requested.check(decoded):
             return decoded
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise PeerFailed(f"{url} gave no answer of {asked.name}: {error!r}") from error
-    raise PeerFailed(f"{url} gave a wrong answer of {asked.name}: {answer.status_code} {answer.text[:200]}")
+        raise PeerFailed(f"{url} gave no answer of {requested.name}: {error!r}") from error
+    raise PeerFailed(
+        f"{url} gave a wrong answer of {requested.name}: {answer.status_code} {answer.text[:200]}"
+    )
 
 
 def _model(model: str | Model) -> Model:
@@ -78,28 +91,30 @@ def _model(model: str | Model) -> Model:
 
 
 def _with(threads: int) -> dict[str, str]:
-    """The environment of a process that computes in so many threads, and splits its texts in as many, as a replica."""
+    """Return the environment of a process with so many threads for computing and tokenizing, as a replica
+    has.
+    """
     tokenizers = {"TOKENIZERS_PARALLELISM": "false"} if threads == 1 else {"RAYON_NUM_THREADS": str(threads)}
     return {**os.environ, "OMP_NUM_THREADS": str(threads), **tokenizers}
 
 
 def bare_loop(model: str, threads: int) -> Contender:
-    """The same model in a process of its own, without a server."""
+    """Start the same model in a process of its own, without a server."""
 
-    def measure(load: Load) -> Result:
-        command = [sys.executable, "-m", "serve_app.bench.bare_loop", model, str(threads), str(load.seconds)]
-        done = subprocess.run(command, env=_with(threads), cwd=peers.ROOT, capture_output=True, text=True)
+    def measure(load: LoadProfile) -> LoadResult:
+        command = [sys.executable, "-m", "tests.benchmarks.bare_loop", model, str(threads), str(load.seconds)]
+        done = subprocess.run(command, env=_with(threads), cwd=servers.ROOT, capture_output=True, text=True)
         if done.returncode:
             raise PeerFailed(f"the bare loop of {model} ended with {done.returncode}: {done.stderr.strip()}")
         found = json.loads(done.stdout)
         nan = math.nan  # a batch has a time, a request has none here
-        return Result("loop", 0, found["seconds"], found["rows"], found["rows"], nan, nan, nan, nan)
+        return LoadResult("loop", 0, found["seconds"], found["rows"], found["rows"], nan, nan, nan, nan)
 
     return Contender(report.LOOP, measure)
 
 
 class Measurer:
-    """A process of ours that stays and measures whenever it is told to; each line it prints is JSON."""
+    """A process of ours that stays and measures on request; each line it prints is JSON."""
 
     def __init__(self, process: subprocess.Popen[str], errors: IO[str], what: str) -> None:
         self._process, self._errors, self._what = process, errors, what
@@ -117,29 +132,31 @@ class Measurer:
         if line := self._process.stdout.readline():
             return json.loads(line)
         self._errors.seek(0)
-        said = self._errors.read().strip()[-1000:]
-        raise PeerFailed(f"the {self._what} ended with {self._process.wait()}: {said}")
+        result = self._errors.read().strip()[-1000:]
+        raise PeerFailed(f"the {self._what} ended with {self._process.wait()}: {result}")
 
     def loop(self, name: str) -> Contender:
-        """The contender that loops for the seconds it is told, and says how many ``rows`` that were."""
+        """Return the contender that loops for the given seconds and reports how many ``rows`` it
+        processed.
+        """
 
-        def measure(load: Load) -> Result:
+        def measure(load: LoadProfile) -> LoadResult:
             for seconds in (load.warmup, load.seconds):
                 self.tell(seconds)
                 found = self.hear()
             nan = math.nan  # a batch has a time, a request has none here
-            return Result("loop", 0, found["seconds"], found["rows"], found["rows"], nan, nan, nan, nan)
+            return LoadResult("loop", 0, found["seconds"], found["rows"], found["rows"], nan, nan, nan, nan)
 
         return Contender(name, measure)
 
 
 @contextlib.contextmanager
 def measurer(module: str, *words: str, threads: int) -> Iterator[Measurer]:
-    """``serve_app.bench.MODULE`` with ``words``, in a process of its own that ends with the block."""
-    command = [sys.executable, "-m", f"serve_app.bench.{module}", *words]
+    """``tests.benchmarks.MODULE`` with ``words``, in a process of its own that ends with the block."""
+    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *words]
     with tempfile.TemporaryFile("w+") as errors:
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        with subprocess.Popen(command, env=_with(threads), cwd=peers.ROOT, text=True, **streams) as process:
+        with subprocess.Popen(command, env=_with(threads), cwd=servers.ROOT, text=True, **streams) as process:
             try:
                 yield Measurer(process, errors, f"{module} {words[0]}")
             finally:

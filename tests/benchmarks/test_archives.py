@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 
-from serve_app.bench import archives, lengths
+from tests.benchmarks import archives, sequence_lengths
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,12 @@ def test_the_sample_bodies_are_what_the_models_take():
 
 
 def test_sentences_of_all_lengths_go_into_their_encoder_and_padding_changes_no_answer():
-    bodies = lengths.bodies()
+    bodies = sequence_lengths.bodies()
     sizes = [len(json.loads(body)) for body in bodies]
-    assert (min(sizes), max(sizes)) == (lengths.SHORTEST, lengths.LONGEST) and bodies == lengths.bodies()
+    assert (min(sizes), max(sizes)) == (
+        sequence_lengths.SHORTEST,
+        sequence_lengths.LONGEST,
+    ) and bodies == sequence_lengths.bodies()
     short, long = (torch.tensor(json.loads(body)) for body in sorted(bodies, key=len)[::400])
     model = archives.MODELS["sentences"].build()
     with torch.inference_mode():
@@ -66,7 +69,7 @@ def test_sentences_of_all_lengths_go_into_their_encoder_and_padding_changes_no_a
 
 
 def test_a_bucketed_archive_differs_by_its_configuration_alone(built, tmp_path):
-    copy = lengths.bucketed(built["sentences"], tmp_path)
+    copy = sequence_lengths.bucketed(built["sentences"], tmp_path)
     with zipfile.ZipFile(built["sentences"]) as old, zipfile.ZipFile(copy) as new:
         assert new.read("model-config.yaml") == b"bucket_by_length: true\n"
         assert {*new.namelist()} - {*old.namelist()} == {"model-config.yaml"}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from serve_app.bench import generation
+from tests.benchmarks import generation
 
 
 def test_three_ways_to_the_same_answers(capsys: pytest.CaptureFixture[str]) -> None:

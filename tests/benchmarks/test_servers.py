@@ -12,9 +12,10 @@ import psutil
 import pytest
 import yaml
 
-from serve_app.bench import compare, peers
-from serve_app.bench.archives import MODELS
 from serve_app.settings import load
+from tests.benchmarks import servers
+from tests.benchmarks.archives import MODELS
+from tests.benchmarks.targets import ask
 
 _SERVER = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
 _NOBODY = "http://127.0.0.1:1"
@@ -22,14 +23,14 @@ _NOBODY = "http://127.0.0.1:1"
 
 @pytest.fixture
 def files(tmp_path):
-    """What the standard library's file server needs to be healthy: a file that is called ping."""
+    """Create the file ``ping``, by which the standard library's file server is healthy."""
     (tmp_path / "ping").write_text("{}")
     return tmp_path
 
 
 def test_a_peer_is_ready_inside_the_block_and_gone_after_it(files):
-    (port,) = peers.free_ports(1)
-    with peers.started("It", [*_SERVER, str(port)], f"http://127.0.0.1:{port}/", folder=files) as peer:
+    (port,) = servers.free_ports(1)
+    with servers.started("It", [*_SERVER, str(port)], f"http://127.0.0.1:{port}/", folder=files) as peer:
         (process,) = peer.processes()
         assert process.pid == peer.pid
         assert 0 < peer.ready_seconds < 30
@@ -43,26 +44,29 @@ def test_a_peer_is_ready_inside_the_block_and_gone_after_it(files):
 
 
 def test_what_a_peer_left_in_a_session_of_its_own_ends_with_it(files):
-    (port,) = peers.free_ports(1)
+    (port,) = servers.free_ports(1)
     # The shell that started it is gone, so no line of parents leads to it.
     script = f"(setsid sleep 600 &) ; exec {' '.join(_SERVER)} {port}"
-    with peers.started("It", ["sh", "-c", script], f"http://127.0.0.1:{port}", folder=files) as peer:
+    with servers.started("It", ["sh", "-c", script], f"http://127.0.0.1:{port}", folder=files) as peer:
         found = {p.name(): p for p in peer.processes()}
         assert "sleep" in found
     assert not found["sleep"].is_running()
 
 
-def test_a_peer_that_ends_at_once_is_told_with_its_last_words(tmp_path):
+def test_a_peer_that_ends_at_once_is_reported_with_its_last_output(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such thing')"]
     says = "It ended with 1 before it was ready:\nno such thing"
-    with pytest.raises(peers.PeerFailed, match=says), peers.started("It", command, _NOBODY, folder=tmp_path):
+    with (
+        pytest.raises(servers.PeerFailed, match=says),
+        servers.started("It", command, _NOBODY, folder=tmp_path),
+    ):
         pytest.fail("it is not ready")
 
 
 def test_a_peer_that_never_answers_is_ended(tmp_path):
     command = ["sh", "-c", "echo $$; exec sleep 600"]
-    late = peers.started("It", command, _NOBODY, folder=tmp_path, timeout=2.0)
-    with pytest.raises(peers.PeerFailed, match="not ready after 2 s"), late:
+    late = servers.started("It", command, _NOBODY, folder=tmp_path, timeout=2.0)
+    with pytest.raises(servers.PeerFailed, match="not ready after 2 s"), late:
         pytest.fail("it is not ready")
     assert not psutil.pid_exists(int((tmp_path / "it.log").read_text()))
 
@@ -71,11 +75,12 @@ def test_who_is_terminated_ends_what_it_started(tmp_path):
     own = """
 import sys
 from pathlib import Path
-from serve_app.bench import peers
-with peers.started("It", ["sh", "-c", "echo $$; exec sleep 600"], sys.argv[1], folder=Path(sys.argv[2])):
+from tests.benchmarks import servers
+from tests.benchmarks.targets import ask
+with servers.started("It", ["sh", "-c", "echo $$; exec sleep 600"], sys.argv[1], folder=Path(sys.argv[2])):
     pass
 """
-    with subprocess.Popen([sys.executable, "-c", own, _NOBODY, str(tmp_path)], cwd=peers.ROOT) as process:
+    with subprocess.Popen([sys.executable, "-c", own, _NOBODY, str(tmp_path)], cwd=servers.ROOT) as process:
         log, deadline = tmp_path / "it.log", time.monotonic() + 60
         while not (log.exists() and log.read_text().endswith("\n")):
             assert time.monotonic() < deadline
@@ -85,21 +90,21 @@ with peers.started("It", ["sh", "-c", "echo $$; exec sleep 600"], sys.argv[1], f
     assert not psutil.pid_exists(int(log.read_text()))
 
 
-def test_a_refused_registration_is_told_with_the_answer(files):
-    (port,) = peers.free_ports(1)
+def test_a_refused_registration_is_reported_in_the_response(files):
+    (port,) = servers.free_ports(1)
     base = f"http://127.0.0.1:{port}"
-    with peers.started("It", [*_SERVER, str(port)], base, base, folder=files) as peer:
+    with servers.started("It", [*_SERVER, str(port)], base, base, folder=files) as peer:
         archive = files / "m.mar"
-        with pytest.raises(peers.PeerFailed, match="It: unregistering m gave 501"):
+        with pytest.raises(servers.PeerFailed, match="It: unregistering m gave 501"):
             peer.register(archive, "m")
-    with pytest.raises(peers.PeerFailed, match="It: scaling m to 2 failed"):
+    with pytest.raises(servers.PeerFailed, match="It: scaling m to 2 failed"):
         peer.scale("m", 2)
 
 
 def test_torchrelay_gets_the_projects_configuration_with_a_place_of_its_own(tmp_path):
     configs = Path(__file__).parents[2] / "configs"
     changed = {"telemetry": {"access_log": ""}, "control": {"reconcile_period": 1.0}}
-    ports = peers._configure(tmp_path / "run", configs, ["RAY_SERVE_ENABLE_HA_PROXY"], changed)
+    ports = servers._configure(tmp_path / "run", configs, ["RAY_SERVE_ENABLE_HA_PROXY"], changed)
     document = yaml.safe_load((tmp_path / "run" / "app.yaml").read_text())
     settings = load(document["applications"][0]["args"], "app.yaml")
     assert ports == (document["http_options"]["port"], settings.management.port, settings.grpc.port)
@@ -115,23 +120,23 @@ def test_torchrelay_gets_the_projects_configuration_with_a_place_of_its_own(tmp_
 def test_without_java_there_is_no_torchserve_and_the_error_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    with pytest.raises(peers.PeerFailed, match="needs Java 17"), peers.torchserve(tmp_path, tmp_path):
+    with pytest.raises(servers.PeerFailed, match="needs Java 17"), servers.torchserve(tmp_path, tmp_path):
         pytest.fail("it runs without Java")
 
 
-def test_an_old_java_is_told_with_its_version(tmp_path, monkeypatch):
+def test_an_old_java_is_reported_with_its_version(tmp_path, monkeypatch):
     java = tmp_path / "java"
     java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
     java.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    with pytest.raises(peers.PeerFailed, match=r"needs Java 17; .*11\.0\.2"):
-        peers.java_version()
+    with pytest.raises(servers.PeerFailed, match=r"needs Java 17; .*11\.0\.2"):
+        servers.java_version()
 
 
 def test_the_bare_server_answers_as_the_archives_do(tmp_path):
-    with peers.bare(tmp_path) as peer:
+    with servers.bare(tmp_path) as peer:
         for model in ("echo", "mlp"):
-            assert MODELS[model].check(compare.ask(peer.url(model), model))
-        with pytest.raises(peers.PeerFailed, match="wrong answer of mlp: 404"):
-            compare.ask(peer.url("nothing"), "mlp")
+            assert MODELS[model].check(ask(peer.url(model), model))
+        with pytest.raises(servers.PeerFailed, match="wrong answer of mlp: 404"):
+            ask(peer.url("nothing"), "mlp")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from handlers.causal_lm import CausalLM
+from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
-from serve_app.bench import Load, generation, sharding
+from serve_app.loadgen import LoadProfile
+from tests.benchmarks import generation, sharding
 
 
 def test_a_process_of_the_benchmark_answers_as_the_handler_does(tmp_path: Path) -> None:
@@ -15,7 +16,7 @@ def test_a_process_of_the_benchmark_answers_as_the_handler_does(tmp_path: Path) 
     whole.initialize(Context("whole", str(tmp_path), {}))
     with sharding.started(tmp_path, 1, 1, 1) as model:
         found = model.measure(sharding.TOKENS)
-        result = model.contender("one", sharding.LOGITS).measure(Load(seconds=0.01))
+        result = model.contender("one", sharding.LOGITS).measure(LoadProfile(seconds=0.01))
     expected = whole.handle(sharding.rows(sharding.TOKENS), None)
     assert found["answers"] == expected and found["made"] == sum(len(row["tokens"]) for row in expected) == 64
     assert result.completed == result.requests > 0 and result.completed % len(expected) == 0

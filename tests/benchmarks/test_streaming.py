@@ -1,4 +1,4 @@
-"""The benchmark of streams: each way reads every chunk of its handler's, over real doors."""
+"""The benchmark of streams: each way reads every chunk of its handler's, over real servers."""
 
 from __future__ import annotations
 
@@ -16,38 +16,43 @@ import pytest
 import uvicorn
 
 from handlers.context import Context
-from serve_app.bench import streaming
-from serve_app.bench.models.chunks import Chunks
-from serve_app.dataplane import DataPlane, TableReader
-from serve_app.doors.app import inference_app
+from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.proto.inference_pb2 import PredictionResponse, PredictionsRequest
+from serve_app.protocols.http_app import inference_app
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Input, ModelRow, Reply, ReplyStream, Table, VersionRow
+from tests.benchmarks import streaming
+from tests.benchmarks.models.chunks import Chunks
 
 
 class Target:
     """The handler, without a replica around it."""
 
-    async def infer(self, call: Call) -> ReplyStream:
+    async def infer(self, call: InferenceRequest) -> ResponseStream:
         context, pieces = Context("chunks", "", {}), asyncio.Queue()
         context.begin(["id"], [dict(call.headers)], [{}], lambda index, piece: pieces.put_nowait(piece))
 
-        async def told() -> AsyncIterator[bytes]:
+        async def reported() -> AsyncIterator[bytes]:
             handling = asyncio.ensure_future(Chunks().handle([{"body": call.inputs[0].value}], context))
             handling.add_done_callback(lambda done: pieces.put_nowait(None))
             while (piece := await pieces.get()) is not None:
                 yield piece.encode()
             yield (await handling)[0].encode()
 
-        return ReplyStream(Reply(b"", version="1.0"), told())
+        return ResponseStream(InferenceResponse(b"", version="1.0"), reported())
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    table = Table(1, {"chunks": ModelRow("1.0", {"1.0": VersionRow("1.0", "ready", 1)})}, settled=True)
+    table = RoutingTable(
+        1, {"chunks": ModelRoute("1.0", {"1.0": VersionRoute("1.0", "ready", 1)})}, startup_complete=True
+    )
     meters = Meters()
-    app = inference_app(DataPlane(TableReader(table), meters, lambda ref, row: Target()), Settings(), meters)
+    app = inference_app(
+        DataPlane(RoutingTableReader(table), meters, lambda ref, row: Target()), Settings(), meters
+    )
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -59,14 +64,14 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def grpc_address() -> Iterator[str]:
-    """The same as bytes of a row, which a gRPC server sends as messages."""
+    """Serve the same bytes of a row as gRPC messages."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     async def chunks(data: bytes, context: grpc.aio.ServicerContext) -> None:
-        said = PredictionsRequest.FromString(data).input["body"]
-        call = Call("chunks", inputs=(Input("body", said),))
+        output = PredictionsRequest.FromString(data).input["body"]
+        call = InferenceRequest("chunks", inputs=(InputPart("body", output),))
         async for piece in await Target().infer(call):
             await context.write(PredictionResponse(prediction=piece).SerializeToString())
 

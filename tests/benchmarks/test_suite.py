@@ -1,4 +1,4 @@
-"""The order and the patience of a comparison."""
+"""The order and the timeouts of a comparison."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from serve_app.bench import Load, Result, compare, report
-from serve_app.bench.peers import PeerFailed
-from serve_app.bench.report import Case
+from serve_app.loadgen import LoadProfile, LoadResult
+from tests.benchmarks import report, suite
+from tests.benchmarks.comparison import Comparison
+from tests.benchmarks.report import Case
+from tests.benchmarks.servers import PeerFailed
+from tests.benchmarks.targets import Contender, bare_loop
 
 
 @pytest.fixture
 def comparison(tmp_path):
-    return compare.Comparison(tmp_path, 2, 0.1, Progress(console=Console(quiet=True)))
+    return Comparison(tmp_path, 2, 0.1, Progress(console=Console(quiet=True)))
 
 
-def contender(name: str, seen: list[tuple[str, int]]) -> compare.Contender:
-    def measure(load: Load) -> Result:
+def contender(name: str, seen: list[tuple[str, int]]) -> Contender:
+    def measure(load: LoadProfile) -> LoadResult:
         seen.append((name, load.connections))
-        return Result("asyncio", load.connections, 1.0, 10, 10, 0.1, 0.1, 0.1, 0.1)
+        return LoadResult("asyncio", load.connections, 1.0, 10, 10, 0.1, 0.1, 0.1, 0.1)
 
-    return compare.Contender(name, measure)
+    return Contender(name, measure)
 
 
 def test_rounds_are_interleaved(comparison):
@@ -36,10 +39,10 @@ def test_rounds_are_interleaved(comparison):
 
 
 def test_a_contender_that_fails_costs_only_its_own_rows(comparison):
-    def broken(load: Load) -> Result:
+    def broken(load: LoadProfile) -> LoadResult:
         raise PeerFailed("b is gone")
 
-    comparison.interleave("echo", [contender("a", []), compare.Contender("b", broken)], (1,))
+    comparison.interleave("echo", [contender("a", []), Contender("b", broken)], (1,))
     assert list(comparison.figures[Case("echo", 1)]) == ["a"]
     assert comparison.notes == ["b is gone", "b is gone"]
 
@@ -50,14 +53,14 @@ def test_nothing_to_measure_is_no_table(comparison):
 
 
 def test_the_bare_loop_counts_full_batches():
-    result = compare.bare_loop("mlp", 1).measure(Load(seconds=0.2))
+    result = bare_loop("mlp", 1).measure(LoadProfile(seconds=0.2))
     assert result.requests > 0
     assert result.requests % 16 == 0
     assert result.seconds >= 0.2
 
 
 def test_the_facts_of_the_machine_name_its_cores_and_versions():
-    facts = compare.machine()
+    facts = suite.machine()
     assert "cores" in facts["machine"]
     assert "torch" in facts["versions"]
 
@@ -66,11 +69,11 @@ def test_a_group_that_does_not_exist_is_refused():
     import typer
 
     app = typer.Typer()
-    app.command()(compare.main)
+    app.command()(suite.main)
     refused = CliRunner().invoke(app, ["--only", "echo,mpl"])
     assert refused.exit_code == 2
     assert "mpl" in refused.output
 
 
 def test_every_target_is_of_a_group_that_is_measured():
-    assert {target.case.group.partition(",")[0] for target in report.TARGETS} <= set(compare.GROUPS)
+    assert {target.case.group.partition(",")[0] for target in report.TARGETS} <= set(suite.GROUPS)

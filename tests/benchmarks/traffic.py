@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.bench import Load, Result, peers, report
-from serve_app.bench.contenders import Contender
-from serve_app.bench.peers import Peer, PeerFailed
+from serve_app.loadgen import LoadProfile, LoadResult
+from tests.benchmarks import report, servers
+from tests.benchmarks.servers import Peer, PeerFailed
+from tests.benchmarks.targets import Contender
 
 CALLER = {"x-user": "somebody"}
 _KEY = {"header": "x-user"}
@@ -22,7 +23,7 @@ _90_10 = {"1.0": 9000, "2.0": 1000}
 
 @dataclass(frozen=True)
 class Setup:
-    """What is asked of the management API before a model with two versions is measured."""
+    """Send the management requests that precede a measurement of a model with two versions."""
 
     name: str
     word: str
@@ -52,9 +53,9 @@ SETUPS = (
 
 
 def under(policy: dict[str, Any], name: str, contender: Contender, relay: Peer, model: str) -> Contender:
-    """The same contender, replica and all, with a policy in force while it is measured."""
+    """Return the same contender, with the same replica, under a policy while it is measured."""
 
-    def measure(load: Load) -> Result:
+    def measure(load: LoadProfile) -> LoadResult:
         put_policy(relay, model, policy)
         try:
             return contender.measure(load)
@@ -65,7 +66,10 @@ def under(policy: dict[str, Any], name: str, contender: Contender, relay: Peer, 
 
 
 def two_versions(relay: Peer, archive: Path, folder: Path, model: str, *, batch_size: int) -> str:
-    """Register an archive as versions 1.0 and 2.0 of ``model``, one worker each; its URL. Raises PeerFailed."""
+    """Register an archive as versions 1.0 and 2.0 of ``model``, one worker each; its URL.
+
+    Raises PeerFailed.
+    """
     second = folder / f"{archive.stem}-2.0.mar"
     with zipfile.ZipFile(archive) as old, zipfile.ZipFile(second, "w") as new:
         for name in old.namelist():
@@ -81,14 +85,16 @@ def two_versions(relay: Peer, archive: Path, folder: Path, model: str, *, batch_
 
 
 def at_rate(contender: Contender, rate: float) -> Contender:
-    """The same contender under an open loop of ``rate`` requests a second."""
+    """Return the same contender under an open loop of ``rate`` requests a second."""
     return Contender(contender.name, lambda load: contender.measure(replace(load, rate=rate)))
 
 
 def assignment() -> str:
-    """What choosing a version costs, by kind of policy, in words. Raises PeerFailed."""
-    command = [sys.executable, "-m", "serve_app.bench.assignment"]
-    done = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True)
+    """Describe what selecting a version costs, by kind of policy. Raises PeerFailed."""
+    command = [sys.executable, "-m", "tests.benchmarks.version_selection"]
+    done = subprocess.run(command, cwd=servers.ROOT, capture_output=True, text=True)
     if done.returncode:
         raise PeerFailed(f"the assignment was not measured: {done.stderr.strip()[-500:]}")
-    return ", ".join(f"{kind} {microseconds:.2f} µs" for kind, microseconds in json.loads(done.stdout).items())
+    return ", ".join(
+        f"{kind} {microseconds:.2f} µs" for kind, microseconds in json.loads(done.stdout).items()
+    )

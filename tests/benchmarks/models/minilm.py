@@ -5,12 +5,18 @@ from transformers import BertConfig, BertModel
 
 
 class MiniLM(nn.Module):
-    """Token ids and mask ``[batch, tokens]`` in; the mean of each row's tokens, 384 numbers of length 1, out."""
+    """Token ids and mask ``[batch, tokens]`` in; the mean of each row's tokens, 384 numbers of length 1,
+    out.
+    """
 
     def __init__(self):
         super().__init__()
         config = BertConfig(
-            hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522
+            hidden_size=384,
+            num_hidden_layers=6,
+            num_attention_heads=12,
+            intermediate_size=1536,
+            vocab_size=30522,
         )
         self.bert = BertModel(config, add_pooling_layer=False)
 

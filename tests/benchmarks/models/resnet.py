@@ -1,4 +1,6 @@
-"""A residual network of 18 layers at half of the usual width: what a photograph costs after it was decoded."""
+"""A residual network of 18 layers at half of the usual width: what a photograph costs after it was
+decoded.
+"""
 
 from torch import nn
 
@@ -22,7 +24,10 @@ class ResNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 32, 7, 2, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, 32, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
         )
         widths = [(32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1)]
         widths += [(64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)]
