@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from serve_app.cli.process import StartError
-from serve_app.cli.translation import Flags, translate
+from serve_app.cli.server_process import StartError
+from serve_app.cli.torchserve_flags import TorchServeFlags, translate
 from serve_app.settings import Settings, load
 
-# As KServe's users have it beside their archives.
+# A file of a KServe user.
 PROPERTIES = """
 inference_address=http://0.0.0.0:8085
 management_address=http://0.0.0.0:8085
@@ -37,10 +37,10 @@ class Pod:
         (self.mount / "config").mkdir()
         self.text = PROPERTIES
 
-    def starts(self, **environment: str) -> tuple[dict[str, Any], Settings]:
+    def settings_of(self, **environment: str) -> tuple[dict[str, Any], Settings]:
         config = self.mount / "config/config.properties"
         config.write_text(self.text)
-        flags = Flags(ts_config=str(config), model_store=str(self.mount / "model-store"))
+        flags = TorchServeFlags(ts_config=str(config), model_store=str(self.mount / "model-store"))
         document = dict(translate(flags, environment, self.folder).document)
         return document["http_options"], load(document["applications"][0]["args"])
 
@@ -50,36 +50,41 @@ def pod(tmp_path: Path) -> Pod:
     return Pod(tmp_path)
 
 
-@pytest.mark.parametrize(("protocol", "envelope"), [("v1", "kserve"), ("v2", "kservev2"), ("grpc-v2", "kservev2")])
-def test_a_protocol_says_addresses_and_envelope(pod: Pod, protocol: str, envelope: str) -> None:
-    http, settings = pod.starts(PROTOCOL_VERSION=protocol, TS_SERVICE_ENVELOPE="")
+@pytest.mark.parametrize(
+    ("protocol", "envelope"), [("v1", "kserve"), ("v2", "kservev2"), ("grpc-v2", "kservev2")]
+)
+def test_protocol_sets_addresses_and_envelope(pod: Pod, protocol: str, envelope: str) -> None:
+    http, settings = pod.settings_of(PROTOCOL_VERSION=protocol, TS_SERVICE_ENVELOPE="")
     assert (http["host"], http["port"]) == ("0.0.0.0", 8080)
     assert (settings.management.host, settings.management.port) == ("127.0.0.1", 8085)
     assert (settings.management.metrics_host, settings.management.metrics_port) == ("0.0.0.0", 8082)
     assert settings.runtime.service_envelope == envelope
-    assert settings.auth.mode == "off" and not settings.inference.also_management
+    assert settings.auth.mode == "off" and not settings.inference.serve_management
     assert settings.control.load_models == "m=m.mar"
     assert settings.control.models["m"]["1.0"].max_workers == 5
     grpc = ("0.0.0.0", 8081) if protocol == "grpc-v2" else ("127.0.0.1", 7070)
     assert (settings.grpc.host, settings.grpc.port) == grpc
 
 
-def test_the_label_and_the_file_go_before(pod: Pod) -> None:
+def test_label_and_file_take_precedence(pod: Pod) -> None:
     pod.text = PROPERTIES.replace("enable_envvars_config=true", "service_envelope=json")
-    assert pod.starts(PROTOCOL_VERSION="v1", TS_SERVICE_ENVELOPE="body")[1].runtime.service_envelope == "body"
-    assert pod.starts(PROTOCOL_VERSION="v1")[1].runtime.service_envelope == "json"
+    assert (
+        pod.settings_of(PROTOCOL_VERSION="v1", TS_SERVICE_ENVELOPE="body")[1].runtime.service_envelope
+        == "body"
+    )
+    assert pod.settings_of(PROTOCOL_VERSION="v1")[1].runtime.service_envelope == "json"
     pod.text += "\ndisable_token_authorization=false\nmetrics_address=http://127.0.0.1:9999\n"
-    settings = pod.starts(PROTOCOL_VERSION="v1")[1]
+    settings = pod.settings_of(PROTOCOL_VERSION="v1")[1]
     assert (settings.auth.mode, settings.management.metrics_port) == ("on", 9999)
-    http, _ = pod.starts(PROTOCOL_VERSION="v1", TS_INFERENCE_ADDRESS="http://127.0.0.1:9000")
+    http, _ = pod.settings_of(PROTOCOL_VERSION="v1", TS_INFERENCE_ADDRESS="http://127.0.0.1:9000")
     assert http["port"] == 9000
 
 
-def test_elsewhere_the_file_says_it_all(pod: Pod) -> None:
-    http, settings = pod.starts(TS_SERVICE_ENVELOPE="kserve")
-    assert http["port"] == 8085 and settings.inference.also_management and settings.auth.mode == "on"
+def test_outside_kserve_the_file_holds(pod: Pod) -> None:
+    http, settings = pod.settings_of(TS_SERVICE_ENVELOPE="kserve")
+    assert http["port"] == 8085 and settings.inference.serve_management and settings.auth.mode == "on"
 
 
-def test_a_protocol_that_is_none_stops_the_start(pod: Pod) -> None:
+def test_unknown_protocol_is_refused(pod: Pod) -> None:
     with pytest.raises(StartError, match="PROTOCOL_VERSION=v3: KServe's protocols are v1, v2, grpc-v2"):
-        pod.starts(PROTOCOL_VERSION="v3")
+        pod.settings_of(PROTOCOL_VERSION="v3")

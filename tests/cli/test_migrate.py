@@ -1,4 +1,4 @@
-"""`torchrelay migrate` and `torchrelay archive`, and what `torchrelay start` makes of TorchServe's flags."""
+"""`torchrelay migrate`, `torchrelay archive`, and TorchServe's flags of `torchrelay start`."""
 
 from __future__ import annotations
 
@@ -10,110 +10,131 @@ import yaml
 from parts import free_port
 from typer.testing import CliRunner
 
-from serve_app import properties
+from serve_app import torchserve_config
 from serve_app.cli.app import _server, app
-from serve_app.cli.process import ServerProcess, StartError
-from serve_app.cli.translation import Flags, serve_env
+from serve_app.cli.server_process import ServerProcess, StartError
+from serve_app.cli.torchserve_flags import TorchServeFlags, serve_env
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests/data/config.properties"
 
 
-def run(*words: str, columns: int = 200):
-    return CliRunner().invoke(app, [*words], env={"COLUMNS": str(columns)})
+def run(*arguments: str, columns: int = 200):
+    return CliRunner().invoke(app, [*arguments], env={"COLUMNS": str(columns)})
 
 
 class TestMigrate:
-    def test_the_app_yaml_says_the_same(self, tmp_path: Path) -> None:
-        done = run("migrate", str(EXAMPLE), "-o", str(tmp_path / "app.yaml"))
-        assert done.exit_code == 0, done.output
+    def test_app_yaml_has_the_same_settings(self, tmp_path: Path) -> None:
+        result = run("migrate", str(EXAMPLE), "-o", str(tmp_path / "app.yaml"))
+        assert result.exit_code == 0, result.output
         server = ServerProcess(tmp_path / "app.yaml", serve_env())
-        reading = properties.read(EXAMPLE.read_text())
-        assert server.settings == reading.settings
+        translated = torchserve_config.read(EXAMPLE.read_text())
+        assert server.settings == translated.settings
         assert server.inference == "http://127.0.0.1:8080"
         document = yaml.safe_load((tmp_path / "app.yaml").read_text())
-        ours = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
+        default = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
         assert document["http_options"]["host"] == "0.0.0.0"
         for key in ("proxy_location", "logging_config"):
-            assert document[key] == ours[key]
-        assert {**document["applications"][0], "args": None} == {**ours["applications"][0], "args": None}
+            assert document[key] == default[key]
+        assert {**document["applications"][0], "args": None} == {**default["applications"][0], "args": None}
 
-    def test_values_know_their_keys_and_defaults_are_left_out(self, tmp_path: Path) -> None:
+    def test_values_have_comments_and_defaults_are_left_out(self, tmp_path: Path) -> None:
         lines = run("migrate", str(EXAMPLE)).stdout.splitlines()
         assert "        job_queue_size: 1000   # job_queue_size" in lines
-        assert '        late_answer: "drop"' in lines
+        assert '        late_response: "drop"' in lines
         assert "        max_response_size: 6553500   # max_response_size, TorchServe's default" in lines
-        assert not any("enable_model_api" in line for line in lines)  # true, as ours is
+        assert not any("enable_model_api" in line for line in lines)  # true, the default
 
-    def test_what_becomes_of_each_key_is_shown(self, tmp_path: Path) -> None:
+    def test_every_key_is_reported(self, tmp_path: Path) -> None:
         file = tmp_path / "c.properties"
         file.write_text("number_of_netty_threads=4\nipex_enable=true\njob_queue_sice=3\n")
-        shown = run("migrate", str(file), "-o", str(tmp_path / "app.yaml")).stderr
-        assert "not needed: every process has one event loop" in shown
-        assert "not served: PyTorch's own oneDNN kernels run" in shown
-        assert "did you mean job_queue_size?" in shown
+        output = run("migrate", str(file), "-o", str(tmp_path / "app.yaml")).stderr
+        assert "not needed: every process has one event loop" in output
+        assert "not served: PyTorch's own oneDNN kernels run" in output
+        assert "did you mean job_queue_size?" in output
 
-    def test_a_file_that_is_there_stays(self, tmp_path: Path) -> None:
+    def test_existing_file_is_not_overwritten(self, tmp_path: Path) -> None:
         target = tmp_path / "app.yaml"
         target.write_text("mine")
-        done = run("migrate", str(EXAMPLE), "-o", str(target))
-        assert (done.exit_code, target.read_text()) == (1, "mine")
-        assert "--force" in done.stderr
+        result = run("migrate", str(EXAMPLE), "-o", str(target))
+        assert (result.exit_code, target.read_text()) == (1, "mine")
+        assert "--force" in result.stderr
         assert run("migrate", str(EXAMPLE), "-o", str(target), "--force").exit_code == 0
 
-    def test_what_cannot_be_read_is_said(self, tmp_path: Path) -> None:
+    def test_unreadable_files_are_reported(self, tmp_path: Path) -> None:
         file = tmp_path / "c.properties"
-        done = run("migrate", str(file))
-        assert done.exit_code == 1
-        assert "No such file or directory" in done.stderr
+        result = run("migrate", str(file))
+        assert result.exit_code == 1
+        assert "No such file or directory" in result.stderr
         file.write_text("job_queue_size=lots")
-        done = run("migrate", str(file))
-        assert done.exit_code == 1
-        assert "line 1: job_queue_size: 'lots' must be a whole number from 1" in done.stderr
+        result = run("migrate", str(file))
+        assert result.exit_code == 1
+        assert "line 1: job_queue_size: 'lots' must be a whole number from 1" in result.stderr
 
-    def test_certificates_are_found_from_where_the_file_is(self, tmp_path: Path) -> None:
+    def test_certificates_are_relative_to_the_file(self, tmp_path: Path) -> None:
         file = tmp_path / "c.properties"
         file.write_text("inference_address=https://a:1\ncertificate_file=c.pem\nprivate_key_file=k.pem\n")
         http = yaml.safe_load(run("migrate", str(file)).stdout)["http_options"]
-        assert (http["ssl_certfile"], http["ssl_keyfile"]) == (str(tmp_path / "c.pem"), str(tmp_path / "k.pem"))
+        assert (http["ssl_certfile"], http["ssl_keyfile"]) == (
+            str(tmp_path / "c.pem"),
+            str(tmp_path / "k.pem"),
+        )
 
 
 class TestStart:
-    def test_an_app_yaml_and_flags_are_two_things(self, tmp_path: Path) -> None:
-        with pytest.raises(StartError, match=r"^my.yaml and TorchServe's flags say two things"):
-            _server(Path("my.yaml"), None, Flags(model_store="store"))
+    def test_app_yaml_and_flags_cannot_be_combined(self, tmp_path: Path) -> None:
+        with pytest.raises(StartError, match=r"^my.yaml and TorchServe's flags cannot be combined"):
+            _server(Path("my.yaml"), None, TorchServeFlags(model_store="store"))
 
-    def test_models_take_all_words_after_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_models_takes_all_following_arguments(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "store").mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as taken:  # where the start ends
+        with socket.create_server(("127.0.0.1", 0)) as taken:  # so that the start fails
             port = taken.getsockname()[1]
             (tmp_path / "c").write_text(f"inference_address=http://127.0.0.1:{port}")
-            words = "--model-store", "store", "--models", "a.mar", "n=b.mar", "--ncs", "--dt", "--ts-config", "c"
-            done = run("start", *words, columns=1000)
-        assert done.exit_code == 1
-        assert f"change inference_address in {tmp_path / 'c'}" in done.stderr
-        made = yaml.safe_load((tmp_path / "logs/config/torchrelay-ncs/app.yaml").read_text())
-        args = made["applications"][0]["args"]
+            arguments = (
+                "--model-store",
+                "store",
+                "--models",
+                "a.mar",
+                "n=b.mar",
+                "--ncs",
+                "--dt",
+                "--ts-config",
+                "c",
+            )
+            result = run("start", *arguments, columns=1000)
+        assert result.exit_code == 1
+        assert f"change inference_address in {tmp_path / 'c'}" in result.stderr
+        document = yaml.safe_load((tmp_path / "logs/config/torchrelay-ncs/app.yaml").read_text())
+        args = document["applications"][0]["args"]
         assert (args["control"]["load_models"], args["auth"]) == ("a.mar,n=b.mar", {"mode": "off"})
 
-    def test_a_folder_with_a_config_properties_is_a_torchserve_users(
+    def test_config_properties_in_the_folder_is_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("TS_CONFIG_FILE", raising=False)
         (tmp_path / "store").mkdir()
-        (tmp_path / "config.properties").write_text("model_store=store\nmanagement_address=http://127.0.0.1:9081")
-        server = _server(None, None, Flags())
+        (tmp_path / "config.properties").write_text(
+            "model_store=store\nmanagement_address=http://127.0.0.1:9081"
+        )
+        server = _server(None, None, TorchServeFlags())
         assert server.config == tmp_path / "logs/config/torchrelay/app.yaml"
         assert server.management == "http://127.0.0.1:9081"
 
-    def test_an_app_yaml_in_its_place_goes_before_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_app_yaml_takes_precedence_over_config_properties(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(ROOT)
         monkeypatch.setenv("TS_CONFIG_FILE", str(EXAMPLE))
-        assert _server(None, None, Flags()).config == Path("configs/app.yaml")
+        assert _server(None, None, TorchServeFlags()).config == Path("configs/app.yaml")
 
-    def test_a_pair_that_is_none_stops_the_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_certificate_without_key_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("COLUMNS", "1000")
         document = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
         document["http_options"] |= {"port": 1, "ssl_certfile": str(EXAMPLE)}
@@ -136,7 +157,7 @@ class TestAddresses:
         server = self.server(
             tmp_path,
             {"host": "0.0.0.0", "port": 8085},
-            inference={"also_management": True, "also_metrics": True},
+            inference={"serve_management": True, "serve_metrics": True},
             management={"port": 0, "metrics_port": 0},
         )
         assert server.inference == server.management == "http://127.0.0.1:8085"
@@ -149,9 +170,12 @@ class TestAddresses:
             management={"certificate_file": "c", "private_key_file": "k"},
         )
         assert server.inference == server.local == "https://127.0.0.1:8443"
-        assert (server.management, server.metrics) == ("https://127.0.0.1:8081", "https://127.0.0.1:8082/metrics")
+        assert (server.management, server.metrics) == (
+            "https://127.0.0.1:8081",
+            "https://127.0.0.1:8082/metrics",
+        )
 
-    def test_a_certificate_that_is_none_stops_the_start(self, tmp_path: Path) -> None:
+    def test_invalid_certificate_is_refused(self, tmp_path: Path) -> None:
         env = tmp_path / "serve.env"
         env.touch()
         server = self.server(
@@ -167,14 +191,14 @@ class TestAddresses:
         assert server.pid is None
 
 
-def test_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "h.py").write_text("def handle(data, context): ...\n")
-    words = "archive", "--model-name", "m", "-v", "1.0", "--handler", "h.py"
-    done = run(*words)
-    assert (done.exit_code, done.stdout) == (0, "m.mar: m 1.0, 1 files and the manifest\n")
-    done = run(*words)
-    assert done.exit_code == 1
-    assert done.stderr.startswith(f"ERROR - {tmp_path / 'm.mar'} already exists.\n")
-    assert run(*words, "-f").stderr == f"WARNING - Overwriting {tmp_path / 'm.mar'} ...\n"
+    arguments = "archive", "--model-name", "m", "-v", "1.0", "--handler", "h.py"
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (0, "m.mar: m 1.0, 1 files and the manifest\n")
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"ERROR - {tmp_path / 'm.mar'} already exists.\n")
+    assert run(*arguments, "-f").stderr == f"WARNING - Overwriting {tmp_path / 'm.mar'} ...\n"
     assert run("archive", "--model-name", "m").exit_code == 2

@@ -1,4 +1,4 @@
-"""`torchrelay models register`: what it shows of a registration, over a server that speaks the two routes."""
+"""`torchrelay models register`: its progress display, against a fake of the management API."""
 
 from __future__ import annotations
 
@@ -15,56 +15,63 @@ from rich.console import Console
 from serve_app.cli import progress
 from serve_app.client import Client, ServerError
 
-APART = {"wanted": 1.0, "free": 1.5, "placement": "STRICT_PACK", "machines": {"10.0.0.1": 0.75, "10.0.0.2": 0.75}}
+SPLIT_GPUS = {
+    "wanted": 1.0,
+    "free": 1.5,
+    "placement": "STRICT_PACK",
+    "machines": {"10.0.0.1": 0.75, "10.0.0.2": 0.75},
+}
 EVENTS = [
     ("accepted", {"url": "u"}),
     ("downloading", {"bytes": 50, "total": 200, "percent": 25.0}),
     ("installing", {"line": "Collecting tinypkg"}),
     ("starting", {"workers": 1, "waiting_for": {"GPU": {"wanted": 2.0, "free": 0.0}}}),
-    ("starting", {"workers": 1, "waiting_for": {"GPU": APART}}),
+    ("starting", {"workers": 1, "waiting_for": {"GPU": SPLIT_GPUS}}),
     ("warming", {}),
     ("ready", {"workers": 1}),
 ]
 
 
-class Told:
-    """A management API that tells ``EVENTS`` to whoever asks for the registration that begins, then answers it."""
+class FakeServer:
+    """A management API that sends ``EVENTS`` for a registration before its response."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.refuses = False
-        self.speaks = True
-        self._heard = threading.Event()
-        self._id = ""
-        self._begun = threading.Event()
-        told = self
+        self.requests: list[str] = []
+        self.fails = False
+        self.has_events = True
+        self._events_sent = threading.Event()
+        self._registration_id = ""
+        self._registration_received = threading.Event()
+        fake_server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                told.asked.append(self.path)
-                told._id = parse_qs(urlsplit(self.path).query)["registration"][0]
-                told._begun.set()
-                if told.refuses:
-                    return self._say(400, {"message": "no", "detail": "because"})
-                if told.speaks:
-                    told._heard.wait(60)
-                self._say(200, {"status": "registered"})
+                fake_server.requests.append(self.path)
+                fake_server._registration_id = parse_qs(urlsplit(self.path).query)["registration"][0]
+                fake_server._registration_received.set()
+                if fake_server.fails:
+                    return self._respond(400, {"message": "no", "detail": "because"})
+                if fake_server.has_events:
+                    fake_server._events_sent.wait(60)
+                self._respond(200, {"status": "registered"})
 
             def do_GET(self) -> None:
                 parts = urlsplit(self.path)
-                told.asked.append(unquote(parts.path))
-                if not told.speaks:
-                    return self._say(404, {"message": "no such route"})
-                told._begun.wait(60)
-                assert parse_qs(parts.query)["registration"] == [told._id]
+                fake_server.requests.append(unquote(parts.path))
+                if not fake_server.has_events:
+                    return self._respond(404, {"message": "no such route"})
+                fake_server._registration_received.wait(60)
+                assert parse_qs(parts.query)["registration"] == [fake_server._registration_id]
                 self.send_response(200)
                 self.end_headers()
-                for stage, said in EVENTS:
-                    self.wfile.write(f"id: 1\nevent: {stage}\ndata: {json.dumps(said)}\n\n: still here\n\n".encode())
-                told._heard.set()
+                for stage, details in EVENTS:
+                    self.wfile.write(
+                        f"id: 1\nevent: {stage}\ndata: {json.dumps(details)}\n\n: keep-alive\n\n".encode()
+                    )
+                fake_server._events_sent.set()
 
-            def _say(self, status: int, said: dict) -> None:
-                body = json.dumps(said).encode()
+            def _respond(self, status: int, document: dict) -> None:
+                body = json.dumps(document).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -73,34 +80,41 @@ class Told:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self.web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.client = Client(management=f"http://127.0.0.1:{self.web.server_port}")
+        self.http_server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.client = Client(management=f"http://127.0.0.1:{self.http_server.server_port}")
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    told = Told()
-    thread = threading.Thread(target=told.web.serve_forever, kwargs={"poll_interval": 0.01})
+def fake_server() -> Iterator[FakeServer]:
+    fake_server = FakeServer()
+    thread = threading.Thread(target=fake_server.http_server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield told
+        yield fake_server
     finally:
-        told.client.close()
-        told.web.shutdown()
+        fake_server.client.close()
+        fake_server.http_server.shutdown()
         thread.join()
-        told.web.server_close()
+        fake_server.http_server.server_close()
 
 
 def console() -> Console:
     return Console(file=io.StringIO(), width=100, force_terminal=False)
 
 
-def test_the_events_and_then_the_answer(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_shown_before_the_response(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = []
-    step = progress._step
-    monkeypatch.setattr(progress, "_step", lambda *said: shown.append(step(*said)) or shown[-1])
-    assert progress.registered(told.client, console(), "http://h/a b.tar.gz?x=1", initial_workers=1) == "registered"
-    assert "/models/a b/events" in told.asked
+    describe = progress._describe_stage
+    monkeypatch.setattr(
+        progress, "_describe_stage", lambda *stage: shown.append(describe(*stage)) or shown[-1]
+    )
+    assert (
+        progress.register(fake_server.client, console(), "http://h/a b.tar.gz?x=1", initial_workers=1)
+        == "registered"
+    )
+    assert "/models/a b/events" in fake_server.requests
     assert shown == [
         "Registering",
         "Downloading",
@@ -112,24 +126,27 @@ def test_the_events_and_then_the_answer(told: Told, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_the_name_that_is_asked_for_goes_before_the_urls(told: Told) -> None:
-    assert progress.registered(told.client, console(), "hf://owner/name/a.mar", model_name="m") == "registered"
-    assert "/models/m/events" in told.asked
+def test_given_name_takes_precedence_over_that_of_the_url(fake_server: FakeServer) -> None:
+    assert (
+        progress.register(fake_server.client, console(), "hf://owner/name/a.mar", model_name="m")
+        == "registered"
+    )
+    assert "/models/m/events" in fake_server.requests
 
 
-def test_a_server_that_tells_nothing(told: Told) -> None:
-    told.speaks = False
-    assert progress.registered(told.client, console(), "a.mar") == "registered"
+def test_server_without_events(fake_server: FakeServer) -> None:
+    fake_server.has_events = False
+    assert progress.register(fake_server.client, console(), "a.mar") == "registered"
 
 
-def test_a_refusal_is_not_held_up_by_the_listener(told: Told) -> None:
-    told.refuses = True
+def test_error_does_not_wait_for_events(fake_server: FakeServer) -> None:
+    fake_server.fails = True
     with pytest.raises(ServerError) as error:
-        progress.registered(told.client, console(), "a.mar")
+        progress.register(fake_server.client, console(), "a.mar")
     assert (error.value.status, error.value.detail) == (400, "because")
 
 
-def test_events_of_a_client_are_refused_in_the_servers_words(told: Told) -> None:
-    told.speaks = False
+def test_refused_events_raise_the_servers_error(fake_server: FakeServer) -> None:
+    fake_server.has_events = False
     with pytest.raises(ServerError, match="no such route"):
-        list(told.client.events("m"))
+        list(fake_server.client.events("m"))

@@ -1,4 +1,4 @@
-"""`torchrelay models scale` and the table of versions, over a server that answers as the management API does."""
+"""`torchrelay models scale` and the table of versions, against a fake of the management API."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from serve_app.cli.app import app
 from serve_app.client import Client
 
 
-class Answers:
-    """It answers every question with what stands in ``said``, and keeps what was asked."""
+class FakeServer:
+    """A management API with the responses ``documents``, which records its requests."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, str]]] = []
-        self.said: dict[str, Any] = {}
-        answers = self
+        self.requests: list[tuple[str, dict[str, str]]] = []
+        self.documents: dict[str, Any] = {}
+        fake_server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 url = urlsplit(self.path)
-                answers.asked.append((f"{self.command} {url.path}", dict(parse_qsl(url.query))))
-                body = json.dumps(answers.said[url.path]).encode()
+                fake_server.requests.append((f"{self.command} {url.path}", dict(parse_qsl(url.query))))
+                body = json.dumps(fake_server.documents[url.path]).encode()
                 self.send_response(200)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -47,20 +47,20 @@ class Answers:
 
 
 @pytest.fixture
-def answers() -> Iterator[Answers]:
-    answers = Answers()
-    thread = threading.Thread(target=answers.server.serve_forever, kwargs={"poll_interval": 0.01})
+def fake_server() -> Iterator[FakeServer]:
+    fake_server = FakeServer()
+    thread = threading.Thread(target=fake_server.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield answers
+        yield fake_server
     finally:
-        answers.server.shutdown()
+        fake_server.server.shutdown()
         thread.join()
-        answers.server.server_close()
+        fake_server.server.server_close()
 
 
 @pytest.mark.parametrize(
-    ("words", "asked"),
+    ("arguments", "parameters"),
     [
         (["2"], {"min_worker": "2", "max_worker": "2"}),
         (["0", "--max", "4"], {"min_worker": "0", "max_worker": "4"}),
@@ -76,35 +76,37 @@ def answers() -> Iterator[Answers]:
         ),
     ],
 )
-def test_what_is_asked(answers: Answers, words: list[str], asked: dict[str, str]) -> None:
-    answers.said["/models/m/2.0"] = {"status": "Workers scaled."}
-    command = ["models", "scale", "m", *words, "--version", "2.0"]
-    done = CliRunner().invoke(app, command, env={"TORCHRELAY_MANAGEMENT": answers.url})
-    assert (done.exit_code, done.output) == (0, "Workers scaled.\n")
-    assert answers.asked == [("PUT /models/m/2.0", {**asked, "synchronous": "true"})]
+def test_options_are_sent_as_parameters(
+    fake_server: FakeServer, arguments: list[str], parameters: dict[str, str]
+) -> None:
+    fake_server.documents["/models/m/2.0"] = {"status": "Workers scaled."}
+    command = ["models", "scale", "m", *arguments, "--version", "2.0"]
+    result = CliRunner().invoke(app, command, env={"TORCHRELAY_MANAGEMENT": fake_server.url})
+    assert (result.exit_code, result.output) == (0, "Workers scaled.\n")
+    assert fake_server.requests == [("PUT /models/m/2.0", {**parameters, "synchronous": "true"})]
 
 
-def test_the_table_shows_between_how_many_and_who_sleeps(answers: Answers) -> None:
-    def version(number: str, low: int, high: int, running: int) -> dict[str, Any]:
+def test_table_shows_bounds_and_states(fake_server: FakeServer) -> None:
+    def version(number: str, min_workers: int, max_workers: int, running: int) -> dict[str, Any]:
         workers = [{"status": "READY"}] * running
         return {
             "modelVersion": number,
             "modelUrl": "m.mar",
-            "minWorkers": low,
-            "maxWorkers": high,
+            "minWorkers": min_workers,
+            "maxWorkers": max_workers,
             "workers": workers,
         }
 
-    answers.said["/models"] = {"models": [{"modelName": "m", "modelUrl": "m.mar"}]}
-    answers.said["/models/m/all"] = [
+    fake_server.documents["/models"] = {"models": [{"modelName": "m", "modelUrl": "m.mar"}]}
+    fake_server.documents["/models/m/all"] = [
         version("1", 2, 2, 2),
         version("2", 1, 4, 3),
         version("3", 0, 4, 0),
         version("4", 0, 0, 0),
     ]
     console = Console(width=100, file=io.StringIO())
-    with Client(answers.url, answers.url) as client:
-        console.print(progress.versions(client))
+    with Client(fake_server.url, fake_server.url) as client:
+        console.print(progress.version_table(client))
     rows = [[cell.strip() for cell in line.split("│")[2:5]] for line in console.file.getvalue().splitlines()]
     assert [row for row in rows if len(row) == 3 and row[0].isdigit()] == [
         ["1", "2 of 2", "ready"],

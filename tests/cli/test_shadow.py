@@ -1,4 +1,4 @@
-"""`torchrelay shadow`, over a server that answers its routes."""
+"""`torchrelay shadow`, against a fake of the management API."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from serve_app import documents
 from serve_app.cli.app import app
-from serve_app.policy import Compare, Shadow
+from serve_app.domain import validation
+from serve_app.domain.traffic_policy import ComparisonRule, ShadowPolicy
 
 PAIR = {
     "version": "1.0",
@@ -34,70 +34,87 @@ PAIR = {
     "disagreements": [
         {
             "request_id": "r1",
-            "why": "label",
+            "reason": "label",
             "distance": 1.5,
-            "inputs": [{"name": "body", "json": {"text": "long " * 50}}, {"name": "x", "base64": "AA==", "bytes": 1}],
+            "inputs": [
+                {"name": "body", "json": {"text": "long " * 50}},
+                {"name": "x", "base64": "AA==", "bytes": 1},
+            ],
             "live": {"status": 200, "json": {"cat": 0.9}},
             "shadow": {"status": 200, "text": "no [bold]cat[/bold]"},
         },
-        {"why": "labels", "distance": 0.5, "inputs": [], "live": {"json": 1}, "shadow": {"bytes": 9, "redacted": True}},
+        {
+            "reason": "labels",
+            "distance": 0.5,
+            "inputs": [],
+            "live": {"json": 1},
+            "shadow": {"bytes": 9, "redacted": True},
+        },
     ],
 }
-SAID = {
+DOCUMENT = {
     "model": "m",
-    "shadow": documents.write(Shadow("2.0", 10, Compare("top_k"))),
+    "shadow": validation.write(ShadowPolicy("2.0", 10, ComparisonRule("top_k"))),
     "against": [PAIR],
 }
 
 
-class Told:
-    """What the server was asked, and what it says."""
+class FakeServer:
+    """A management API with one shadow, which records its requests."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         self.url = ""
-        self.said: Any = SAID
+        self.document: Any = DOCUMENT
 
     def __call__(self, *arguments: str) -> Result:
-        return CliRunner().invoke(app, ["shadow", *arguments, "--management", self.url], env={"COLUMNS": "200"})
+        return CliRunner().invoke(
+            app, ["shadow", *arguments, "--management", self.url], env={"COLUMNS": "200"}
+        )
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    told = Told()
+def fake_server() -> Iterator[FakeServer]:
+    fake_server = FakeServer()
 
     class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            told.asked.append((self.command, self.path))
+        def serve(self) -> None:
+            fake_server.requests.append((self.command, self.path))
             missing = {"code": 404, "type": "ModelNotFoundException", "message": "Model not found: none"}
-            known = "/none/" not in self.path
-            said = missing if not known else told.said if self.command == "GET" else {"status": "It is forgotten"}
-            body = json.dumps(said).encode()
-            self.send_response(200 if known else 404)
+            exists = "/none/" not in self.path
+            response = (
+                missing
+                if not exists
+                else fake_server.document
+                if self.command == "GET"
+                else {"status": "It is forgotten"}
+            )
+            body = json.dumps(response).encode()
+            self.send_response(200 if exists else 404)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 
-        do_GET = do_DELETE = answer
+        do_GET = do_DELETE = serve
 
         def log_message(self, *_: object) -> None:
-            """Tests read what was asked."""
+            """Log nothing: tests read the recorded requests."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        told.url = f"http://127.0.0.1:{server.server_port}"
-        yield told
+        fake_server.url = f"http://127.0.0.1:{server.server_port}"
+        yield fake_server
         server.shutdown()
         thread.join()
 
 
-def test_rates_and_the_worst_as_tables(told: Told) -> None:
-    done = told("team a/m")
-    assert done.exit_code == 0, done.output
-    assert told.asked == [("GET", "/models/team%20a%2Fm/shadow")]
-    for words in (
-        "m: shadow 2.0, 10 % of the calls, compared as top_k",
+def test_rates_and_worst_mismatches_are_shown(fake_server: FakeServer) -> None:
+    result = fake_server("team a/m")
+    assert result.exit_code == 0, result.output
+    assert fake_server.requests == [("GET", "/models/team%20a%2Fm/shadow")]
+    for text in (
+        "m: shadow 2.0, 10 % of the requests, compared as top_k",
         "98.33 %",
         "1.25 %",
         "handler_failed 3",
@@ -110,26 +127,30 @@ def test_rates_and_the_worst_as_tables(told: Told) -> None:
         "no [bold]cat[/bold]",
         "(9 bytes)",
     ):
-        assert words in done.output, words
-    assert "labels" not in told("m", "--worst", "1").output
-    assert "worst" not in told("m", "--worst", "0").output
+        assert text in result.output, text
+    assert "labels" not in fake_server("m", "--worst", "1").output
+    assert "worst" not in fake_server("m", "--worst", "0").output
 
 
-def test_before_there_is_anything(told: Told) -> None:
-    told.said = {**SAID, "against": []}
-    assert "Nothing was compared yet" in told("m").output
-    nothing = {"calls": dict.fromkeys(PAIR["calls"], 0), "reasons": {}, "measures": {}, "latency": {}}
+def test_no_comparisons_yet(fake_server: FakeServer) -> None:
+    fake_server.document = {**DOCUMENT, "against": []}
+    assert "No comparisons yet" in fake_server("m").output
+    no_figures = {"calls": dict.fromkeys(PAIR["calls"], 0), "reasons": {}, "measures": {}, "latency": {}}
     rates = dict.fromkeys(("agreement_rate", "error_rate", "label_flip_rate"))
-    told.said = {**SAID, "shadow": None, "against": [{**PAIR, **nothing, **rates, "disagreements": []}]}
-    done = told("m")
-    assert done.exit_code == 0, done.output
-    assert "no shadow now" in done.output
+    fake_server.document = {
+        **DOCUMENT,
+        "shadow": None,
+        "against": [{**PAIR, **no_figures, **rates, "disagreements": []}],
+    }
+    result = fake_server("m")
+    assert result.exit_code == 0, result.output
+    assert "no active shadow" in result.output
 
 
-def test_json_forgetting_and_refusals(told: Told) -> None:
-    assert json.loads(told("m", "--json").output) == SAID
-    assert told("m", "--forget").output == "It is forgotten\n"
-    assert told.asked[-1] == ("DELETE", "/models/m/shadow")
-    refused = told("none")
-    assert refused.exit_code == 1
-    assert "Model not found: none (404)" in refused.output
+def test_json_forget_and_errors(fake_server: FakeServer) -> None:
+    assert json.loads(fake_server("m", "--json").output) == DOCUMENT
+    assert fake_server("m", "--reset").output == "It is forgotten\n"
+    assert fake_server.requests[-1] == ("DELETE", "/models/m/shadow")
+    result = fake_server("none")
+    assert result.exit_code == 1
+    assert "Model not found: none (404)" in result.output

@@ -1,4 +1,4 @@
-"""`torchrelay start` where it cannot: it says why, names the cure, and leaves nothing behind."""
+"""`torchrelay start` where it fails: it reports the cause and the remedy, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command over the shipped files, with ``args`` and a line of serve.env as the test wants them."""
+    """Provide a function that runs the command with the shipped files, changed by ``args`` and ``line``."""
 
     def run(port: int | None = None, line: str = "", **args: object) -> subprocess.CompletedProcess[str]:
         document = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
@@ -43,125 +43,150 @@ def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that this process listens on."""
+    """Provide a port that this process listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
 
-def test_the_inference_port_is_in_use(start, taken: int, tmp_path: Path) -> None:
-    done = start(port=taken, management={"port": free_port(), "metrics_port": free_port()})
-    assert done.returncode == 1
-    assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in done.stderr
-    assert f"End that process, or change http_options.port in {tmp_path / 'app.yaml'}." in done.stderr
+def test_inference_port_in_use(start, taken: int, tmp_path: Path) -> None:
+    result = start(port=taken, management={"port": free_port(), "metrics_port": free_port()})
+    assert result.returncode == 1
+    assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in result.stderr
+    assert f"End that process, or change http_options.port in {tmp_path / 'app.yaml'}." in result.stderr
     assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize("setting", ["port", "metrics_port"])
-def test_a_port_of_ours_is_in_use(start, taken: int, setting: str) -> None:
+def test_management_port_in_use(start, taken: int, setting: str) -> None:
     ports = {"port": free_port(), "metrics_port": free_port(), setting: taken}
-    done = start(management=ports)
-    assert done.returncode == 1
-    assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in done.stderr
-    assert f"change management.{setting} in " in done.stderr
+    result = start(management=ports)
+    assert result.returncode == 1
+    assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in result.stderr
+    assert f"change management.{setting} in " in result.stderr
 
 
 @pytest.mark.parametrize("setting", ["port", "management_port"])
-def test_a_grpc_port_is_in_use(start, taken: int, setting: str) -> None:
+def test_grpc_port_in_use(start, taken: int, setting: str) -> None:
     ports = {"port": free_port(), "metrics_port": free_port()}
-    done = start(management=ports, grpc={"port": free_port(), "management_port": free_port(), setting: taken})
-    assert done.returncode == 1
-    assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in done.stderr
-    assert f"change grpc.{setting} in " in done.stderr
+    result = start(
+        management=ports, grpc={"port": free_port(), "management_port": free_port(), setting: taken}
+    )
+    assert result.returncode == 1
+    assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in result.stderr
+    assert f"change grpc.{setting} in " in result.stderr
 
 
-def test_a_port_of_rays_is_in_use(start, taken: int, tmp_path: Path) -> None:
+def test_ray_port_in_use(start, taken: int, tmp_path: Path) -> None:
     ports = {"port": free_port(), "metrics_port": free_port()}
-    done = start(management=ports, line=f"RAY_SERVE_HAPROXY_STATS_PORT={taken}\n")
-    assert done.returncode == 1
-    assert f"Port {taken}: " in done.stderr
-    assert f"change RAY_SERVE_HAPROXY_STATS_PORT in {tmp_path / 'serve.env'}." in done.stderr
+    result = start(management=ports, line=f"RAY_SERVE_HAPROXY_STATS_PORT={taken}\n")
+    assert result.returncode == 1
+    assert f"Port {taken}: " in result.stderr
+    assert f"change RAY_SERVE_HAPROXY_STATS_PORT in {tmp_path / 'serve.env'}." in result.stderr
 
 
 def test_an_unknown_setting(start, tmp_path: Path) -> None:
-    done = start(control={"load_model": "none"})
-    assert done.returncode == 1
-    assert f"{tmp_path / 'app.yaml'}: unknown key 'control.load_model'; did you mean 'load_models'?" in done.stderr
+    result = start(control={"load_model": "none"})
+    assert result.returncode == 1
+    assert (
+        f"{tmp_path / 'app.yaml'}: unknown key 'control.load_model'; did you mean 'load_models'?"
+        in result.stderr
+    )
 
 
-def test_a_setting_of_the_wrong_kind(start, tmp_path: Path) -> None:
-    done = start(runtime={"job_queue_size": "many"})
-    assert done.returncode == 1
-    assert f"{tmp_path / 'app.yaml'}: runtime.job_queue_size: " in done.stderr
-    assert "(got 'many')" in done.stderr
+def test_setting_of_the_wrong_type(start, tmp_path: Path) -> None:
+    result = start(runtime={"job_queue_size": "many"})
+    assert result.returncode == 1
+    assert f"{tmp_path / 'app.yaml'}: runtime.job_queue_size: " in result.stderr
+    assert "(got 'many')" in result.stderr
 
 
-def test_a_key_of_ones_own_that_is_wrong(start, tmp_path: Path) -> None:
+def test_invalid_key_setting(start, tmp_path: Path) -> None:
     ports = {"port": free_port(), "metrics_port": free_port()}
     wrong = {"plain-secret": "a key does not stand here in plain text", "env:NO_SUCH_KEY": "NO_SUCH_KEY"}
-    for key, said in wrong.items():
+    for key, message in wrong.items():
         keys = [{"name": "ops", "key": key}]
-        done = start(port=free_port(), management=ports, auth={"mode": "on", "keys": keys})
-        assert done.returncode == 1
-        assert f"{tmp_path / 'app.yaml'}: auth.keys, the key named 'ops': " in done.stderr
-        assert said in done.stderr
-        assert "plain-secret" not in done.stderr
+        result = start(port=free_port(), management=ports, auth={"mode": "on", "keys": keys})
+        assert result.returncode == 1
+        assert f"{tmp_path / 'app.yaml'}: auth.keys, the key named 'ops': " in result.stderr
+        assert message in result.stderr
+        assert "plain-secret" not in result.stderr
 
 
-def test_a_certificate_that_is_not_there(start, tmp_path: Path) -> None:
+def test_missing_certificate(start, tmp_path: Path) -> None:
     ports = {"port": free_port(), "metrics_port": free_port()}
     pair = {"certificate_file": "no.pem", "private_key_file": "no.key"}
-    done = start(port=free_port(), management={**ports, **pair})
-    assert done.returncode == 1
-    assert "management.certificate_file: " in done.stderr
-    assert "no.pem: No such file or directory; name a file that the server's user can read" in done.stderr
+    result = start(port=free_port(), management={**ports, **pair})
+    assert result.returncode == 1
+    assert "management.certificate_file: " in result.stderr
+    assert "no.pem: No such file or directory; name a file that the server's user can read" in result.stderr
 
 
-def test_a_broken_line_in_the_environment_file(start, tmp_path: Path) -> None:
+def test_invalid_line_in_the_environment_file(start, tmp_path: Path) -> None:
     number = len((ROOT / "configs/serve.env").read_text().splitlines()) + 1
-    done = start(line="RAY_SERVE_ENABLE_HA_PROXY 1\n")
-    assert done.returncode == 1
-    assert f"{tmp_path / 'serve.env'}, line {number}: 'RAY_SERVE_ENABLE_HA_PROXY 1' is not KEY=VALUE" in done.stderr
+    result = start(line="RAY_SERVE_ENABLE_HA_PROXY 1\n")
+    assert result.returncode == 1
+    assert (
+        f"{tmp_path / 'serve.env'}, line {number}: 'RAY_SERVE_ENABLE_HA_PROXY 1' is not KEY=VALUE"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["applications: [", "- a list", "applications: {}", "applications: [text]", "applications: [args: a]"]
+    "text",
+    ["applications: [", "- a list", "applications: {}", "applications: [text]", "applications: [args: a]"],
 )
 @pytest.mark.parametrize("command", ["start", "stop"])
-def test_a_configuration_that_is_none(tmp_path: Path, command: str, text: str) -> None:
+def test_invalid_configuration(tmp_path: Path, command: str, text: str) -> None:
     config = tmp_path / "app.yaml"
     config.write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "serve_app.cli", command, str(config), "--env", str(ROOT / "configs/serve.env")],
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "serve_app.cli",
+            command,
+            str(config),
+            "--env",
+            str(ROOT / "configs/serve.env"),
+        ],
         env={**os.environ, "COLUMNS": "1000"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 1, done.stderr
-    assert f"{config}: " in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 1, result.stderr
+    assert f"{config}: " in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_an_error_with_brackets_is_said_as_it_stands(tmp_path: Path) -> None:
-    """What HAProxy and file names say in brackets is no markup."""
+def test_brackets_in_errors_are_printed_literally(tmp_path: Path) -> None:
+    """Brackets in messages of HAProxy and in file names are no markup."""
     config = tmp_path / "[" / "b].yaml"
-    done = subprocess.run(
-        [sys.executable, "-m", "serve_app.cli", "start", str(config), "--env", str(ROOT / "configs/serve.env")],
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "serve_app.cli",
+            "start",
+            str(config),
+            "--env",
+            str(ROOT / "configs/serve.env"),
+        ],
         env={**os.environ, "COLUMNS": "1000"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 1
-    assert f"Torchrelay did not start. {config}: No such file or directory" in done.stderr
+    assert result.returncode == 1
+    assert f"Torchrelay did not start. {config}: No such file or directory" in result.stderr
 
 
-def test_a_server_that_somebody_killed_is_reaped_by_a_stop(tmp_path: Path) -> None:
+def test_killed_server_is_reaped_by_stop(tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.process.start()
     pid = server.process.pid
     os.kill(pid, signal.SIGKILL)
-    server.wait(lambda: server.process.processes() == [], what="its end")
+    server.wait(lambda: server.process.processes() == [], description="its end")
     assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert server.process.stop() is False, "there was nothing to end"
     assert not psutil.pid_exists(pid)
