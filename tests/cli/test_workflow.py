@@ -1,4 +1,4 @@
-"""`torchrelay workflow` against a server that answers as ours does."""
+"""`torchrelay workflow`, against a fake of the management API."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ DESCRIBED = [
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[Any]]]:
-    heard: list[Any] = []
+    requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
+        def serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            heard.append((self.command, self.path, json.loads(body) if body else None))
-            said: Any = {"status": "Workflow reading has been registered and scaled successfully."}
+            requests.append((self.command, self.path, json.loads(body) if body else None))
+            response: Any = {"status": "Workflow reading has been registered and scaled successfully."}
             if self.command == "GET":
-                said = {"workflows": [{"workflowName": "reading", "workflowUrl": "reading.war"}]}
-                said = DESCRIBED if self.path == "/workflows/reading" else said
+                response = {"workflows": [{"workflowName": "reading", "workflowUrl": "reading.war"}]}
+                response = DESCRIBED if self.path == "/workflows/reading" else response
             elif self.command == "DELETE":
-                said = {"status": 'Workflow "reading" unregistered'}
-            text = json.dumps(said).encode()
+                response = {"status": 'Workflow "reading" unregistered'}
+            text = json.dumps(response).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
 
-        do_GET = do_POST = do_DELETE = answer
+        do_GET = do_POST = do_DELETE = serve
 
         def log_message(self, *args: object) -> None:
             pass
@@ -59,19 +59,23 @@ def server() -> Iterator[tuple[str, list[Any]]]:
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield f"http://127.0.0.1:{listener.server_port}", heard
+    yield f"http://127.0.0.1:{listener.server_port}", requests
     listener.shutdown()
     thread.join()
     listener.server_close()
 
 
-def run(server: tuple[str, list[Any]], *words: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["workflow", "--management", server[0], *words], env={"COLUMNS": "120"})
-    assert done.exit_code == code, done.output
-    return done.output
+def run(server: tuple[str, list[Any]], *arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(
+        app, ["workflow", "--management", server[0], *arguments], env={"COLUMNS": "120"}
+    )
+    assert result.exit_code == code, result.output
+    return result.output
 
 
-def test_a_workflow_is_registered_by_name_and_by_document(server: tuple[str, list[Any]], tmp_path: Path) -> None:
+def test_a_workflow_is_registered_by_name_and_by_document(
+    server: tuple[str, list[Any]], tmp_path: Path
+) -> None:
     assert "registered and scaled successfully." in run(server, "register", "reading.war", "--name", "other")
     document = tmp_path / "reading.yaml"
     document.write_text("name: reading\nsteps: {a: {model: m}}\n")
@@ -88,11 +92,17 @@ def test_a_workflow_is_registered_by_name_and_by_document(server: tuple[str, lis
     run(server, "register", "no.yaml", code=2)
 
 
-def test_they_are_listed_described_and_removed(server: tuple[str, list[Any]]) -> None:
+def test_workflows_are_listed_described_and_removed(server: tuple[str, list[Any]]) -> None:
     assert "reading.war" in run(server, "list")
-    shown = run(server, "describe", "reading")
-    for words in ("reading 1.0, the default; functions ready, 1 workers", "cut()", "image: request", "read →", "2.5 s"):
-        assert words in shown
+    output = run(server, "describe", "reading")
+    for text in (
+        "reading 1.0, the default; functions ready, 1 workers",
+        "cut()",
+        "image: request",
+        "read →",
+        "2.5 s",
+    ):
+        assert text in output
     assert json.loads(run(server, "describe", "reading", "--json")) == DESCRIBED
     run(server, "remove", "reading")
     run(server, "remove", "reading", "--version", "2.0")
@@ -102,14 +112,22 @@ def test_they_are_listed_described_and_removed(server: tuple[str, list[Any]]) ->
     ]
 
 
-def test_an_archive_is_made(server: tuple[str, list[Any]], tmp_path: Path) -> None:
+def test_archive_is_written(server: tuple[str, list[Any]], tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text("steps: {a: {function: f}}")
     (tmp_path / "f.py").write_text("def f(body):\n    return body\n")
-    words = ["archive", "--workflow-name", "w", "--spec-file", str(tmp_path / "w.yaml"), "--export-path", str(tmp_path)]
-    assert "ERROR - " in run(server, *words, code=1)
-    made = run(server, *words, "--handler", str(tmp_path / "f.py"))
-    assert "w.war: workflow w, 2 files and the manifest" in made.replace("\n", "")
+    arguments = [
+        "archive",
+        "--workflow-name",
+        "w",
+        "--spec-file",
+        str(tmp_path / "w.yaml"),
+        "--export-path",
+        str(tmp_path),
+    ]
+    assert "ERROR - " in run(server, *arguments, code=1)
+    output = run(server, *arguments, "--handler", str(tmp_path / "f.py"))
+    assert "w.war: workflow w, 2 files and the manifest" in output.replace("\n", "")
     assert set(zipfile.ZipFile(tmp_path / "w.war").namelist()) == {"w.yaml", "f.py", "WAR-INF/MANIFEST.json"}
-    run(server, *words, "--handler", str(tmp_path / "f.py"), code=1)
-    assert "WARNING - Overwriting" in run(server, *words, "--handler", str(tmp_path / "f.py"), "-f")
+    run(server, *arguments, "--handler", str(tmp_path / "f.py"), code=1)
+    assert "WARNING - Overwriting" in run(server, *arguments, "--handler", str(tmp_path / "f.py"), "-f")
     assert server[1] == []
