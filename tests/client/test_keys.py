@@ -1,4 +1,4 @@
-"""Which key a client shows to whom."""
+"""The key that a client sends."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from typer.testing import CliRunner
 
+from serve_app.cli.api_client import key_file
 from serve_app.cli.app import app as command
-from serve_app.cli.talk import key_file
 from serve_app.client import Client, ServerError
 
 
-class Doorkeeper(ThreadingHTTPServer):
-    """A management port that lists no models, to whoever shows one of its keys."""
+class KeyServer(ThreadingHTTPServer):
+    """A management port without models that accepts some keys."""
 
     daemon_threads = True
 
     def __init__(self, key_file: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(("127.0.0.1", 0), KeyRequestHandler)
         self.key_file = key_file
-        self.good = {"good"}
-        self.expired: set[str] = set()
-        self.seen: list[str | None] = []
+        self.valid_keys = {"good"}
+        self.expired_keys: set[str] = set()
+        self.received_keys: list[str | None] = []
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def write(self, **keys: str) -> None:
+    def write_keys(self, **keys: str) -> None:
         self.key_file.write_text(json.dumps({kind: {"key": key} for kind, key in keys.items()}))
 
 
-class Answers(BaseHTTPRequestHandler):
-    server: Doorkeeper
+class KeyRequestHandler(BaseHTTPRequestHandler):
+    server: KeyServer
 
     def do_GET(self) -> None:
-        said = self.headers["authorization"]
-        self.server.seen.append(said)
-        key = (said or "").removeprefix("Bearer ")
+        authorization = self.headers["authorization"]
+        self.server.received_keys.append(authorization)
+        key = (authorization or "").removeprefix("Bearer ")
         url = urlsplit(self.path)
         if url.path == "/token" and key == "api":
             [kind] = parse_qs(url.query)["type"]
-            self.server.write(API="api", **{kind: "renewed"})
-            self.server.good = {"renewed"}
-            self.answer(200, b"\n")
-        elif key in self.server.good:
-            self.answer(200, b'{"models": []}')
+            self.server.write_keys(API="api", **{kind: "renewed"})
+            self.server.valid_keys = {"renewed"}
+            self.respond(200, b"\n")
+        elif key in self.server.valid_keys:
+            self.respond(200, b'{"models": []}')
         else:
-            reason = "expired_token" if key in self.server.expired else "invalid_token"
-            self.answer(400, b'{"code": 400, "message": "Token Authorization failed."}', reason)
+            reason = "expired_token" if key in self.server.expired_keys else "invalid_token"
+            self.respond(400, b'{"code": 400, "message": "Token Authorization failed."}', reason)
 
-    def answer(self, status: int, body: bytes, reason: str = "") -> None:
+    def respond(self, status: int, body: bytes, reason: str = "") -> None:
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         if reason:
@@ -65,12 +65,12 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Tests read what was seen."""
+        """Log nothing: tests read ``received_keys``."""
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Doorkeeper]:
-    with Doorkeeper(tmp_path / "key_file.json") as server:
+def server(tmp_path: Path) -> Iterator[KeyServer]:
+    with KeyServer(tmp_path / "key_file.json") as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -78,64 +78,69 @@ def server(tmp_path: Path) -> Iterator[Doorkeeper]:
         thread.join()
 
 
-def test_a_token_is_shown(server: Doorkeeper) -> None:
+def test_token_is_sent(server: KeyServer) -> None:
     with Client(management=server.url, token="good") as client:
         assert client.models() == []
-    assert server.seen == ["Bearer good"]
+    assert server.received_keys == ["Bearer good"]
 
 
-def test_without_one_the_servers_file_is_read_when_it_is_there(server: Doorkeeper) -> None:
+def test_key_file_is_read_once_it_exists(server: KeyServer) -> None:
     with Client(management=server.url, key_file=server.key_file) as client:
         with pytest.raises(ServerError):
             client.models()
-        server.write(management="good", inference="other", API="api")
+        server.write_keys(management="good", inference="other", API="api")
         assert client.models() == []
-    assert server.seen == [None, "Bearer good"]
+    assert server.received_keys == [None, "Bearer good"]
 
 
-def test_a_token_wins_over_the_file(server: Doorkeeper) -> None:
-    server.write(management="other", API="api")
+def test_token_takes_precedence_over_key_file(server: KeyServer) -> None:
+    server.write_keys(management="other", API="api")
     with Client(management=server.url, token="good", key_file=server.key_file) as client:
         assert client.models() == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"management": "good"}', '{"management": {}}'])
-def test_a_file_of_another_form_is_passed_over(server: Doorkeeper, text: str) -> None:
+def test_invalid_key_files_are_ignored(server: KeyServer, text: str) -> None:
     server.key_file.write_text(text)
     with Client(management=server.url, key_file=server.key_file) as client, pytest.raises(ServerError):
         client.models()
-    assert server.seen == [None]
+    assert server.received_keys == [None]
 
 
-def test_a_key_that_expired_is_renewed_once(server: Doorkeeper) -> None:
-    server.write(management="old", API="api")
-    server.expired = {"old"}
+def test_expired_key_is_renewed_once(server: KeyServer) -> None:
+    server.write_keys(management="old", API="api")
+    server.expired_keys = {"old"}
     with Client(management=server.url, key_file=server.key_file) as client:
         assert client.models() == []
         assert client.models() == []
-    assert server.seen == ["Bearer old", "Bearer api", "Bearer renewed", "Bearer renewed"]
+    assert server.received_keys == ["Bearer old", "Bearer api", "Bearer renewed", "Bearer renewed"]
 
 
-def test_a_key_that_is_wrong_is_not_renewed(server: Doorkeeper) -> None:
-    server.write(management="wrong", API="api")
+def test_invalid_key_is_not_renewed(server: KeyServer) -> None:
+    server.write_keys(management="wrong", API="api")
     with Client(management=server.url, key_file=server.key_file) as client, pytest.raises(ServerError):
         client.models()
-    assert server.seen == ["Bearer wrong"]
+    assert server.received_keys == ["Bearer wrong"]
 
 
-def test_the_command_line_shows_a_key(server: Doorkeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_sends_a_key(server: KeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(server.key_file.parent)
-    run = CliRunner()
-    refused = run.invoke(command, ["models", "--management", server.url])
-    assert refused.exit_code == 1
-    assert run.invoke(command, ["models", "--management", server.url, "--token", "good"]).exit_code == 0
-    assert run.invoke(command, ["models", "--management", server.url], env={"TORCHRELAY_TOKEN": "good"}).exit_code == 0
-    server.write(management="good", API="api")
-    assert run.invoke(command, ["models", "--management", server.url]).exit_code == 0
-    assert server.seen == [None, *["Bearer good"] * 3]
+    runner = CliRunner()
+    result = runner.invoke(command, ["models", "--management", server.url])
+    assert result.exit_code == 1
+    assert runner.invoke(command, ["models", "--management", server.url, "--token", "good"]).exit_code == 0
+    assert (
+        runner.invoke(
+            command, ["models", "--management", server.url], env={"TORCHRELAY_TOKEN": "good"}
+        ).exit_code
+        == 0
+    )
+    server.write_keys(management="good", API="api")
+    assert runner.invoke(command, ["models", "--management", server.url]).exit_code == 0
+    assert server.received_keys == [None, *["Bearer good"] * 3]
 
 
-def test_the_key_file_here_is_not_for_servers_elsewhere() -> None:
+def test_local_key_file_is_not_used_for_other_hosts() -> None:
     assert key_file("http://127.0.0.1:8081") == Path("key_file.json")
     assert key_file("https://[::1]:8081") == Path("key_file.json")
     assert key_file("http://example.com:8081") is None
