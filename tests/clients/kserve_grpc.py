@@ -1,4 +1,4 @@
-"""KServe's InferenceGRPCClient against a server whose address is the argument; tests/doors/oip says with what."""
+"""KServe's InferenceGRPCClient against a server whose address is the argument, started by test_grpc.py."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ import numpy as np
 from kserve import InferenceGRPCClient, InferInput, InferRequest
 
 
-def asked(array: np.ndarray, model: str, raw: bool) -> InferRequest:
+def build_request(array: np.ndarray, model: str, raw: bool) -> InferRequest:
     tensor = InferInput("x", list(array.shape), {"f": "FP32", "i": "INT64"}[array.dtype.kind])
     tensor.set_data_from_numpy(array, binary_data=raw)
     return InferRequest(model, [tensor], request_id="7")
@@ -22,15 +22,15 @@ async def main(address: str) -> None:
         assert not await client.is_model_ready("asleep")
         for raw in (True, False):
             for array in (np.arange(6).reshape(2, 3), np.arange(6, dtype=np.float32)):
-                answer = await client.infer(asked(array, "identity", raw))
-                [output] = answer.outputs
-                assert (answer.id, output.name) == ("7", "x")
+                response = await client.infer(build_request(array, "identity", raw))
+                [output] = response.outputs
+                assert (response.id, output.name) == ("7", "x")
                 np.testing.assert_array_equal(output.as_numpy(), array)
         try:
-            await client.infer(asked(np.arange(2), "nobody", True))
+            await client.infer(build_request(np.arange(2), "missing", True))
         except grpc.RpcError as error:
             assert error.code() == grpc.StatusCode.NOT_FOUND, error
-            assert error.details() == "Model not found: nobody", error
+            assert error.details() == "Model not found: missing", error
         else:
             raise AssertionError("there is no such model")
     print("every call was answered")

@@ -1,4 +1,4 @@
-"""KServe's InferenceRESTClient against a server whose address is the argument; test_kserve_client.py says with what."""
+"""KServe's InferenceRESTClient against a server at the argument's address (test_kserve_client.py)."""
 
 import asyncio
 import sys
@@ -9,12 +9,12 @@ from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 
 
-def asked(array: np.ndarray, binary: bool, outputs: bool = False) -> InferRequest:
+def build_request(array: np.ndarray, binary: bool, outputs: bool = False) -> InferRequest:
     datatypes = {"f4": "FP32", "f2": "FP16", "i8": "INT64", "O": "BYTES"}
     tensor = InferInput("x", list(array.shape), datatypes[array.dtype.str.lstrip("<|")])
     tensor.set_data_from_numpy(array, binary_data=binary)
-    named = [RequestedOutput("x", {"binary_data": binary})] if outputs else None
-    return InferRequest("identity", [tensor], request_id="7", request_outputs=named)
+    requested = [RequestedOutput("x", {"binary_data": binary})] if outputs else None
+    return InferRequest("identity", [tensor], request_id="7", request_outputs=requested)
 
 
 async def main(base: str) -> None:
@@ -27,20 +27,20 @@ async def main(base: str) -> None:
     for binary in (True, False):
         for array in (ramp.astype(np.float32), ramp, np.array([["é".encode(), b""]], object)):
             for outputs in (True, False):
-                answer = await client.infer(base, asked(array, binary, outputs), "identity")
-                [output] = answer.outputs
-                assert (answer.id, output.name, output.shape) == ("7", "x", list(array.shape))
-                found = output.as_numpy()
-                texts = [x.encode() if isinstance(x, str) else x for x in found.reshape(-1).tolist()]
-                assert texts == array.reshape(-1).tolist(), (found, array)
+                response = await client.infer(base, build_request(array, binary, outputs), "identity")
+                [output] = response.outputs
+                assert (response.id, output.name, output.shape) == ("7", "x", list(array.shape))
+                result = output.as_numpy()
+                texts = [x.encode() if isinstance(x, str) else x for x in result.reshape(-1).tolist()]
+                assert texts == array.reshape(-1).tolist(), (result, array)
     half = ramp.astype(np.float16)
-    [output] = (await client.infer(base, asked(half, True, True), "identity")).outputs
+    [output] = (await client.infer(base, build_request(half, True, True), "identity")).outputs
     np.testing.assert_array_equal(output.as_numpy(), half)
     try:
-        await client.infer(base, asked(ramp, True), "nobody")
+        await client.infer(base, build_request(ramp, True), "missing")
         raise AssertionError("there is no such model")
     except httpx.HTTPStatusError as error:
-        assert "Model not found: nobody, '404" in str(error), error
+        assert "Model not found: missing, '404" in str(error), error
     await client.close()
     print("every call was answered")
 

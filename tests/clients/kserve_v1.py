@@ -12,10 +12,10 @@ async def main(base: str) -> None:
     assert await client.is_server_live(base)
     assert await client.is_model_ready(base, "twice") is True
     assert await client.is_model_ready(base, "asleep") is False
-    asked = {"instances": [{"data": 1}, {"data": 2}]}
-    assert await client.infer(base, asked, "twice") == {"predictions": [2, 4]}
-    assert await client.explain(base, "twice", asked) == {"explanations": [2, 4]}
-    for call in (client.infer(base, asked, "nobody"), client.is_model_ready(base, "nobody")):
+    request = {"instances": [{"data": 1}, {"data": 2}]}
+    assert await client.infer(base, request, "twice") == {"predictions": [2, 4]}
+    assert await client.explain(base, "twice", request) == {"explanations": [2, 4]}
+    for call in (client.infer(base, request, "missing"), client.is_model_ready(base, "missing")):
         try:
             await call
             raise AssertionError("there is no such model")

@@ -1,4 +1,4 @@
-"""NVIDIA's own gRPC client, every call that a user makes; a process of its own, for its messages have our names."""
+"""Every user call of NVIDIA's gRPC client, in a separate process because its messages have our names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tritonclient.utils import InferenceServerException
 
 
 def inputs(**arrays: np.ndarray) -> list[triton.InferInput]:
-    made = []
+    tensors = []
     for name, array in arrays.items():
         tensor = triton.InferInput(name, list(array.shape), "BYTES" if array.dtype == object else "INT32")
         tensor.set_data_from_numpy(array)
-        made.append(tensor)
-    return made
+        tensors.append(tensor)
+    return tensors
 
 
 def main(address: str) -> None:
@@ -32,31 +32,33 @@ def main(address: str) -> None:
 
     ones, ramp = np.ones((1, 16), np.int32), np.arange(16, dtype=np.int32).reshape(1, 16)
     both = inputs(INPUT0=ones, INPUT1=ramp)
-    answer = client.infer("simple", both, request_id="7")
-    assert answer.get_response().id == "7"
-    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ones + ramp)
-    wanted = [triton.InferRequestedOutput("OUTPUT1")]
-    answer = client.infer("simple", both, model_version="1.0", outputs=wanted, priority=1, timeout=10_000_000)
-    np.testing.assert_array_equal(answer.as_numpy("OUTPUT1"), ones - ramp)
-    assert answer.as_numpy("OUTPUT0") is None
+    response = client.infer("simple", both, request_id="7")
+    assert response.get_response().id == "7"
+    np.testing.assert_array_equal(response.as_numpy("OUTPUT0"), ones + ramp)
+    requested = [triton.InferRequestedOutput("OUTPUT1")]
+    response = client.infer(
+        "simple", both, model_version="1.0", outputs=requested, priority=1, timeout=10_000_000
+    )
+    np.testing.assert_array_equal(response.as_numpy("OUTPUT1"), ones - ramp)
+    assert response.as_numpy("OUTPUT0") is None
 
     words = np.array(["a", "wörd", ""], dtype=object)
-    back = client.infer("identity", inputs(text=words)).as_numpy("text")
-    assert [element.decode() for element in back] == list(words)
+    result = client.infer("identity", inputs(text=words)).as_numpy("text")
+    assert [element.decode() for element in result] == list(words)
 
-    answers: queue.Queue = queue.Queue()
-    client.start_stream(partial(lambda found, result, error: found.put((result, error)), answers))
+    responses: queue.Queue = queue.Queue()
+    client.start_stream(partial(lambda results, result, error: results.put((result, error)), responses))
     for number in ("1", "2"):
         client.async_stream_infer("simple", both, request_id=number)
-    client.async_stream_infer("nobody", both, request_id="3")
-    got = [answers.get(timeout=60) for _ in range(3)]
+    client.async_stream_infer("missing", both, request_id="3")
+    received = [responses.get(timeout=60) for _ in range(3)]
     client.stop_stream()
-    assert [result.get_response().id for result, error in got[:2]] == ["1", "2"]
-    assert "Model not found: nobody" in str(got[2][1])
+    assert [result.get_response().id for result, error in received[:2]] == ["1", "2"]
+    assert "Model not found: missing" in str(received[2][1])
 
-    later: queue.Queue = queue.Queue()
-    client.async_infer("simple", both, lambda result, error: later.put((result, error)))
-    result, error = later.get(timeout=60)
+    results: queue.Queue = queue.Queue()
+    client.async_infer("simple", both, lambda result, error: results.put((result, error)))
+    result, error = results.get(timeout=60)
     assert error is None
     np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), ones + ramp)
 
@@ -65,7 +67,7 @@ def main(address: str) -> None:
     assert client.is_model_ready("asleep")
     client.unload_model("asleep")
     assert not client.is_model_ready("asleep")
-    for model, part in (("nobody", "Model not found"), ("simple", "is missing")):
+    for model, part in (("missing", "Model not found"), ("simple", "is missing")):
         try:
             client.infer(model, both[:1])
         except InferenceServerException as error:
