@@ -45,7 +45,9 @@ class Held:
         answer = server.register(make_archive(folder, name, handler, config=config))
         assert answer.status_code == 200, answer.text
         routes = lambda: server.http.get("/-/routes").json()  # noqa: E731
-        server.wait(lambda: routes().get(f"/predictions/{name}") == f"{name}--1.0", what="the fast path")
+        server.wait(
+            lambda: routes().get(f"/predictions/{name}") == f"{name}--1.0", description="the fast path"
+        )
 
     def post(self, way: str, word: str, **headers: str) -> httpx.Response:
         named = {f"x-request-{name}": value for name, value in headers.items()}
@@ -61,7 +63,7 @@ class Held:
 
     def waiting(self, rows: int) -> None:
         depth = lambda: self.server.metric("torchrelay_queue_depth", model=self.name) == rows  # noqa: E731
-        self.server.wait(depth, what=f"{rows} rows that wait")
+        self.server.wait(depth, description=f"{rows} rows that wait")
 
 
 Held.__test__ = False  # type: ignore[attr-defined]
@@ -70,7 +72,7 @@ Began = Callable[..., "Future[httpx.Response]"]
 
 @pytest.fixture
 def begin() -> Iterator[Began]:
-    """A request that goes on in a thread of its own."""
+    """Start a request in a thread of its own."""
     with ThreadPoolExecutor(16) as pool:
         yield pool.submit
 
@@ -95,10 +97,12 @@ def test_a_deadline_a_full_queue_and_who_goes_first(held: Held, begin: Began, wa
     gate, before = held.gate(), len(held.ran)
     answers = {"run": begin(held.post, way, f"run {gate}")}
     try:
-        held.server.wait(lambda: held.ran[before:] == ["run"], what="the first row")
+        held.server.wait(lambda: held.ran[before:] == ["run"], description="the first row")
         late = held.post(way, "late", **{"timeout-seconds": "0.2"})
         assert refused(late) == (504, "deadline")
-        assert "cannot answer within the deadline" in late.json()["message"], "at once, not when it had passed"
+        assert "cannot answer within the deadline" in late.json()["message"], (
+            "at once, not when it had passed"
+        )
         # The first of them lies ready behind the running one, and is not overtaken any more.
         waiting = {"next": "low", "low": "low", "lost": "low", "normal": "normal"}
         for rows, (word, priority) in enumerate(waiting.items(), 1):
@@ -111,7 +115,9 @@ def test_a_deadline_a_full_queue_and_who_goes_first(held: Held, begin: Began, wa
         assert refused(answers.pop("lost").result(30)) == (503, "queue_full")
     finally:
         gate.touch()
-    assert {word: answer.result(30).status_code for word, answer in answers.items()} == dict.fromkeys(answers, 200)
+    assert {word: answer.result(30).status_code for word, answer in answers.items()} == dict.fromkeys(
+        answers, 200
+    )
     assert held.ran[before:] == ["run", "next", "high", "normal", "low"]
     wrong = held.post(way, "x", priority="urgent")
     assert (wrong.status_code, wrong.headers["x-torchrelay-reason"]) == (400, "bad_request")
@@ -120,8 +126,8 @@ def test_a_deadline_a_full_queue_and_who_goes_first(held: Held, begin: Began, wa
 def leave(url: str, path: str, body: bytes, when: Callable[[], None]) -> None:
     """Ask, and close the connection.
 
-    All of it in one packet: HAProxy 2.8 does not see who leaves while it waits for an answer, where the body came after
-    the head.
+    All of it in one packet: HAProxy 2.8 does not see who leaves while it waits for an answer, where the body
+    came after the head.
     """
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as caller:
@@ -135,7 +141,7 @@ def test_a_caller_that_leaves_frees_its_place(held: Held, begin: Began, way: str
     gate, before = held.gate(), len(held.ran)
     running = begin(held.post, way, f"run {gate}")
     try:
-        held.server.wait(lambda: held.ran[before:] == ["run"], what="the first row")
+        held.server.wait(lambda: held.ran[before:] == ["run"], description="the first row")
         leave(held.server.url, way + "held", b"left", lambda: held.waiting(1))
         held.waiting(0)
     finally:
@@ -154,13 +160,13 @@ def test_no_more_calls_at_once_than_the_version_allows_on_both_ways_together(
         limited.waiting(1)
         for way in WAYS:
             answer = limited.post(way, "out")
-            assert refused(answer) == (429, "quota")
+            assert refused(answer) == (429, "quota_exceeded")
             assert answer.json()["type"] == "TooManyRequestsException"
     finally:
         gate.touch()
     assert [answer.result(30).status_code for answer in allowed] == [200, 200]
     assert [limited.post(way, "again").status_code for way in WAYS] == [200, 200]
-    assert server.metric("torchrelay_requests_total", model="limited", status="quota") == 2
+    assert server.metric("torchrelay_requests_total", model="limited", status="quota_exceeded") == 2
     server.management.delete("/models/limited")
 
 
@@ -181,7 +187,7 @@ def test_rays_batches_are_no_way_around(server: Server, tmp_path: Path, begin: B
     gate = rays.gate()
     running = begin(rays.post, WAYS[0], f"run {gate}")
     try:
-        server.wait(lambda: rays.ran[-1] == "run", what="the first row")
+        server.wait(lambda: rays.ran[-1] == "run", description="the first row")
         assert refused(rays.post(WAYS[1], "late", **{"timeout-seconds": "0.2"})) == (504, "deadline")
         waits = begin(rays.post, WAYS[1], "waits")
         rays.waiting(2)

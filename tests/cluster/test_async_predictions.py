@@ -1,4 +1,6 @@
-"""Asynchronous predictions in a whole server: taken in by a replica, run by Management, through its death as well."""
+"""Asynchronous predictions in a whole server: taken in by a replica, run by Management, through its death
+as well.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ def test_what_was_accepted_outlives_the_process_that_runs_it(server: Server, tmp
     where = []
     for route in routes:
         accepted = server.http.post(route, content=f"wait {go}", headers=ASYNC)
-        assert (accepted.status_code, accepted.headers["preference-applied"]) == (202, "respond-async"), accepted.text
+        assert (accepted.status_code, accepted.headers["preference-applied"]) == (202, "respond-async"), (
+            accepted.text
+        )
         where.append(accepted.headers["location"])
-    server.wait(lambda: server.http.get(where[0]).json()["state"] == "running", what="the prediction to run")
+    server.wait(
+        lambda: server.http.get(where[0]).json()["state"] == "running", description="the prediction to run"
+    )
     assert server.http.get(f"{where[1]}/result").status_code == 202
     cancelled = server.http.post(routes[0], content="wait for ever", headers=ASYNC).headers["location"]
     assert server.http.delete(cancelled).json()["state"] == "cancelled"
@@ -47,10 +53,17 @@ def test_what_was_accepted_outlives_the_process_that_runs_it(server: Server, tmp
     os.kill(management.pid, signal.SIGKILL)
     go.touch()
     for one in where:
-        server.wait(lambda one=one: server.http.get(one).json()["state"] == "done", what="its end, after the death")
+        server.wait(
+            lambda one=one: server.http.get(one).json()["state"] == "done",
+            description="its end, after the death",
+        )
         answer = server.http.get(f"{one}/result")
-        assert (answer.status_code, answer.text, answer.headers["x-model-version"]) == (200, "about wait", "1.0")
+        assert (answer.status_code, answer.text, answer.headers["x-model-version"]) == (
+            200,
+            "about wait",
+            "1.0",
+        )
     assert server.http.get(f"{cancelled}/result").status_code == 410
-    assert server.metric("torchrelay_asynchronous_ended_total", model="later", state="done") == 2
+    assert server.metric("torchrelay_async_predictions_ended_total", model="later", state="done") == 2
     assert server.metric("torchrelay_requests_total", model="later", status="ok") >= 2
     assert server.management.delete("/models/later").status_code == 200

@@ -1,4 +1,6 @@
-"""Keys in force: by every way in alike, at once, and until they expire; APIs that share the inference port."""
+"""Keys in force: by every way in alike, at once, and until they expire; APIs that share the inference
+port.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that wants keys, with the management API and the metrics on the inference port as well."""
+    """Start a server that requires keys, with management API and metrics on the inference port as well."""
     keys: list[dict[str, Any]] = [
-        {"name": name, "key": f"sha256:{sha256(name.encode()).hexdigest()}", "role": role} for name, role in OWN.items()
+        {"name": name, "key": f"sha256:{sha256(name.encode()).hexdigest()}", "role": role}
+        for name, role in OWN.items()
     ]
     keys[0]["models"] = "ech*"
     keys[2]["models"] = ["echo", "none"]
@@ -40,7 +43,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     locked = Server(
         home,
         auth={"mode": "on", "token_expiration": EXPIRATION / 60, "keys": keys},
-        inference={"also_management": True, "also_metrics": True},
+        inference={"serve_management": True, "serve_metrics": True},
         management={"port": management, "metrics_port": management},
     )
     make_archive(locked.store, "echo", ECHO)
@@ -66,8 +69,8 @@ def tokens(locked: Server) -> dict[str, str]:
 
 
 def read(locked: Server) -> dict[str, str]:
-    said = json.loads((locked.home / "key_file.json").read_text())
-    return {kind: token["key"] for kind, token in said.items()}
+    result = json.loads((locked.home / "key_file.json").read_text())
+    return {kind: token["key"] for kind, token in result.items()}
 
 
 def renew(locked: Server, kind: str) -> httpx.Response:
@@ -77,14 +80,14 @@ def renew(locked: Server, kind: str) -> httpx.Response:
 
 
 def infer(locked: Server, key: str | None, model: str = "echo") -> list[tuple[int, str]]:
-    """The answer by every way in: status, and the body or the reason of a refusal."""
-    said = []
+    """Return the answer of every protocol: status, and the body or the reason of a refusal."""
+    result = []
     for way in WAYS:
         answer = locked.http.post(way + model, content=b"hi", headers=bearer(key) if key else {})
         if answer.status_code >= 400:
             assert answer.json()["type"] == "InvalidKeyException", answer.text
-        said.append((answer.status_code, answer.headers.get("x-torchrelay-reason") or answer.text))
-    return said
+        result.append((answer.status_code, answer.headers.get("x-torchrelay-reason") or answer.text))
+    return result
 
 
 def test_the_file_is_for_its_owner_alone(locked: Server) -> None:
@@ -98,8 +101,8 @@ def test_every_way_in_decides_alike(locked: Server, tokens: dict[str, str]) -> N
     assert infer(locked, None) == [(400, "missing_token")] * both
     assert infer(locked, "guess") == [(400, "invalid_token")] * both
     for key in (tokens["management"], tokens["API"], "watcher"):
-        assert infer(locked, key) == [(400, "wrong_role")] * both
-    assert infer(locked, "ops", "other") == [(400, "wrong_model")] * both
+        assert infer(locked, key) == [(400, "missing_permission")] * both
+    assert infer(locked, "ops", "other") == [(400, "model_not_allowed")] * both
 
 
 def test_health_needs_no_key(locked: Server) -> None:
@@ -111,15 +114,20 @@ def test_health_needs_no_key(locked: Server) -> None:
 def test_management_on_both_ports(locked: Server, tokens: dict[str, str]) -> None:
     for port in (locked.management, locked.http):
         assert port.get("/models").headers["x-torchrelay-reason"] == "missing_token"
-        assert port.get("/models", headers=bearer(tokens["inference"])).headers["x-torchrelay-reason"] == "wrong_role"
+        assert (
+            port.get("/models", headers=bearer(tokens["inference"])).headers["x-torchrelay-reason"]
+            == "missing_permission"
+        )
         for key in (tokens["management"], "watcher"):
             models = port.get("/models", headers=bearer(key)).json()["models"]
             assert [model["modelName"] for model in models] == ["echo", "other"]
-        assert [model["modelName"] for model in port.get("/models", headers=bearer("ops")).json()["models"]] == ["echo"]
+        assert [
+            model["modelName"] for model in port.get("/models", headers=bearer("ops")).json()["models"]
+        ] == ["echo"]
         assert port.get("/models/none", headers=bearer("watcher")).status_code == 404
         refused = port.put("/models/echo", params={"min_worker": 2}, headers=bearer("watcher"))
-        assert refused.headers["x-torchrelay-reason"] == "wrong_role"
-        assert 'torchrelay_requests_total{' in port.get("/metrics").text
+        assert refused.headers["x-torchrelay-reason"] == "missing_permission"
+        assert "torchrelay_requests_total{" in port.get("/metrics").text
         assert "event: ready" in port.get("/models/echo/events", headers=bearer("watcher")).text
         assert port.get("/models/echo/events").status_code == 400
         assert port.get("/nothing").status_code == 400
@@ -129,7 +137,7 @@ def test_a_registration_beyond_the_key_s_models_leaves_nothing(locked: Server, t
     make_archive(locked.store, "stranger", ECHO)
     for port in (locked.management, locked.http):
         refused = port.post("/models", params={"url": "stranger-1.0.mar"}, headers=bearer("ops"))
-        assert (refused.status_code, refused.headers["x-torchrelay-reason"]) == (400, "wrong_model")
+        assert (refused.status_code, refused.headers["x-torchrelay-reason"]) == (400, "model_not_allowed")
         assert port.get("/models/stranger", headers=bearer("watcher")).status_code == 404
     make_archive(locked.store, "echoes", ECHO)
     taken = locked.http.post("/models", params={"url": "echoes-1.0.mar"}, headers=bearer("ops"))
@@ -175,10 +183,15 @@ def test_keys_outlive_a_crash_of_management(locked: Server, tokens: dict[str, st
     assert infer(locked, "guess") == [(400, "invalid_token")] * len(WAYS)
     assert infer(locked, tokens["inference"]) == [(200, "hi")] * len(WAYS)
     listed = locked.http.get("/models", headers=bearer("watcher"))
-    assert listed.status_code in (200, 503), listed.text  # the gateway asks Management, which may be back by then
-    locked.wait(lambda: locked.actors("Management") not in ([], [management]), what="another Management")
+    assert listed.status_code in (200, 503), (
+        listed.text
+    )  # the gateway asks Management, which may be back by then
     locked.wait(
-        lambda: locked.management.get("/models", headers=bearer("watcher")).status_code == 200, what="its port"
+        lambda: locked.actors("Management") not in ([], [management]), description="another Management"
+    )
+    locked.wait(
+        lambda: locked.management.get("/models", headers=bearer("watcher")).status_code == 200,
+        description="its port",
     )
     assert read(locked) == tokens
     renew(locked, "inference")
@@ -187,7 +200,7 @@ def test_keys_outlive_a_crash_of_management(locked: Server, tokens: dict[str, st
 
 def test_a_key_expires(locked: Server, tokens: dict[str, str]) -> None:
     made = time.time()
-    locked.wait(lambda: infer(locked, tokens["inference"])[0][0] == 400, what="its end")
+    locked.wait(lambda: infer(locked, tokens["inference"])[0][0] == 400, description="its end")
     assert time.time() - made > EXPIRATION / 2
     assert infer(locked, tokens["inference"]) == [(400, "expired_token")] * len(WAYS)
     # Those of the configuration do not, and the API key makes new ones.

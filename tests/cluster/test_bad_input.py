@@ -6,7 +6,6 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def handle(data, context):
 
 @pytest.fixture(scope="module")
 def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """A model that is served all the while."""
+    """Register a model that is served throughout."""
     assert server.register(make_archive(tmp_path_factory.mktemp("served"), "served", ECHO)).status_code == 200
     with Trickle(f"{server.url}/predictions/served", connections=2) as load:
         yield load
@@ -43,15 +42,17 @@ def nothing_served_is_disturbed(server: Server, served: Load) -> Iterator[None]:
     pids = server.pids("served")
     yield
     before = sum(served.answers.values())
-    server.wait(lambda: sum(served.answers.values()) > before + 2, what="answers of the model that is served")
+    server.wait(
+        lambda: sum(served.answers.values()) > before + 2, description="answers of the model that is served"
+    )
     assert set(served.answers) == {(200, "x")}
     assert server.pids("served") == pids
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str, str]:
-    said = answer.json()
-    assert said["code"] == answer.status_code
-    return answer.status_code, said["type"], said["message"]
+    output = answer.json()
+    assert output["code"] == answer.status_code
+    return answer.status_code, output["type"], output["message"]
 
 
 def models(server: Server) -> set[str]:
@@ -89,7 +90,7 @@ def half_a_zip(path: Path) -> Path:
 
 
 def packed(code: str = ECHO, config: dict[str, Any] | None = None, **model: str) -> Callable[[Path], Path]:
-    """Makes an archive whose manifest says ``model`` too; its handler.py is ``code``."""
+    """Return a function that writes an archive whose handler.py is ``code``."""
 
     def make(path: Path) -> Path:
         named = {"modelName": "wrong", "handler": "handler.py", **model}
@@ -105,8 +106,16 @@ def packed(code: str = ECHO, config: dict[str, Any] | None = None, **model: str)
 
 
 WRONG_ARCHIVES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
-    "no archive": (a_text, "InvalidModelException", "is neither a zip (.mar) nor a .tar.gz, or is empty; make one"),
-    "half a zip": (half_a_zip, "InvalidModelException", "is damaged (File is not a zip file); rebuild it with"),
+    "no archive": (
+        a_text,
+        "InvalidModelException",
+        "is neither a zip (.mar) nor a .tar.gz, or is empty; make one",
+    ),
+    "half a zip": (
+        half_a_zip,
+        "InvalidModelException",
+        "is damaged (File is not a zip file); rebuild it with",
+    ),
     "a zip bomb": (a_bomb, "InvalidModelException", "max_ratio"),
     "a member that leaves": (one_that_leaves, "InvalidModelException", "../outside.py"),
     "a syntax error": (packed("def handle(data, context)\n    pass\n"), "InvalidModelException", "line 1"),
@@ -143,7 +152,12 @@ def test_an_archive_that_is_wrong(server: Server, what: str) -> None:
         ("missing.mar", 404, "ModelNotFoundException", "Model not found at: missing.mar"),
         ("/etc/missing.mar", 404, "ModelNotFoundException", "Model not found at: /etc/missing.mar"),
         ("../app.yaml", 404, "ModelNotFoundException", "Relative path is not allowed in url: ../app.yaml"),
-        ("%2e%2e/app.yaml", 404, "ModelNotFoundException", "Relative path is not allowed in url: %2e%2e/app.yaml"),
+        (
+            "%2e%2e/app.yaml",
+            404,
+            "ModelNotFoundException",
+            "Relative path is not allowed in url: %2e%2e/app.yaml",
+        ),
         (
             "ftp://127.0.0.1/m.mar",
             404,
@@ -166,13 +180,15 @@ def test_a_download_that_fails_says_why(server: Server) -> None:
 @pytest.mark.parametrize("name", ["a/b", "../m", "-m", ".m", "a b", "ü", "m" * 120])
 def test_a_name_that_no_route_can_have(server: Server, tmp_path: Path, name: str) -> None:
     answer = server.register(make_archive(tmp_path, "named", ECHO), model_name=name)
-    status, type_, message = refusal(answer)
+    status, _, message = refusal(answer)
     assert status == 400
     assert repr(name)[:50] in message
     assert "cannot be part of a route" in message or "too long" in message
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"url": ["a.mar"]}', b'{"url": "a.mar", "batch_size": "many"}'])
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b'{"url": ["a.mar"]}', b'{"url": "a.mar", "batch_size": "many"}']
+)
 def test_a_body_that_cannot_be_read(server: Server, body: bytes) -> None:
     answer = server.management.post("/models", content=body, headers={"content-type": "application/json"})
     assert refusal(answer)[:2] == (400, "JsonSyntaxException")
@@ -180,7 +196,9 @@ def test_a_body_that_cannot_be_read(server: Server, body: bytes) -> None:
 
 @pytest.mark.parametrize("path", ["/predictions/served", "/%70redictions/served"])
 def test_a_message_that_is_too_large(server: Server, path: str) -> None:
-    """At the replica, and through the gateway, whose HTTP servers Ray Serve starts with a limit of their own."""
+    """At the replica, and through the gateway, whose HTTP servers Ray Serve starts with a limit of their
+    own.
+    """
     address = server.url.replace("http", "ws", 1) + path
     with connect(address, compression=None) as line, pytest.raises(ConnectionClosed) as closed:
         line.send(b"x" * (17 << 20))
@@ -212,15 +230,15 @@ def test_versions_that_are_not_there_and_one_that_is(server: Server, served: Loa
 
 
 NO_WORKER = (
-    " has no worker to serve inference request. Please use scale workers API to add workers. "
-    "If this is a sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+    " has no worker to serve inference request. Please use scale workers API to add workers. If this is a"
+    " sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
 )
 
 
 def test_a_model_without_workers(server: Server, tmp_path: Path) -> None:
     registered = server.register(make_archive(tmp_path, "idle", ECHO), initial_workers=0)
-    assert registered.json()["status"] == (
-        'Model "idle" Version: 1.0 registered with 0 initial workers. '
+    assert (
+        registered.json()["status"] == 'Model "idle" Version: 1.0 registered with 0 initial workers. '
         "Use scale workers API to add workers for the model."
     )
     for path, named in (
@@ -277,13 +295,20 @@ def test_a_runtime_that_there_is_not(server: Server, tmp_path: Path) -> None:
 
 FAILING: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "an import": ("import no_such_package\n" + ECHO, {}, 500, "No module named 'no_such_package'"),
-    "at import": ("raise RuntimeError('while it is imported')\n", {}, 500, "RuntimeError: while it is imported"),
+    "at import": (
+        "raise RuntimeError('while it is imported')\n",
+        {},
+        500,
+        "RuntimeError: while it is imported",
+    ),
     "in initialize": (
-        "class Handler:\n"
-        "    def initialize(self, context):\n"
-        "        open(context.system_properties['model_dir'] + '/labels.txt')\n"
-        "    def handle(self, data, context):\n"
-        "        return data\n",
+        (
+            "class Handler:\n"
+            "    def initialize(self, context):\n"
+            "        open(context.system_properties['model_dir'] + '/labels.txt')\n"
+            "    def handle(self, data, context):\n"
+            "        return data\n"
+        ),
         {},
         500,
         "in initialize",
@@ -350,9 +375,11 @@ def test_the_same_archive_again_is_a_new_attempt(server: Server, tmp_path: Path)
 def test_scaling_a_version_that_failed_tries_again(server: Server, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     ends = f"import os\nif not os.path.exists({str(flag)!r}):\n    os._exit(1)\n"
-    assert server.register(make_archive(tmp_path, "again", ends + ECHO), synchronous="false").status_code == 202
+    assert (
+        server.register(make_archive(tmp_path, "again", ends + ECHO), synchronous="false").status_code == 202
+    )
     scale = {"min_worker": 1, "synchronous": "true"}
-    server.wait(lambda: server.client.describe("again")[0]["lastError"], what="the failure")
+    server.wait(lambda: server.client.describe("again")[0]["lastError"], description="the failure")
     flag.touch()
     scaled = server.management.put("/models/again", params=scale)
     assert (scaled.status_code, scaled.json()) == (200, {"status": "Workers scaled to 1 for model: again"})
@@ -379,104 +406,3 @@ def test_a_failed_version_leaves_the_others_alone(server: Server, tmp_path: Path
 
 
 # Answers that are none
-
-ODD = """
-import os, time
-from ts.utils.util import PredictionException
-sizes = []
-def handle(data, context):
-    if data is None:
-        return None
-    words = [bytes(row["body"]).decode() for row in data]
-    sizes.append(len(words))
-    for word in words:
-        if word == "text":
-            return "not a list"
-        if word == "more":
-            return ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-        if word == "raise":
-            raise ValueError("a word of the author's")
-        if word == "memory":
-            raise MemoryError
-        if word == "cuda":
-            raise RuntimeError("CUDA error: device-side assert triggered")
-        if word == "said":
-            raise PredictionException("not this one", 422)
-        if word.startswith("/"):
-            open(word + ".begun", "w").close()
-            while not os.path.exists(word):
-                time.sleep(0.01)
-    return [{1, 2} if word == "set" else list(sizes) if word == "sizes" else word for word in words]
-"""
-ANSWERS = {
-    "text": (503, "Invalid model predict output"),
-    "more": (503, "number of batch response mismatched"),
-    "set": (503, "Unsupported model output data type."),
-    "raise": (503, "Prediction failed"),
-    "memory": (507, "Out of resources"),
-    "cuda": (507, "Out of resources"),
-    "said": (422, "not this one"),
-}
-
-
-@pytest.fixture(scope="module")
-def odd(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    archive = make_archive(tmp_path_factory.mktemp("odd"), "odd", ODD, config={"minWorkers": 1, "batchSize": 8})
-    assert server.register(archive).status_code == 200
-    yield "odd"
-    server.management.delete("/models/odd")
-
-
-@pytest.mark.parametrize("way", ["predictions", "%70redictions"])
-@pytest.mark.parametrize("word", ANSWERS)
-def test_an_answer_that_is_none(server: Server, odd: str, way: str, word: str) -> None:
-    status, message = ANSWERS[word]
-    answer = server.http.post(f"/{way}/odd", content=word.encode())
-    assert refusal(answer) == (status, "InternalServerException", message)
-    assert "author" not in answer.text, "a caller sees no traceback"
-    assert server.http.post(f"/{way}/odd", content=b"fine").text == "fine"
-
-
-@pytest.mark.parametrize("word", ANSWERS)
-def test_one_row_of_a_batch_fails_alone(server: Server, odd: str, tmp_path: Path, word: str) -> None:
-    assert together(server, odd, tmp_path / "go", [word, *map(str, range(7))]) == [
-        ANSWERS[word],
-        *((200, str(n)) for n in range(7)),
-    ]
-    sizes = server.http.post("/predictions/odd", content=b"sizes").json()
-    # The batch of eight ran, and what followed were the halves of it.
-    assert max(sizes) == 8
-
-
-def together(server: Server, model: str, gate: Path, words: list[str]) -> list[tuple[int, str]]:
-    """The answers to words that wait behind a row which holds the model until they are all there."""
-
-    def ask(word: str) -> tuple[int, str]:
-        answer = server.http.post(f"/predictions/{model}", content=word.encode())
-        return answer.status_code, answer.text if answer.is_success else answer.json()["message"]
-
-    def waiting() -> int:
-        return server.management.get(f"/models/{model}").json()[0]["jobQueueStatus"]["pendingRequests"]
-
-    with ThreadPoolExecutor(len(words) + 1) as pool:
-        held = pool.submit(ask, str(gate))
-        try:
-            server.wait(Path(f"{gate}.begun").exists, what="the row that holds the model")
-            answers = [pool.submit(ask, word) for word in words]
-            server.wait(lambda: waiting() >= len(words), what="the rows behind it")
-        finally:
-            gate.touch()
-        assert held.result() == (200, str(gate))
-        return [answer.result() for answer in answers]
-
-
-def test_rays_batcher_batches_and_fails_rows_alone(server: Server, tmp_path: Path) -> None:
-    config = {"minWorkers": 1, "batchSize": 8, "maxBatchDelay": 2000, "batcher": "ray"}
-    assert server.register(make_archive(tmp_path, "rays", ODD, config=config)).status_code == 200
-    words = ["said", *map(str, range(7))]
-    with ThreadPoolExecutor(len(words)) as pool:
-        answers = list(pool.map(lambda w: server.http.post("/predictions/rays", content=w.encode()), words))
-    assert [answer.status_code for answer in answers] == [422] + [200] * 7
-    assert [answer.text for answer in answers[1:]] == words[1:]
-    assert 8 in server.http.post("/predictions/rays", content=b"sizes").json()
-    server.management.delete("/models/rays")

@@ -11,14 +11,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from parts import ECHO, Load, Pulse, Server, make_archive, rows_outlive_their_replica, says
+from parts import ECHO, Load, Pulse, Server, check_rows_outlive_their_replica, make_archive, says
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
 def stays(server: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that is there before and after everything."""
+    """Register a model that must be served before and after every failure."""
     answer = server.register(make_archive(tmp_path_factory.mktemp("a"), "stays", ECHO), initial_workers=2)
     assert answer.status_code == 200, answer.text
     return "stays"
@@ -32,7 +32,10 @@ def test_kill_a_replica(server: Server, stays: str) -> None:
     killed = server.pids(stays)[0]
     with Load(f"{server.url}/predictions/{stays}", connections=8) as load:
         os.kill(killed, signal.SIGKILL)
-        server.wait(lambda: len(server.pids(stays)) == 2 and killed not in server.pids(stays), what="a replacement")
+        server.wait(
+            lambda: len(server.pids(stays)) == 2 and killed not in server.pids(stays),
+            description="a replacement",
+        )
     lost = sum(load.failed.values())
     # Only what the dead process was answering at that moment may be lost: at most one a connection.
     assert lost <= 8, load.failed
@@ -40,7 +43,7 @@ def test_kill_a_replica(server: Server, stays: str) -> None:
 
 
 def test_the_gateway_sends_rows_of_a_dead_replica_to_another(server: Server, tmp_path: Path) -> None:
-    rows_outlive_their_replica(server, tmp_path)
+    check_rows_outlive_their_replica(server, tmp_path)
 
 
 def test_kill_the_controller(server: Server, stays: str) -> None:
@@ -48,8 +51,11 @@ def test_kill_the_controller(server: Server, stays: str) -> None:
     pids = sorted(server.pids(stays))
     with Load(f"{server.url}/predictions/{stays}", connections=8) as load:
         controller.kill()
-        server.wait(lambda: {p.pid for p in server.actors("ServeController")} - {controller.pid}, what="a controller")
-        server.wait(lambda: sorted(server.pids(stays)) == pids, what="the same replicas")
+        server.wait(
+            lambda: {p.pid for p in server.actors("ServeController")} - {controller.pid},
+            description="a controller",
+        )
+        server.wait(lambda: sorted(server.pids(stays)) == pids, description="the same replicas")
     assert not load.failed, load.failed
 
 
@@ -57,8 +63,10 @@ def test_kill_the_gateway(server: Server, stays: str) -> None:
     [gateway] = server.actors("Gateway")
     with Load(f"{server.url}/predictions/{stays}", connections=4) as load:
         gateway.kill()
-        server.wait(lambda: [p for p in server.actors("Gateway") if p.pid != gateway.pid], what="a gateway")
-        server.wait(lambda: server.http.get("/ping").status_code == 200, what="a ping")
+        server.wait(
+            lambda: [p for p in server.actors("Gateway") if p.pid != gateway.pid], description="a gateway"
+        )
+        server.wait(lambda: server.http.get("/ping").status_code == 200, description="a ping")
     assert not load.failed, "the fast path does not need the gateway"
 
 
@@ -67,9 +75,13 @@ def test_kill_management(server: Server, stays: str, tmp_path: Path) -> None:
     pids = sorted(server.pids(stays))
     with Load(f"{server.url}/predictions/{stays}", connections=4) as load:
         management.kill()
-        server.wait(lambda: server.management.get("/models/stays").status_code == 200, what="management")
+        server.wait(
+            lambda: server.management.get("/models/stays").status_code == 200, description="management"
+        )
     assert not load.failed, load.failed
-    assert sorted(server.pids(stays)) == pids, "what a new one deploys again is what runs: nobody is restarted"
+    assert sorted(server.pids(stays)) == pids, (
+        "what a new one deploys again is what runs: nobody is restarted"
+    )
     assert server.register(make_archive(tmp_path, "after", ECHO)).status_code == 200
     assert answers(server, "after")
     server.management.delete("/models/after")
@@ -90,7 +102,7 @@ def handle(data, context):
     [first] = server.pids("hangs")
     answer = server.http.post("/predictions/hangs", content=b"hang")
     assert (answer.status_code, answer.json()["message"]) == (500, "Worker died.")
-    server.wait(lambda: server.pids("hangs") not in ([], [first]), what="a replacement")
+    server.wait(lambda: server.pids("hangs") not in ([], [first]), description="a replacement")
     assert server.http.post("/predictions/hangs", content=b"ok").text == "fine"
     server.management.delete("/models/hangs")
 
@@ -106,7 +118,11 @@ def handle(data, context):
     answer = server.http.post("/predictions/raises", content=b"x")
     assert (answer.status_code, answer.json()["message"]) == (503, "Prediction failed")
     assert "own words" not in answer.text, "a caller is not told the inside of a handler"
-    server.wait(lambda: "KeyError: \"the handler's own words\"" in server.log(), patience=60, what="the traceback")
+    server.wait(
+        lambda: 'KeyError: "the handler\'s own words"' in server.log(),
+        timeout=60,
+        description="the traceback",
+    )
     server.management.delete("/models/raises")
 
 
@@ -127,7 +143,7 @@ def handle(data, context):
                 began = time.monotonic()
                 assert client.post(f"/predictions/{stays}", content=b"x").content == b"x"
                 took = time.monotonic() - began
-                worst = max(worst, took - (pulse.stood(began) if took > 1.0 else 0.0))
+                worst = max(worst, took - (pulse.stalled_seconds(began) if took > 1.0 else 0.0))
         return worst
 
     with Load(f"{server.url}/predictions/crashes", connections=2) as load:
@@ -154,14 +170,16 @@ def handle(data, context):
 
 @pytest.fixture(scope="module")
 def later(server: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose predictions wait for a file; one runs at a time."""
+    """Register a model whose predictions wait for a file, one at a time."""
     answer = server.register(make_archive(tmp_path_factory.mktemp("a"), "later", LATER))
     assert answer.status_code == 200, answer.text
     return "later"
 
 
 def put_aside(server: Server, model: str, gate: Path) -> dict[str, str]:
-    """Two predictions for later, of which the first has begun; what each is about, and where its answer will be."""
+    """Two predictions for later, of which the first has begun; what each is about, and where its answer
+    will be.
+    """
     where = {}
     for word in ("one", "two"):
         accepted = server.http.post(
@@ -169,17 +187,24 @@ def put_aside(server: Server, model: str, gate: Path) -> dict[str, str]:
         )
         assert accepted.status_code == 202, accepted.text
         where[f"about {word}"] = accepted.headers["location"]
-    server.wait(lambda: server.http.get(where["about one"]).json()["state"] == "running", what="the first to run")
+    server.wait(
+        lambda: server.http.get(where["about one"]).json()["state"] == "running",
+        description="the first to run",
+    )
     return where
 
 
 def answered(server: Server, where: dict[str, str]) -> bool:
-    answers = {said: server.http.get(f"{address}/result") for said, address in where.items()}
-    assert all(answer.text == said for said, answer in answers.items() if answer.status_code != 202), answers
+    answers = {result: server.http.get(f"{address}/result") for result, address in where.items()}
+    assert all(answer.text == result for result, answer in answers.items() if answer.status_code != 202), (
+        answers
+    )
     return all(answer.status_code == 200 for answer in answers.values())
 
 
-def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, later: str, tmp_path: Path) -> None:
+def test_everything_comes_back_after_a_full_restart(
+    server: Server, stays: str, later: str, tmp_path: Path
+) -> None:
     aside = put_aside(server, later, tmp_path / "gate")
     for version in ("1.0", "2.0"):
         assert server.register(make_archive(tmp_path, "kept", says(version), version)).status_code == 200
@@ -203,7 +228,7 @@ def test_everything_comes_back_after_a_full_restart(server: Server, stays: str, 
     assert len(server.pids(stays)) == 2
     assert answers(server, stays)
     assert server.management.get("/models/removed").status_code == 404
-    server.wait(lambda: answered(server, aside), what="what was put aside before")
+    server.wait(lambda: answered(server, aside), description="what was put aside before")
     server.management.delete("/models/kept/1.0")
     server.management.delete("/models/kept")
 
@@ -213,9 +238,9 @@ def test_a_clean_stop_leaves_no_process(server: Server, later: str, tmp_path: Pa
     with Pulse() as pulse:
         began = time.monotonic()
         server.stop()
-        assert time.monotonic() - began - pulse.stood(began) < 5.0
+        assert time.monotonic() - began - pulse.stalled_seconds(began) < 5.0
     assert server.process.processes() == []
     server.start()
     (tmp_path / "gate").touch()
-    server.wait(lambda: answered(server, aside), what="what was put aside before")
+    server.wait(lambda: answered(server, aside), description="what was put aside before")
     server.management.delete(f"/models/{later}")

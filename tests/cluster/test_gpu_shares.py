@@ -1,4 +1,4 @@
-"""Fractions of a GPU, placed and accounted. No GPU is needed: Ray is told that there is one."""
+"""Fractions of a GPU, placed and accounted. No GPU is needed: Ray is configured with one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_four_replicas_share_one_and_a_fifth_waits_and_says_for_what(server: Server) -> None:
-    archive = make_archive(server.store, "shared", HANDLER, config={"num_gpus": 0.25, "minWorkers": 4, "maxWorkers": 4})
+    archive = make_archive(
+        server.store, "shared", HANDLER, config={"num_gpus": 0.25, "minWorkers": 4, "maxWorkers": 4}
+    )
     answer = server.register(archive, initial_workers=4)
     assert answer.status_code == 200, answer.text
     assert server.http.post("/predictions/shared", content=b"x").json() == {"sees": "0", "gpu": 0}
@@ -39,8 +41,8 @@ def test_four_replicas_share_one_and_a_fifth_waits_and_says_for_what(server: Ser
 
     server.client.scale("shared", min_worker=5, max_worker=5, synchronous=False)
     stages = server.client.events("shared")
-    said = next(said for stage, said in stages if "waiting_for" in said)
-    assert said["waiting_for"] == {"GPU": {"wanted": 0.25, "free": 0.0}}
+    result = next(result for stage, result in stages if "waiting_for" in result)
+    assert result["waiting_for"] == {"GPU": {"wanted": 0.25, "free": 0.0}}
     assert len(server.pids("shared")) == 4
     assert server.http.post("/predictions/shared", content=b"x").status_code == 200
 

@@ -1,4 +1,6 @@
-"""gRPC against a real server, by stubs that are generated here from the messages that TorchServe documents."""
+"""gRPC against a real server, by stubs that are generated here from the messages that TorchServe
+documents.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,12 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "management.proto").write_text(MANAGEMENT)
     well_known = resources.files("grpc_tools") / "_proto"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", f"-I{well_known}"]
-    command += [f"--python_out={folder}", f"--grpc_python_out={folder}", "inference.proto", "management.proto"]
+    command += [
+        f"--python_out={folder}",
+        f"--grpc_python_out={folder}",
+        "inference.proto",
+        "management.proto",
+    ]
     subprocess.run(command, check=True, timeout=300)
     return folder
 
@@ -106,7 +113,7 @@ def client(server: Server, stubs: Path) -> Run:
 
 
 def test_a_models_life_by_grpc_alone(server: Server, client: Run, tmp_path: Path) -> None:
-    def said(*words: str) -> str:
+    def result(*words: str) -> str:
         done = client(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -114,16 +121,16 @@ def test_a_models_life_by_grpc_alone(server: Server, client: Run, tmp_path: Path
     make_archive(server.store, "letters", COUNTS)
     word = tmp_path / "word"
     word.write_text("abc")
-    assert json.loads(said("ping")) == {"status": "Healthy"}
-    assert said("register", "letters-1.0.mar") == (
+    assert json.loads(result("ping")) == {"status": "Healthy"}
+    assert result("register", "letters-1.0.mar") == (
         'Model "letters" Version: 1.0 registered with 1 initial workers'
     )
-    assert said("infer_stream", "letters", str(word)).split() == ["a", "b", "c"]
-    assert said("infer", "letters", str(word)) == "abc"
-    assert "letters" in [model["modelName"] for model in json.loads(said("list"))["models"]]
-    [described] = json.loads(said("describe", "letters"))
+    assert result("infer_stream", "letters", str(word)).split() == ["a", "b", "c"]
+    assert result("infer", "letters", str(word)) == "abc"
+    assert "letters" in [model["modelName"] for model in json.loads(result("list"))["models"]]
+    [described] = json.loads(result("describe", "letters"))
     assert [worker["status"] for worker in described["workers"]] == ["READY"]
-    assert said("unregister", "letters") == 'Model "letters" unregistered'
+    assert result("unregister", "letters") == 'Model "letters" unregistered'
     done = client("infer", "letters", str(word))
     assert done.returncode == 1
     assert done.stderr.strip() == "INTERNAL: Model not found: letters\nModelNotFoundException"

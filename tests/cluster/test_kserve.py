@@ -1,4 +1,6 @@
-"""The server as KServe's runtime for TorchServe starts it, with a read-only folder in place of /mnt/models."""
+"""The server as KServe's runtime for TorchServe starts it, with a read-only folder in place of
+/mnt/models.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ class Pod:
         store.mkdir(parents=True)
         config.mkdir()
         versions = {"1.0": {"defaultVersion": True, "minWorkers": 1, "maxWorkers": 1, "batchSize": 1}}
-        for name, handler, said in (("sum", HANDLER, None), ("old", OLD, {"envelope": "kserve"})):
-            make_archive(store, name, handler, config=said).rename(store / f"{name}.mar")
+        for name, handler, result in (("sum", HANDLER, None), ("old", OLD, {"envelope": "kserve"})):
+            make_archive(store, name, handler, config=result).rename(store / f"{name}.mar")
         models = {name: {"1.0": {**versions["1.0"], "marName": f"{name}.mar"}} for name in ("sum", "old")}
         snapshot = json.dumps({"name": "startup.cfg", "modelCount": 2, "models": models})
         (config / "config.properties").write_text(
@@ -66,7 +68,11 @@ class Pod:
             path.chmod(0o555 if path.is_dir() else 0o444)
         # Ports of its own, as TorchServe's variables say them; in a pod they are KServe's.
         self.rest, self.metrics, self.grpc = (f"127.0.0.1:{free_port()}" for _ in range(3))
-        addresses = {"INFERENCE": self.rest, "METRICS": self.metrics, "MANAGEMENT": f"127.0.0.1:{free_port()}"}
+        addresses = {
+            "INFERENCE": self.rest,
+            "METRICS": self.metrics,
+            "MANAGEMENT": f"127.0.0.1:{free_port()}",
+        }
         self.env = {
             **os.environ,
             **{name: str(free_port()) for name in RAY_PORTS},
@@ -102,16 +108,20 @@ def pod(tmp_path: Path) -> Iterator[tuple[Pod, subprocess.Popen[str]]]:
         process.wait(60)
 
 
-def test_kserves_arguments_start_a_server_that_its_clients_ask(pod: tuple[Pod, subprocess.Popen[str]]) -> None:
+def test_kserves_arguments_start_a_server_that_its_clients_ask(
+    pod: tuple[Pod, subprocess.Popen[str]],
+) -> None:
     here, process = pod
     deadline = time.monotonic() + 300
     with httpx.Client(base_url=f"http://{here.rest}", timeout=30) as client:
         while not ready(client):
-            assert process.poll() is None and time.monotonic() < deadline, (here.home / "container.log").read_text()
+            assert process.poll() is None and time.monotonic() < deadline, (
+                here.home / "container.log"
+            ).read_text()
             time.sleep(0.2)
         assert client.get("/v2/models/sum/ready").json() == {"name": "sum", "ready": True}
-        said = client.get("/v1/models/old").json()
-        assert (said["name"], said["ready"]) == ("old", True)
+        result = client.get("/v1/models/old").json()
+        assert (result["name"], result["ready"]) == ("old", True)
 
         answer = client.post("/v1/models/old:predict", json={"instances": [{"data": 1}]})
         assert answer.json() == {"predictions": [2]}
@@ -120,8 +130,10 @@ def test_kserves_arguments_start_a_server_that_its_clients_ask(pod: tuple[Pod, s
         assert answer.status_code == 200, answer.text
         assert (answer.json()["id"], answer.json()["outputs"][0]["data"]) == ("q", [6])
 
-        asked = subprocess.run([sys.executable, "-c", BY_GRPC, here.grpc], capture_output=True, text=True, timeout=300)
-        assert (asked.returncode, asked.stdout) == (0, "[1]\n"), asked.stderr
+        requested = subprocess.run(
+            [sys.executable, "-c", BY_GRPC, here.grpc], capture_output=True, text=True, timeout=300
+        )
+        assert (requested.returncode, requested.stdout) == (0, "[1]\n"), requested.stderr
         page = httpx.get(f"http://{here.metrics}/metrics", timeout=300).text
         assert 'torchrelay_requests_total{model="old"' in page
         refused = client.post("/models", params={"url": "sum.mar"})

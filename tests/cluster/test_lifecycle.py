@@ -34,19 +34,21 @@ def test_register_predict_and_describe(server: Server, tmp_path: Path) -> None:
 
 
 def test_the_fast_path_and_the_gateway_answer_alike(server: Server) -> None:
-    def asked(path: str) -> httpx.Response:
+    def requested(path: str) -> httpx.Response:
         answers: list[httpx.Response] = []
 
-        def stays() -> bool:  # a HAProxy that another one replaces closes each connection with its next answer
+        def stays() -> (
+            bool
+        ):  # a HAProxy that another one replaces closes each connection with its next answer
             answers.append(server.http.post(path, content=b"same"))
             return "connection" not in answers[-1].headers
 
-        server.wait(stays, what="an answer by the HAProxy that stays")
+        server.wait(stays, description="an answer by the HAProxy that stays")
         return answers[-1]
 
-    fast = asked("/predictions/echo")
+    fast = requested("/predictions/echo")
     # HAProxy compares paths as they are written, so an escaped letter brings this one to the gateway.
-    slow = asked("/%70redictions/echo")
+    slow = requested("/%70redictions/echo")
     assert fast.content == slow.content == b"same"
     same = {"x-request-id", "date", "server-timing", "server"}
     assert {k: v for k, v in fast.headers.items() if k not in same} == {
@@ -72,9 +74,13 @@ def test_set_default_back_and_forth_under_load(server: Server, tmp_path: Path) -
             # In force everywhere when it was acknowledged: on both ways, at once.
             assert server.http.post("/predictions/ab").text == f"version {version}"
             assert server.http.post("/%70redictions/ab").text == f"version {version}"
-            if turn % 3 == 0:  # in some of the turns the routes themselves arrive, under load, before the next switch
+            if (
+                turn % 3 == 0
+            ):  # in some of the turns the routes themselves arrive, under load, before the next switch
                 app = f"ab--{version}"
-                server.wait(lambda app=app: routes(server).get("/predictions/ab") == app, what="the route")
+                server.wait(
+                    lambda app=app: routes(server).get("/predictions/ab") == app, description="the route"
+                )
     assert not load.failed, load.failed
     assert set(load.answers) == {(200, "version 1.0"), (200, "version 2.0")}
     assert {v: server.pids("ab", v) for v in ("1.0", "2.0")} == pids, "a switch restarts nobody"
@@ -105,16 +111,22 @@ def test_scale_up_and_down_under_load(server: Server) -> None:
     assert (later.status_code, later.json()) == (202, {"status": "Processing worker updates..."})
 
 
-def test_no_workers_is_said_and_scaling_from_none(server: Server, tmp_path: Path) -> None:
+def test_no_workers_is_reported_and_scaling_from_zero(server: Server, tmp_path: Path) -> None:
     answer = server.register(make_archive(tmp_path, "idle", ECHO), initial_workers=0)
     assert answer.json()["status"].startswith('Model "idle" Version: 1.0 registered with 0 initial workers.')
     refused = server.http.post("/predictions/idle", content=b"x")
     assert refused.status_code == 503
     assert refused.headers["x-torchrelay-reason"] == "no_replica"
     assert refused.json()["message"].startswith('Model "idle" has no worker to serve inference request.')
-    assert server.management.put("/models/idle", params={"min_worker": 1, "synchronous": "true"}).status_code == 200
+    assert (
+        server.management.put("/models/idle", params={"min_worker": 1, "synchronous": "true"}).status_code
+        == 200
+    )
     assert server.http.post("/predictions/idle", content=b"x").content == b"x"
-    assert server.management.put("/models/idle", params={"min_worker": 0, "synchronous": "true"}).status_code == 200
+    assert (
+        server.management.put("/models/idle", params={"min_worker": 0, "synchronous": "true"}).status_code
+        == 200
+    )
     assert server.pids("idle") == []
     statuses: list[int] = []  # while HAProxy's table still has the replica that is leaving, it answers
 
@@ -122,7 +134,7 @@ def test_no_workers_is_said_and_scaling_from_none(server: Server, tmp_path: Path
         statuses.append(server.http.post("/predictions/idle", content=b"x").status_code)
         return statuses[-1] != 200
 
-    server.wait(refused_again, patience=30, what="the end of the last replica")
+    server.wait(refused_again, timeout=30, description="the end of the last replica")
     assert statuses[-1] == 503
 
 
@@ -170,7 +182,7 @@ def handle(data, context):
     with Load(f"{server.url}/predictions/held", connections=4) as load:
         server.wait(
             lambda: server.management.get("/models/held").json()[0]["jobQueueStatus"]["pendingRequests"] >= 2,
-            what="rows in the queue",
+            description="rows in the queue",
         )
         assert server.metric("torchrelay_queue_depth", model="held") >= 2
     assert not load.failed, load.failed

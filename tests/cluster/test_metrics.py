@@ -1,4 +1,6 @@
-"""A cluster's metrics as a scraper sees them: a handler's own of all kinds, and the server's, over two replicas."""
+"""A cluster's metrics as a scraper sees them: a handler's own of all kinds, and the server's, over two
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ ts_metrics:
     - {name: Requests2XX, unit: Count, dimensions: [*level, Hostname]}
     - {name: Requests4XX, unit: Count, dimensions: [*level, Hostname]}
     - {name: ts_inference_requests_total, unit: Count, dimensions: [model_name, model_version, hostname]}
-    - {name: ts_inference_latency_microseconds, unit: Microseconds, dimensions: [model_name, model_version, hostname]}
-    - {name: ts_queue_latency_microseconds, unit: Microseconds, dimensions: [model_name, model_version, hostname]}
+    - name: ts_inference_latency_microseconds
+      unit: Microseconds
+      dimensions: [model_name, model_version, hostname]
+    - name: ts_queue_latency_microseconds
+      unit: Microseconds
+      dimensions: [model_name, model_version, hostname]
   gauge:
     - {name: QueueTime, unit: Milliseconds, dimensions: [*level, Hostname]}
     - {name: WorkerThreadTime, unit: Milliseconds, dimensions: [*level, Hostname]}
@@ -75,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def scrape(server: Server, **parameters: object) -> dict[str, float]:
-    """The samples of the page by what stands before their values."""
+    """Return the page's samples by what precedes their values."""
     text = httpx.get(server.process.metrics, timeout=60, **parameters).text
     assert list(text_string_to_metric_families(text)), text
     samples = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
@@ -83,11 +89,14 @@ def scrape(server: Server, **parameters: object) -> dict[str, float]:
 
 
 def test_every_count_of_every_replica(server: Server) -> None:
-    assert server.register(make_archive(server.home, "counted", HANDLER), initial_workers=2).status_code == 200
-    server.wait(lambda: len(server.pids("counted")) == 2, what="two replicas")
+    assert (
+        server.register(make_archive(server.home, "counted", HANDLER), initial_workers=2).status_code == 200
+    )
+    server.wait(lambda: len(server.pids("counted")) == 2, description="two replicas")
 
     def ask(i: int) -> int:
-        # Through the gateway (it spreads the rows) and by the model's own route, with and without its version.
+        # Through the gateway (it spreads the rows) and by the model's own route, with and without its
+        # version.
         path = ("/%70redictions/counted", "/predictions/counted", "/predictions/counted/1.0")[i % 3]
         return httpx.post(server.url + path, content=b"x" * (i % 10 + 1), timeout=30).status_code
 
@@ -105,33 +114,41 @@ def test_every_count_of_every_replica(server: Server) -> None:
     assert page[f"Length_count{{{shelf}}}"] == 60 and page[f"Length_sum{{{shelf}}}"] == 330
     assert not [head for head in page if head.startswith("Undeclared")]
     assert 2 <= page[f"PredictionTime{{{LABELS}}}"] < 5000
-    default, named = (f'model_name="counted",model_version="{v}",hostname="{HOST}",' for v in ("default", "1.0"))
+    default, named = (
+        f'model_name="counted",model_version="{v}",hostname="{HOST}",' for v in ("default", "1.0")
+    )
     assert page[f"ts_inference_requests_total{{{default}}}"] == 40
     assert page[f"ts_inference_requests_total{{{named}}}"] == 20
     for counter in ("ts_inference_latency_microseconds", "ts_queue_latency_microseconds"):
         assert page[f"{counter}{{{named}}}"] > 0
     assert page[f"ts_inference_latency_microseconds{{{default}}}"] >= 40 * 2000
     host = f'Level="Host",Hostname="{HOST}",'
-    assert page[f"Requests2XX{{{host}}}"] >= before[f"Requests2XX{{{host}}}"] + 60 + 1, "each scrape is one, too"
+    assert page[f"Requests2XX{{{host}}}"] >= before[f"Requests2XX{{{host}}}"] + 60 + 1, (
+        "each scrape is one, too"
+    )
     assert page[f"Requests4XX{{{host}}}"] == before.get(f"Requests4XX{{{host}}}", 0) + 1
     assert page[f"QueueTime{{{host}}}"] >= 0 and page[f"WorkerThreadTime{{{host}}}"] >= 0
     loads = {head: value for head, value in page.items() if head.startswith("WorkerLoadTime")}
-    workers = {f'WorkerLoadTime{{WorkerName="W-{w["id"]}-counted_1.0",{host}}}' for w in server.workers("counted")}
+    workers = {
+        f'WorkerLoadTime{{WorkerName="W-{w["id"]}-counted_1.0",{host}}}' for w in server.workers("counted")
+    }
     assert set(loads) == workers and all(value > 0 for value in loads.values())
     assert page['torchrelay_requests_total{model="counted",status="ok",version="1.0"}'] == 60
-    server.wait(lambda: f"MemoryUsed{{{host}}}" in scrape(server), what="a reading of this node")
+    server.wait(lambda: f"MemoryUsed{{{host}}}" in scrape(server), description="a reading of this node")
 
 
 def test_what_a_replica_counted_stays_when_it_ends(server: Server) -> None:
     server.management.put("/models/counted", params={"min_worker": 1, "synchronous": "true"})
-    server.wait(lambda: len(server.workers("counted")) == 1, what="one replica")
+    server.wait(lambda: len(server.workers("counted")) == 1, description="one replica")
     page = scrape(server)
     assert page[f"Words{{{LABELS}}}"] == 60 and page[f"Loaded{{{LABELS}}}"] == 2
 
 
 def test_a_part_of_the_page(server: Server) -> None:
-    asked = {"params": [("name[]", "Words"), ("name[]", "Length_count"), ("name[]", "torchrelay_replicas")]}
-    names = {head.partition("{")[0] for head in scrape(server, **asked)}
+    requested = {
+        "params": [("name[]", "Words"), ("name[]", "Length_count"), ("name[]", "torchrelay_replicas")]
+    }
+    names = {head.partition("{")[0] for head in scrape(server, **requested)}
     assert names == {"Words", "Length_count", "torchrelay_replicas"}
     nothing = httpx.get(server.process.metrics, params={"name[]": "Length"}, timeout=60)
     assert (nothing.status_code, nothing.text) == (200, "")

@@ -61,11 +61,18 @@ def doubling() -> bytes:
     put = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3])
     out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 3])
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "g", [put], [out])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9).SerializeToString()
+    return helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9
+    ).SerializeToString()
 
 
 def test_an_onnx_graph_at_its_replica(server: Server, client: Client, tmp_path: Path) -> None:
-    model = {"modelName": "graph", "handler": "onnx", "serializedFile": "model.onnx", "configFile": "config.yaml"}
+    model = {
+        "modelName": "graph",
+        "handler": "onnx",
+        "serializedFile": "model.onnx",
+        "configFile": "config.yaml",
+    }
     with zipfile.ZipFile(tmp_path / "graph.mar", "w") as archive:
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
         archive.writestr("config.yaml", "fast_path: oip\nbatchSize: 8\n")
@@ -73,14 +80,20 @@ def test_an_onnx_graph_at_its_replica(server: Server, client: Client, tmp_path: 
     answer = server.register(tmp_path / "graph.mar")
     assert answer.status_code == 200, answer.text
     routes = "/-/routes"
-    server.wait(lambda: server.http.get(routes).json()["/v2/models/graph"] == "graph--1.0", what="the replica's route")
+    server.wait(
+        lambda: server.http.get(routes).json()["/v2/models/graph"] == "graph--1.0",
+        description="the replica's route",
+    )
     ports = [{"name": name, "datatype": "FP32", "shape": [-1, 3]} for name in "xy"]
-    told = server.wait(lambda: (said := client.get_model_metadata("graph"))["inputs"] and said, what="the signature")
-    assert (told["inputs"], told["outputs"]) == (ports[:1], ports[1:])
+    reported = server.wait(
+        lambda: (result := client.get_model_metadata("graph"))["inputs"] and result,
+        description="the signature",
+    )
+    assert (reported["inputs"], reported["outputs"]) == (ports[:1], ports[1:])
     sent = [np.full((rows, 3), rows, np.float32) for rows in (1, 4, 2, 8, 1, 3)]
     begun = [client.async_infer("graph", given(array)) for array in sent]  # they meet in batches
-    for array, asked in zip(sent, begun):
-        np.testing.assert_array_equal(asked.get_result().as_numpy("y"), array * 2)
+    for array, requested in zip(sent, begun):
+        np.testing.assert_array_equal(requested.get_result().as_numpy("y"), array * 2)
     with pytest.raises(InferenceServerException, match=r"x is FP32 \[1, 2\], and is to be FP32 \[-1, 3\]"):
         client.infer("graph", given(np.zeros((1, 2), np.float32)))
     assert server.http.post("/predictions/graph", json=[1, 2, 3]).json() == [2.0, 4.0, 6.0]
@@ -97,8 +110,8 @@ def test_a_model_of_tensors_through_the_gateway(server: Server, client: Client, 
     assert answer.status_code == 200, answer.text
     assert client.get_model_metadata("sums")["inputs"] == SIGNED["signature"]["inputs"]
     sent = [np.full((rows, 2), rows, np.float32) for rows in (1, 4, 2, 8, 1, 3)]
-    for array, asked in zip(sent, [client.async_infer("sums", given(array)) for array in sent]):
-        np.testing.assert_array_equal(asked.get_result().as_numpy("y"), array.sum(axis=1))
+    for array, requested in zip(sent, [client.async_infer("sums", given(array)) for array in sent]):
+        np.testing.assert_array_equal(requested.get_result().as_numpy("y"), array.sum(axis=1))
     assert server.http.post("/predictions/sums", json={"x": [[1, 2]]}).json() == {"y": [3.0]}
     refused = server.http.post("/predictions/sums", json={"x": [[1, 2, 3]]})
     assert (refused.status_code, "FP32 [1, 3]" in refused.json()["message"]) == (400, True)

@@ -1,4 +1,7 @@
-"""`torchrelay optimize` beside a server: a model's name in, its faster version registered. And the gate refuses one."""
+"""`torchrelay optimize` beside a server: a model's name in, its faster version registered.
+
+And the gate refuses one.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,12 @@ def archive(server: Server, name: str, config: dict[str, Any]) -> None:
     net = torch.nn.ModuleDict({name: torch.nn.Linear(*shape) for name, shape in shapes.items()})
     weights = io.BytesIO()
     torch.save(net.state_dict(), weights)
-    model = {"modelName": name, "handler": "handler.py", "modelFile": "model.py", "serializedFile": "weights.pth"}
+    model = {
+        "modelName": name,
+        "handler": "handler.py",
+        "modelFile": "model.py",
+        "serializedFile": "weights.pth",
+    }
     files = {
         "MAR-INF/MANIFEST.json": json.dumps({"model": {**model, "configFile": "model-config.yaml"}}),
         "model-config.yaml": json.dumps(config),
@@ -60,9 +68,23 @@ def test_the_faster_version_is_registered_beside_the_first(server: Server, tmp_p
     assert answer.status_code == 200, answer.text
     try:
         plain = server.http.post("/predictions/net", json=ROW).json()
-        words = ["--try", "int8", "--rounds", "5", "--threads", "1", "--rtol", "0.05", "--atol", "0.05", "--register"]
+        words = [
+            "--try",
+            "int8",
+            "--rounds",
+            "5",
+            "--threads",
+            "1",
+            "--rtol",
+            "0.05",
+            "--atol",
+            "0.05",
+            "--register",
+        ]
         places = ["--output", str(tmp_path), "--model-store", str(server.store)]
-        done = CliRunner().invoke(app, ["optimize", "net", *words, *places, "--management", server.process.management])
+        done = CliRunner().invoke(
+            app, ["optimize", "net", *words, *places, "--management", server.process.management]
+        )
         assert done.exit_code == 0, done.output
         assert "net 1.1, int8" in done.output
         found = {version["modelVersion"]: version for version in server.client.describe("net", "all")}
@@ -81,7 +103,9 @@ def test_a_version_outside_of_its_accuracy_is_never_ready(server: Server) -> Non
     archive(server, "strict", {"optimize": {"quantize": "int8"}, "accuracy": gate})
     answer = server.management.post("/models?url=strict.mar&initial_workers=1&synchronous=true")
     assert answer.status_code == 500, answer.text
-    said = answer.json()["detail"]
-    assert "with optimize: {quantize: int8} the model is outside of accuracy (rtol 0, atol 1e-09)" in said
-    assert "Take that option out of optimize, or allow more under accuracy." in said
-    assert server.management.get("/models/strict").status_code == 404, "a version that never started is not kept"
+    result = answer.json()["detail"]
+    assert "with optimize: {quantize: int8} the model is outside of accuracy (rtol 0, atol 1e-09)" in result
+    assert "Take that option out of optimize, or allow more under accuracy." in result
+    assert server.management.get("/models/strict").status_code == 404, (
+        "a version that never started is not kept"
+    )

@@ -1,4 +1,6 @@
-"""Registrations on a real cluster: what archives require, and how they come up, as it is told."""
+"""Registrations on a real cluster: what archives require, and how they come up, and the events that report
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,25 @@ def handle(data, context):
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> Path:
-    """A folder of two versions of one package."""
+    """Create a folder with two versions of one package."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     for version in ("1.0", "2.0"):
         facts = f"tinypkg-{version}.dist-info"
         with zipfile.ZipFile(folder / f"tinypkg-{version}-py3-none-any.whl", "w") as packed:
             packed.writestr("tinypkg.py", f"VERSION = {version!r}\n")
-            packed.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: tinypkg\nVersion: {version}\n")
-            packed.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            packed.writestr(
+                f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: tinypkg\nVersion: {version}\n"
+            )
+            packed.writestr(
+                f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
             packed.writestr(f"{facts}/RECORD", "")
     return folder
 
 
 def requiring(folder: Path, name: str, wheels: Path, requirement: str) -> Path:
-    """An archive that asks for ``requirement``."""
+    """Return an archive that requires ``requirement``."""
     plain = make_archive(
         folder,
         name,
@@ -79,10 +85,10 @@ def test_two_models_with_two_versions_of_one_package(server: Server, tmp_path: P
 
     refused = server.register(requiring(tmp_path, "three", wheels, "tinypkg==9.9"))
     assert refused.status_code == 400
-    said = refused.json()
-    assert said["type"] == "ModelException"
-    assert said["message"] == "Custom pip package installation failed for model three"
-    assert "tinypkg==9.9" in said["detail"]
+    result = refused.json()
+    assert result["type"] == "ModelException"
+    assert result["message"] == "Custom pip package installation failed for model three"
+    assert "tinypkg==9.9" in result["detail"]
     assert server.management.get("/models/three").status_code == 404
     assert environments(server) == before
     assert [server.http.post(f"/predictions/{name}").text for name in ("one", "two")] == ["1.0", "2.0"]
@@ -92,7 +98,7 @@ def test_two_models_with_two_versions_of_one_package(server: Server, tmp_path: P
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder, and the address at which a web server shows it."""
+    """Serve a folder over HTTP; return both."""
     folder = tmp_path / "site"
     folder.mkdir()
 
@@ -112,8 +118,8 @@ def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def follow(server: Server, name: str, **query: str) -> list[tuple[str, dict[str, Any]]]:
-    """A model's events, to their end."""
-    told = []
+    """Return a model's events up to the last one."""
+    reported = []
     with server.management.stream("GET", f"/models/{name}/events", params=query) as answer:
         assert answer.status_code == 200
         stage = ""
@@ -121,30 +127,34 @@ def follow(server: Server, name: str, **query: str) -> list[tuple[str, dict[str,
             if line.startswith("event: "):
                 stage = line.removeprefix("event: ")
             elif line.startswith("data: "):
-                told.append((stage, json.loads(line.removeprefix("data: "))))
-    return told
+                reported.append((stage, json.loads(line.removeprefix("data: "))))
+    return reported
 
 
-def test_a_registration_is_told_from_the_download_to_the_end(
+def test_a_registration_reports_events_from_the_download_to_the_end(
     server: Server, tmp_path: Path, site: tuple[Path, str]
 ) -> None:
     folder, address = site
     archive = make_archive(tmp_path, "told", ECHO, files={"samples/a.txt": "a", "weights": b"0" * 3_000_000})
     (folder / "file.mar").write_bytes(archive.read_bytes())
     answers: list[httpx.Response] = []
-    asked = {"url": f"{address}/file.mar", "initial_workers": 1, "registration": "mine"}
-    post = threading.Thread(target=lambda: answers.append(httpx.post(
-        f"{server.process.management}/models", params=asked, timeout=120
-    )))
+    requested = {"url": f"{address}/file.mar", "initial_workers": 1, "registration": "mine"}
+    post = threading.Thread(
+        target=lambda: answers.append(
+            httpx.post(f"{server.process.management}/models", params=requested, timeout=120)
+        )
+    )
     post.start()
-    told = follow(server, "file", registration="mine")  # asked for by the URL's name: the manifest's is not known yet
+    reported = follow(
+        server, "file", registration="mine"
+    )  # asked for by the URL's name: the manifest's is not known yet
     post.join()
     assert answers[0].status_code == 200, answers[0].text
-    stages = [stage for stage, _ in told]
+    stages = [stage for stage, _ in reported]
     order = ["accepted", "downloading", "unpacking", "checking", "starting", "loading", "warming", "ready"]
     assert [stage for stage in order if stage in stages] == order
     assert stages[-1] == "ready"
-    last = dict(told)
+    last = dict(reported)
     assert last["downloading"]["percent"] == 100
     assert last["downloading"]["total"] == (folder / "file.mar").stat().st_size
     assert last["ready"] | {"time": 0} == {
@@ -158,17 +168,17 @@ def test_a_registration_is_told_from_the_download_to_the_end(
     server.management.delete("/models/told")
 
 
-def test_a_failure_is_told_with_its_traceback_to_who_did_not_wait(server: Server, tmp_path: Path) -> None:
+def test_a_failure_is_reported_with_its_traceback_without_waiting(server: Server, tmp_path: Path) -> None:
     handler = "def handle(data, context):\n    raise ValueError('why')\n"
     answer = server.register(make_archive(tmp_path, "broken", handler), synchronous="false")
     assert (answer.status_code, answer.json()) == (202, {"status": "Processing worker updates..."})
-    told = follow(server, "broken")
-    assert told[-1][0] == "failed"
-    assert "ValueError: why" in told[-1][1]["detail"]
+    reported = follow(server, "broken")
+    assert reported[-1][0] == "failed"
+    assert "ValueError: why" in reported[-1][1]["detail"]
     server.management.delete("/models/broken")
 
 
-def test_what_a_model_without_a_place_waits_for_is_told(server: Server, tmp_path: Path) -> None:
+def test_what_a_model_without_a_place_waits_for_is_reported(server: Server, tmp_path: Path) -> None:
     archive = make_archive(tmp_path, "large", says("x"), config={"num_gpus": 1000})
     assert server.register(archive, synchronous="false").status_code == 202
 
@@ -180,20 +190,20 @@ def test_what_a_model_without_a_place_waits_for_is_told(server: Server, tmp_path
 
     assert waiting() == {"GPU": {"wanted": 1000.0, "free": 0.0}}
     server.management.delete("/models/large")
-    stage, said = follow(server, "large")[-1]
-    assert (stage, said["reason"]) == ("failed", "removed")
+    stage, result = follow(server, "large")[-1]
+    assert (stage, result["reason"]) == ("failed", "removed")
 
 
 def test_the_command_shows_it_and_says_the_answer(server: Server, tmp_path: Path) -> None:
     archive = make_archive(tmp_path, "shown", ECHO)
     (server.store / archive.name).write_bytes(archive.read_bytes())
     screen = Console(file=io.StringIO(), width=100)
-    said = progress.registered(server.client, screen, archive.name, initial_workers=1, synchronous=True)
-    assert said == 'Model "shown" Version: 1.0 registered with 1 initial workers'
+    result = progress.register(server.client, screen, archive.name, initial_workers=1, synchronous=True)
+    assert result == 'Model "shown" Version: 1.0 registered with 1 initial workers'
     server.management.delete("/models/shown")
 
 
-def test_a_model_that_nobody_told_of_has_a_state_too(server: Server, tmp_path: Path) -> None:
+def test_an_undeclared_model_has_a_state_too(server: Server, tmp_path: Path) -> None:
     assert server.management.get("/models/nobody/events").status_code == 404
     assert server.register(make_archive(tmp_path, "unheard", ECHO), initial_workers=0).status_code == 200
     assert follow(server, "unheard")[-1][1]["workers"] == 0

@@ -1,4 +1,6 @@
-"""However a request comes in, the same answer goes out: directly, through the gateway, through Ray's own proxy."""
+"""However a request comes in, the same answer goes out: directly, through the gateway, through Ray's own
+proxy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from parts import ECHO, Load, Server, make_archive, rows_outlive_their_replica
+from parts import ECHO, Load, Server, check_rows_outlive_their_replica, make_archive
 
 pytestmark = pytest.mark.cluster
 
@@ -33,10 +35,10 @@ def handle(data, context):
 
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose gateway reaches its replicas as if they were on other machines: through Ray's handles."""
+    """Start a server whose gateway reaches its replicas through Ray's handles, as between machines."""
     far = Server(
         tmp_path_factory.mktemp("far"),
-        inference={"short_hops": False, "cors_allowed_origin": "*"},
+        inference={"unix_sockets": False, "cors_allowed_origin": "*"},
         control={"traffic": {"ways": {"labels": {"first": "1.0"}}}},
     )
     make_archive(far.store, "ways", ECHO)
@@ -112,9 +114,10 @@ def test_each_piece_of_a_stream_leaves_as_it_comes(ways: dict[str, str], way: st
 
 @pytest.mark.parametrize("way", ["fast path", "gateway"])
 def test_a_stream_that_breaks_has_no_end(ways: dict[str, str], way: str) -> None:
-    with pytest.raises(httpx.RemoteProtocolError), httpx.stream(
-        "POST", ways[way] + "streams", content=b"break", timeout=30
-    ) as answer:
+    with (
+        pytest.raises(httpx.RemoteProtocolError),
+        httpx.stream("POST", ways[way] + "streams", content=b"break", timeout=30) as answer,
+    ):
         for _ in answer.iter_raw():
             pass
 
@@ -135,7 +138,7 @@ def test_through_handles_too(far: Server, tmp_path: Path) -> None:
         with httpx.stream("POST", url + "streams", content=b"x", timeout=30) as answer:
             assert answer.read() == b"0 1 2 end"
     with Load(url + "ways", connections=32) as load:
-        far.wait(lambda: load.answers[200, "x"] > 500, what="many rows that travel together")
+        far.wait(lambda: load.answers[200, "x"] > 500, description="many rows that travel together")
     assert not load.failed, load.failed
 
 
@@ -151,7 +154,7 @@ def test_the_headers_of_cors_are_on_every_port(far: Server) -> None:
 
 
 def test_rows_of_a_dead_replica_go_to_another_through_handles_too(far: Server, tmp_path: Path) -> None:
-    rows_outlive_their_replica(far, tmp_path)
+    check_rows_outlive_their_replica(far, tmp_path)
 
 
 GATED = """
@@ -179,7 +182,9 @@ class Caller:
         where, size = httpx.URL(url), len(word)
         self._line = socket.create_connection(("127.0.0.1", where.port), timeout=30)
         path = where.raw_path.decode()
-        self._line.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n{word}".encode())
+        self._line.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n{word}".encode()
+        )
 
     def fileno(self) -> int:
         return self._line.fileno()
@@ -188,7 +193,7 @@ class Caller:
         self._line.close()
 
     def hears(self) -> str:
-        """The reason that it was refused for, or the word that it was answered with."""
+        """Return the reason of the refusal, or the answer."""
         with self._line, HTTPResponse(self._line) as answer:  # its body may come after its head
             answer.begin()
             if answer.status == 200:
@@ -199,10 +204,14 @@ class Caller:
 
 def test_who_leaves_frees_its_place_on_the_way_to_another_machine(far: Server, tmp_path: Path) -> None:
     log, gate = tmp_path / "log", tmp_path / "gate"
-    archive = make_archive(tmp_path, "gated", GATED.replace("LOG", repr(str(log))), config={"jobQueueSize": 1})
+    archive = make_archive(
+        tmp_path, "gated", GATED.replace("LOG", repr(str(log))), config={"jobQueueSize": 1}
+    )
     assert far.register(archive).status_code == 200
     url = f"{far.url}/%70redictions/gated"
-    assert httpx.post(url, content=b"first", timeout=30).text == "first"  # it does not stream: rows travel together
+    assert (
+        httpx.post(url, content=b"first", timeout=30).text == "first"
+    )  # it does not stream: rows travel together
 
     def depth() -> float:
         return far.metric("torchrelay_queue_depth", model="gated")
@@ -225,19 +234,21 @@ def test_who_leaves_frees_its_place_on_the_way_to_another_machine(far: Server, t
     with ThreadPoolExecutor() as pool:
         try:
             runs = pool.submit(httpx.post, url, content=f"runs {gate}".encode(), timeout=30)
-            far.wait(lambda: log.read_text().split()[-1] == "runs", what="the first row")
+            far.wait(lambda: log.read_text().split()[-1] == "runs", description="the first row")
             queued = Caller(url, "queued")
-            far.wait(lambda: depth() == 1, what="a row in the replica's queue")
+            far.wait(lambda: depth() == 1, description="a row in the replica's queue")
             queued.leave()
-            far.wait(lambda: depth() == 0, what="the replica to hear that a hop is not wanted any more")
+            far.wait(
+                lambda: depth() == 0, description="the replica to hear that a hop is not wanted any more"
+            )
             waits = pool.submit(httpx.post, url, content=b"waits", timeout=30)
-            far.wait(lambda: depth() == 1, what="another row in the replica's queue")
+            far.wait(lambda: depth() == 1, description="another row in the replica's queue")
             # Both hops are under way; one row may wait for them, in the gateway.
             left = one_of_two("a", "b")
             assert left is not None
             left.leave()
-            far.wait(late, what="a free place, and its loss at the deadline")
-            stays = far.wait(lambda: one_of_two("c", "d"), what="its place to be free again")
+            far.wait(late, description="a free place, and its loss at the deadline")
+            stays = far.wait(lambda: one_of_two("c", "d"), description="its place to be free again")
         finally:
             gate.touch()
         assert [answer.result(30).text for answer in (runs, waits)] == ["runs", "waits"]

@@ -1,4 +1,6 @@
-"""Rollouts on a real server: Management dies in the midst of one, and a version that cannot start takes no call."""
+"""Rollouts on a real server: Management dies in the midst of one, and a version that cannot start takes no
+call.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def handle(data, context):
 
 @pytest.fixture(scope="module")
 def rolls(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model whose first version answers, whose second has no workers, and whose third cannot load."""
+    """Register three versions: one that answers, one without workers, one that cannot load."""
     folder = tmp_path_factory.mktemp("a")
     for version, handler, workers in (("1.0", says("old"), 1), ("2.0", says("new"), 0), ("3.0", BROKEN, 0)):
         answer = server.register(make_archive(folder, "rolls", handler, version), initial_workers=workers)
@@ -30,17 +32,20 @@ def rolls(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def ended(server: Server) -> dict[str, Any] | None:
-    said = server.client.rollout("rolls")
-    return None if said["state"] in ("starting", "running", "paused") else said
+    result = server.client.rollout("rolls")
+    return None if result["state"] in ("starting", "running", "paused") else result
 
 
 def test_a_version_that_cannot_start_takes_no_call(rolls: Server) -> None:
     with Trickle(f"{rolls.url}/predictions/rolls", connections=2) as load:
-        rolls.client.begin_rollout("rolls", {"to": "3.0", "steps": [50, 100], "bake_s": 0, "min_calls": 0})
-        over = rolls.wait(lambda: ended(rolls), what="the end of the rollout")
+        rolls.client.start_rollout("rolls", {"to": "3.0", "steps": [50, 100], "bake_s": 0, "min_calls": 0})
+        over = rolls.wait(lambda: ended(rolls), description="the end of the rollout")
     assert over["state"] == "rolled_back"
-    why = "no worker of 3.0 runs: ValueError: no weights; 1.0 has all calls, 3.0 loses the workers that it was given"
-    assert over["decisions"][-1]["why"] == why
+    why = (
+        "no worker of 3.0 runs: ValueError: no weights; 1.0 has all calls, 3.0 loses the workers that it was"
+        " given"
+    )
+    assert over["decisions"][-1]["reason"] == why
     assert set(load.answers) == {(200, "old")}
     [described] = rolls.client.describe("rolls", "3.0")
     assert (described["minWorkers"], described["maxWorkers"]) == (0, 0)
@@ -50,21 +55,24 @@ def test_management_dies_and_the_rollout_goes_on(rolls: Server) -> None:
     [management] = rolls.actors("Management")
     plan = {"to": "2.0", "steps": [20, 100], "bake_s": 4, "min_calls": 20, "guardrails": {"p99": None}}
     with Load(f"{rolls.url}/predictions/rolls", connections=4) as load:
-        rolls.client.begin_rollout("rolls", plan)
+        rolls.client.start_rollout("rolls", plan)
 
         def measured() -> dict[str, Any] | None:
-            said = rolls.client.rollout("rolls")
-            return said if said["figures"]["candidate"]["calls"] >= 20 else None
+            result = rolls.client.rollout("rolls")
+            return result if result["figures"]["candidate"]["calls"] >= 20 else None
 
-        before = rolls.wait(measured, what="calls of the first step")
+        before = rolls.wait(measured, description="calls of the first step")
         management.kill()
-        after = rolls.wait(lambda: rolls.client.rollout("rolls"), what="Management")
+        after = rolls.wait(lambda: rolls.client.rollout("rolls"), description="Management")
         assert after["id"] == before["id"]
         assert after["decisions"][: len(before["decisions"])] == before["decisions"]
         counted = after["figures"]["candidate"]["calls"]
         assert after["step"] > before["step"] or counted >= before["figures"]["candidate"]["calls"]
-        over = rolls.wait(lambda: ended(rolls), patience=60, what="the end of the rollout")
+        over = rolls.wait(lambda: ended(rolls), timeout=60, description="the end of the rollout")
     assert over["state"] == "promoted", over["decisions"]
-    assert [decision["verdict"] for decision in over["decisions"]] == ["began", "step", "step", "promoted"]
+    assert [decision["verdict"] for decision in over["decisions"]] == ["started", "step", "step", "promoted"]
     assert set(load.answers) == {(200, "old"), (200, "new")}, load.failed
-    rolls.wait(lambda: rolls.http.get("/-/routes").json()["/predictions/rolls"] == "rolls--2.0", what="the fast path")
+    rolls.wait(
+        lambda: rolls.http.get("/-/routes").json()["/predictions/rolls"] == "rolls--2.0",
+        description="the fast path",
+    )

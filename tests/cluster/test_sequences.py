@@ -1,4 +1,5 @@
-"""Sequences with two replicas: each call finds its state, and the callers of a replica that dies are told.
+"""Sequences with two replicas: each call finds its state, and the clients of a replica that dies get an
+error.
 
 Without the sockets of one machine, as it is between machines; over those the example of sequences goes.
 """
@@ -66,7 +67,7 @@ ROUTES = ("/predictions/adder", "/%70redictions/adder")  # a replica's own, and 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path, inference={"short_hops": False})
+    server = Server(tmp_path, inference={"unix_sockets": False})
     try:
         server.start()
         yield server
@@ -74,7 +75,7 @@ def machines(tmp_path: Path) -> Iterator[Server]:
         server.close()
 
 
-def test_sequences_stay_with_their_replica_and_are_told_of_its_death(machines: Server, tmp_path: Path) -> None:
+def test_sequences_stay_with_their_replica_and_learn_of_its_death(machines: Server, tmp_path: Path) -> None:
     server = machines
     registered = server.register(make_archive(tmp_path, "adder", HANDLER, config=CONFIG), initial_workers=2)
     assert registered.status_code == 200, registered.text
@@ -93,23 +94,28 @@ def ask(server: Server, number: int | str, name: str, route: int = 0, **headers:
 
 def _follow(server: Server) -> None:
     begun = [ask(server, 1, "", route=number % 2) for number in range(10)]
-    begun += [ask(server, 1, f"own-{number}", **{START: "true"}) for number in range(20)]  # some at each of them
+    begun += [
+        ask(server, 1, f"own-{number}", **{START: "true"}) for number in range(20)
+    ]  # some at each of them
     homes = {name: pid for name, pid, _ in begun}
     assert len(homes) == 30 and len(set(homes.values())) == 2, "both replicas have some"
     for turn in range(4):
         for name, pid in homes.items():
             assert ask(server, 2, name, route=turn % 2) == [name, pid, str(3 + 2 * turn)]
-    server.wait(lambda: server.metric("torchrelay_sequences", model="adder") == 30, what="the sequences that are open")
+    server.wait(
+        lambda: server.metric("torchrelay_sequences", model="adder") == 30,
+        description="the sequences that are open",
+    )
 
     # A stream goes on until a later call of its sequence, by another way, says that it stops.
     streaming = next(iter(homes))
     with server.http.stream("POST", ROUTES[0], content=b"stream", headers={NAME: streaming}) as answer:
         pieces = answer.iter_text()
-        said = next(pieces)
-        assert said.split()[:2] == [homes[streaming], "9"]
+        result = next(pieces)
+        assert result.split()[:2] == [homes[streaming], "9"]
         assert ask(server, "stop", streaming, route=1)[2] == "9"
-        said += "".join(pieces)
-    assert set(said.split()) == {homes[streaming], "9"}
+        result += "".join(pieces)
+    assert set(result.split()) == {homes[streaming], "9"}
 
     ended = ask(server, 0, streaming, **{END: "true"})[0]
     for route in ROUTES:
@@ -126,15 +132,17 @@ def _follow(server: Server) -> None:
             if pid != victim:
                 assert ask(server, 0, name, route=turn % 2)[1] == pid
             elif name.startswith("ts-seq-"):
-                told = server.wait(lambda name=name, route=route: _lost(server, route, name), what="what became of it")
-                assert "ended" in told
+                reported = server.wait(
+                    lambda name=name, route=route: _lost(server, route, name), description="what became of it"
+                )
+                assert "ended" in reported
     own = next(name for name, pid in homes.items() if pid == victim and name.startswith("own-"))
-    begins = server.wait(lambda: _begins(server, own), what="a new sequence of the old name")
+    begins = server.wait(lambda: _begins(server, own), description="a new sequence of the old name")
     assert begins[2] == "5", "of nothing that was"
 
 
 def _lost(server: Server, route: str, name: str) -> str:
-    """What its caller is told, once the replica's death is known."""
+    """Return the response to its caller once the replica's death is known."""
     answer = server.http.post(route, content=b"1", headers={NAME: name})
     assert answer.status_code in (410, 500, 503), answer.text
     return answer.json()["message"] if answer.status_code == 410 else ""

@@ -37,7 +37,9 @@ def make_pair(folder: Path) -> None:
         .serial_number(1)
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
+        )
         .sign(key, hashes.SHA256())
     )
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
@@ -102,10 +104,12 @@ class Installation:
         url = f"{self.management}/models/{model}"
         return httpx.get(url, headers=self.key("management"), timeout=30).json()[0]
 
-    def wait(self, condition: Callable[[], bool], patience: float = 180.0) -> None:
-        deadline = time.monotonic() + patience
+    def wait(self, condition: Callable[[], bool], max_wait: float = 180.0) -> None:
+        deadline = time.monotonic() + max_wait
         while not condition():
-            assert time.monotonic() < deadline, (self.folder / "logs/config/torchrelay/logs/server.log").read_text()
+            assert time.monotonic() < deadline, (
+                self.folder / "logs/config/torchrelay/logs/server.log"
+            ).read_text()
             time.sleep(0.1)
 
 
@@ -142,7 +146,9 @@ def test_a_torchserve_users_day(installation: Installation, tmp_path: Path) -> N
 
     # What is registered at run time comes back after a stop, which may be called from anywhere.
     parameters = {"url": "late.mar", "initial_workers": 1}
-    registered = httpx.post(f"{here.management}/models", params=parameters, headers=here.key("management"), timeout=120)
+    registered = httpx.post(
+        f"{here.management}/models", params=parameters, headers=here.key("management"), timeout=120
+    )
     assert registered.status_code == 200, registered.text
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -154,8 +160,8 @@ def test_a_torchserve_users_day(installation: Installation, tmp_path: Path) -> N
     foreground = here.start_in_the_foreground(*flags)
     try:
         assert foreground.stdout is not None
-        said = foreground.stdout.readline()
-        assert said == "Model server started.\n"
+        result = foreground.stdout.readline()
+        assert result == "Model server started.\n"
         here.wait(lambda: here.predict("late", b"").text == "registered at run time")
         assert here.run("--stop").stdout == "TorchServe has stopped.\n"
         log = foreground.stdout.read()

@@ -1,4 +1,6 @@
-"""Calls are dealt out anew while 32 connections ask: none fails, and each change holds when it is answered."""
+"""Calls are dealt out anew while 32 connections ask: none fails, and each change holds when it is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ import pytest
 from parts import Load, Server, make_archive
 from typer.testing import CliRunner
 
-from serve_app.bench.load import Load as Connections
-from serve_app.bench.load import Request, measure
 from serve_app.cli.app import app
+from serve_app.loadgen.load import measure
+from serve_app.loadgen.profile import LoadProfile as Connections
+from serve_app.loadgen.profile import LoadRequest
 
 pytestmark = pytest.mark.cluster
 
@@ -32,10 +35,12 @@ def handle(data, context):
 
 @pytest.fixture(scope="module")
 def split(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model of two versions that say which they are."""
+    """Register a model of two versions that answer with their number."""
     folder = tmp_path_factory.mktemp("a")
     for version in ("1.0", "2.0"):
-        answer = server.register(make_archive(folder, "split", HANDLER.replace("{version}", version), version))
+        answer = server.register(
+            make_archive(folder, "split", HANDLER.replace("{version}", version), version)
+        )
         assert answer.status_code == 200, answer.text
     yield server
     for version in ("2.0", "1.0"):
@@ -46,11 +51,11 @@ def split(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def put(server: Server, document: dict[str, Any]) -> dict[str, Any]:
     answer = server.management.put("/models/split/traffic", json=document)
     assert answer.status_code == 200, answer.text
-    return answer.json()["in_force"]["versions"]
+    return answer.json()["active"]["versions"]
 
 
 def owner(server: Server) -> str | None:
-    """The application that has the model's own route; None: the gateway."""
+    """Return the application that owns the model's route; None for the gateway."""
     return server.http.get("/-/routes").json().get(FAST)
 
 
@@ -70,10 +75,10 @@ def versions(server: Server, count: int = 10, **headers: str) -> Counter[str]:
 
 def test_from_policy_to_policy_under_load(split: Server) -> None:
     with Load(f"{split.url}{FAST}", connections=32) as load:
-        split.wait(lambda: sum(load.answers.values()) > 100, what="the load")
+        split.wait(lambda: sum(load.answers.values()) > 100, description="the load")
         assert put(split, {"versions": {"1.0": 9000, "2.0": 1000}}) == {"1.0": 9000, "2.0": 1000}
         before = Counter(load.answers)
-        split.wait(lambda: len(load.answers - before) == 2, what="answers of both versions")
+        split.wait(lambda: len(load.answers - before) == 2, description="answers of both versions")
         assert put(split, {"versions": {"2.0": 10_000}}) == {"2.0": 10_000}
         assert versions(split).keys() == {"2.0"}
         halves = {"1.0": 5000, "2.0": 5000}
@@ -88,13 +93,13 @@ def test_from_policy_to_policy_under_load(split: Server) -> None:
         assert split.management.delete("/models/split/traffic").status_code == 200
         assert versions(split).keys() == {"1.0"}
     assert not load.failed, load.failed
-    split.wait(lambda: owner(split) == "split--1.0", what="the fast path")
+    split.wait(lambda: owner(split) == "split--1.0", description="the fast path")
 
 
 def test_shares_are_met_within_one_percent_over_ten_thousand_calls(split: Server) -> None:
     put(split, {"versions": {"1.0": 9000, "2.0": 1000}})
     given: Counter[bytes] = Counter()
-    request = Request(f"{split.url}{FAST}", body=b"x", check=lambda body: not given.update([body]))
+    request = LoadRequest(f"{split.url}{FAST}", body=b"x", check=lambda body: not given.update([body]))
     result = asyncio.run(measure(request, Connections(32, seconds=None, requests=10_000, warmup=0.0)))
     assert not result.errors
     assert result.requests == sum(given.values()) == 10_000
@@ -121,10 +126,14 @@ def test_callers_stay_and_few_move(split: Server) -> None:
 
 def test_labels_testers_and_errors_on_the_fast_path_and_through_the_gateway(split: Server) -> None:
     put(split, {"header": "x-try", "labels": {"canary": "2.0"}})
-    split.wait(lambda: owner(split) == "split--1.0", what="the fast path")
+    split.wait(lambda: owner(split) == "split--1.0", description="the fast path")
     before = split.metric("torchrelay_requests_total", model="split", version="2.0", status="ok")
     for path in (FAST, GATEWAY):
-        for tail, headers, version in (("", {}, "1.0"), ("/canary", {}, "2.0"), ("", {"X-Try": "canary"}, "2.0")):
+        for tail, headers, version in (
+            ("", {}, "1.0"),
+            ("/canary", {}, "2.0"),
+            ("", {"X-Try": "canary"}, "2.0"),
+        ):
             answer = split.http.post(path + tail, content=b"x", headers=headers)
             assert (answer.text, answer.headers["x-model-version"]) == (version, version)
         failed = split.http.post(f"{path}/canary", content=b"fail")

@@ -1,4 +1,6 @@
-"""Every way in which a worker dies: what its caller is told, what an operator finds, and that nobody else notices."""
+"""Every way in which a worker dies: the response to its caller, what an operator finds, and that nobody else
+notices.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import httpx
 import pytest
 from parts import ECHO, Load, Server, Trickle, make_archive
 
-from serve_app.deployments.error_page import worker_died
+from serve_app.deployments.haproxy_error_page import replica_died
 
 pytestmark = pytest.mark.cluster
 
@@ -53,13 +55,16 @@ def bystander(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def ends(server: Server, bystander: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = {"minWorkers": 1, "responseTimeout": 1}
-    assert server.register(make_archive(tmp_path_factory.mktemp("e"), "ends", ENDS, config=config)).status_code == 200
+    assert (
+        server.register(make_archive(tmp_path_factory.mktemp("e"), "ends", ENDS, config=config)).status_code
+        == 200
+    )
     yield "ends"
     server.management.delete("/models/ends")
 
 
 def order(server: Server, word: str) -> httpx.Response | None:
-    """The answer; None where the connection was closed without one, as HAProxy does on a connection that it kept."""
+    """Send a word; return the answer, or None where HAProxy closed a kept connection without one."""
     try:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             return client.post("/predictions/ends", content=word.encode())
@@ -68,17 +73,23 @@ def order(server: Server, word: str) -> httpx.Response | None:
 
 
 @pytest.mark.parametrize(
-    ("word", "reason", "told"),
+    ("word", "reason", "reported"),
     [
-        ("exit", "worker_died", ["it called os._exit(3) at", "in handle"]),
-        ("kill", "worker_died", ["it ended without a word", "SIGKILL"]),
-        ("segv", "worker_died", ["crashed: Segmentation fault", "in crash_in_native_code", "a native library says"]),
+        ("exit", "replica_died", ["it called os._exit(3) at", "in handle"]),
+        ("kill", "replica_died", ["it ended without a report", "SIGKILL"]),
+        (
+            "segv",
+            "replica_died",
+            ["crashed: Segmentation fault", "in crash_in_native_code", "a native library says"],
+        ),
         ("hang", "response_timeout", ["within response_timeout (1 s); it stood at", "time.sleep(60)"]),
     ],
 )
-def test_a_worker_that_dies_while_it_serves(server: Server, ends: str, word: str, reason: str, told: list[str]) -> None:
-    server.wait(lambda: (order(server, "x") or httpx.Response(0)).text == "fine", what="a worker")
-    [pid] = server.wait(lambda: server.pids(ends), what="its pid")
+def test_a_worker_that_dies_while_it_serves(
+    server: Server, ends: str, word: str, reason: str, reported: list[str]
+) -> None:
+    server.wait(lambda: (order(server, "x") or httpx.Response(0)).text == "fine", description="a worker")
+    [pid] = server.wait(lambda: server.pids(ends), description="its pid")
     answer = order(server, word)
     if answer is not None:
         assert (answer.status_code, answer.headers["x-torchrelay-reason"]) == (500, reason)
@@ -88,15 +99,15 @@ def test_a_worker_that_dies_while_it_serves(server: Server, ends: str, word: str
 
     def error() -> str:
         known = gone(pid)
-        [said] = server.client.describe(ends)
-        assert not [w for w in said["workers"] if w["pid"] == pid and w["status"] == "READY" and known]
-        return said.get("lastError", "") if "while it served" in said.get("lastError", "") else ""
+        [result] = server.client.describe(ends)
+        assert not [w for w in result["workers"] if w["pid"] == pid and w["status"] == "READY" and known]
+        return result.get("lastError", "") if "while it served" in result.get("lastError", "") else ""
 
-    said = server.wait(error, what="what ended it")
-    assert all(words in said for words in told), said
-    server.wait(lambda: server.pids(ends) not in ([], [pid]), what="another worker")
+    result = server.wait(error, description="what ended it")
+    assert all(words in result for words in reported), result
+    server.wait(lambda: server.pids(ends) not in ([], [pid]), description="another worker")
     [healed] = server.client.describe(ends)
-    assert healed["lastError"] == said, "it stays when all is well again"
+    assert healed["lastError"] == result, "it stays when all is well again"
     assert healed["lastErrorTime"].endswith("Z")
     scaled = server.management.put(f"/models/{ends}", params={"min_worker": 1, "synchronous": "true"})
     assert scaled.status_code == 200, scaled.text
@@ -108,7 +119,7 @@ def gone(pid: int) -> bool:
 
 
 def test_memory_that_runs_out_in_python_costs_the_batch_and_no_worker(server: Server, ends: str) -> None:
-    server.wait(lambda: (order(server, "x") or httpx.Response(0)).text == "fine", what="a worker")
+    server.wait(lambda: (order(server, "x") or httpx.Response(0)).text == "fine", description="a worker")
     pids = server.pids(ends)
     answer = order(server, "memory")
     assert answer is not None
@@ -118,56 +129,72 @@ def test_memory_that_runs_out_in_python_costs_the_batch_and_no_worker(server: Se
 
 LOADING = {
     "exits": ("import os\ndef load():\n    os._exit(5)\nload()\n", ["it called os._exit(5) at", "in load"]),
-    "killed": ("import os\nos.kill(os.getpid(), 9)\n", ["it ended without a word", "SIGKILL"]),
+    "killed": ("import os\nos.kill(os.getpid(), 9)\n", ["it ended without a report", "SIGKILL"]),
     "crashes": (
         "import ctypes\ndef load():\n    ctypes.string_at(0)\nload()\n",
-        ["native code of it crashed: Segmentation fault", "in load"],
+        ["its native code crashed: Segmentation fault", "in load"],
     ),
-    "raises": ("class H:\n    def initialize(self, context):\n        1 / 0\n", ["ZeroDivisionError", "in initialize"]),
+    "raises": (
+        "class H:\n    def initialize(self, context):\n        1 / 0\n",
+        ["ZeroDivisionError", "in initialize"],
+    ),
     "slow": (
         "import time\ndef load():\n    time.sleep(60)\nload()\n" + ECHO,
-        ["not ready within startup_timeout (1 s)", "startupTimeout in model-config.yaml. It stood at", "in load"],
+        [
+            "not ready within startup_timeout (1 s)",
+            "startupTimeout in model-config.yaml. It stood at",
+            "in load",
+        ],
     ),
 }
 
 
 @pytest.mark.parametrize("how", LOADING)
-def test_who_registers_is_told_why_a_worker_did_not_start(
+def test_a_registration_reports_why_a_worker_did_not_start(
     server: Server, bystander: Load, tmp_path: Path, how: str
 ) -> None:
-    code, told = LOADING[how]
+    code, reported = LOADING[how]
     if "handle" not in code:
         code += "    def handle(self, data, context):\n        return data\n" if "class" in code else ECHO
     config = {"minWorkers": 1, **({"startupTimeout": 1} if how == "slow" else {})}
     answer = server.register(make_archive(tmp_path, "stillborn", code, config=config))
-    said = answer.json()
-    assert (answer.status_code, said["message"]) == (500, "Failed to start workers for model stillborn version: 1.0")
-    assert all(words in said["detail"] for words in told), said["detail"]
+    result = answer.json()
+    assert (answer.status_code, result["message"]) == (
+        500,
+        "Failed to start workers for model stillborn version: 1.0",
+    )
+    assert all(words in result["detail"] for words in reported), result["detail"]
 
 
-def test_who_scales_is_told_too_and_the_description_says_when(server: Server, bystander: Load, tmp_path: Path) -> None:
+def test_scaling_reports_it_too_and_the_description_has_the_time(
+    server: Server, bystander: Load, tmp_path: Path
+) -> None:
     code = "import os\nos._exit(5)\n" + ECHO
     registered = server.register(make_archive(tmp_path, "later", code), initial_workers=0)
     assert registered.status_code == 200, registered.text
     answer = server.management.put("/models/later", params={"min_worker": 1, "synchronous": "true"})
     assert answer.status_code == 500
     assert "it called os._exit(5)" in answer.json()["detail"]
-    [said] = server.client.describe("later")
-    assert "it called os._exit(5)" in said["lastError"] and "lastErrorTime" in said
+    [result] = server.client.describe("later")
+    assert "it called os._exit(5)" in result["lastError"] and "lastErrorTime" in result
     assert server.management.get("/v1/models/later").json()["ready"] is False
     server.management.delete("/models/later")
 
 
 def test_a_dead_worker_is_never_shown_as_ready(server: Server, bystander: Load, tmp_path: Path) -> None:
     assert server.register(make_archive(tmp_path, "victim", ECHO)).status_code == 200
-    [process] = server.actors("ServeReplica:victim")
+    [process] = server.wait(
+        lambda: server.actors("ServeReplica:victim"), description="the process of the replica"
+    )
     pid = process.pid
     process.send_signal(signal.SIGKILL)
     process.wait(60)
-    [said] = server.client.describe("victim")
-    assert not [worker for worker in said["workers"] if worker["pid"] == pid and worker["status"] == "READY"]
+    [result] = server.client.describe("victim")
+    assert not [
+        worker for worker in result["workers"] if worker["pid"] == pid and worker["status"] == "READY"
+    ]
     assert server.management.get("/v1/models/victim").json()["ready"] is bool(server.pids("victim"))
-    server.wait(lambda: server.pids("victim") not in ([], [pid]), what="another worker")
+    server.wait(lambda: server.pids("victim") not in ([], [pid]), description="another worker")
     server.management.delete("/models/victim")
 
 
@@ -180,4 +207,4 @@ def test_haproxy_shows_our_page(server: Server, ends: str) -> None:
             config = Path(line[line.index("-f") + 1]).read_text()
             pages |= set(re.findall(r"errorfile 50\d (\S+)", config))
     [page] = pages
-    assert Path(page).read_bytes() == worker_died()
+    assert Path(page).read_bytes() == replica_died()

@@ -1,4 +1,6 @@
-"""Workflows on a real cluster: a .war made the way of TorchServe, and a document over models that are registered."""
+"""Workflows on a real cluster: a .war made the way of TorchServe, and a document over models that are
+registered.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import httpx
 import pytest
 from parts import Server, make_archive
 
-from serve_app.store.war_archiver import WarRecipe, make
+from serve_app.model_store.workflow_archiver import WorkflowArchiveRecipe, make
 
 pytestmark = pytest.mark.cluster
 
@@ -85,7 +87,11 @@ def war(server: Server, folder: Path, name: str, spec: str, functions: str) -> s
     (folder / "workflow.yaml").write_text(spec)
     (folder / "functions.py").write_text(functions)
     export = str(server.store)
-    made = make(WarRecipe(name, str(folder / "workflow.yaml"), str(folder / "functions.py"), export, force=True))
+    made = make(
+        WorkflowArchiveRecipe(
+            name, str(folder / "workflow.yaml"), str(folder / "functions.py"), export, force=True
+        )
+    )
     return made.path.name
 
 
@@ -96,8 +102,8 @@ def test_a_war_of_torchserves(server: Server, tmp_path: Path) -> None:
     url = war(server, tmp_path, "words", SPEC, FUNCTIONS)
     try:
         answer = server.management.post("/workflows", params={"url": url})
-        said = {"status": "Workflow words has been registered and scaled successfully."}
-        assert (answer.status_code, answer.json()) == (200, said), answer.text
+        output = {"status": "Workflow words has been registered and scaled successfully."}
+        assert (answer.status_code, answer.json()) == (200, output), answer.text
         assert server.client.workflows() == [{"workflowName": "words", "workflowUrl": "words.war"}]
         [described] = server.client.workflow("words")
         assert described["workflowDag"] == "{clean=[count, shout], count=[join], shout=[join]}"
@@ -106,12 +112,12 @@ def test_a_war_of_torchserves(server: Server, tmp_path: Path) -> None:
 
         answer = server.http.post("/wfpredict/words", content=b" two words ")
         assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
-        said = answer.json()
-        assert (said["said"], said["words"]) == ("TWO WORDS", 2)
+        output = answer.json()
+        assert (output["said"], output["words"]) == ("TWO WORDS", 2)
         assert server.http.post("/predictions/words", files={"data": b"one"}).json()["said"] == "ONE"
         # The author's code has a process of its own, which is none of the models'.
-        assert said["pid"] in server.pids("words")
-        assert said["pid"] not in server.pids("words__count") + server.pids("words__shout")
+        assert output["pid"] in server.pids("words")
+        assert output["pid"] not in server.pids("words__count") + server.pids("words__shout")
 
         failed = server.http.post("/wfpredict/words", content=b"bad")
         assert (failed.status_code, failed.json()["message"]) == (500, "Error executing clean")
@@ -122,16 +128,21 @@ def test_a_war_of_torchserves(server: Server, tmp_path: Path) -> None:
         # A call that has begun ends, though the workflow goes under it.
         gate = tmp_path / "gate"
         with ThreadPoolExecutor() as pool:
-            late = pool.submit(httpx.post, f"{server.url}/wfpredict/words", content=f"late {gate}", timeout=120)
+            late = pool.submit(
+                httpx.post, f"{server.url}/wfpredict/words", content=f"late {gate}", timeout=120
+            )
             try:
-                server.wait(lambda: server.client.workflow("words")[0]["ongoing"] == 1, what="the call to have begun")
+                server.wait(
+                    lambda: server.client.workflow("words")[0]["ongoing"] == 1,
+                    description="the call to have begun",
+                )
                 assert server.client.unregister_workflow("words") == 'Workflow "words" unregistered'
                 gone = server.http.post("/wfpredict/words", content=b"x")
                 assert gone.json()["message"] == "Workflow not found: words"
             finally:
                 gate.touch()
         assert (late.result().status_code, late.result().json()["said"]) == (200, "LATE")
-        server.wait(lambda: not server.actors("words--1.0"), what="its functions to go")
+        server.wait(lambda: not server.actors("words--1.0"), description="its functions to go")
     finally:
         server.management.delete("/workflows/words")
 
@@ -145,10 +156,18 @@ def test_a_pipeline_of_registered_models(server: Server, tmp_path: Path) -> None
         assert answer.json() == {"lines": ["A", "B", "C"], "note": "n"}
         timed = answer.headers["server-timing"].split(", ")
         assert [step.partition(";")[0] for step in timed] == ["cut", "each", "glue"]
-        document = "name: twice\nsteps:\n  one: {model: upper}\n  two: {model: lines, inputs: {body: one, note: one}}\n"
-        answer = server.management.post("/workflows", content=document, headers={"content-type": "application/yaml"})
+        document = (
+            "name: twice\nsteps:\n  one: {model: upper}\n  two: {model: lines, inputs: {body: one, note:"
+            " one}}\n"
+        )
+        answer = server.management.post(
+            "/workflows", content=document, headers={"content-type": "application/yaml"}
+        )
         assert answer.status_code == 200, answer.text
-        assert server.http.post("/predictions/twice", content=b"x/y").json() == {"lines": ["X", "Y"], "note": "X/Y"}
+        assert server.http.post("/predictions/twice", content=b"x/y").json() == {
+            "lines": ["X", "Y"],
+            "note": "X/Y",
+        }
         assert server.metric("torchrelay_workflow_steps_total", model="lines", step="each", status="ok") == 2
         assert server.metric("torchrelay_requests_total", model="upper", status="ok") == 6
         json_of_it = server.http.post("/wfpredict/twice", content=b"x").text
