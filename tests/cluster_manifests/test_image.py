@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.cli.process import read_env
+from serve_app.cli.server_process import read_env
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
@@ -18,13 +18,19 @@ ENTRYPOINT = CLUSTER / "entrypoint.sh"
 
 
 def instructions() -> list[tuple[str, str]]:
-    text = re.sub(r"^\s*#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
+    text = re.sub(r"^\s*#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE).replace(
+        "\\\n", " "
+    )
+    return [
+        (word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)
+    ]
 
 
 def run(env_file: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ["PATH"], "TORCHRELAY_ENV": str(env_file), **env}
-    return subprocess.run([ENTRYPOINT, *command], env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [ENTRYPOINT, *command], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def environment(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -34,7 +40,11 @@ def environment(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 def test_what_the_image_copies_is_there() -> None:
     copied = [source for word, rest in instructions() if word == "COPY" for source in shlex.split(rest)[:-1]]
-    sent = {line[1:] for line in (CLUSTER / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    sent = {
+        line[1:]
+        for line in (CLUSTER / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert copied
     for source in copied:
         assert (ROOT / source).exists(), source

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from serve_app.cli import kserve, torchserve
-from serve_app.cli.translation import Flags, translate
+from serve_app.cli.torchserve_flags import TorchServeFlags, translate
 from serve_app.settings import load
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
@@ -35,7 +35,7 @@ def test_its_arguments_start_a_server_on_its_ports(tmp_path: Path, protocol: str
     assert args.start and not args.foreground, "the image's entrypoint keeps it there"
     (variable,) = CONTAINER["env"]
     environment = {variable["name"]: "", kserve.VARIABLE: protocol}
-    made = translate(Flags(args.ts_config, args.model_store), environment, tmp_path)
+    made = translate(TorchServeFlags(args.ts_config, args.model_store), environment, tmp_path)
     port = made.document["http_options"]["port"]
     assert {CONTAINER[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {port}
     management = load(made.document["applications"][0]["args"]).management

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.cli.process import read_env
+from serve_app.cli.server_process import read_env
 from serve_app.settings import load
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_the_cluster_runs_the_container_s_application() -> None:
 
 
 def test_the_registry_s_password_is_in_no_manifest() -> None:
-    """libpq takes host, user and password from the environment, which comes from a Secret."""
+    """Check that libpq takes host, user and password from a Secret through the environment."""
     assert application(SERVE)["args"]["control"]["database_url"] == "postgresql+psycopg://"
     secrets = [source["secretRef"]["name"] for source in container(HEAD)["envFrom"] if "secretRef" in source]
     assert "torchrelay-database" in secrets
@@ -81,7 +81,7 @@ def test_the_registry_s_password_is_in_no_manifest() -> None:
 def test_every_request_shows_a_key_that_is_in_no_manifest() -> None:
     args = application(SERVE)["args"]
     keys = load(args).auth.keys
-    assert load(args).wants_keys(SERVE["http_options"]["host"])
+    assert load(args).requires_keys(SERVE["http_options"]["host"])
     assert {key.role for key in keys} == {"infer", "manage"}
     assert all(key.key.startswith("env:") for key in keys)
     secrets = [source["secretRef"]["name"] for source in container(HEAD)["envFrom"] if "secretRef" in source]
@@ -95,7 +95,11 @@ def test_every_node_has_the_one_environment() -> None:
     (env,) = generator["envs"]
     assert (CLUSTER / env).resolve() == ROOT / "configs/serve.env"
     for group in GROUPS:
-        names = [source["configMapRef"]["name"] for source in container(group)["envFrom"] if "configMapRef" in source]
+        names = [
+            source["configMapRef"]["name"]
+            for source in container(group)["envFrom"]
+            if "configMapRef" in source
+        ]
         assert names == [generator["name"]]
         # What stands in `env` wins over the file.
         assert "env" not in container(group)
@@ -118,7 +122,9 @@ def test_files_and_names_that_are_spoken_of_are_there() -> None:
     for group in GROUPS:
         spec = group["template"]["spec"]
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        used = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
+        used = {
+            v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v
+        }
         assert used <= claims
         assert {mount["name"] for mount in container(group)["volumeMounts"]} == set(volumes)
         assert container(group)["image"] in images
@@ -135,7 +141,10 @@ def test_ports_agree() -> None:
     assert served["port"] == served["targetPort"] == http
     assert port(HEAD, "management") == args["management"]["port"]
     assert port(HEAD, "metrics") == args["management"]["metrics_port"]
-    assert (port(HEAD, "grpc"), port(HEAD, "grpc-manage")) == (args["grpc"]["port"], args["grpc"]["management_port"])
+    assert (port(HEAD, "grpc"), port(HEAD, "grpc-manage")) == (
+        args["grpc"]["port"],
+        args["grpc"]["management_port"],
+    )
     taken = {http, args["management"]["port"], args["management"]["metrics_port"]}
     for group in GROUPS:
         assert port(group, "serve") == http
@@ -143,7 +152,9 @@ def test_ports_agree() -> None:
         # KubeRay would take 8080 for it, which is ours.
         own = int(group["rayStartParams"]["metrics-export-port"])
         assert own == port(group, "ray-metrics") and own not in taken
-    expose = next(line for line in (CLUSTER / "Dockerfile").read_text().splitlines() if line.startswith("EXPOSE "))
+    expose = next(
+        line for line in (CLUSTER / "Dockerfile").read_text().splitlines() if line.startswith("EXPOSE ")
+    )
     assert taken < {int(number) for number in expose.split()[1:]}
 
 
@@ -168,7 +179,9 @@ def test_management_by_grpc_is_open_to_whom_management_is() -> None:
     args = application(SERVE)["args"]
     assert port(HEAD, "grpc-manage") == args["grpc"]["management_port"]
     rules = [
-        {p["port"] for p in rule["ports"]} for rule in MANIFESTS["network.yaml"]["spec"]["ingress"] if "ports" in rule
+        {p["port"] for p in rule["ports"]}
+        for rule in MANIFESTS["network.yaml"]["spec"]["ingress"]
+        if "ports" in rule
     ]
     ports = {args["management"]["port"], args["grpc"]["management_port"]}
     assert [ports <= rule for rule in rules if ports & rule] == [True]
@@ -189,7 +202,11 @@ def test_groups_scale_within_their_bounds() -> None:
     for group in CLUSTER_SPEC["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     assert HEAD["rayStartParams"]["num-cpus"] == "0"
-    gpus = [group["groupName"] for group in GROUPS[1:] if container(group)["resources"]["limits"].get("nvidia.com/gpu")]
+    gpus = [
+        group["groupName"]
+        for group in GROUPS[1:]
+        if container(group)["resources"]["limits"].get("nvidia.com/gpu")
+    ]
     assert gpus == ["gpu"]
 
 
