@@ -14,6 +14,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from serve_app.control.persistence.database import Database
+
 NUMBERS = itertools.count(1)
 
 
@@ -29,7 +31,9 @@ class Postgres:
         if self._as:
             postgres = pwd.getpwnam("postgres")
             os.chown(home, postgres.pw_uid, postgres.pw_gid)
-        self._run("initdb", "-D", self._data, "-U", "relay", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
+        self._run(
+            "initdb", "-D", self._data, "-U", "relay", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"
+        )
 
     def start(self) -> None:
         options = f"-k {self.home} -c listen_addresses='' -c fsync=off"
@@ -39,14 +43,16 @@ class Postgres:
         self._run("pg_ctl", "stop", "-w", "-m", "immediate", "-D", self._data)
 
     def create(self, database: str) -> str:
-        """A new, empty database's URL."""
+        """Create an empty database and return its URL."""
         with psycopg.connect(f"host={self.home} user=relay dbname=postgres", autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {database}")  # type: ignore[arg-type]
         return f"postgresql+psycopg://relay@/{database}?host={self.home}"
 
     def _run(self, command: str, *words: object) -> None:
         line = [*self._as, str(self._bin / command), *map(str, words)]
-        done = subprocess.run(line, cwd=self.home, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            line, cwd=self.home, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False
+        )
         assert done.returncode == 0, f"{command} failed; see {self.home / 'log'}"
 
 
@@ -72,7 +78,19 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database, of either kind."""
+    """Return the URL of an empty database, of either kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'state' / 'registry.db'}"
     return request.getfixturevalue("postgres").create(f"test{next(NUMBERS)}")
+
+
+@pytest.fixture
+def database(url: str) -> Iterator[Database]:
+    opened = Database(url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def fast_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.control.metric_store._COMMIT_INTERVAL", 0.01)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.control.keys import Keys
+from serve_app.control.api_keys import ApiKeys
+from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
 from serve_app.settings import AuthSettings, KeySettings, Settings, load
-from serve_app.types import Access, Grant
 
 EVERYTHING = frozenset({"infer", "observe", "manage"})
 
@@ -27,45 +27,45 @@ def in_file(home: Path) -> dict[str, dict[str, str]]:
     return json.loads((home / "key_file.json").read_text())
 
 
-def grant(access: Access, key: str) -> Grant | None:
+def grant(access: AccessTable, key: str) -> KeyGrant | None:
     return access.grants.get(sha256(key.encode()).digest())
 
 
 def test_the_file_is_torchserves_and_its_owners_alone(tmp_path: Path) -> None:
     before = time.time()
-    Keys(settings(tmp_path, token_expiration=0.5), "run")
-    said = in_file(tmp_path)
-    assert list(said) == ["management", "inference", "API"]
+    ApiKeys(settings(tmp_path, token_expiration=0.5), "run")
+    result = in_file(tmp_path)
+    assert list(result) == ["management", "inference", "API"]
     assert stat.S_IMODE((tmp_path / "key_file.json").stat().st_mode) == 0o600
-    assert set(said["API"]) == {"key"}
-    assert len({token["key"] for token in said.values()}) == 3
+    assert set(result["API"]) == {"key"}
+    assert len({token["key"] for token in result.values()}) == 3
     for kind in ("management", "inference"):
-        assert set(said[kind]) == {"key", "expiration time"}
-        assert said[kind]["expiration time"].endswith("Z")
-        expires = datetime.fromisoformat(said[kind]["expiration time"].replace("Z", "+00:00")).timestamp()
+        assert set(result[kind]) == {"key", "expiration time"}
+        assert result[kind]["expiration time"].endswith("Z")
+        expires = datetime.fromisoformat(result[kind]["expiration time"].replace("Z", "+00:00")).timestamp()
         assert before + 29.9 < expires < time.time() + 30.1
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["key_file.json"]
 
 
-def test_each_kind_opens_its_own_doors(tmp_path: Path) -> None:
-    access = Keys(settings(tmp_path), "run").access
-    said = in_file(tmp_path)
-    rights = {kind: grant(access, token["key"]).rights for kind, token in said.items()}  # type: ignore[union-attr]
+def test_each_kind_grants_its_own_routes(tmp_path: Path) -> None:
+    access = ApiKeys(settings(tmp_path), "run").access
+    result = in_file(tmp_path)
+    rights = {kind: grant(access, token["key"]).rights for kind, token in result.items()}  # type: ignore[union-attr]
     assert rights == {"management": {"observe", "manage"}, "inference": {"infer"}, "API": {"token"}}
-    assert grant(access, said["API"]["key"]).expires is None  # type: ignore[union-attr]
+    assert grant(access, result["API"]["key"]).expires is None  # type: ignore[union-attr]
     assert len(access.grants) == 3
 
 
 def test_what_leaves_holds_no_key_and_shows_no_digest(tmp_path: Path) -> None:
-    access = Keys(settings(tmp_path), "run").access
+    access = ApiKeys(settings(tmp_path), "run").access
     for token in in_file(tmp_path).values():
         assert token["key"].encode() not in b"".join(access.grants)
-    assert repr(access) == "Access()"
+    assert repr(access) == "AccessTable()"
 
 
 @pytest.mark.parametrize("kind", ["inference", "management"])
 def test_a_renewed_key_takes_the_place_of_the_old_one_alone(tmp_path: Path, kind: str) -> None:
-    keys = Keys(settings(tmp_path), "run")
+    keys = ApiKeys(settings(tmp_path), "run")
     before = in_file(tmp_path)
     keys.renew(kind)
     after = in_file(tmp_path)
@@ -78,7 +78,7 @@ def test_a_renewed_key_takes_the_place_of_the_old_one_alone(tmp_path: Path, kind
 def test_a_key_that_cannot_be_written_is_not_in_force(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    keys = Keys(settings(home, key_file="keys/key_file.json"), "run")
+    keys = ApiKeys(settings(home, key_file="keys/key_file.json"), "run")
     before = keys.access
     (home / "keys/key_file.json").unlink()
     (home / "keys").rmdir()
@@ -89,46 +89,49 @@ def test_a_key_that_cannot_be_written_is_not_in_force(tmp_path: Path) -> None:
 
 
 def test_a_crash_keeps_the_keys_and_a_new_start_makes_new_ones(tmp_path: Path) -> None:
-    first = Keys(settings(tmp_path), "run 1")
+    first = ApiKeys(settings(tmp_path), "run 1")
     first.renew("management")
-    assert Keys(settings(tmp_path), "run 1").access == first.access
-    second = Keys(settings(tmp_path), "run 2")
+    assert ApiKeys(settings(tmp_path), "run 1").access == first.access
+    second = ApiKeys(settings(tmp_path), "run 2")
     assert not set(second.access.grants) & set(first.access.grants)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "result",
     [
         "",
         "{}",
         "[]",
         '{"management": {}, "inference": {}, "API": {}}',
         '{"management": {"key": "a"}, "inference": {"key": "b"}, "API": {"key": "c"}}',
-        '{"management": {"key": "a", "expiration time": "soon"}, "inference": {"key": "b"}, "API": {"key": "c"}}',
+        '{"management": {"key": "a", "expiration time": "soon"}, '
+        '"inference": {"key": "b"}, "API": {"key": "c"}}',
     ],
 )
-def test_a_file_that_is_not_valid_is_written_anew(tmp_path: Path, said: str) -> None:
-    Keys(settings(tmp_path), "run")
-    (tmp_path / "key_file.json").write_text(said)
-    assert len(Keys(settings(tmp_path), "run").access.grants) == 3
+def test_a_file_that_is_not_valid_is_written_anew(tmp_path: Path, result: str) -> None:
+    ApiKeys(settings(tmp_path), "run")
+    (tmp_path / "key_file.json").write_text(result)
+    assert len(ApiKeys(settings(tmp_path), "run").access.grants) == 3
     assert set(in_file(tmp_path)) == {"management", "inference", "API"}
 
 
 def test_torchserves_own_file_can_be_read(tmp_path: Path) -> None:
     """Its instants have nanoseconds."""
-    Keys(settings(tmp_path), "run")
-    said = in_file(tmp_path)
+    ApiKeys(settings(tmp_path), "run")
+    result = in_file(tmp_path)
     for kind in ("management", "inference"):
-        said[kind]["expiration time"] = "2126-11-20T15:55:27.129771158Z"
-    (tmp_path / "key_file.json").write_text(json.dumps(said))
-    kept = Keys(settings(tmp_path), "run").access
-    assert grant(kept, said["inference"]["key"]).expires == pytest.approx(4950863727.129771, abs=1e-3)  # type: ignore[union-attr]
+        result[kind]["expiration time"] = "2126-11-20T15:55:27.129771158Z"
+    (tmp_path / "key_file.json").write_text(json.dumps(result))
+    kept = ApiKeys(settings(tmp_path), "run").access
+    assert grant(kept, result["inference"]["key"]).expires == pytest.approx(4950863727.129771, abs=1e-3)  # type: ignore[union-attr]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("")
-    with pytest.raises(ConfigurationError, match=r"keys/key_file.json: cannot be written .*; make its folder writable"):
-        Keys(settings(tmp_path, key_file="keys/key_file.json"), "run")
+    with pytest.raises(
+        ConfigurationError, match=r"keys/key_file.json: cannot be written .*; make its folder writable"
+    ):
+        ApiKeys(settings(tmp_path, key_file="keys/key_file.json"), "run")
 
 
 def test_own_keys_by_digest_and_by_variable(tmp_path: Path) -> None:
@@ -137,24 +140,30 @@ def test_own_keys_by_digest_and_by_variable(tmp_path: Path) -> None:
         KeySettings("team", "env:TEAM_KEY", "infer", ("team-*", "shared")),
         KeySettings("eye", f"sha256:{sha256(b'three').hexdigest()}", "observe", "team-*"),
     )
-    access = Keys(settings(tmp_path, *keys, torchserve_tokens=False), "run", {"TEAM_KEY": "two"}).access
-    assert {digest.hex() for digest in access.grants} == {sha256(k).hexdigest() for k in (b"one", b"two", b"three")}
-    assert grant(access, "one") == Grant(EVERYTHING)
-    assert grant(access, "two") == Grant(frozenset({"infer"}), ("team-*", "shared"))
-    assert grant(access, "three") == Grant(frozenset({"observe"}), ("team-*",))
+    access = ApiKeys(settings(tmp_path, *keys, torchserve_tokens=False), "run", {"TEAM_KEY": "two"}).access
+    assert {digest.hex() for digest in access.grants} == {
+        sha256(k).hexdigest() for k in (b"one", b"two", b"three")
+    }
+    assert grant(access, "one") == KeyGrant(EVERYTHING)
+    assert grant(access, "two") == KeyGrant(frozenset({"infer"}), ("team-*", "shared"))
+    assert grant(access, "three") == KeyGrant(frozenset({"observe"}), ("team-*",))
     assert not (tmp_path / "key_file.json").exists()
 
 
 def test_without_torchserves_keys_there_is_none_to_renew(tmp_path: Path) -> None:
     own = KeySettings("ops", f"sha256:{sha256(b'one').hexdigest()}", "manage")
     with pytest.raises(InvalidToken):
-        Keys(settings(tmp_path, own, torchserve_tokens=False), "run").renew("inference")
+        ApiKeys(settings(tmp_path, own, torchserve_tokens=False), "run").renew("inference")
 
 
 @pytest.mark.parametrize(
     ("key", "environ", "cure"),
     [
-        ("plain-and-secret", {}, "a key does not stand here in plain text; write sha256: and the key's digest"),
+        (
+            "plain-and-secret",
+            {},
+            "a key does not stand here in plain text; write sha256: and the key's digest",
+        ),
         ("sha256:secret", {}, "a key does not stand here in plain text"),
         ("env:", {}, "a key does not stand here in plain text"),
         ("", {}, "a key does not stand here in plain text"),
@@ -166,7 +175,7 @@ def test_an_own_key_that_is_wrong_is_named_and_not_shown(
     tmp_path: Path, key: str, environ: dict[str, str], cure: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Keys(settings(tmp_path, KeySettings("ops", key)), "run", environ)
+        ApiKeys(settings(tmp_path, KeySettings("ops", key)), "run", environ)
     assert str(caught.value).startswith("auth.keys, the key named 'ops': ")
     assert cure in str(caught.value)
     assert "secret" not in str(caught.value)
@@ -175,7 +184,7 @@ def test_an_own_key_that_is_wrong_is_named_and_not_shown(
 def test_one_key_has_one_entry(tmp_path: Path) -> None:
     digest = f"sha256:{sha256(b'one').hexdigest()}"
     with pytest.raises(ConfigurationError, match="the key named 'b' is there twice"):
-        Keys(settings(tmp_path, KeySettings("a", digest), KeySettings("b", digest)), "run")
+        ApiKeys(settings(tmp_path, KeySettings("a", digest), KeySettings("b", digest)), "run")
 
 
 @pytest.mark.parametrize("key", ["plain", {"name": "a", "key": 12345}, {"name": "a", "key": ["plain"]}])
@@ -186,7 +195,9 @@ def test_settings_that_are_wrong_show_no_key(key: object) -> None:
 
 
 def test_a_misspelt_setting_of_a_key_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown key 'auth.keys.0.modles'; did you mean 'models'\?"):
+    with pytest.raises(
+        ConfigurationError, match=r"unknown key 'auth.keys.0.modles'; did you mean 'models'\?"
+    ):
         load({"auth": {"keys": [{"name": "a", "modles": "*"}]}})
 
 
@@ -205,12 +216,12 @@ def test_a_misspelt_setting_of_a_key_is_named() -> None:
     ],
 )
 def test_keys_are_wanted_where_others_can_ask(mode: str, hosts: tuple[str, ...], wanted: bool) -> None:
-    assert load({"auth": {"mode": mode}}).wants_keys(*hosts) is wanted
+    assert load({"auth": {"mode": mode}}).requires_keys(*hosts) is wanted
 
 
 @pytest.mark.parametrize("setting", ["host", "metrics_host"])
 def test_our_own_addresses_count_too(setting: str) -> None:
-    assert load({"management": {setting: "192.0.2.1"}}).wants_keys("127.0.0.1")
+    assert load({"management": {setting: "192.0.2.1"}}).requires_keys("127.0.0.1")
 
 
 def test_yaml_takes_on_and_off_for_truth_values() -> None:
@@ -219,5 +230,7 @@ def test_yaml_takes_on_and_off_for_truth_values() -> None:
 
 
 def test_keys_that_nobody_could_have_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="requests must show a key, and there is none; name keys in auth.keys"):
-        load({"auth": {"mode": "on", "torchserve_tokens": False}}).wants_keys("127.0.0.1")
+    with pytest.raises(
+        ConfigurationError, match=r"requests must show a key, and there is none; name keys in auth.keys"
+    ):
+        load({"auth": {"mode": "on", "torchserve_tokens": False}}).requires_keys("127.0.0.1")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from parts import ECHO, make_archive
 
-from serve_app.control.admission import Admission
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.domain.model import Registration
 from serve_app.errors import BadRequest, DownloadFailed
 from serve_app.settings import Settings, load
-from serve_app.types import Registration
 
 
 @pytest.fixture
@@ -23,72 +23,84 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def admission(tmp_path: Path, store: Path) -> Admission:
-    return Admission(Settings(home=str(tmp_path)))
+def ingestor(tmp_path: Path, store: Path) -> ArchiveIngestor:
+    return ArchiveIngestor(Settings(home=str(tmp_path)))
 
 
 def kept(tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "state/archives").iterdir()}
 
 
-def test_an_archive_stays_as_long_as_a_version_uses_it(tmp_path: Path, store: Path, admission: Admission) -> None:
+def test_an_archive_stays_as_long_as_a_version_uses_it(
+    tmp_path: Path, store: Path, ingestor: ArchiveIngestor
+) -> None:
     make_archive(store, "m", ECHO)
-    spec = admission.admit(Registration("m-1.0.mar"))
+    spec = ingestor.ingest(Registration("m-1.0.mar"))
     assert (spec.name, spec.version) == ("m", "1.0")
-    admission.tidy(frozenset([spec.digest]))
+    ingestor.remove_unused(frozenset([spec.digest]))
     assert kept(tmp_path) == {spec.digest}
-    admission.discard(spec.digest)
-    admission.tidy(frozenset())
+    ingestor.mark_unused(spec.digest)
+    ingestor.remove_unused(frozenset())
     assert kept(tmp_path) == set()
 
 
 def test_a_refused_archive_leaves_when_nobody_is_being_admitted(
-    tmp_path: Path, store: Path, admission: Admission
+    tmp_path: Path, store: Path, ingestor: ArchiveIngestor
 ) -> None:
     make_archive(store, "m", ECHO)
     with pytest.raises(BadRequest, match="cannot be part of a route"):
-        admission.admit(Registration("m-1.0.mar", model_name="no/route"))
+        ingestor.ingest(Registration("m-1.0.mar", model_name="no/route"))
     # Refused under one name, it may be on its way in under another: only tidy, which runs alone, removes it.
     assert len(kept(tmp_path)) == 1
-    spec = admission.admit(Registration("m-1.0.mar"))
-    admission.tidy(frozenset([spec.digest]))
+    spec = ingestor.ingest(Registration("m-1.0.mar"))
+    ingestor.remove_unused(frozenset([spec.digest]))
     assert kept(tmp_path) == {spec.digest}
     with pytest.raises(BadRequest):
-        admission.admit(Registration("m-1.0.mar", model_name="no/route"))
-    admission.tidy(frozenset())
+        ingestor.ingest(Registration("m-1.0.mar", model_name="no/route"))
+    ingestor.remove_unused(frozenset())
     assert kept(tmp_path) == set()
 
 
-def test_what_a_killed_management_left_behind_goes_with_the_first_tidying(tmp_path: Path, store: Path) -> None:
+def test_what_a_killed_management_left_behind_goes_with_the_first_tidying(
+    tmp_path: Path, store: Path
+) -> None:
     make_archive(store, "used", ECHO)
     make_archive(store, "left", ECHO, version="2.0")
     settings = Settings(home=str(tmp_path))
-    used = Admission(settings).admit(Registration("used-1.0.mar"))
-    Admission(settings).admit(Registration("left-2.0.mar"))
-    Admission(settings).tidy(frozenset([used.digest]))
+    used = ArchiveIngestor(settings).ingest(Registration("used-1.0.mar"))
+    ArchiveIngestor(settings).ingest(Registration("left-2.0.mar"))
+    ArchiveIngestor(settings).remove_unused(frozenset([used.digest]))
     assert kept(tmp_path) == {used.digest}
 
 
-def test_it_tells_how_far_it_has_come(store: Path, admission: Admission) -> None:
+def test_it_tells_how_far_it_has_come(store: Path, ingestor: ArchiveIngestor) -> None:
     archive = make_archive(store, "m", ECHO)
-    told: list[tuple[str, dict]] = []
-    admission.admit(Registration("m-1.0.mar"), tell=lambda stage, **said: told.append((stage, said)))
+    reported: list[tuple[str, dict]] = []
+    ingestor.ingest(
+        Registration("m-1.0.mar"), on_progress=lambda stage, **result: reported.append((stage, result))
+    )
     size = archive.stat().st_size
-    assert told == [("unpacking", {"bytes": size, "total": size}), ("checking", {})]
+    assert reported == [("unpacking", {"bytes": size, "total": size}), ("checking", {})]
 
 
-def test_what_a_file_asks_for_and_nobody_serves_is_said_once(
-    store: Path, admission: Admission, caplog: pytest.LogCaptureFixture
+def test_unsupported_keys_are_reported_once(
+    store: Path, ingestor: ArchiveIngestor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = {"continuousBatching": True, "deviceIds": [0], "maxNumSequence": 4, "torchrun": {}, "batchSize": 2}
-    make_archive(store, "m", ECHO, config=asked)
-    admission.admit(Registration("m-1.0.mar"))
+    requested = {
+        "continuousBatching": True,
+        "deviceIds": [0],
+        "maxNumSequence": 4,
+        "torchrun": {},
+        "batchSize": 2,
+    }
+    make_archive(store, "m", ECHO, config=requested)
+    ingestor.ingest(Registration("m-1.0.mar"))
     keys = "torchrun, deviceIds"
     assert caplog.messages == [f"m-1.0.mar: {keys} in its model-config.yaml: not served, and without effect"]
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_requirements_that_are_not_installed_are_said_with_the_cure(
+def test_requirements_that_are_not_installed_are_reported_with_the_fix(
     tmp_path: Path, store: Path, caplog: pytest.LogCaptureFixture, installed: bool
 ) -> None:
     model = {"modelName": "m", "handler": "handler.py", "requirementsFile": "requirements.txt"}
@@ -97,31 +109,33 @@ def test_requirements_that_are_not_installed_are_said_with_the_cure(
         archive.writestr("requirements.txt", "tinypkg")
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
     settings = load({"home": str(tmp_path), "runtime": {"install_py_dep_per_model": installed}})
-    admission = Admission(settings)
-    spec = admission.admit(Registration("m.mar"))
+    ingestor = ArchiveIngestor(settings)
+    spec = ingestor.ingest(Registration("m.mar"))
     assert spec.requirements == ("requirements.txt" if installed else "")
-    assert (admission.directory(spec) / "requirements.txt").read_text() == "tinypkg"
-    assert ["runtime.install_py_dep_per_model" in line for line in caplog.messages] == [True] * (not installed)
+    assert (ingestor.directory(spec) / "requirements.txt").read_text() == "tinypkg"
+    assert ["runtime.install_py_dep_per_model" in line for line in caplog.messages] == [True] * (
+        not installed
+    )
 
 
 def test_a_store_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, store: Path) -> None:
     options = {"endpoint_url": "http://127.0.0.1:1", "key": "k", "secret": "s"}
-    admission = Admission(load({"home": str(tmp_path), "store": {"storage_options": {"s3": options}}}))
+    ingestor = ArchiveIngestor(load({"home": str(tmp_path), "store": {"storage_options": {"s3": options}}}))
     with pytest.raises(DownloadFailed) as error:
-        admission.admit(Registration("s3://models/m.mar"))
+        ingestor.ingest(Registration("s3://models/m.mar"))
     assert "127.0.0.1:1" in error.value.detail
     assert kept(tmp_path) == set()
     assert list(store.iterdir()) == []
     assert list((tmp_path / "state/partial").iterdir()) == []
 
 
-@pytest.mark.parametrize(("config", "said"), [({}, True), ({"num_gpus": 0.5}, False)])
-def test_a_model_that_wants_a_gpu_and_claims_none_is_told(
-    store: Path, admission: Admission, caplog: pytest.LogCaptureFixture, config: dict, said: bool
+@pytest.mark.parametrize(("config", "result"), [({}, True), ({"num_gpus": 0.5}, False)])
+def test_a_model_that_uses_a_gpu_without_claiming_one_is_reported(
+    store: Path, ingestor: ArchiveIngestor, caplog: pytest.LogCaptureFixture, config: dict, result: bool
 ) -> None:
     make_archive(store, "m", ECHO, config={"deviceType": "gpu", **config})
-    admission.admit(Registration("m-1.0.mar"))
-    assert ["claims no GPU" in line for line in caplog.messages] == [True] * said
+    ingestor.ingest(Registration("m-1.0.mar"))
+    assert ["claims no GPU" in line for line in caplog.messages] == [True] * result
 
 
 @pytest.mark.parametrize(
@@ -135,22 +149,30 @@ def test_a_model_that_wants_a_gpu_and_claims_none_is_told(
         ("https://host/a.mar?version=3", [("https://host/a.mar?version=3", None)]),
     ],
 )
-def test_what_start_up_is_told_to_load(tmp_path: Path, wanted: str, expected: list[tuple[str, str | None]]) -> None:
-    admission = Admission(load({"home": str(tmp_path), "control": {"load_models": wanted}}))
-    assert [(asked.url, asked.model_name) for asked in admission.at_startup()] == expected
+def test_start_up_loads_the_configured_models(
+    tmp_path: Path, wanted: str, expected: list[tuple[str, str | None]]
+) -> None:
+    ingestor = ArchiveIngestor(load({"home": str(tmp_path), "control": {"load_models": wanted}}))
+    assert [
+        (requested.url, requested.model_name) for requested in ingestor.startup_registrations()
+    ] == expected
 
 
-def test_a_model_folder_is_admitted_with_its_task_and_no_archive(store: Path, admission: Admission) -> None:
+def test_a_model_folder_is_admitted_with_its_task_and_no_archive(
+    store: Path, ingestor: ArchiveIngestor
+) -> None:
     folder = store / "entities"
     folder.mkdir()
     (folder / "config.json").write_text('{"architectures": ["BertForTokenClassification"]}')
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).write_text("{}")
-    spec = admission.admit(Registration("entities"))
+    spec = ingestor.ingest(Registration("entities"))
     assert (spec.name, spec.version, spec.handler) == ("entities", "1.0", "huggingface")
     assert spec.config == {"task": "token-classification"}
-    assert (admission.directory(spec) / "config.json").is_file()
-    asked = admission.admit(Registration("entities", model_name="vectors", task="feature-extraction"))
-    assert (asked.name, asked.config) == ("vectors", {"task": "feature-extraction"})
+    assert (ingestor.directory(spec) / "config.json").is_file()
+    requested = ingestor.ingest(Registration("entities", model_name="vectors", task="feature-extraction"))
+    assert (requested.name, requested.config) == ("vectors", {"task": "feature-extraction"})
     everything = load({"home": str(store.parent), "control": {"load_models": "all"}})
-    assert [registration.url for registration in Admission(everything).at_startup()] == ["entities"]
+    assert [registration.url for registration in ArchiveIngestor(everything).startup_registrations()] == [
+        "entities"
+    ]

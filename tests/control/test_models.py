@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.control.admission import Admission
-from serve_app.deployments.registrar import _advice
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.models import _advice
+from serve_app.domain.model import Registration
 from serve_app.settings import Settings
-from serve_app.types import Registration
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from serve_app.types import Registration
         ("BertForTokenClassification", None, False),
     ],
 )
-def test_a_folder_that_writes_texts_is_told_of_the_engine(
+def test_a_text_generation_folder_is_advised_to_use_the_engine(
     tmp_path: Path, architecture: str, handler: str | None, advised: bool
 ) -> None:
     folder = tmp_path / "model_store/writer"
@@ -29,6 +29,9 @@ def test_a_folder_that_writes_texts_is_told_of_the_engine(
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": "gpt2"}))
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).write_text("{}")
-    spec = Admission(Settings(home=str(tmp_path))).admit(Registration("writer", handler=handler))
-    advice = "It answers as transformers' pipeline; registered with handler=llm it streams, and speaks OpenAI's API"
+    spec = ArchiveIngestor(Settings(home=str(tmp_path))).ingest(Registration("writer", handler=handler))
+    advice = (
+        "It answers as transformers' pipeline; registered with handler=llm it streams, and "
+        "speaks OpenAI's API"
+    )
     assert _advice(spec) == (advice if advised else "")

@@ -1,4 +1,4 @@
-"""What has no place in the cluster is told what each machine has, as its ranks have to lie on them."""
+"""A version that does not fit the cluster gets an error with each machine's free resources."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.control import capacity
-from serve_app.types import ModelSpec
+from serve_app.control import placement_check
+from serve_app.domain.model import ModelSpec
 
 SPEC = ModelSpec("m", "1.0", "m.mar", "d" * 64, "file:///m.mar", "", "python", 1, 1, num_cpus=1, num_gpus=0.5)
 TWO = {"10.0.0.1": {"CPU": 8.0, "GPU": 0.5}, "10.0.0.2": {"CPU": 8.0, "GPU": 0.5, "memory": 1.0}}
@@ -33,8 +33,10 @@ APART = {"10.0.0.1": {"CPU": 8.0}, "10.0.0.2": {"CPU": 0.2, "GPU": 1.0}}
         ({"num_gpus": 0, "num_cpus": 0.1, "tensor_parallel": 3}, {"a": {"CPU": 0.29}}, ["CPU"]),
     ],
 )
-def test_what_is_lacking_where(asks: dict[str, Any], free: dict[str, dict[str, float]], kinds: list[str]) -> None:
-    assert list(capacity.lacking(replace(SPEC, **asks), free)) == kinds
+def test_what_is_lacking_where(
+    asks: dict[str, Any], free: dict[str, dict[str, float]], kinds: list[str]
+) -> None:
+    assert list(placement_check.find_missing(replace(SPEC, **asks), free)) == kinds
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,8 @@ def test_what_is_lacking_where(asks: dict[str, Any], free: dict[str, dict[str, f
         (
             {"tensor_parallel": 2},
             TWO,
-            "a replica of 2 ranks, which asks for 2 × 0.5 GPU on one machine; free: 10.0.0.1 0.5, 10.0.0.2 0.5. "
+            "a replica of 2 ranks, which asks for 2 × 0.5 GPU on one machine; free: 10.0.0.1 0.5, "
+            "10.0.0.2 0.5. "
             "Make room, ask for less, or let its ranks lie on several machines by placement_strategy: PACK",
         ),
         (
@@ -55,7 +58,8 @@ def test_what_is_lacking_where(asks: dict[str, Any], free: dict[str, dict[str, f
         (
             {"tensor_parallel": 3, "num_cpus": 0, "placement_strategy": "STRICT_SPREAD"},
             TWO,
-            "a replica of 3 ranks, which asks for 3 × 0.5 GPU on 3 machines; free: 10.0.0.1 0.5, 10.0.0.2 0.5. "
+            "a replica of 3 ranks, which asks for 3 × 0.5 GPU on 3 machines; free: 10.0.0.1 0.5, "
+            "10.0.0.2 0.5. "
             "Make room, add a node, or ask for less",
         ),
         (
@@ -67,25 +71,34 @@ def test_what_is_lacking_where(asks: dict[str, Any], free: dict[str, dict[str, f
         (
             {},
             APART,
-            "a replica, which asks for 1 CPU on one machine; free: 10.0.0.1 8, 10.0.0.2 0.2 and 0.5 GPU on one "
+            "a replica, which asks for 1 CPU on one machine; free: 10.0.0.1 8, 10.0.0.2 0.2 and 0.5 "
+            "GPU on one "
             "machine; free: 10.0.0.2 1, 10.0.0.1 0. Make room, add a node, or ask for less",
         ),
         (
             {"tensor_parallel": 2},
             {"10.0.0.1": {"CPU": 1.5}},
-            "a replica of 2 ranks (2 CPU asked, 1.5 free; 1 GPU asked, 0 free). Make room, add a node, or ask for less",
+            "a replica of 2 ranks (2 CPU asked, 1.5 free; 1 GPU asked, 0 free). Make room, add a "
+            "node, or ask for less",
         ),
     ],
 )
 def test_in_words(asks: dict[str, Any], free: dict[str, dict[str, float]], words: str) -> None:
     spec = replace(SPEC, **asks)
-    assert capacity.in_words(spec, capacity.lacking(spec, free)) == f"there is no place for {words}"
+    assert (
+        placement_check.explain(spec, placement_check.find_missing(spec, free))
+        == f"there is no place for {words}"
+    )
 
 
-def test_of_many_machines_those_with_the_most_are_told() -> None:
+def test_of_many_machines_those_with_most_free_are_named() -> None:
     free = {f"10.0.0.{number}": {"GPU": number / 100} for number in range(20)}
     spec = replace(SPEC, num_cpus=0)
-    told = capacity.lacking(spec, free)["GPU"]
-    assert (list(told["machines"])[0], len(told["machines"]), told["more"]) == ("10.0.0.19", 8, 12)
-    assert (told["wanted"], told["free"]) == (0.5, pytest.approx(1.9))
-    assert "10.0.0.12 0.12, and no more on 12 others." in capacity.in_words(spec, {"GPU": told})
+    reported = placement_check.find_missing(spec, free)["GPU"]
+    assert (next(iter(reported["machines"])), len(reported["machines"]), reported["more"]) == (
+        "10.0.0.19",
+        8,
+        12,
+    )
+    assert (reported["wanted"], reported["free"]) == (0.5, pytest.approx(1.9))
+    assert "10.0.0.12 0.12, and no more on 12 others." in placement_check.explain(spec, {"GPU": reported})

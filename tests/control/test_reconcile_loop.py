@@ -1,4 +1,4 @@
-"""What a version is told that got no place in time, and how the rounds end."""
+"""The error of a version that was not placed in time, and the end of the reconcile loop."""
 
 from __future__ import annotations
 
@@ -10,19 +10,35 @@ import pytest
 import ray
 
 from serve_app.control import reconciler
-from serve_app.control.admission import Admission
-from serve_app.control.reconciler import Seen
-from serve_app.control.vitals import Vitals
-from serve_app.deployments.rounds import Rounds
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.reconcile_loop import ReconcileLoop
+from serve_app.control.reconciler import ObservedApp
+from serve_app.control.replica_health import HealthTracker
+from serve_app.domain.model import ModelSpec
 from serve_app.errors import StartFailed
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import ModelSpec
 
 SPEC = ModelSpec(
-    "m", "1.0", "m.mar", "d" * 64, "file:///m.mar", "", "python", 1, 1, num_cpus=2, num_gpus=1, tensor_parallel=2
+    "m",
+    "1.0",
+    "m.mar",
+    "d" * 64,
+    "file:///m.mar",
+    "",
+    "python",
+    1,
+    1,
+    num_cpus=2,
+    num_gpus=1,
+    tensor_parallel=2,
 )
 WAITS = "Deploying"
+
+
+def idle_reconciler() -> reconciler.Reconciler:
+    """Return a reconciler that deploys nothing."""
+    return reconciler.Reconciler(lambda action: None, lambda desired: {}, lambda spec, before: None)
 
 
 @pytest.mark.parametrize(
@@ -40,15 +56,19 @@ def test_more_ranks_than_places(
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "f" * 56, "NodeManagerAddress": "10.0.0.1"}])
     monkeypatch.setattr(reconciler, "available_resources_per_node", lambda: {"f" * 56: free})
     settings = Settings(home=str(tmp_path))
-    rounds = Rounds(Vitals(), Admission(settings), Meters(), settings)
-    rounds._seen = {SPEC.ref.app: Seen(SPEC.ref.app, None, 1, {}, 0, "DEPLOYING", WAITS, ())}
+    reconcile_loop = ReconcileLoop(
+        idle_reconciler(), HealthTracker(), ArchiveIngestor(settings), Meters(), settings
+    )
+    reconcile_loop._observed = {
+        SPEC.ref.app: ObservedApp(SPEC.ref.app, None, 1, {}, 0, "DEPLOYING", WAITS, ())
+    }
 
     async def meanwhile() -> None:
         raise AssertionError("its time is over")
 
     async def wait() -> None:
         with pytest.raises(StartFailed) as failed:
-            await rounds.until_running(SPEC, -60, meanwhile)
+            await reconcile_loop.wait_until_running(SPEC, -60, meanwhile)
         assert failed.match("Failed to start workers for model m version: 1.0")
         assert re.search(why, failed.value.detail), failed.value.detail
 
@@ -59,18 +79,20 @@ def test_rounds_end_at_once_when_they_are_kicked_in_the_same_moment(tmp_path: Pa
     settings = Settings(home=str(tmp_path))
 
     async def run() -> None:
-        rounds = Rounds(Vitals(), Admission(settings), Meters(), settings)
+        reconcile_loop = ReconcileLoop(
+            idle_reconciler(), HealthTracker(), ArchiveIngestor(settings), Meters(), settings
+        )
         waits = asyncio.Event()
 
         async def round_() -> bool:
             asyncio.get_running_loop().call_soon(waits.set)
             return False
 
-        rounds._round = round_  # type: ignore[method-assign]
-        task = asyncio.ensure_future(rounds.run())
+        reconcile_loop._reconcile = round_  # type: ignore[method-assign]
+        task = asyncio.ensure_future(reconcile_loop.run())
         await waits.wait()
         await asyncio.sleep(0)
-        rounds.soon()
+        reconcile_loop.trigger()
         await asyncio.sleep(0)  # the wait for the kick has ended, and who waited has not heard of it
         task.cancel()
         await asyncio.wait({task}, timeout=60)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from serve_app.control.reconciler import Delete, Deploy, Seen, plain, plan
-from serve_app.control.registry import Desired
-from serve_app.types import ModelSpec, Worker
+from serve_app.control.reconciler import DeleteAction, DeployAction, ObservedApp, explain_message, plan
+from serve_app.control.registry import DesiredState
+from serve_app.domain.model import ModelSpec, ReplicaInfo
 
 
-def want(version: str, route: str, workers: int = 1, most: int | None = None) -> Desired:
+def want(version: str, route: str, workers: int = 1, most: int | None = None) -> DesiredState:
     most = workers if most is None else most
     spec = ModelSpec("m", version, "m.mar", "d" * 64, "file:///m.mar", min_workers=workers, max_workers=most)
-    return Desired(spec, route)
+    return DesiredState(spec, route)
 
 
 def have(
@@ -20,13 +20,13 @@ def have(
     replicas: int = 1,
     status: str = "RUNNING",
     between: tuple[int, int] | None = None,
-) -> Seen:
-    workers = tuple(Worker(f"r{i}", 100 + i, 0.0, True) for i in range(running))
-    told = between and {"min_replicas": between[0], "max_replicas": between[1], "policy": {}}
-    return Seen(f"m--{version}", route, replicas, {"v": version}, 0, status, "", workers, told)
+) -> ObservedApp:
+    workers = tuple(ReplicaInfo(f"r{i}", 100 + i, 0.0, True) for i in range(running))
+    reported = between and {"min_replicas": between[0], "max_replicas": between[1], "policy": {}}
+    return ObservedApp(f"m--{version}", route, replicas, {"v": version}, 0, status, "", workers, reported)
 
 
-def steps(desired: list[Desired], seen: list[Seen]) -> list[list[Deploy | Delete]]:
+def steps(desired: list[DesiredState], seen: list[ObservedApp]) -> list[list[DeployAction | DeleteAction]]:
     wanted, found = {d.spec.ref.app: d for d in desired}, {s.app: s for s in seen}
     return plan(wanted, found, lambda d: {"v": d.spec.version}, scaling)
 
@@ -41,13 +41,13 @@ def test_nothing_differs_nothing_is_done() -> None:
 
 
 def test_a_new_version_starts_without_a_route() -> None:
-    assert steps([want("1", "/predictions/m")], []) == [[Deploy(want("1", "/predictions/m"), None)]]
+    assert steps([want("1", "/predictions/m")], []) == [[DeployAction(want("1", "/predictions/m"), None)]]
 
 
 def test_it_gets_its_route_once_a_replica_runs() -> None:
     assert steps([want("1", "/predictions/m")], [have("1", None, running=0)]) == []
     assert steps([want("1", "/predictions/m")], [have("1", None)]) == [
-        [Deploy(want("1", "/predictions/m"), "/predictions/m")]
+        [DeployAction(want("1", "/predictions/m"), "/predictions/m")]
     ]
 
 
@@ -58,21 +58,21 @@ def test_a_crash_takes_no_route_away() -> None:
 def test_a_route_changes_hands_in_two_waves() -> None:
     old, new = want("1", "/predictions/m/1"), want("2", "/predictions/m")
     waves = steps([old, new], [have("1", "/predictions/m"), have("2", "/predictions/m/2")])
-    assert waves == [[Deploy(old, "/predictions/m/1")], [Deploy(new, "/predictions/m")]]
+    assert waves == [[DeployAction(old, "/predictions/m/1")], [DeployAction(new, "/predictions/m")]]
 
 
 def test_a_route_whose_holder_is_deleted_is_free_at_once() -> None:
     new = want("2", "/predictions/m")
     waves = steps([new], [have("1", "/predictions/m"), have("2", "/predictions/m/2")])
-    assert waves == [[Delete("m--1"), Deploy(new, "/predictions/m")]]
+    assert waves == [[DeleteAction("m--1"), DeployAction(new, "/predictions/m")]]
 
 
 def test_replica_counts_and_settings_are_compared() -> None:
     three = want("1", "/predictions/m", workers=3)
-    assert steps([three], [have("1", "/predictions/m")]) == [[Deploy(three, "/predictions/m")]]
+    assert steps([three], [have("1", "/predictions/m")]) == [[DeployAction(three, "/predictions/m")]]
     wanted, found = {"m--1": want("1", "/predictions/m")}, {"m--1": have("1", "/predictions/m")}
     changed = plan(wanted, found, lambda d: {"v": "other"}, scaling)
-    assert changed == [[Deploy(want("1", "/predictions/m"), "/predictions/m")]]
+    assert changed == [[DeployAction(want("1", "/predictions/m"), "/predictions/m")]]
 
 
 def test_the_autoscaler_has_as_many_as_it_likes() -> None:
@@ -85,12 +85,12 @@ def test_the_autoscaler_has_as_many_as_it_likes() -> None:
 def test_autoscaling_begins_changes_and_ends() -> None:
     some = want("1", "/predictions/m", 1, 4)
     between = {"min_replicas": 1, "max_replicas": 4}
-    begun = [[Deploy(some, "/predictions/m", scaling=between)]]
+    begun = [[DeployAction(some, "/predictions/m", scaling=between)]]
     assert steps([some], [have("1", "/predictions/m")]) == begun
     assert steps([some], [have("1", "/predictions/m", between=(1, 2))]) == begun
     # One that the autoscaler has had stays with it, between two equal bounds.
     two = want("1", "/predictions/m", 2)
-    ended = [[Deploy(two, "/predictions/m", scaling={"min_replicas": 2, "max_replicas": 2})]]
+    ended = [[DeployAction(two, "/predictions/m", scaling={"min_replicas": 2, "max_replicas": 2})]]
     assert steps([two], [have("1", "/predictions/m", between=(1, 4))]) == ended
     assert steps([two], [have("1", "/predictions/m", 2, 2, between=(2, 2))]) == []
 
@@ -99,12 +99,12 @@ def test_a_version_that_sleeps_has_no_route() -> None:
     sleeper = want("1", "/predictions/m", 0, 2)
     between = {"min_replicas": 0, "max_replicas": 2}
     assert steps([sleeper], [have("1", "/predictions/m", 0, 0, between=(0, 2))]) == [
-        [Deploy(sleeper, None, scaling=between)]
+        [DeployAction(sleeper, None, scaling=between)]
     ]
     assert steps([sleeper], [have("1", None, 0, 0, between=(0, 2))]) == []
     assert steps([sleeper], [have("1", None, 0, 1, between=(0, 2))]) == [], "it is waking up"
     assert steps([sleeper], [have("1", None, 1, 1, between=(0, 2))]) == [
-        [Deploy(sleeper, "/predictions/m", scaling=between)]
+        [DeployAction(sleeper, "/predictions/m", scaling=between)]
     ]
 
 
@@ -116,11 +116,15 @@ def test_an_application_that_drains_is_left_alone() -> None:
 
 def test_a_rolling_update_that_serve_gave_up_is_begun_again() -> None:
     stuck = have("1", "/predictions/m", running=1, replicas=1, status="DEPLOY_FAILED")
-    assert steps([want("1", "/predictions/m")], [stuck]) == [[Deploy(want("1", "/predictions/m"), "/predictions/m", 1)]]
+    assert steps([want("1", "/predictions/m")], [stuck]) == [
+        [DeployAction(want("1", "/predictions/m"), "/predictions/m", 1)]
+    ]
 
 
-def test_what_serve_says_is_told_without_colours_and_with_its_meaning() -> None:
-    assert plain("\x1b[36mray::Replica\x1b[39m (pid=1)\n") == "ray::Replica (pid=1)"
-    said = plain("The deployment failed to start 3 times in a row. Error:\nActorDiedError()")
-    assert said.startswith("The replica's process ended while it loaded the model: the handler ended it (os._exit)")
-    assert said.endswith("ActorDiedError()")
+def test_messages_of_serve_lose_colours_and_gain_an_explanation() -> None:
+    assert explain_message("\x1b[36mray::Replica\x1b[39m (pid=1)\n") == "ray::Replica (pid=1)"
+    result = explain_message("The deployment failed to start 3 times in a row. Error:\nActorDiedError()")
+    assert result.startswith(
+        "The replica's process ended while it loaded the model: the handler ended it (os._exit)"
+    )
+    assert result.endswith("ActorDiedError()")

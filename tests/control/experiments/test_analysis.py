@@ -1,4 +1,4 @@
-"""What an experiment is said to have shown: verdicts, figures in people's units, sentences."""
+"""The analysis of an experiment: verdicts, figures in readable units, sentences."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app.control.assessment import Tally, assess
-from serve_app.control.statistics import Estimate, Groups, difference
-from serve_app.experiment import Metric
+from serve_app.control.experiments.analysis import ArmTotals, assess
+from serve_app.domain.experiment import ExperimentMetric
+from serve_app.domain.sequential_statistics import Estimate, Groups, difference
 
-LATENCY = Metric("latency", "latency")
-ERRORS = Metric("failures", "error_rate")
-SCORE = Metric("score", "output", path="score")
-REWARD = Metric("clicks", "reward")
+LATENCY = ExperimentMetric("latency", "latency")
+ERRORS = ExperimentMetric("failures", "error_rate")
+SCORE = ExperimentMetric("score", "output", path="score")
+REWARD = ExperimentMetric("clicks", "reward")
 
 
 def grouped(values: np.ndarray, groups: int = 1_000, seed: int = 0) -> Groups:
     places = np.random.default_rng(seed).integers(0, groups, len(values))
-    counts, sums = np.bincount(places, minlength=groups), np.bincount(places, weights=values, minlength=groups)
+    counts, sums = (
+        np.bincount(places, minlength=groups),
+        np.bincount(places, weights=values, minlength=groups),
+    )
     return {group: (int(counts[group]), float(sums[group])) for group in range(groups) if counts[group]}
 
 
-def arm(name: str, units: int, weight: int = 5_000, **values: np.ndarray) -> Tally:
+def arm(name: str, units: int, weight: int = 5_000, **values: np.ndarray) -> ArmTotals:
     groups = {metric: grouped(each) for metric, each in values.items()}
-    return Tally(name, {"a": "1.0", "b": "2.0"}.get(name, "3.0"), weight, units, units, groups)
+    return ArmTotals(name, {"a": "1.0", "b": "2.0"}.get(name, "3.0"), weight, units, units, groups)
 
 
 def latencies(count: int, seconds: float, seed: int = 1) -> np.ndarray:
@@ -38,14 +41,14 @@ def rate(count: int, share: float) -> np.ndarray:
     return (np.arange(count) < count * share).astype(float)
 
 
-def against(a: Tally, b: Tally, metric: Metric) -> dict[str, Any]:
-    said = assess([a, b], [metric], "a")
-    json.dumps(said, allow_nan=False)
-    return said["metrics"][metric.name]["differences"]["b"]
+def against(a: ArmTotals, b: ArmTotals, metric: ExperimentMetric) -> dict[str, Any]:
+    result = assess([a, b], [metric], "a")
+    json.dumps(result, allow_nan=False)
+    return result["metrics"][metric.name]["differences"]["b"]
 
 
 def test_better_by_so_and_so_much() -> None:
-    said = assess(
+    result = assess(
         [
             arm("a", 4_198, latency=latencies(4_198, 0.100, 1)),
             arm("b", 4_210, latency=latencies(4_210, 0.088, 2)),
@@ -53,21 +56,22 @@ def test_better_by_so_and_so_much() -> None:
         [LATENCY],
         "a",
     )
-    compared = said["metrics"]["latency"]["differences"]["b"]
+    compared = result["metrics"]["latency"]["differences"]["b"]
     assert compared["verdict"] == "better" and compared["trusted"] is True
     assert re.fullmatch(
-        r"b is better than a on latency: 1[1-4]\.\d ms less, ± [12]\.\d \(95 %\), over 4,210 and 4,198 calls\.",
+        r"b is better than a on latency: 1[1-4]\.\d ms less, ± [12]\.\d \(95 %\), over 4,210 and "
+        r"4,198 calls\.",
         compared["sentence"],
     )
     assert compared["low"] < compared["difference"] < compared["high"] < 0
     relative = compared["relative_percent"]
     assert -14 < relative["low"] < relative["difference"] < relative["high"] < -9
-    assert said["sentence"] == "b is better on latency, compared with a."
-    of_a = said["metrics"]["latency"]["arms"]["a"]
+    assert result["sentence"] == "b is better on latency, compared with a."
+    of_a = result["metrics"]["latency"]["arms"]["a"]
     assert of_a["count"] == 4_198 and of_a["low"] < 104.6 < of_a["high"]  # milliseconds
-    assert (said["metrics"]["latency"]["unit"], said["metrics"]["latency"]["goal"]) == ("ms", "decrease")
-    assert said["arms"]["b"] == {"version": "2.0", "weight": 5_000, "units": 4_210, "calls": 4_210}
-    assert said["sample_ratio"]["alarm"] is False
+    assert (result["metrics"]["latency"]["unit"], result["metrics"]["latency"]["goal"]) == ("ms", "decrease")
+    assert result["arms"]["b"] == {"version": "2.0", "weight": 5_000, "units": 4_210, "calls": 4_210}
+    assert result["sample_ratio"]["alarm"] is False
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_more_is_better_or_worse(goal: Any, verdict: str) -> None:
     compared = against(
         arm("a", 900, score=random.normal(0.5, 0.1, 900)),
         arm("b", 900, score=random.normal(0.6, 0.1, 900)),
-        Metric("score", "output", goal=goal, path="score"),
+        ExperimentMetric("score", "output", goal=goal, path="score"),
     )
     assert compared["verdict"] == verdict
     assert re.fullmatch(
@@ -94,7 +98,8 @@ def test_error_rates_are_in_percentage_points() -> None:
     assert compared["verdict"] == "not_yet_known"
     assert compared["difference"] == pytest.approx(0.2)
     assert re.fullmatch(
-        r"Not yet known: b's failures differs from a's by 0\.2 ± 1\.\d percentage points \(95 %\), over 2,000 and "
+        r"Not yet known: b's failures differs from a's by 0\.2 ± 1\.\d percentage points \(95 %\), "
+        r"over 2,000 and "
         r"2,000 calls; about \d+,000 more would show a difference of half a percentage point\.",
         compared["sentence"],
     )
@@ -112,7 +117,9 @@ def test_error_rates_are_in_percentage_points() -> None:
 
 def test_no_difference_is_a_finding_once_one_would_have_been_seen() -> None:
     compared = against(
-        arm("a", 9_000, latency=latencies(9_000, 0.1, 4)), arm("b", 9_000, latency=latencies(9_000, 0.1, 5)), LATENCY
+        arm("a", 9_000, latency=latencies(9_000, 0.1, 4)),
+        arm("b", 9_000, latency=latencies(9_000, 0.1, 5)),
+        LATENCY,
     )
     assert compared["verdict"] == "no_difference_seen"
     assert compared["sentence"].startswith("No difference seen: b's latency differs from a's by ")
@@ -131,7 +138,7 @@ def test_no_difference_is_a_finding_once_one_would_have_been_seen() -> None:
         ),
         (
             arm("a", 500, clicks=rate(500, 0.2)),
-            Tally("b", "2.0", 5_000, 12, 500, {"clicks": grouped(rate(500, 0.2), groups=12)}),
+            ArmTotals("b", "2.0", 5_000, 12, 500, {"clicks": grouped(rate(500, 0.2), groups=12)}),
             "few keys make most of b's calls, and 30 that call alike are needed at least",
         ),
         (
@@ -147,7 +154,7 @@ def test_no_difference_is_a_finding_once_one_would_have_been_seen() -> None:
     ],
     ids=["nothing", "little", "few keys", "one value", "infinite"],
 )
-def test_why_nothing_is_known(a: Tally, b: Tally, why: str) -> None:
+def test_why_nothing_is_known(a: ArmTotals, b: ArmTotals, why: str) -> None:
     compared = against(a, b, REWARD)
     assert compared["verdict"] == "not_yet_known"
     assert compared["sentence"].startswith(f"Not yet known: {why}")
@@ -157,16 +164,18 @@ def test_why_nothing_is_known(a: Tally, b: Tally, why: str) -> None:
 def test_alpha_is_divided_among_all_comparisons() -> None:
     arms = [
         arm(name, 3_000, weight, latency=latencies(3_000, 0.1 * factor, seed), clicks=rate(3_000, 0.1))
-        for seed, (name, weight, factor) in enumerate([("a", 3_334, 1.0), ("b", 3_333, 0.8), ("c", 3_333, 1.2)])
+        for seed, (name, weight, factor) in enumerate(
+            [("a", 3_334, 1.0), ("b", 3_333, 0.8), ("c", 3_333, 1.2)]
+        )
     ]
-    said = assess(arms, [LATENCY, REWARD], "a", alpha=0.1)
-    assert (said["comparisons"], said["alpha_per_comparison"]) == (4, 0.025)
-    gap = difference(*(Estimate.of(arms[place].groups["latency"]) for place in (1, 0)), 0.025)
-    compared = said["metrics"]["latency"]["differences"]["b"]
+    result = assess(arms, [LATENCY, REWARD], "a", alpha=0.1)
+    assert (result["comparisons"], result["alpha_per_comparison"]) == (4, 0.025)
+    gap = difference(*(Estimate.from_groups(arms[place].groups["latency"]) for place in (1, 0)), 0.025)
+    compared = result["metrics"]["latency"]["differences"]["b"]
     assert (compared["low"], compared["high"]) == (1000 * gap.low, 1000 * gap.high)
     assert "(90 %)" in compared["sentence"]
-    assert list(said["metrics"]["latency"]["differences"]) == ["b", "c"]
-    assert said["sentence"] == (
+    assert list(result["metrics"]["latency"]["differences"]) == ["b", "c"]
+    assert result["sentence"] == (
         "b is better on latency, compared with a; clicks not yet known. "
         "c is worse on latency, compared with a; clicks not yet known."
     )
@@ -175,16 +184,16 @@ def test_alpha_is_divided_among_all_comparisons() -> None:
 def test_nothing_is_to_be_trusted_when_an_arm_lost_callers() -> None:
     a = arm("a", 5_000, latency=latencies(5_000, 0.1, 6))
     b = arm("b", 4_300, latency=latencies(4_300, 0.08, 7))
-    said = assess([a, b], [LATENCY], "a")
-    ratio = said["sample_ratio"]
+    result = assess([a, b], [LATENCY], "a")
+    ratio = result["sample_ratio"]
     assert ratio["alarm"] is True and ratio["p_value"] < 1e-6
     assert ratio["observed"] == {"a": 5_000, "b": 4_300}
     assert ratio["expected"] == {"a": 4_650.0, "b": 4_650.0}
     assert "a 5,000 of 4,650, b 4,300 of 4,650 expected" in ratio["sentence"]
-    compared = said["metrics"]["latency"]["differences"]["b"]
+    compared = result["metrics"]["latency"]["differences"]["b"]
     assert compared["verdict"] == "better" and compared["trusted"] is False
     assert compared["sentence"].endswith("Not to be trusted: the arms' sizes do not fit their weights.")
-    assert said["sentence"].startswith("Not to be trusted")
+    assert result["sentence"].startswith("Not to be trusted")
 
 
 def test_an_alarm_stays() -> None:
@@ -195,9 +204,9 @@ def test_an_alarm_stays() -> None:
 
 
 def test_an_arm_without_the_metric_is_an_arm_without_values() -> None:
-    said = assess([arm("a", 10), arm("b", 10)], [SCORE, ERRORS], "a")
-    assert said["metrics"]["score"]["arms"]["a"] == {"count": 0, "mean": None, "low": None, "high": None}
-    assert said["sentence"] == "b compared with a: score and failures not yet known."
+    result = assess([arm("a", 10), arm("b", 10)], [SCORE, ERRORS], "a")
+    assert result["metrics"]["score"]["arms"]["a"] == {"count": 0, "mean": None, "low": None, "high": None}
+    assert result["sentence"] == "b compared with a: score and failures not yet known."
 
 
 def test_the_baseline_is_one_of_the_arms() -> None:

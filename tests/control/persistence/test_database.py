@@ -18,19 +18,22 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 import serve_app
-from serve_app.control.database import SCHEMA, Database
-from serve_app.control.registry import Record, Registry, put, register, scale, set_default, unregister
+from serve_app.control.persistence.database import SCHEMA, Database
+from serve_app.control.registry import ModelRecord, Registry
+from serve_app.control.registry_changes import apply_archive, register, scale, set_default, unregister
+from serve_app.domain.experiment import Arm, Experiment, ExperimentMetric
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.rollout import Guardrails, Rollout, RolloutDecision, RolloutPlan
+from serve_app.domain.traffic_policy import ComparisonRule, ShadowPolicy, StickyKey, TrafficPolicy, allocate
 from serve_app.errors import ConfigurationError, Unavailable
-from serve_app.experiment import Arm, Experiment, Metric
-from serve_app.policy import Compare, Key, Policy, Shadow, allocate
-from serve_app.rollout import Decision, Guardrails, Plan, Rollout
-from serve_app.types import ModelSpec
 
 ROOT = Path(serve_app.__file__).parents[1]
 
 
 def spec(name: str = "m", version: str = "1.0", **more) -> ModelSpec:
-    return ModelSpec(name, version, url=f"{name}.mar", digest="d" * 64, archive=f"file:///cache/{name}", **more)
+    return ModelSpec(
+        name, version, url=f"{name}.mar", digest="d" * 64, archive=f"file:///cache/{name}", **more
+    )
 
 
 def registry(*specs: ModelSpec) -> Registry:
@@ -48,7 +51,7 @@ def database(url: str) -> Iterator[Database]:
 
 
 def stored(url: str) -> tuple[Registry, int]:
-    """What a process that starts now would find."""
+    """Return what a process that starts now would load."""
     database = Database(url)
     try:
         return database.load(), database.generation
@@ -97,10 +100,15 @@ class TestRoundTrip:
         database.save(Registry(), whole)
         assert stored(url) == (whole, 1)
 
-    def test_a_config_comes_back_as_its_yaml_said_it(self, database: Database, url: str):
+    def test_a_config_is_restored_as_its_yaml(self, database: Database, url: str):
         config = {
             "minWorkers": 1,
-            "handler": {"labels": {0: "cat", 1: "dog"}, "since": datetime.date(2024, 1, 2), "none": None, "yes": "yes"},
+            "handler": {
+                "labels": {0: "cat", 1: "dog"},
+                "since": datetime.date(2024, 1, 2),
+                "none": None,
+                "yes": "yes",
+            },
             "text": "a\x00b\nc: d # ü\U0001f600\ud800",
             "numbers": [1e-5, float("inf"), 10**30, True],
             7: {1.5: []},
@@ -112,22 +120,29 @@ class TestRoundTrip:
 
     def test_policies_come_back(self, database: Database, url: str):
         weights = {"1.0": 9000, "2.0": 1000}
-        policy = Policy(
+        policy = TrafficPolicy(
             "sticky",
             weights,
-            key=Key(json="$.user.id"),
+            key=StickyKey(json="$.user.id"),
             salt="salt",
             header="x-version",
             labels={"canary": "2.0"},
-            shadow=Shadow("2.0", 10, Compare("text"), redact=("$.name",)),
+            shadow=ShadowPolicy("2.0", 10, ComparisonRule("text"), redact=("$.name",)),
             allocation=allocate(weights),
         )
-        record = Record("1.0", {v: spec(version=v) for v in ("1.0", "2.0")}, policy, declared={"policy": "default"})
+        record = ModelRecord(
+            "1.0", {v: spec(version=v) for v in ("1.0", "2.0")}, policy, declared={"policy": "default"}
+        )
         arms = {"a": Arm("1.0", 5000), "b": Arm("2.0", 5000)}
-        metrics = (Metric("clicks", "reward", per="event"), Metric("score", "output", "decrease", "scores[0]"))
-        experiment = Experiment("try", arms, metrics, "a", Key(cookie="id"), id="e1", model="m", began=1.5)
-        decision = Decision(2.5, "step", 5.0, "held for 60 s", {"baseline": {"calls": 10}})
-        plan = Plan("2.0", (1, 100), 5.0, Guardrails(p99=None), key=Key(header="x-user"))
+        metrics = (
+            ExperimentMetric("clicks", "reward", per="event"),
+            ExperimentMetric("score", "output", "decrease", "scores[0]"),
+        )
+        experiment = Experiment(
+            "try", arms, metrics, "a", StickyKey(cookie="id"), id="e1", model="m", started_at=1.5
+        )
+        decision = RolloutDecision(2.5, "step", 5.0, "held for 60 s", {"baseline": {"calls": 10}})
+        plan = RolloutPlan("2.0", (1, 100), 5.0, Guardrails(p99=None), key=StickyKey(header="x-user"))
         rollout = Rollout(plan, "r1", "m", "1.0", "running", 1.0, 1, 2.0, decisions=(decision,))
         whole = Registry({"m": record}, {}, {"e1": experiment}, {"m": rollout})
         database.save(Registry(), whole)
@@ -135,7 +150,9 @@ class TestRoundTrip:
 
 
 class TestSave:
-    def test_every_change_is_there_for_the_next_process_and_raises_the_generation(self, database: Database, url: str):
+    def test_every_change_is_there_for_the_next_process_and_raises_the_generation(
+        self, database: Database, url: str
+    ):
         steps = [
             lambda r: register(r, spec()),
             lambda r: register(r, spec(version="2.0", min_workers=1, max_workers=1)),
@@ -146,7 +163,7 @@ class TestSave:
             lambda r: r,
             lambda r: unregister(r, "n", None)[0],
             lambda r: register(r, spec("n", "3.0")),
-            lambda r: put(r, spec("n", "3.0").with_(digest="e" * 64)),
+            lambda r: apply_archive(r, spec("n", "3.0").with_(digest="e" * 64)),
             lambda r: unregister(unregister(r, "m", None)[0], "n", None)[0],
         ]
         before = database.load()
@@ -199,7 +216,9 @@ class TestVersionsOfTorchrelay:
     ):
         before = registry(spec(), spec(version="2.0"))
         database.save(Registry(), before)
-        newer = json.dumps({"url": "m.mar", "digest": "d" * 64, "archive": "file:///cache/m", "colour": {"a": [1]}})
+        newer = json.dumps(
+            {"url": "m.mar", "digest": "d" * 64, "archive": "file:///cache/m", "colour": {"a": [1]}}
+        )
         statement = "UPDATE torchrelay_versions SET spec = {} WHERE version = '2.0'"
         execute(url, statement.format("CAST(:spec AS JSON)" if "postgresql" in url else ":spec"), spec=newer)
         assert database.load() == before
@@ -212,11 +231,15 @@ class TestVersionsOfTorchrelay:
         engine.dispose()
         assert (json.loads(kept) if isinstance(kept, str) else kept)["colour"] == {"a": [1]}
 
-    def test_a_newer_ones_schema_is_refused_with_the_cure(self, url: str):
+    @pytest.mark.parametrize("version", ["9999", "0003"])
+    def test_another_schema_is_refused_with_the_command_that_recreates_it(self, url: str, version: str):
         Database(url).close()
-        execute(url, "UPDATE torchrelay_schema SET version_num = '9999'")
+        execute(url, f"UPDATE torchrelay_schema SET version_num = '{version}'")
+        command = "rm " if url.startswith("sqlite") else "dropdb "
         with pytest.raises(
-            ConfigurationError, match=r"^control.database_url: .* made by a newer Torchrelay.* Start that"
+            ConfigurationError,
+            match=rf"^control.database_url: .* has the schema of another version.* recreate the "
+            rf"database: {command}",
         ):
             Database(url)
 
@@ -226,7 +249,11 @@ class TestMigrations:
         Database(url).close()
         engine = sa.create_engine(url)
         with engine.connect() as connection:
-            options = {"compare_type": True, "compare_server_default": True, "version_table": "torchrelay_schema"}
+            options = {
+                "compare_type": True,
+                "compare_server_default": True,
+                "version_table": "torchrelay_schema",
+            }
             assert compare_metadata(MigrationContext.configure(connection, opts=options), SCHEMA) == []
         engine.dispose()
 
@@ -263,14 +290,14 @@ def test_a_new_file_that_another_process_has_just_begun_with(tmp_path: Path, mon
         waited.append(seconds)
         other.execute("COMMIT")
 
-    monkeypatch.setattr("serve_app.control.database.time.sleep", wait)
+    monkeypatch.setattr("serve_app.control.persistence.database.time.sleep", wait)
     Database(f"sqlite:///{file}").close()
     assert len(waited) == 1
 
 
 OPEN_AT_THE_WORD = """
 import sys
-from serve_app.control.database import Database
+from serve_app.control.persistence.database import Database
 
 print("here", flush=True)
 sys.stdin.readline()
@@ -287,9 +314,9 @@ def process(script: str, url: str) -> subprocess.Popen[str]:
 
 SAVE_ON_AND_ON = """
 import sys
-from serve_app.control.database import Database
-from serve_app.control.registry import register, scale
-from serve_app.types import ModelSpec
+from serve_app.control.persistence.database import Database
+from serve_app.control.registry_changes import register, scale
+from serve_app.domain.model import ModelSpec
 
 database = Database(sys.argv[1])
 before = database.load()

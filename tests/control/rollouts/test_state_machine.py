@@ -7,32 +7,40 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.control import progression
-from serve_app.control.guardrails import Figures, readings
-from serve_app.control.progression import begun, document, line, looked_at, started, steered, waiting
-from serve_app.rollout import Guardrails, Plan, Rollout
-from serve_app.telemetry.observations import ArmFigures, bin_of
+from serve_app.control.rollouts import state_machine
+from serve_app.control.rollouts.guardrails import Figures, evaluate_guardrails
+from serve_app.control.rollouts.state_machine import (
+    apply_action,
+    create,
+    describe_wait,
+    enter_first_step,
+    evaluate,
+    format_decision,
+    to_document,
+)
+from serve_app.dataplane.experiment_collector import ArmStats, bin_index
+from serve_app.domain.rollout import Guardrails, Rollout, RolloutPlan
 
-PLAN = Plan("2.0", bake_s=60.0, min_calls=50)
+PLAN = RolloutPlan("2.0", bake_s=60.0, min_calls=50)
 QUICK = 0.01  # seconds
 
 
-def arm(calls: int = 0, failed: int = 0, reason: str = "handler_failed", slow: int = 0, **more) -> ArmFigures:
-    """Calls of 10 ms, but for ``slow`` ones of 100."""
-    latency = {bin_of(QUICK): calls - failed - slow, bin_of(10 * QUICK): slow}
-    return ArmFigures(calls, calls, {reason: failed} if failed else {}, latency=latency, **more)
+def arm(calls: int = 0, failed: int = 0, reason: str = "handler_failed", slow: int = 0, **more) -> ArmStats:
+    """Return the statistics of calls of 10 ms, but for ``slow`` ones of 100."""
+    latency = {bin_index(QUICK): calls - failed - slow, bin_index(10 * QUICK): slow}
+    return ArmStats(calls, calls, {reason: failed} if failed else {}, latency=latency, **more)
 
 
-def split(candidate: ArmFigures, baseline: ArmFigures | None = None) -> dict[str, ArmFigures]:
+def split(candidate: ArmStats, baseline: ArmStats | None = None) -> dict[str, ArmStats]:
     return {"candidate": candidate, "baseline": arm(10_000) if baseline is None else baseline}
 
 
-def at(step: int, plan: Plan = PLAN, since: float = 100.0) -> Rollout:
-    return replace(started(begun(plan, "r1", "m", "1.0", False, 1.0), since), step=step)
+def at(step: int, plan: RolloutPlan = PLAN, since: float = 100.0) -> Rollout:
+    return replace(enter_first_step(create(plan, "r1", "m", "1.0", False, 1.0), since), step=step)
 
 
 def reading(name: str, rollout: Rollout, figures: Figures):
-    return next(r for r in readings(rollout, figures) if r.name == name)
+    return next(r for r in evaluate_guardrails(rollout, figures) if r.name == name)
 
 
 def verdict(rollout: Rollout) -> str:
@@ -41,36 +49,36 @@ def verdict(rollout: Rollout) -> str:
 
 class TestTheWay:
     def test_a_good_candidate_takes_every_step_and_is_promoted(self):
-        rollout = started(begun(PLAN, "r1", "m", "1.0", False, 0.0), 0.0)
+        rollout = enter_first_step(create(PLAN, "r1", "m", "1.0", False, 0.0), 0.0)
         now, figures = 0.0, []
-        while rollout.under_way:
+        while rollout.active:
             figures.append(split(arm(50)))
             step = rollout.step
-            assert looked_at(rollout, figures, now + 59.9) is rollout, "not before its bake time is over"
+            assert evaluate(rollout, figures, now + 59.9) is rollout, "not before its bake time is over"
             now += 60
-            rollout = looked_at(rollout, figures, now)
+            rollout = evaluate(rollout, figures, now)
             assert rollout.step == step + 1 or rollout.state == "promoted"
         assert [decision.percent for decision in rollout.decisions] == [0, 1, 5, 25, 50, 100, 100]
-        assert (rollout.state, rollout.percent, rollout.ended) == ("promoted", 100, 300)
+        assert (rollout.state, rollout.percent, rollout.ended_at) == ("promoted", 100, 300)
         assert rollout.decisions[-1].figures["candidate"]["calls"] == 50
-        assert "1.0 keeps its workers for 600 s" in rollout.decisions[-1].why
+        assert "1.0 keeps its workers for 600 s" in rollout.decisions[-1].reason
 
     def test_it_waits_for_calls_and_says_so_once(self):
         rollout = at(0)
-        held = looked_at(rollout, [split(arm(12))], 160.0)
+        held = evaluate(rollout, [split(arm(12))], 160.0)
         assert (verdict(held), held.step, held.percent) == ("held", 0, 1)
-        assert "60 s are over, and 38 calls of the candidate are lacking" in held.decisions[-1].why
-        assert looked_at(held, [split(arm(49))], 170.0) is held
-        assert looked_at(held, [split(arm(50))], 170.0).step == 1
+        assert "60 s are over, and 38 calls of the candidate are lacking" in held.decisions[-1].reason
+        assert evaluate(held, [split(arm(49))], 170.0) is held
+        assert evaluate(held, [split(arm(50))], 170.0).step == 1
 
     def test_calls_of_the_steps_before_do_not_count_for_this_one(self):
         rollout = at(1)
-        assert verdict(looked_at(rollout, [split(arm(500)), split(arm(3))], 200.0)) == "held"
+        assert verdict(evaluate(rollout, [split(arm(500)), split(arm(3))], 200.0)) == "held"
 
     @pytest.mark.parametrize(
-        ("rollout", "calls", "now", "said"),
+        ("rollout", "calls", "now", "result"),
         [
-            (begun(PLAN, "r1", "m", "1.0", False, 1.0), 0, 2.0, "the workers of 2.0"),
+            (create(PLAN, "r1", "m", "1.0", False, 1.0), 0, 2.0, "the workers of 2.0"),
             (at(0), 50, 147.2, "13 s of bake time"),
             (at(0), 12, 170.0, "38 more calls of the candidate"),
             (at(0), 49, 159.5, "1 s of bake time and 1 more call of the candidate"),
@@ -79,100 +87,114 @@ class TestTheWay:
             (replace(at(0), state="aborted"), 12, 170.0, ""),
         ],
     )
-    def test_what_it_waits_for(self, rollout, calls, now, said):
-        assert waiting(rollout, [split(arm(calls))], now) == said
+    def test_what_it_waits_for(self, rollout, calls, now, result):
+        assert describe_wait(rollout, [split(arm(calls))], now) == result
 
     def test_a_candidate_that_cannot_run_goes_back(self):
-        starting = begun(PLAN, "r1", "m", "1.0", True, 1.0)
-        assert "gets as many workers as 1.0 has" in starting.decisions[0].why
-        back = looked_at(starting, [], 5.0, "ValueError: no weights")
-        assert (back.state, back.percent, back.ended) == ("rolled_back", 0, 5.0)
+        starting = create(PLAN, "r1", "m", "1.0", True, 1.0)
+        assert "gets as many workers as 1.0 has" in starting.decisions[0].reason
+        back = evaluate(starting, [], 5.0, "ValueError: no weights")
+        assert (back.state, back.percent, back.ended_at) == ("rolled_back", 0, 5.0)
         why = "no worker of 2.0 runs: ValueError: no weights; 1.0 has all calls, 2.0 loses the workers"
-        assert back.decisions[-1].why == f"{why} that it was given"
+        assert back.decisions[-1].reason == f"{why} that it was given"
 
     @pytest.mark.parametrize("state", ["running", "paused"])
     def test_one_that_runs_no_more_goes_back_and_keeps_its_workers(self, state):
-        back = looked_at(replace(at(1), given=True, state=state), [split(arm(9)), split(arm(9))], 101.0, "killed")
+        back = evaluate(
+            replace(at(1), workers_added=True, state=state), [split(arm(9)), split(arm(9))], 101.0, "killed"
+        )
         assert back.state == "rolled_back"
-        assert back.decisions[-1].why.endswith("2.0 keeps its workers")
+        assert back.decisions[-1].reason.endswith("2.0 keeps its workers")
 
     def test_decisions_are_bounded(self):
         rollout = at(0)
         for _ in range(400):
-            rollout = steered(steered(rollout, "pause", 1.0, []), "resume", 2.0, [])
+            rollout = apply_action(apply_action(rollout, "pause", 1.0, []), "resume", 2.0, [])
         assert len(rollout.decisions) == 500
 
 
 class TestSteering:
     def test_paused_it_stays_and_is_still_watched(self):
-        paused = steered(at(1), "pause", 110.0, [])
+        paused = apply_action(at(1), "pause", 110.0, [])
         assert (paused.state, paused.percent) == ("paused", 5)
         good, bad = split(arm(1_000)), split(arm(1_000, failed=200))
-        assert looked_at(paused, [good, good], 1e6) is paused
-        assert looked_at(paused, [good, bad], 111.0).state == "rolled_back"
+        assert evaluate(paused, [good, good], 1e6) is paused
+        assert evaluate(paused, [good, bad], 111.0).state == "rolled_back"
 
     def test_resumed_it_goes_on_where_it_was(self):
-        resumed = steered(steered(at(1), "pause", 110.0, []), "resume", 130.0, [])
-        assert (resumed.state, resumed.since, resumed.step) == ("running", 100.0, 1)
-        assert looked_at(resumed, [split(arm(50))] * 2, 160.0).step == 2, "it held for its bake time all the while"
+        resumed = apply_action(apply_action(at(1), "pause", 110.0, []), "resume", 130.0, [])
+        assert (resumed.state, resumed.step_started_at, resumed.step) == ("running", 100.0, 1)
+        assert evaluate(resumed, [split(arm(50))] * 2, 160.0).step == 2, (
+            "it held for its bake time all the while"
+        )
 
     def test_aborted_the_baseline_has_all(self):
-        aborted = steered(at(2), "abort", 110.0, [split(arm(50))] * 3)
-        assert (aborted.state, aborted.percent, aborted.ended) == ("aborted", 0, 110.0)
+        aborted = apply_action(at(2), "abort", 110.0, [split(arm(50))] * 3)
+        assert (aborted.state, aborted.percent, aborted.ended_at) == ("aborted", 0, 110.0)
         assert aborted.decisions[-1].figures["candidate"]["calls"] == 50
 
     def test_what_is_so_already_stays_as_it_is(self):
-        paused = steered(at(1), "pause", 110.0, [])
-        assert steered(paused, "pause", 111.0, []) is paused
-        assert steered(at(1), "resume", 111.0, []) == at(1)
+        paused = apply_action(at(1), "pause", 110.0, [])
+        assert apply_action(paused, "pause", 111.0, []) is paused
+        assert apply_action(at(1), "resume", 111.0, []) == at(1)
 
     @pytest.mark.parametrize("verb", ["pause", "resume", "abort"])
     def test_nothing_steers_what_is_over(self, verb):
-        with pytest.raises(ValueError, match=r"it is over \(aborted\); begin another: POST /models/m/rollout"):
-            steered(replace(at(1), state="aborted"), verb, 110.0, [])
+        with pytest.raises(
+            ValueError, match=r"it is over \(aborted\); begin another: POST /models/m/rollout"
+        ):
+            apply_action(replace(at(1), state="aborted"), verb, 110.0, [])
 
     @pytest.mark.parametrize("verb", ["pause", "resume"])
     def test_before_its_first_step_it_can_only_be_aborted(self, verb):
-        starting = begun(PLAN, "r1", "m", "1.0", False, 1.0)
-        with pytest.raises(ValueError, match="the workers of 2.0 are starting"):
-            steered(starting, verb, 2.0, [])
-        assert steered(starting, "abort", 2.0, []).state == "aborted"
+        starting = create(PLAN, "r1", "m", "1.0", False, 1.0)
+        with pytest.raises(ValueError, match=r"the workers of 2.0 are starting"):
+            apply_action(starting, verb, 2.0, [])
+        assert apply_action(starting, "abort", 2.0, []).state == "aborted"
 
 
 class TestGuardrails:
-    def test_errors_and_what_is_said_of_them(self):
+    def test_errors_and_their_messages(self):
         figures = [split(arm(82), arm(7_806)), split(arm(412, failed=42), arm(7_806))]
-        back = looked_at(at(1), figures, 101.0)
+        back = evaluate(at(1), figures, 101.0)
         assert (back.state, back.percent) == ("rolled_back", 0)
         [broken] = back.decisions[-1].figures["guardrails"]
         assert (broken["name"], broken["limit"], broken["calls"]) == ("error_rate", 0.01, 494)
         assert broken["value"] == pytest.approx(42 / 494)
         assert 0.02 < broken["surely"] < 0.06
-        said = line(at(1), back)
-        assert said.startswith("m: 2.0 rolled back at 5 %: error_rate 8.5 % of 494 calls against 0 % of ")
-        assert "; at most 1 % more is allowed (surely above: " in said
-        assert said.endswith(" %); 1.0 has all calls, 2.0 keeps its workers")
+        result = format_decision(at(1), back)
+        assert result.startswith("m: 2.0 rolled back at 5 %: error_rate 8.5 % of 494 calls against 0 % of ")
+        assert "; at most 1 % more is allowed (surely above: " in result
+        assert result.endswith(" %); 1.0 has all calls, 2.0 keeps its workers")
 
     def test_one_that_always_fails_goes_back_within_few_calls(self):
         """At one percent, call by call, as they come."""
         for calls in range(1, 30):
-            if looked_at(at(0), [split(arm(calls, failed=calls), arm(99 * calls))], 101.0).state == "rolled_back":
+            if (
+                evaluate(at(0), [split(arm(calls, failed=calls), arm(99 * calls))], 101.0).state
+                == "rolled_back"
+            ):
                 break
         assert calls <= 8
 
     def test_one_that_always_fails_at_half_of_the_calls(self):
         plan = replace(PLAN, steps=(50, 100))
         for calls in range(1, 60):
-            if looked_at(at(0, plan), [split(arm(calls, failed=calls), arm(calls))], 101.0).state == "rolled_back":
+            if (
+                evaluate(at(0, plan), [split(arm(calls, failed=calls), arm(calls))], 101.0).state
+                == "rolled_back"
+            ):
                 break
         assert calls <= 30
 
     def test_a_fault_of_everybodys_is_none_of_the_candidates(self):
         figures = [split(arm(1_000, failed=300), arm(19_000, failed=5_700))]
-        assert looked_at(at(0), figures, 101.0).under_way
+        assert evaluate(at(0), figures, 101.0).active
 
     def test_a_bad_hour_weighs_the_same_on_both_sides(self):
-        """Ten percent of all calls fail in this step and none did before: added up plainly, the candidate looks bad."""
+        """Ten percent of all calls fail in this step and none did before: added up plainly, the candidate
+        looks bad.
+        """
         before, now = split(arm(100), arm(9_900)), split(arm(5_000, failed=500), arm(5_000, failed=500))
         plan = replace(PLAN, steps=(1, 50, 100))
         shown = reading("error_rate", at(1, plan), [before, now])
@@ -213,52 +235,59 @@ class TestGuardrails:
     @pytest.mark.parametrize("name", ["non_finite", "empty"])
     def test_answers_that_hold_nothing_of_use(self, name):
         figures = [split(arm(200, **{name: 20}), arm(10_000))]
-        back = looked_at(at(0), figures, 101.0)
+        back = evaluate(at(0), figures, 101.0)
         assert back.state == "rolled_back"
-        assert f"{name} 10 % of 200 answers against 0 % of 10,000; at most " in back.decisions[-1].why
-        assert looked_at(at(0), [split(arm(200, **{name: 20}), arm(10_000, **{name: 1_000}))], 101.0).under_way
+        assert f"{name} 10 % of 200 answers against 0 % of 10,000; at most " in back.decisions[-1].reason
+        assert evaluate(at(0), [split(arm(200, **{name: 20}), arm(10_000, **{name: 1_000}))], 101.0).active
 
     def test_memory_that_ran_out(self):
         lenient = replace(PLAN, guardrails=Guardrails(error_rate=None))
         once = [split(arm(200, failed=1, reason="out_of_memory"))]
-        back = looked_at(at(0, lenient), once, 101.0)
+        back = evaluate(at(0, lenient), once, 101.0)
         assert back.state == "rolled_back"
-        said = "out_of_memory 0.5 % of 200 calls against 0 % of 10,000; 1 in all, at most 0 may be"
-        assert back.decisions[-1].why.startswith(said)
+        result = "out_of_memory 0.5 % of 200 calls against 0 % of 10,000; 1 in all, at most 0 may be"
+        assert back.decisions[-1].reason.startswith(result)
         thrice = replace(lenient, guardrails=replace(lenient.guardrails, out_of_memory=3))
-        assert looked_at(at(0, thrice), once, 101.0).under_way
-        both = [split(arm(200, failed=1, reason="out_of_memory"), arm(10_000, failed=50, reason="out_of_memory"))]
-        assert looked_at(at(0, lenient), both, 101.0).under_way, "the baseline's run out as often"
+        assert evaluate(at(0, thrice), once, 101.0).active
+        both = [
+            split(arm(200, failed=1, reason="out_of_memory"), arm(10_000, failed=50, reason="out_of_memory"))
+        ]
+        assert evaluate(at(0, lenient), both, 101.0).active, "the baseline's run out as often"
 
     def test_what_is_passed_over(self):
         blind = replace(PLAN, guardrails=Guardrails(None, None, None, None, None))
-        assert readings(at(0, blind), [split(arm(400, failed=400))]) == []
+        assert evaluate_guardrails(at(0, blind), [split(arm(400, failed=400))]) == []
 
     def test_at_all_calls_the_baseline_is_that_of_the_steps_before(self):
         plan = replace(PLAN, steps=(50, 100))
         figures = [split(arm(4_000), arm(4_000)), {"candidate": arm(400, failed=40)}]
-        back = looked_at(at(1, plan), figures, 101.0)
+        back = evaluate(at(1, plan), figures, 101.0)
         assert back.state == "rolled_back"
-        assert "error_rate 10 % of 400 calls against 0 % of 4,000 in the steps before" in back.decisions[-1].why
+        assert (
+            "error_rate 10 % of 400 calls against 0 % of 4,000 in the steps before"
+            in back.decisions[-1].reason
+        )
         assert not back.decisions[-1].figures["guardrails"][0]["concurrent"]
 
     def test_at_all_calls_from_the_first_on_the_margin_is_all_there_is(self):
         plan = replace(PLAN, steps=(100,))
-        back = looked_at(at(0, plan), [{"candidate": arm(400, failed=40)}], 101.0)
+        back = evaluate(at(0, plan), [{"candidate": arm(400, failed=40)}], 101.0)
         assert "error_rate 10 % of 400 calls, with nothing to compare with; at most 1 % is allowed" in (
-            back.decisions[-1].why
+            back.decisions[-1].reason
         )
-        assert looked_at(at(0, plan), [{"candidate": arm(400)}], 101.0).under_way
+        assert evaluate(at(0, plan), [{"candidate": arm(400)}], 101.0).active
 
     def test_nothing_is_known_without_calls(self):
         for step, plan in ((0, PLAN), (4, PLAN), (0, replace(PLAN, steps=(100,)))):
-            assert not any(r.broken for r in readings(at(step, plan), [{}] * (step + 1)))
-            assert looked_at(at(step, plan), [{}] * (step + 1), 101.0).under_way
+            assert not any(r.broken for r in evaluate_guardrails(at(step, plan), [{}] * (step + 1)))
+            assert evaluate(at(step, plan), [{}] * (step + 1), 101.0).active
         assert reading("error_rate", at(0), []).words.startswith("error_rate: no calls yet")
 
 
 class TestLooking:
-    """A look after every few calls, through all steps; a fifth of all calls is slow, and each seventeenth fails."""
+    """A look after every few calls, through all steps; a fifth of all calls is slow, and each seventeenth
+    fails.
+    """
 
     STEPS = (5.0, 25.0, 50.0, 100.0)
 
@@ -266,7 +295,7 @@ class TestLooking:
         draw = random.Random(seed)
         plan = replace(PLAN, steps=self.STEPS, bake_s=0.0, min_calls=500)
         rollout, figures, now = at(0, plan), [split(arm(), arm())], 0.0
-        while rollout.under_way:
+        while rollout.active:
             share = self.STEPS[rollout.step] / 100
             if len(figures) <= rollout.step:
                 figures.append(split(arm(), arm()))
@@ -277,10 +306,10 @@ class TestLooking:
                 if draw.random() < (failing if mine else 1 / 17):
                     side.failed["handler_failed"] = side.failed.get("handler_failed", 0) + 1
                 else:
-                    bin = bin_of(QUICK * draw.lognormvariate(0, 1) * (slow if mine else 1))
+                    bin = bin_index(QUICK * draw.lognormvariate(0, 1) * (slow if mine else 1))
                     side.latency[bin] = side.latency.get(bin, 0) + 1
             now += 1
-            rollout = looked_at(rollout, figures, now)
+            rollout = evaluate(rollout, figures, now)
         return rollout
 
     def test_one_that_is_as_good_is_promoted_however_often_it_is_looked_at(self):
@@ -294,17 +323,17 @@ class TestLooking:
     def test_one_that_is_slower_goes_back(self):
         ends = [self.run(seed, 1 / 17, 3.0) for seed in range(3)]
         assert {rollout.state for rollout in ends} == {"rolled_back"}
-        assert all("p99" in rollout.decisions[-1].why for rollout in ends)
+        assert all("p99" in rollout.decisions[-1].reason for rollout in ends)
 
 
 def test_the_document_says_everything():
     rollout = at(1)
     figures = [split(arm(60)), split(arm(12, failed=3), arm(200))]
-    said = document(rollout, figures, 112.5)
-    assert said["next"] == "48 s of bake time and 38 more calls of the candidate"
-    told = [said[key] for key in ("state", "percent", "step", "to", "baseline")]
-    assert told == ["running", 5, 1, "2.0", "1.0"]
-    assert said["figures"]["candidate"] == {
+    result = to_document(rollout, figures, 112.5)
+    assert result["next"] == "48 s of bake time and 38 more calls of the candidate"
+    reported = [result[key] for key in ("state", "percent", "step", "to", "baseline")]
+    assert reported == ["running", 5, 1, "2.0", "1.0"]
+    assert result["figures"]["candidate"] == {
         "calls": 12,
         "failed": {"handler_failed": 3},
         "error_rate": 0.25,
@@ -313,28 +342,28 @@ def test_the_document_says_everything():
         "non_finite": 0,
         "empty": 0,
     }
-    assert [guardrail["name"] for guardrail in said["guardrails"]] == [
+    assert [guardrail["name"] for guardrail in result["guardrails"]] == [
         "error_rate",
         "non_finite",
         "empty",
         "p99",
         "out_of_memory",
     ]
-    assert said["plan"]["steps"] == [1, 5, 25, 50, 100]
-    assert [decision["verdict"] for decision in said["decisions"]] == ["began", "step"]
-    starting = document(begun(PLAN, "r1", "m", "1.0", False, 1.0), [], 2.0)
+    assert result["plan"]["steps"] == [1, 5, 25, 50, 100]
+    assert [decision["verdict"] for decision in result["decisions"]] == ["started", "step"]
+    starting = to_document(create(PLAN, "r1", "m", "1.0", False, 1.0), [], 2.0)
     assert (starting["guardrails"], starting["next"], starting["percent"]) == ([], "the workers of 2.0", 0)
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "result"),
     [
-        (begun(PLAN, "r1", "m", "1.0", False, 1.0), "m: 2.0 rollout begins: 2.0 is to take over from 1.0"),
+        (create(PLAN, "r1", "m", "1.0", False, 1.0), "m: 2.0 rollout begins: 2.0 is to take over from 1.0"),
         (at(0), "m: 2.0 gets 1 %: 2.0 runs"),
-        (steered(at(1), "pause", 1.0, []), "m: 2.0 paused at 5 %: an operator"),
-        (steered(at(1), "abort", 1.0, []), "m: 2.0 aborted at 5 %: an operator"),
-        (progression.cooled(at(1), 1.0, "because"), "m: 1.0 is no longer kept warm: because"),
+        (apply_action(at(1), "pause", 1.0, []), "m: 2.0 paused at 5 %: an operator"),
+        (apply_action(at(1), "abort", 1.0, []), "m: 2.0 aborted at 5 %: an operator"),
+        (state_machine.mark_scaled_down(at(1), 1.0, "because"), "m: 1.0 is no longer kept warm: because"),
     ],
 )
-def test_a_line_for_the_log(after, said):
-    assert line(at(1), after).startswith(said)
+def test_a_line_for_the_log(after, result):
+    assert format_decision(at(1), after).startswith(result)

@@ -1,4 +1,6 @@
-"""Rates compared within strata: what is found, what is not held against the candidate, and how often it errs."""
+"""Rates compared within periods: what is found, what is not held against the candidate, and how often it
+errs.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,13 @@ import random
 
 import pytest
 
-from serve_app.control.strata import Stratum, exceeds, rates, surely_above
+from serve_app.control.rollouts.stratified_test import Stratum, exceeds, rates, surely_above
 
 ALPHA = 0.001
 
 
 @pytest.mark.parametrize(
-    ("strata", "found"),
+    ("periods", "found"),
     [
         ([], False),
         ([Stratum(0, 0, 100, 50)], False),
@@ -29,28 +31,30 @@ ALPHA = 0.001
         ([Stratum(5_000, 0, 5_000, 500)], False),  # better
     ],
 )
-def test_one_point_more_for_sure(strata: list[Stratum], found: bool) -> None:
-    assert exceeds(strata, 0.01, ALPHA) is found
-    assert (surely_above(strata, ALPHA) > 0.01) is found
+def test_one_point_more_for_sure(periods: list[Stratum], found: bool) -> None:
+    assert exceeds(periods, 0.01, ALPHA) is found
+    assert (surely_above(periods, ALPHA) > 0.01) is found
 
 
 def test_what_is_exceeded_for_sure_is_below_what_is_seen_and_nears_it() -> None:
-    bounds = [surely_above([Stratum(n, n // 10, 10 * n, 0)], ALPHA) for n in (10, 100, 1_000, 10_000, 100_000)]
+    bounds = [
+        surely_above([Stratum(n, n // 10, 10 * n, 0)], ALPHA) for n in (10, 100, 1_000, 10_000, 100_000)
+    ]
     assert bounds == sorted(bounds)
     assert bounds[0] == 0.0
     assert 0.09 < bounds[-1] < 0.1
-    strata = [Stratum(1_000, 100, 10_000, 0)]
-    assert exceeds(strata, bounds[2] - 1e-4, ALPHA)
-    assert not exceeds(strata, bounds[2] + 1e-4, ALPHA)
+    periods = [Stratum(1_000, 100, 10_000, 0)]
+    assert exceeds(periods, bounds[2] - 1e-4, ALPHA)
+    assert not exceeds(periods, bounds[2] + 1e-4, ALPHA)
 
 
 def test_a_higher_risk_finds_more() -> None:
-    strata = [Stratum(80, 8, 1_520, 0)]
-    assert exceeds(strata, 0.01, 0.01)
-    assert not exceeds(strata, 0.01, 0.001)
+    periods = [Stratum(80, 8, 1_520, 0)]
+    assert exceeds(periods, 0.01, 0.01)
+    assert not exceeds(periods, 0.01, 0.001)
 
 
-def test_rates_are_of_the_same_mixture_of_strata() -> None:
+def test_rates_are_weighted_over_the_same_periods() -> None:
     assert rates([Stratum(100, 0, 9_900, 0), Stratum(5_000, 500, 5_000, 500)]) == (500 / 5_100, 500 / 5_100)
     assert rates([Stratum(10, 1, 0, 0)]) == (0.1, None)
     assert rates([Stratum(0, 0, 10, 1)]) == (None, None)
@@ -62,17 +66,22 @@ def test_it_errs_as_seldom_as_it_says_while_looked_at_all_the_time(alpha: float)
     draw = random.Random(1)
     runs, wrong = 200, 0
     for _ in range(runs):
-        strata: list[Stratum] = []
+        periods: list[Stratum] = []
         found = False
         for base, share in ((0.02, 0.05), (0.3, 0.25), (0.0, 0.5)):
-            strata.append(Stratum(0, 0, 0, 0))
+            periods.append(Stratum(0, 0, 0, 0))
             for _ in range(15):
                 mine = sum(draw.random() < share for _ in range(40))
                 hits = sum(draw.random() < base + 0.01 for _ in range(mine))
                 theirs = sum(draw.random() < base for _ in range(40 - mine))
-                s = strata[-1]
-                counts = (s.calls + mine, s.hits + hits, s.baseline_calls + 40 - mine, s.baseline_hits + theirs)
-                strata[-1] = Stratum(*counts)
-                found = found or exceeds(strata, 0.01, alpha)
+                s = periods[-1]
+                counts = (
+                    s.calls + mine,
+                    s.hits + hits,
+                    s.baseline_calls + 40 - mine,
+                    s.baseline_hits + theirs,
+                )
+                periods[-1] = Stratum(*counts)
+                found = found or exceeds(periods, 0.01, alpha)
         wrong += found
     assert wrong <= alpha * runs
