@@ -1,4 +1,6 @@
-"""Workflows in Management: the real ledger, rounds, registrar and database over a Serve that the test is."""
+"""Workflows in Management: the real state, reconcile_loop, models and database over a Serve that the test
+is.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +14,44 @@ from typing import Any
 import pytest
 from parts import ECHO, make_archive
 
-from serve_app import graph
-from serve_app.control import registry as change
-from serve_app.control.admission import Admission
-from serve_app.control.board import Board
-from serve_app.control.database import Database
-from serve_app.control.events import Events
-from serve_app.control.reconciler import Seen
-from serve_app.control.registry import Desired
-from serve_app.control.vitals import Vitals
-from serve_app.controlplane import ControlPlane
-from serve_app.deployments.ledger import Ledger
-from serve_app.deployments.registrar import Registrar
-from serve_app.deployments.rounds import Rounds
-from serve_app.deployments.traffic import Traffic
-from serve_app.deployments.workflows import Workflows
+from serve_app.control import registry_changes
+from serve_app.control.api import ControlPlane
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.cluster_metrics import ClusterMetrics
+from serve_app.control.lifecycle_events import EventLog
+from serve_app.control.models import ModelService
+from serve_app.control.persistence.database import Database
+from serve_app.control.reconcile_loop import ReconcileLoop
+from serve_app.control.reconciler import ObservedApp
+from serve_app.control.registry import DesiredState, find_version
+from serve_app.control.replica_health import HealthTracker
+from serve_app.control.state import AcknowledgementPolicy, StateStore
+from serve_app.control.table_publisher import TablePublisher
+from serve_app.control.traffic import TrafficService
+from serve_app.control.workflows.service import WorkflowService
+from serve_app.domain import workflow_graph
+from serve_app.domain.model import ModelRef, Registration, ReplicaInfo
+from serve_app.domain.traffic_policy import ShadowPolicy, TrafficPolicy
 from serve_app.errors import (
     BadRequest,
     CannotRemoveDefault,
-    InUse,
+    Conflict,
     InvalidGraph,
     InvalidWorkflow,
     MethodNotAllowed,
     MissingParameter,
+    ModelNotAllowed,
     StartFailed,
     VersionNotFound,
     WorkflowArchiveNotFound,
     WorkflowExists,
     WorkflowFailed,
     WorkflowNotFound,
-    WrongModel,
 )
-from serve_app.policy import Policy, Shadow
-from serve_app.runtime.environments import Environments
+from serve_app.model_store.workflow_archiver import WorkflowArchiveRecipe, make
+from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import ControlSettings, Settings
-from serve_app.store.war_archiver import WarRecipe, make
-from serve_app.telemetry.metrics import Meters, Sum
-from serve_app.types import ModelRef, Registration, Worker
+from serve_app.telemetry.metrics import Meters, MetricsAggregator
 
 FUNCTIONS = """
 def pre(data, context):
@@ -71,31 +74,35 @@ READING = {"name": "reading", "steps": {"a": {"model": "m:1.0"}, "b": {"model": 
 
 
 class Serve:
-    """What Ray Serve would be asked: applications run as soon as they should, but for those that are ``broken``."""
+    """Ray Serve's part: applications run as soon as they should, except those that are
+    ``broken``.
+    """
 
-    def __init__(self, vitals: Vitals) -> None:
-        self.apps: dict[str, Desired] = {}
+    def __init__(self, health: HealthTracker) -> None:
+        self.apps: dict[str, DesiredState] = {}
         self.broken: set[str] = set()
-        self._vitals = vitals
+        self._health = health
 
-    def look(self) -> dict[str, Seen]:
+    def observe(self) -> dict[str, ObservedApp]:
         return {app: self._seen(app, want) for app, want in self.apps.items()}
 
-    def act(self, desired: Mapping[str, Desired], seen: Mapping[str, Seen]) -> int:
+    def act(self, desired: Mapping[str, DesiredState], seen: Mapping[str, ObservedApp]) -> int:
         steps = len(desired.keys() ^ self.apps.keys())
         self.apps = dict(desired)
         for app in desired.keys() & self.broken:
             spec = desired[app].spec
-            self._vitals.failed(spec, StartFailed(spec.name, spec.version, f"Traceback of {app}"))
+            self._health.record_start_failure(
+                spec, StartFailed(spec.name, spec.version, f"Traceback of {app}")
+            )
         return steps
 
-    def sources(self, states: tuple[str, ...] = ()) -> set[str]:
+    def list_replicas(self, states: tuple[str, ...] = ()) -> set[str]:
         return set()
 
-    def _seen(self, app: str, want: Desired) -> Seen:
-        count = 0 if app in self.broken else want.low
-        workers = tuple(Worker(f"{app}#{n}", 1, 0.0, True) for n in range(count))
-        return Seen(app, want.route, want.low, {}, 0, "RUNNING", "", workers)
+    def _seen(self, app: str, want: DesiredState) -> ObservedApp:
+        count = 0 if app in self.broken else want.min_replicas
+        workers = tuple(ReplicaInfo(f"{app}#{n}", 1, 0.0, True) for n in range(count))
+        return ObservedApp(app, want.route, want.min_replicas, {}, 0, "RUNNING", "", workers)
 
 
 class Cluster:
@@ -104,28 +111,42 @@ class Cluster:
         (home / "model_store").mkdir(exist_ok=True)
         self.settings = Settings(home=str(home), control=ControlSettings(acknowledge_timeout=0.2))
         self.meters = Meters()
-        self.total = Sum()
-        self.board = Board(self.total)
-        vitals = Vitals()
-        events = Events()
-        admission = Admission(self.settings)
-        self.rounds = Rounds(vitals, admission, self.meters, self.settings)
-        self.serve = self.rounds._reconciler = Serve(vitals)  # type: ignore[assignment]
+        self.total = MetricsAggregator()
+        self.publisher = TablePublisher(self.total)
+        health = HealthTracker()
+        events = EventLog()
+        ingestor = ArchiveIngestor(self.settings)
+        self.serve = Serve(health)
+        self.reconcile_loop = ReconcileLoop(self.serve, health, ingestor, self.meters, self.settings)  # type: ignore[arg-type]
         self.database = Database(self.settings.database_url)
-        environments = Environments(self.settings.state_dir / "environments", self.settings.runtime)
-        self.ledger = self.rounds.ledger = Ledger(
-            self.database, self.database.load(), self.board, vitals, None, self.rounds.alive, self.rounds.soon, 0.2
+        environments = PackageEnvs(self.settings.state_dir / "environments", self.settings.runtime)
+        self.state = self.reconcile_loop.state = StateStore(
+            self.database,
+            self.database.load(),
+            self.publisher,
+            health,
+            None,
+            AcknowledgementPolicy(self.reconcile_loop.live_readers, 0.2),
+            self.reconcile_loop.trigger,
         )
-        self.registrar = Registrar(
-            self.ledger, self.rounds, self.board, self.total, admission, environments, events, None, None, self.settings
-        )  # type: ignore[arg-type]
-        self.owner = Workflows(
-            self.ledger, self.rounds, self.registrar, events, admission, self.board, self.total, self.settings
+        metrics = ClusterMetrics(self.publisher, self.total, self.reconcile_loop.live_readers)
+        self.models = ModelService(
+            self.state,
+            self.reconcile_loop,
+            metrics,
+            ingestor,
+            environments,
+            events,
+            None,  # type: ignore[arg-type]
+            self.settings,
+        )
+        self.owner = WorkflowService(
+            self.state, self.reconcile_loop, self.models, metrics, ingestor, events, self.settings
         )
         self.control = ControlPlane(self.owner, self.settings)  # type: ignore[arg-type]
         self.loop = asyncio.new_event_loop()
-        self._task = self.loop.create_task(self.rounds.run())
-        self.ledger.publish()
+        self._task = self.loop.create_task(self.reconcile_loop.run())
+        self.state.publish()
 
     def __call__(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
@@ -141,7 +162,7 @@ class Cluster:
 
     def model(self, name: str, version: str = "1.0", workers: int = 1) -> None:
         archive = make_archive(self.home / "model_store", name, ECHO, version)
-        self(self.registrar.register(Registration(archive.name, initial_workers=workers)))
+        self(self.models.register(Registration(archive.name, initial_workers=workers)))
 
     def war(self, name: str = "wf", spec: str = SPEC, functions: str | None = FUNCTIONS) -> str:
         for model in ("left", "right"):
@@ -149,11 +170,13 @@ class Cluster:
         (self.home / "spec.yaml").write_text(spec)
         (self.home / "steps.py").write_text(functions or "")
         handler = str(self.home / "steps.py") if functions else None
-        recipe = WarRecipe(name, str(self.home / "spec.yaml"), handler, str(self.home / "model_store"), force=True)
+        recipe = WorkflowArchiveRecipe(
+            name, str(self.home / "spec.yaml"), handler, str(self.home / "model_store"), force=True
+        )
         return make(recipe).path.name
 
-    def register(self, url: str = "", document: Any = None, **said: Any) -> ModelRef:
-        return self(self.control.register_workflow(Registration(url, **said), document))
+    def register(self, url: str = "", document: Any = None, **result: Any) -> ModelRef:
+        return self(self.control.register_workflow(Registration(url, **result), document))
 
     def until(self, condition: Any) -> None:
         async def wait() -> None:
@@ -164,7 +187,7 @@ class Cluster:
 
     @property
     def names(self) -> set[str]:
-        return set(self.ledger.registry.models)
+        return set(self.state.registry.models)
 
 
 @pytest.fixture
@@ -178,20 +201,27 @@ def test_a_war_comes_with_its_models_and_its_functions(cluster: Cluster) -> None
     assert cluster.register(cluster.war()) == ModelRef("wf", "1.0")
     assert set(cluster.serve.apps) == {"wf--1.0", "wf__left--1.0", "wf__right--1.0"}
     assert cluster.serve.apps["wf--1.0"].route is None
-    left = change.find(cluster.ledger.registry, "wf__left", None)
+    left = find_version(cluster.state.registry, "wf__left", None)
     assert (left.min_workers, left.max_workers, left.batch_size, left.max_batch_delay) == (2, 2, 4, 50)
-    functions = change.find(cluster.ledger.registry, "wf", None)
+    functions = find_version(cluster.state.registry, "wf", None)
     assert functions.config["functions"] == {"file": "steps.py", "names": ["pre", "join"], "plain": True}
-    row = cluster.board.table.models["wf"].versions["1.0"]
+    row = cluster.publisher.table.models["wf"].versions["1.0"]
     assert row.phase == "ready" and row.graph is not None and row.graph.owned == ("wf__left", "wf__right")
-    [said] = cluster(cluster.control.workflow("wf"))
-    assert said["workflowUrl"] == "wf.war" and said["workflowDag"] == "{pre=[left, right], left=[join], right=[join]}"
-    assert (said["minWorkers"], said["batchSize"], said["functions"]) == (1, 1, {"phase": "ready", "workers": 1})
-    assert said["steps"]["left"] == {"model": "wf__left", "inputs": "pre", "retries": 1, "timeout_s": 2.0}
-    assert cluster(cluster.control.workflows()) == ([("wf", "wf.war")], None)
+    [result] = cluster(cluster.control.get_workflow("wf"))
+    assert (
+        result["workflowUrl"] == "wf.war"
+        and result["workflowDag"] == "{pre=[left, right], left=[join], right=[join]}"
+    )
+    assert (result["minWorkers"], result["batchSize"], result["functions"]) == (
+        1,
+        1,
+        {"phase": "ready", "workers": 1},
+    )
+    assert result["steps"]["left"] == {"model": "wf__left", "inputs": "pre", "retries": 1, "timeout_s": 2.0}
+    assert cluster(cluster.control.list_workflows()) == ([("wf", "wf.war")], None)
     # In the list of models stand those that came with it, and not itself.
-    assert [name for name, _ in cluster(cluster.registrar.models())] == ["wf__left", "wf__right"]
-    with pytest.raises(WorkflowExists, match="^Workflow wf is already registered.$"):
+    assert [name for name, _ in cluster(cluster.models.list_models())] == ["wf__left", "wf__right"]
+    with pytest.raises(WorkflowExists, match=r"^Workflow wf is already registered.$"):
         cluster.register("wf.war")
     other = cluster.register("wf.war", model_name="other")
     assert other.name == "other" and "other__left" in cluster.names
@@ -202,7 +232,7 @@ def test_it_survives_a_restart(cluster: Cluster) -> None:
     cluster.model("n")
     cluster.register(document={**READING, "timeout_s": 2.5})
     cluster.register(cluster.war())
-    before = cluster.ledger.registry
+    before = cluster.state.registry
     database = Database(cluster.settings.database_url)
     try:
         assert database.load() == before
@@ -211,32 +241,36 @@ def test_it_survives_a_restart(cluster: Cluster) -> None:
 
 
 def test_a_document_asks_models_that_are_registered(cluster: Cluster) -> None:
-    with pytest.raises(InvalidWorkflow, match="Workflow reading: steps.a.model: there is no model 'm'; register it"):
+    with pytest.raises(
+        InvalidWorkflow, match=r"Workflow reading: steps.a.model: there is no model 'm'; register it"
+    ):
         cluster.register(document=READING)
     cluster.model("m")
     cluster.model("nn")
-    with pytest.raises(InvalidWorkflow, match="steps.b.model: there is no model 'n'; did you mean 'nn'?"):
+    with pytest.raises(InvalidWorkflow, match=r"steps.b.model: there is no model 'n'; did you mean 'nn'?"):
         cluster.register(document=READING)
     cluster.model("n")
-    with pytest.raises(InvalidWorkflow, match="steps.a.model: model m has no version '3.0'; it has 1.0"):
+    with pytest.raises(InvalidWorkflow, match=r"steps.a.model: model m has no version '3.0'; it has 1.0"):
         cluster.register(document={"name": "x", "steps": {"a": {"model": "m:3.0"}}})
-    with pytest.raises(InvalidWorkflow, match="its steps call f, and a document brings no functions; pack it"):
+    with pytest.raises(
+        InvalidWorkflow, match="its steps call f, and a document brings no functions; pack it"
+    ):
         cluster.register(document={"name": "x", "steps": {"a": {"function": "f"}}})
     with pytest.raises(InvalidWorkflow, match="name: it has none"):
         cluster.register(document={"steps": {"a": {"model": "m"}}})
     with pytest.raises(BadRequest, match="cannot be part of a route"):
         cluster.register(document={"name": "x/y", "steps": {"a": {"model": "m"}}})
-    with pytest.raises(WrongModel):
-        cluster.register(document=READING, within=("reading", "m"))
+    with pytest.raises(ModelNotAllowed):
+        cluster.register(document=READING, allowed_models=("reading", "m"))
     with pytest.raises(MissingParameter):
         cluster.register()
     assert cluster.names == {"m", "n", "nn"}
     assert cluster.register(document=READING, model_name="named").name == "named"
-    row = cluster.board.table.models["named"].versions["1.0"]
+    row = cluster.publisher.table.models["named"].versions["1.0"]
     assert (row.phase, row.replicas) == ("ready", 0)
-    [said] = cluster(cluster.control.workflow("named"))
-    assert (said["workflowDag"], said["output"], said["maxWorkers"]) == ("{a=[b]}", ["b"], 0)
-    assert "functions" not in said
+    [result] = cluster(cluster.control.get_workflow("named"))
+    assert (result["workflowDag"], result["output"], result["maxWorkers"]) == ("{a=[b]}", ["b"], 0)
+    assert "functions" not in result
 
 
 def test_workflows_do_not_ask_each_other_in_a_circle(cluster: Cluster) -> None:
@@ -245,9 +279,9 @@ def test_workflows_do_not_ask_each_other_in_a_circle(cluster: Cluster) -> None:
     cluster.register(document={"name": "two", "steps": {"a": {"model": "one"}}})
     with pytest.raises(InvalidGraph, match="workflows would ask each other: one → two → one"):
         cluster.register(document={"name": "one", "version": "2.0", "steps": {"a": {"model": "two"}}})
-    with pytest.raises(InvalidGraph, match="steps.a.model: it asks itself"):
+    with pytest.raises(InvalidGraph, match=r"steps.a.model: it asks itself"):
         cluster.register(document={"name": "one", "version": "2.0", "steps": {"a": {"model": "one:1.0"}}})
-    with pytest.raises(InUse, match="the workflow two .version 1.0. asks it in its step a"):
+    with pytest.raises(Conflict, match=r"the workflow two .version 1.0. asks it in its step a"):
         cluster(cluster.control.unregister_workflow("one"))
     cluster(cluster.control.unregister_workflow("two"))
     cluster(cluster.control.unregister_workflow("one"))
@@ -258,26 +292,30 @@ def test_what_a_workflow_asks_cannot_be_removed(cluster: Cluster) -> None:
         cluster.model("m", version)
     cluster.model("n")
     cluster.register(document=READING)
-    cluster(cluster.registrar.set_default("m", "2.0"))
+    cluster(cluster.models.set_default("m", "2.0"))
     with pytest.raises(
-        InUse, match=r"Version 1.0 of model m cannot be removed: the workflow reading \(version 1.0\)"
+        Conflict, match=r"Version 1.0 of model m cannot be removed: the workflow reading \(version 1.0\)"
     ):
-        cluster(cluster.registrar.unregister("m", "1.0"))
-    with pytest.raises(InUse, match="Version 1.0 of model n cannot be removed: the workflow reading"):
-        cluster(cluster.registrar.unregister("n", None))
-    cluster(cluster.registrar.set_default("m", "1.0"))
-    cluster(cluster.registrar.unregister("m", "2.0"))
-    with pytest.raises(InUse, match="reading is a workflow; remove it as one: DELETE /workflows/reading"):
-        cluster(cluster.registrar.unregister("reading", None))
+        cluster(cluster.models.unregister("m", "1.0"))
+    with pytest.raises(Conflict, match=r"Version 1.0 of model n cannot be removed: the workflow reading"):
+        cluster(cluster.models.unregister("n", None))
+    cluster(cluster.models.set_default("m", "1.0"))
+    cluster(cluster.models.unregister("m", "2.0"))
+    with pytest.raises(Conflict, match="reading is a workflow; remove it as one: DELETE /workflows/reading"):
+        cluster(cluster.models.unregister("reading", None))
     cluster.register(cluster.war())
-    with pytest.raises(InUse, match="wf__left cannot be removed: it was registered with the workflow wf and goes with"):
-        cluster(cluster.registrar.unregister("wf__left", None))
-    with pytest.raises(InUse, match="wf is a workflow, so no model can be called so"):
+    with pytest.raises(
+        Conflict, match="wf__left cannot be removed: it was registered with the workflow wf and goes with"
+    ):
+        cluster(cluster.models.unregister("wf__left", None))
+    with pytest.raises(Conflict, match="wf is a workflow, so no model can be called so"):
         cluster.model("wf", "2.0")
-    with pytest.raises(InUse, match="m is a model, so no workflow can be called so"):
+    with pytest.raises(Conflict, match="m is a model, so no workflow can be called so"):
         cluster.register(document={"name": "m", "version": "7", "steps": {"a": {"model": "n"}}})
     cluster.register(document={"name": "user", "steps": {"a": {"model": "wf__left"}}})
-    with pytest.raises(InUse, match="Workflow wf cannot be removed: wf__left is needed, the workflow user"):
+    with pytest.raises(
+        Conflict, match="Workflow wf cannot be removed: wf__left is needed, the workflow user"
+    ):
         cluster(cluster.control.unregister_workflow("wf"))
 
 
@@ -285,21 +323,30 @@ def test_versions_of_a_workflow_have_policies_as_those_of_models(cluster: Cluste
     cluster.model("m")
     cluster.model("n")
     cluster.register(document=READING)
-    with pytest.raises(WorkflowExists, match="Workflow reading version 1.0 is already registered."):
+    with pytest.raises(WorkflowExists, match=r"Workflow reading version 1.0 is already registered."):
         cluster.register(document=READING)
     cluster.register(document={**READING, "version": "2.0"})
-    shares = Policy("weighted", {"1.0": 9000, "2.0": 1000})
-    cluster(Traffic(cluster.ledger).set_traffic("reading", shares))
-    assert [said["workflowVersion"] for said in cluster(cluster.control.workflow("reading"))] == ["1.0", "2.0"]
+    shares = TrafficPolicy("weighted", {"1.0": 9000, "2.0": 1000})
+    cluster(TrafficService(cluster.state).set_traffic("reading", shares))
+    assert [result["workflowVersion"] for result in cluster(cluster.control.get_workflow("reading"))] == [
+        "1.0",
+        "2.0",
+    ]
     with pytest.raises(BadRequest, match="reading is a workflow, which has no shadow"):
-        cluster(Traffic(cluster.ledger).set_traffic("reading", Policy(shadow=Shadow("2.0"))))
-    with pytest.raises(BadRequest, match="reading is a workflow without functions of its own, so it has no workers"):
-        cluster(cluster.registrar.scale("reading", None, 1, 1, False))
-    with pytest.raises(InUse, match="Version 2.0 of model reading cannot be removed: the model's traffic policy"):
+        cluster(
+            TrafficService(cluster.state).set_traffic("reading", TrafficPolicy(shadow=ShadowPolicy("2.0")))
+        )
+    with pytest.raises(
+        BadRequest, match="reading is a workflow without functions of its own, so it has no workers"
+    ):
+        cluster(cluster.models.scale("reading", None, 1, 1, False))
+    with pytest.raises(
+        Conflict, match=r"Version 2.0 of model reading cannot be removed: the model's traffic policy"
+    ):
         cluster(cluster.control.unregister_workflow("reading", "2.0"))
     with pytest.raises(VersionNotFound):
         cluster(cluster.control.unregister_workflow("reading", "3.0"))
-    cluster(Traffic(cluster.ledger).set_traffic("reading", Policy()))
+    cluster(TrafficService(cluster.state).set_traffic("reading", TrafficPolicy()))
     with pytest.raises(CannotRemoveDefault):
         cluster(cluster.control.unregister_workflow("reading", "1.0"))
     cluster(cluster.control.unregister_workflow("reading", "2.0"))
@@ -327,7 +374,9 @@ def test_a_failure_leaves_nothing_behind(cluster: Cluster, broken: str) -> None:
 
 def test_a_model_that_is_not_there_leaves_nothing_behind(cluster: Cluster) -> None:
     url = cluster.war(spec=SPEC.replace("right-1.0.mar", "gone.mar"))
-    with pytest.raises(WorkflowFailed, match="Workflow Node wf__right failed to register. Details: Model not found at"):
+    with pytest.raises(
+        WorkflowFailed, match=r"Workflow Node wf__right failed to register. Details: Model not found at"
+    ):
         cluster.register(url)
     assert not cluster.names and not cluster.serve.apps
 
@@ -351,7 +400,7 @@ def test_calls_that_had_begun_end_before_the_parts_go(cluster: Cluster) -> None:
     cluster.meters.workflow("wf", "1.0", 1)
     cluster.total.put("gateway", cluster.meters.report())
     cluster(cluster.control.unregister_workflow("wf"))
-    assert not cluster.names and "wf" not in cluster.board.table.models
+    assert not cluster.names and "wf" not in cluster.publisher.table.models
     cluster(asyncio.sleep(0.3))
     assert set(cluster.serve.apps) == {"wf--1.0", "wf__left--1.0", "wf__right--1.0"}
     again = threading.Event()
@@ -371,7 +420,7 @@ def test_calls_that_had_begun_end_before_the_parts_go(cluster: Cluster) -> None:
     cluster.until(lambda: not cluster.serve.apps)
 
 
-@pytest.mark.parametrize("question", ["workflow", "unregister_workflow"])
+@pytest.mark.parametrize("question", ["get_workflow", "unregister_workflow"])
 def test_what_is_no_workflow_is_not_found(cluster: Cluster, question: str) -> None:
     cluster.model("m")
     for name in ("m", "nobody"):
@@ -389,7 +438,7 @@ def test_nothing_changes_where_the_model_api_is_off(cluster: Cluster) -> None:
 def test_an_archives_file_takes_no_workflows_name_at_start(cluster: Cluster) -> None:
     cluster.model("m")
     cluster.register(document={"name": "reading", "steps": {"a": {"model": "m"}}})
-    spec = change.find(cluster.ledger.registry, "m", None).with_(name="reading", digest="e" * 64)
-    with pytest.raises(InUse, match="reading is a workflow"):
-        change.put(cluster.ledger.registry, spec)
-    assert graph.read({"steps": {"a": {"model": "m"}}}).leaves == ("a",)
+    spec = find_version(cluster.state.registry, "m", None).with_(name="reading", digest="e" * 64)
+    with pytest.raises(Conflict, match="reading is a workflow"):
+        registry_changes.apply_archive(cluster.state.registry, spec)
+    assert workflow_graph.read({"steps": {"a": {"model": "m"}}}).leaves == ("a",)
