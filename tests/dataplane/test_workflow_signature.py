@@ -6,41 +6,46 @@ from typing import Any
 
 import pytest
 
-from serve_app import ends, graph
-from serve_app.signature import Port, Signature
+from serve_app.dataplane import workflow_signature
+from serve_app.domain import workflow_graph
+from serve_app.domain.signature import Signature, TensorSpec
 
-X, Y = Port("x", "FP32", (-1, 4)), Port("y", "INT64", (-1,))
-TEXT = Port("output-0", "BYTES", (1,))
+X, Y = TensorSpec("x", "FP32", (-1, 4)), TensorSpec("y", "INT64", (-1,))
+TEXT = TensorSpec("output-0", "BYTES", (1,))
 SIGNED = {
     "a": Signature((X,), (Y,)),
-    "b": Signature((Y,), (Port("z", "BOOL"),)),
-    "both": Signature((X, Port("n", "INT8", (1,))), (X,)),
-    "other": Signature((Port("x", "FP64", (-1, 4)),)),
+    "b": Signature((Y,), (TensorSpec("z", "BOOL"),)),
+    "both": Signature((X, TensorSpec("n", "INT8", (1,))), (X,)),
+    "other": Signature((TensorSpec("x", "FP64", (-1, 4)),)),
 }
 
 
-def ports(torchserve: bool = False, output: Any = (), **steps: dict) -> tuple[list[Port], list[Port]]:
-    made = graph.read({"name": "w", "steps": steps, "output": output})
+def ports(
+    torchserve: bool = False, output: Any = (), **steps: dict
+) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    made = workflow_graph.read({"name": "w", "steps": steps, "output": output})
     if torchserve:
-        made = graph.Graph(**{**vars(made), "torchserve": {"form": "it"}})
-    found = ends.signature(made, lambda model, version: SIGNED.get(model) if version is None else None)
+        made = workflow_graph.WorkflowGraph(**{**vars(made), "torchserve": {"form": "it"}})
+    found = workflow_signature.derive_signature(
+        made, lambda model, version: SIGNED.get(model) if version is None else None
+    )
     return list(found.inputs), list(found.outputs)
 
 
-def a(**said: Any) -> dict:
-    return {"model": "a", **said}
+def a(**result: Any) -> dict:
+    return {"model": "a", **result}
 
 
 @pytest.mark.parametrize(
     ("steps", "inputs", "outputs"),
     [
         ({"only": a()}, [X], [Y]),
-        ({"only": a(), "last": {"model": "b", "inputs": "only"}}, [X], [Port("z", "BOOL")]),
-        ({"only": a(inputs={"x": "request.image"})}, [Port("image", "FP32", (-1, 4))], [Y]),
-        ({"only": a(each={"x": "request.images"})}, [Port("images", "FP32", (-1, 4))], [TEXT]),
+        ({"only": a(), "last": {"model": "b", "inputs": "only"}}, [X], [TensorSpec("z", "BOOL")]),
+        ({"only": a(inputs={"x": "request.image"})}, [TensorSpec("image", "FP32", (-1, 4))], [Y]),
+        ({"only": a(each={"x": "request.images"})}, [TensorSpec("images", "FP32", (-1, 4))], [TEXT]),
         ({"only": {"model": "both", "inputs": "request", "each": {"n": "request.ns"}}}, None, [TEXT]),
         ({"one": a(), "two": {"model": "b"}}, [X, Y], [TEXT]),  # two ends are one document
-        ({"one": a(), "two": {"model": "both"}}, [X, Port("n", "INT8", (1,))], [TEXT]),
+        ({"one": a(), "two": {"model": "both"}}, [X, TensorSpec("n", "INT8", (1,))], [TEXT]),
         ({"one": a(), "two": {"model": "other"}}, [], [TEXT]),  # two say different things of x
         ({"one": a(), "f": {"function": "f", "inputs": "one"}}, [X], [TEXT]),
         ({"f": {"function": "f"}, "one": a(inputs="f")}, [], [TEXT]),  # a function's answer is no tensor
@@ -49,12 +54,12 @@ def a(**said: Any) -> dict:
         ({"only": a(inputs={"nothing": "request.x"})}, [], [Y]),
         ({"only": {"model": "unsigned"}}, [], []),
         ({"only": {"model": "a:2.0"}}, [], []),
-        ({"only": {"model": "other"}}, [Port("x", "FP64", (-1, 4))], []),
+        ({"only": {"model": "other"}}, [TensorSpec("x", "FP64", (-1, 4))], []),
     ],
 )
-def test_ends(steps: dict, inputs: list[Port] | None, outputs: list[Port]) -> None:
+def test_ends(steps: dict, inputs: list[TensorSpec] | None, outputs: list[TensorSpec]) -> None:
     if inputs is None:
-        inputs = [X, Port("ns", "INT8", (-1,))]
+        inputs = [X, TensorSpec("ns", "INT8", (-1,))]
     assert ports(**steps) == (inputs, outputs)
 
 

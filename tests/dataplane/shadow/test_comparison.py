@@ -9,36 +9,42 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app import tensors
-from serve_app.policy import Compare
-from serve_app.shadow.comparison import APART, MAX_BYTES, Comparison, compare
-from serve_app.types import Reply
+from serve_app.dataplane.shadow.comparison import MAX_BYTES, MAX_DISTANCE, ResponseComparison, compare
+from serve_app.domain import tensors
+from serve_app.domain.request import InferenceResponse
+from serve_app.domain.traffic_policy import ComparisonRule
 
 NAN, INF = float("nan"), float("inf")
 
 
-def compared(live: Any, other: Any, **how: Any) -> Comparison:
+def compared(live: Any, other: Any, **how: Any) -> ResponseComparison:
     bodies = (value if isinstance(value, bytes) else json.dumps(value).encode() for value in (live, other))
-    first, second = (Reply(body) for body in bodies)
-    return compare(Compare(**how), first, second)
+    first, second = (InferenceResponse(body) for body in bodies)
+    return compare(ComparisonRule(**how), first, second)
 
 
 def test_status_and_media_type_come_first() -> None:
-    reply = Reply(b"1", "application/json")
-    assert compare(Compare(), reply, Reply(b"1", "application/json; charset=utf-8")).agreed
-    assert compare(Compare(), reply, Reply(b"1", "application/json", 201)) == Comparison(False, APART, "status")
-    assert compare(Compare(), reply, Reply(b"1", "text/plain")) == Comparison(False, APART, "content_type")
+    reply = InferenceResponse(b"1", "application/json")
+    assert compare(ComparisonRule(), reply, InferenceResponse(b"1", "application/json; charset=utf-8")).agreed
+    assert compare(
+        ComparisonRule(), reply, InferenceResponse(b"1", "application/json", 201)
+    ) == ResponseComparison(False, MAX_DISTANCE, "status")
+    assert compare(ComparisonRule(), reply, InferenceResponse(b"1", "text/plain")) == ResponseComparison(
+        False, MAX_DISTANCE, "content_type"
+    )
 
 
 def test_tensors_are_compared_as_numbers() -> None:
-    def said(*numbers: float) -> Reply:
-        y = tensors.of("y", np.array([numbers], np.float32))
-        return Reply(tensors.pack([y, tensors.text("é".encode(), "t")]), tensors.PACKED)
+    def result(*numbers: float) -> InferenceResponse:
+        y = tensors.from_array("y", np.array([numbers], np.float32))
+        return InferenceResponse(
+            tensors.pack([y, tensors.from_text("é".encode(), "t")]), tensors.PACKED_MEDIA_TYPE
+        )
 
-    how = Compare(at="$.y", rtol=0.01)
-    assert compare(how, said(1.0, 2.0), said(1.001, 2.0)).agreed
-    assert not compare(how, said(1.0, 2.0), said(1.5, 2.0)).agreed
-    assert compare(Compare(at="$.t"), said(1.0), said(2.0)).agreed
+    how = ComparisonRule(at="$.y", rtol=0.01)
+    assert compare(how, result(1.0, 2.0), result(1.001, 2.0)).agreed
+    assert not compare(how, result(1.0, 2.0), result(1.5, 2.0)).agreed
+    assert compare(ComparisonRule(at="$.t"), result(1.0), result(2.0)).agreed
 
 
 @pytest.mark.parametrize("kind", ["auto", "allclose", "label", "text"])
@@ -93,9 +99,15 @@ class TestAllclose:
             assert (found.agreed, found.distance) == (False, 4.0)
             assert compared([live], [other], kind="allclose", rtol=0, atol=0.5).agreed
             assert compared([*live, NAN, INF], [*live, NAN, INF], kind="allclose").agreed
-            assert compared([*live, NAN], [*live, 1.0], kind="allclose") == Comparison(False, APART, "shape")
-            assert compared([*live, 1.0], [*live, INF], kind="allclose") == Comparison(False, APART, "shape")
-            assert compared([*live, 1.0], [*live, True], kind="allclose") == Comparison(False, APART, "shape")
+            assert compared([*live, NAN], [*live, 1.0], kind="allclose") == ResponseComparison(
+                False, MAX_DISTANCE, "shape"
+            )
+            assert compared([*live, 1.0], [*live, INF], kind="allclose") == ResponseComparison(
+                False, MAX_DISTANCE, "shape"
+            )
+            assert compared([*live, 1.0], [*live, True], kind="allclose") == ResponseComparison(
+                False, MAX_DISTANCE, "shape"
+            )
 
     def test_what_is_no_number_is_alike_and_so_are_shapes(self) -> None:
         live = {"label": "cat", "score": 0.9, "box": [[1, 2], [3, 4]]}
@@ -107,7 +119,9 @@ class TestAllclose:
             {**live, "box": [[1, 2]]},
             {**live, "score": "0.9"},
         ):
-            assert compared(live, other, kind="allclose") == Comparison(False, APART, "shape"), other
+            assert compared(live, other, kind="allclose") == ResponseComparison(
+                False, MAX_DISTANCE, "shape"
+            ), other
 
 
 class TestTopK:
@@ -115,9 +129,13 @@ class TestTopK:
         live = {"cat": 0.7, "dog": 0.2, "cow": 0.06, "hen": 0.04}
         swapped = {"dog": 0.5, "cat": 0.4, "cow": 0.06, "hen": 0.04}
         found = compared(live, swapped, kind="top_k", k=2)
-        assert found == Comparison(False, 1.0, "label", {"label_flipped": 1.0, "top_k_agreement": 1.0})
+        assert found == ResponseComparison(
+            False, 1.0, "label", {"label_flipped": 1.0, "top_k_agreement": 1.0}
+        )
         tail = compared(live, {**live, "dog": 0.01, "hen": 0.3}, kind="top_k", k=2)
-        assert tail == Comparison(False, 0.5, "labels", {"label_flipped": 0.0, "top_k_agreement": 0.5})
+        assert tail == ResponseComparison(
+            False, 0.5, "labels", {"label_flipped": 0.0, "top_k_agreement": 0.5}
+        )
         assert compared(live, {**live, "dog": 0.01, "hen": 0.3}, kind="top_k", k=2, least=0.5).agreed
         assert compared(live, {**live, "dog": 0.01, "hen": 0.3}, kind="top_k", k=1).agreed
 
@@ -142,13 +160,13 @@ class TestTopK:
         assert compared([0.1, 0.9, 0.3], [0.2, 0.7, 0.6], kind="top_k", k=2).agreed
         assert compared([3, 1, 2], [3, 2, 1], kind="top_k").agreed, "integers are labels"
         assert compared([0.1, NAN], [0.1, 0.0], kind="top_k", k=1).agreed, "NaN is nobody's best"
-        assert compared("a", "b", kind="top_k") == Comparison(False, APART, "shape")
+        assert compared("a", "b", kind="top_k") == ResponseComparison(False, MAX_DISTANCE, "shape")
 
 
 class TestAuto:
     def test_classifiers_answers_are_rankings(self) -> None:
         found = compared({"cat": 0.7, "dog": 0.3}, {"cat": 0.6, "dog": 0.4})
-        assert found == Comparison(True, 0.0, "", {"label_flipped": 0.0, "top_k_agreement": 1.0})
+        assert found == ResponseComparison(True, 0.0, "", {"label_flipped": 0.0, "top_k_agreement": 1.0})
         assert compared(["cat", "dog"], ["dog", "cat"]).why == "label"
         one = {"label": "cat", "score": 0.9}
         assert compared(one, {**one, "score": 0.5}).measures == {"label_flipped": 0.0, "top_k_agreement": 1.0}
@@ -170,20 +188,22 @@ class TestAuto:
     def test_a_list_in_which_labels_come_again_is_no_ranking(self) -> None:
         tags = ["O", "O", "PER", "O", "O", "O", "LOC"]
         assert compared(tags, tags).agreed
-        assert compared(tags, [*tags[:-1], "O"]) == Comparison(False, APART, "shape")
+        assert compared(tags, [*tags[:-1], "O"]) == ResponseComparison(False, MAX_DISTANCE, "shape")
 
     def test_text(self) -> None:
-        assert compared("a b", "a c") == Comparison(False, 1.0, "text")
+        assert compared("a b", "a c") == ResponseComparison(False, 1.0, "text")
         assert compared(b"a b", b"a b").agreed
-        assert compared(b"a b", b"a c") == Comparison(False, 1.0, "text")
+        assert compared(b"a b", b"a c") == ResponseComparison(False, 1.0, "text")
 
 
 def test_a_label_at_a_place() -> None:
     live, other = {"digit": 3, "ms": 12}, {"digit": 3, "ms": 99}
     assert compared(live, other, kind="label", at="digit").measures == {"label_flipped": 0.0}
     flipped = compared(live, {"digit": 8}, kind="label", at="digit")
-    assert flipped == Comparison(False, 1.0, "label", {"label_flipped": 1.0})
-    assert compared(live, {"ms": 1}, kind="label", at="digit") == Comparison(False, APART, "missing")
+    assert flipped == ResponseComparison(False, 1.0, "label", {"label_flipped": 1.0})
+    assert compared(live, {"ms": 1}, kind="label", at="digit") == ResponseComparison(
+        False, MAX_DISTANCE, "missing"
+    )
     nowhere = compared(live, live, kind="label", at="digits")
     assert nowhere.why == "missing", "a path that leads nowhere is no agreement"
     assert compared(b"cat", b"dog", kind="label").measures == {"label_flipped": 1.0}
@@ -201,7 +221,7 @@ def test_the_likeness_of_texts() -> None:
 
 def test_long_answers_cost_little() -> None:
     spaced = [b"[1" + space * (MAX_BYTES + 10) + b"]" for space in (b" ", b"\n")]
-    assert compared(*spaced) == Comparison(False, 1.0, "text"), "what is too long is not read"
+    assert compared(*spaced) == ResponseComparison(False, 1.0, "text"), "what is too long is not read"
     long = [b'"' + letter * (MAX_BYTES + 10) + b'"' for letter in (b"a", b"b")]
     matrix = [[float(i) for i in range(500)]] * 20
     started = time.process_time()

@@ -1,4 +1,4 @@
-"""What an operator may ask of a shadow, and what is said of the rest."""
+"""Valid shadow policies, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ from typing import Any
 
 import pytest
 
-from serve_app import policy
+from serve_app.domain import traffic_policy
+from serve_app.domain.traffic_policy import ComparisonRule, ShadowPolicy
 from serve_app.errors import BadRequest
-from serve_app.policy import Compare, Shadow
 
 
-def shadow(**document: Any) -> Shadow | None:
-    return policy.read({"shadow": {"version": "2.0", **document}}).shadow
+def shadow(**document: Any) -> ShadowPolicy | None:
+    return traffic_policy.read({"shadow": {"version": "2.0", **document}}).shadow
 
 
 def test_a_shadow_says_little_and_comes_back_whole() -> None:
-    assert shadow() == Shadow("2.0", percent=100.0, compare=Compare(), keep=20, redact=(), timeout_s=30.0)
-    asked = shadow(percent=10, compare={"kind": "top_k", "k": 3, "least": 0.5}, redact=["user.name"])
-    assert asked is not None
-    assert asked.compare == Compare("top_k", k=3, least=0.5)
-    said = policy.write(policy.read({"shadow": {"version": "2.0", "compare": {"kind": "text"}}}))
-    assert policy.read(said).shadow == shadow(compare={"kind": "text"})
+    assert shadow() == ShadowPolicy(
+        "2.0", percent=100.0, compare=ComparisonRule(), keep=20, redact=(), timeout_s=30.0
+    )
+    requested = shadow(percent=10, compare={"kind": "top_k", "k": 3, "least": 0.5}, redact=["user.name"])
+    assert requested is not None
+    assert requested.compare == ComparisonRule("top_k", k=3, least=0.5)
+    result = traffic_policy.write(
+        traffic_policy.read({"shadow": {"version": "2.0", "compare": {"kind": "text"}}})
+    )
+    assert traffic_policy.read(result).shadow == shadow(compare={"kind": "text"})
 
 
 def test_figures_belong_to_what_is_compared_and_not_to_how_much() -> None:
@@ -30,11 +34,11 @@ def test_figures_belong_to_what_is_compared_and_not_to_how_much() -> None:
     assert first is not None
     assert more is not None
     assert other is not None
-    assert first.terms == more.terms != other.terms
+    assert first.stats_key == more.stats_key != other.stats_key
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "result"),
     [
         ({"percent": 0}, "percent is from 0.01 to 100, and is 0"),
         ({"percent": 101}, "percent is from 0.01 to 100, and is 101"),
@@ -49,7 +53,7 @@ def test_figures_belong_to_what_is_compared_and_not_to_how_much() -> None:
         ({"compare": {"at": "a[b"}}, "'a[b' is no place in a JSON document"),
     ],
 )
-def test_what_is_wrong_is_named(document: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_named(document: dict[str, Any], result: str) -> None:
     with pytest.raises(BadRequest) as caught:
         shadow(**document)
-    assert said in str(caught.value)
+    assert result in str(caught.value)
