@@ -1,0 +1,63 @@
+"""The RPC between gateways and Management: every method of the protocol, and errors as values."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from serve_app.control.api import ControlAPI
+from serve_app.deployments import control_rpc
+from serve_app.deployments.control_rpc import METHODS, ControlClient, ControlDispatcher
+from serve_app.errors import ModelNotFound
+
+PROTOCOL = {name: method for name, method in vars(ControlAPI).items() if not name.startswith("_")}
+
+
+def test_the_method_table_has_the_methods_of_the_protocol() -> None:
+    assert METHODS.keys() == PROTOCOL.keys() | {"render"}
+
+
+@pytest.mark.parametrize("name", sorted(PROTOCOL))
+def test_services_take_as_many_parameters_as_the_protocol(name: str) -> None:
+    _, method = METHODS[name]
+    assert inspect.iscoroutinefunction(method)
+    implemented = list(inspect.signature(method).parameters.values())
+    declared = list(inspect.signature(PROTOCOL[name]).parameters.values())
+    assert [p.default for p in implemented] == [p.default for p in declared]
+
+
+class Models:
+    async def describe(self, model: str, version: str | None = None) -> str:
+        if model != "m":
+            raise ModelNotFound(model)
+        return f"{model} {version}"
+
+
+class Management:
+    """A handle of Management whose calls are answered in this process."""
+
+    def __init__(self, dispatcher: ControlDispatcher) -> None:
+        self.call_control = self
+        self._dispatcher = dispatcher
+
+    async def remote(self, name: str, args: Any, kwargs: Any) -> Any:
+        return await self._dispatcher.call(name, args, kwargs)
+
+
+def test_results_come_back_and_errors_are_raised_in_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_rpc, "METHODS", {"describe": (Models, Models.describe)})
+
+    async def main() -> None:
+        dispatcher = ControlDispatcher(Models())
+        client = ControlClient(Management(dispatcher))
+        assert await client.api.describe("m", version="1") == "m 1"
+        assert await dispatcher.api.describe("m", "2") == "m 2"
+        with pytest.raises(ModelNotFound):
+            await client.api.describe("n", None)
+        with pytest.raises(AttributeError):
+            await dispatcher.call("close", (), {})
+
+    asyncio.run(main())
