@@ -1,4 +1,6 @@
-"""What Ray Serve is asked for: fractions, bounds, surge, and a code version that changes only with the code."""
+"""The options of Ray Serve applications: fractions, bounds, surge, and a code version that changes with the
+code.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,40 @@ from collections.abc import Callable
 import pytest
 from ray.serve._private.config import DeploymentConfig
 
-from serve_app.autoscaling import Autoscaling
-from serve_app.deployments.options import (
-    TUNABLE,
-    autoscaling,
+from serve_app import main
+from serve_app.deployments.applications import model_application
+from serve_app.deployments.replica_options import (
+    TUNABLE_FIELDS,
+    autoscaling_config,
     code_version,
-    model_app,
-    ongoing,
-    server_app,
+    max_ongoing_requests,
     user_config,
 )
+from serve_app.domain.autoscaling import Autoscaling
+from serve_app.domain.model import ModelSpec
 from serve_app.settings import Settings, load
-from serve_app.types import ModelSpec
 
 SPEC = ModelSpec(
-    "m", "1.0", "m.mar", "d" * 64, "file:///m.mar", "", "python", 2, 2, batch_size=8, num_cpus=0.5, num_gpus=0.25
+    "m",
+    "1.0",
+    "m.mar",
+    "d" * 64,
+    "file:///m.mar",
+    "",
+    "python",
+    2,
+    2,
+    batch_size=8,
+    num_cpus=0.5,
+    num_gpus=0.25,
 )
 LATENCY = Autoscaling(policy="latency", target_p95_ms=40.0, downscale_to_zero_delay_s=7.0)
 
 
 def deployment(spec: ModelSpec = SPEC, before: bool = False):
-    return model_app(spec, Settings(), autoscaling(spec, before), {"attempt": 0})._bound_deployment
+    return model_application(
+        spec, Settings(), autoscaling_config(spec, before), {"attempt": 0}
+    )._bound_deployment
 
 
 def test_a_version_claims_its_fractions_and_rolls_without_a_hole() -> None:
@@ -37,7 +52,7 @@ def test_a_version_claims_its_fractions_and_rolls_without_a_hole() -> None:
     assert found.num_replicas == 2
     config = found._deployment_config
     assert (config.max_surge_percent, config.max_queued_requests) == (100, -1)
-    assert config.max_ongoing_requests == ongoing(SPEC) > SPEC.job_queue_size + SPEC.batch_size
+    assert config.max_ongoing_requests == max_ongoing_requests(SPEC) > SPEC.job_queue_size + SPEC.batch_size
 
 
 def test_a_sharded_version_claims_a_bundle_for_each_rank() -> None:
@@ -56,7 +71,13 @@ def test_the_bound_can_be_set() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"digest": "e" * 64}, {"handler": "o.py"}, {"num_gpus": 0.5}, {"tensor_parallel": 2}, {"batcher": "ray"}],
+    [
+        {"digest": "e" * 64},
+        {"handler": "o.py"},
+        {"num_gpus": 0.5},
+        {"tensor_parallel": 2},
+        {"batcher": "ray"},
+    ],
 )
 def test_what_only_a_new_replica_can_take_over_changes_the_version(change) -> None:
     assert deployment(SPEC.with_(**change))._version != deployment()._version
@@ -65,7 +86,7 @@ def test_what_only_a_new_replica_can_take_over_changes_the_version(change) -> No
 @pytest.mark.parametrize(
     "change",
     [
-        dict.fromkeys(TUNABLE, 5),
+        dict.fromkeys(TUNABLE_FIELDS, 5),
         {"min_workers": 3, "max_workers": 3},
         {"max_workers": 3, "autoscaling": LATENCY},
         {"url": "x"},
@@ -78,42 +99,50 @@ def test_what_a_running_replica_takes_over_does_not(change) -> None:
 
 def test_settings_are_part_of_the_version() -> None:
     assert code_version(SPEC, Settings()) == code_version(SPEC, Settings())
-    assert code_version(SPEC, load({"runtime": {"decode_input_request": False}})) != code_version(SPEC, Settings())
+    assert code_version(SPEC, load({"runtime": {"decode_input_request": False}})) != code_version(
+        SPEC, Settings()
+    )
 
 
-@pytest.mark.parametrize("change", [{"auth": {"mode": "on"}}, {"management": {"port": 9}}, {"grpc": {"port": 9}}])
+@pytest.mark.parametrize(
+    "change", [{"auth": {"mode": "on"}}, {"management": {"port": 9}}, {"grpc": {"port": 9}}]
+)
 def test_what_no_replica_reads_is_not(change) -> None:
     assert code_version(SPEC, load(change)) == code_version(SPEC, Settings())
 
 
 def test_one_management_on_the_head_and_a_gateway_a_node() -> None:
-    gateway = server_app(load({"inference": {"gateways": 3}}))._bound_deployment
+    gateway = main.build({"inference": {"gateways": 3}})._bound_deployment
     assert (gateway.num_replicas, gateway._replica_config.max_replicas_per_node) == (3, 1)
     [management] = [a for a in gateway.init_args if hasattr(a, "_bound_deployment")]
     assert management._bound_deployment.ray_actor_options["resources"] == {"node:__internal_head__": 0.001}
 
 
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
-def test_the_autoscaler_is_told_of_versions_that_follow_their_load() -> None:
-    told = deployment(SPEC.with_(min_workers=0, max_workers=3, autoscaling=LATENCY))._deployment_config
+def test_the_autoscaler_is_configured_for_versions_that_follow_their_load() -> None:
+    reported = deployment(SPEC.with_(min_workers=0, max_workers=3, autoscaling=LATENCY))._deployment_config
     # As Ray Serve's controller has it, and tells it when it is looked at.
-    seen = DeploymentConfig.from_proto_bytes(told.to_proto_bytes()).autoscaling_config
+    seen = DeploymentConfig.from_proto_bytes(reported.to_proto_bytes()).autoscaling_config
     assert (seen.min_replicas, seen.max_replicas, seen.initial_replicas) == (0, 3, None)
-    assert (seen.target_ongoing_requests, seen.metrics_interval_s, seen.look_back_period_s) == (16.0, 1.0, 10.0)
+    assert (seen.target_ongoing_requests, seen.metrics_interval_s, seen.look_back_period_s) == (
+        16.0,
+        1.0,
+        10.0,
+    )
     assert (seen.upscale_delay_s, seen.downscale_delay_s, seen.downscale_to_zero_delay_s) == (3.0, 60.0, 7.0)
     assert isinstance(seen.policy.get_policy()(**seen.policy.policy_kwargs), Callable)
     shown = seen.model_dump()
-    wanted = autoscaling(SPEC.with_(min_workers=0, max_workers=3, autoscaling=LATENCY), True)
+    wanted = autoscaling_config(SPEC.with_(min_workers=0, max_workers=3, autoscaling=LATENCY), True)
     assert {key: shown[key] for key in wanted} == wanted, "or the reconciler would deploy it again and again"
-    wanted = autoscaling(SPEC.with_(max_workers=3), False)
-    told = deployment(SPEC.with_(max_workers=3))._deployment_config
-    shown = DeploymentConfig.from_proto_bytes(told.to_proto_bytes()).autoscaling_config.model_dump()
+    wanted = autoscaling_config(SPEC.with_(max_workers=3), False)
+    reported = deployment(SPEC.with_(max_workers=3))._deployment_config
+    shown = DeploymentConfig.from_proto_bytes(reported.to_proto_bytes()).autoscaling_config.model_dump()
     assert {key: shown[key] for key in wanted} == wanted
 
 
 def test_one_that_it_has_had_stays_with_it_between_equal_bounds() -> None:
-    assert autoscaling(SPEC, before=False) is None
-    fixed = autoscaling(SPEC, before=True)
+    assert autoscaling_config(SPEC, was_autoscaled=False) is None
+    fixed = autoscaling_config(SPEC, was_autoscaled=True)
     assert (fixed["min_replicas"], fixed["max_replicas"]) == (2, 2)
 
 

@@ -10,7 +10,9 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-REQUESTS = AutoscalingPolicy(policy_function="serve_app.deployments.scaling:Requests")
+REQUESTS = AutoscalingPolicy(
+    policy_function="serve_app.deployments.autoscaling_policies:OngoingRequestsPolicy"
+)
 ID = DeploymentID("m--1", "m--1")
 
 
@@ -18,8 +20,13 @@ class Controller:
     """One deployment, as the controller keeps it: its target, and what the policy wants remembered."""
 
     def __init__(self, policy: AutoscalingPolicy, **config: Any) -> None:
-        told = {"min_replicas": 0, "max_replicas": 9, "target_ongoing_requests": 4.0, "look_back_period_s": 11.0}
-        self.config = AutoscalingConfig(**{**told, **config}, policy=policy)
+        reported = {
+            "min_replicas": 0,
+            "max_replicas": 9,
+            "target_ongoing_requests": 4.0,
+            "look_back_period_s": 11.0,
+        }
+        self.config = AutoscalingConfig(**{**reported, **config}, policy=policy)
         self.raw = _resolve_policy_callable(policy)
         self.policy = _apply_autoscaling_config(self.raw)
         self.state: dict[str, Any] = {}
@@ -37,9 +44,9 @@ class Controller:
     ) -> AutoscalingContext:
         """Each of so many replicas has said the same."""
         ids = [ReplicaID(f"r{i}", ID) for i in range(replicas)]
-        said = {"rows": rows, "answered": answered, "p95_ms": p95}
+        result = {"rows": rows, "answered": answered, "p95_ms": p95}
         times = (self.now - 1, self.now)
-        points = {key: [TimeStampedValue(time, value) for time in times] for key, value in said.items()}
+        points = {key: [TimeStampedValue(time, value) for time in times] for key, value in result.items()}
         return AutoscalingContext(
             deployment_id=ID,
             deployment_name=ID.name,
@@ -60,8 +67,8 @@ class Controller:
             config=self.config,
         )
 
-    def wants(self, *args: Any, **said: Any) -> float:
-        wanted, self.state = self.raw(self.context(*args, **said))
+    def wants(self, *args: Any, **result: Any) -> float:
+        wanted, self.state = self.raw(self.context(*args, **result))
         return wanted
 
 
@@ -78,7 +85,9 @@ class TestRequests:
             (4, 0.1, 1),
         ],
     )
-    def test_each_replica_has_what_it_should_have_to_do(self, replicas: int, rows: float, wanted: int) -> None:
+    def test_each_replica_has_what_it_should_have_to_do(
+        self, replicas: int, rows: float, wanted: int
+    ) -> None:
         assert Controller(REQUESTS).wants(replicas, rows) == wanted
 
     def test_calls_that_wait_for_a_replica_are_work_too(self) -> None:
@@ -95,11 +104,15 @@ class TestRequests:
     def test_a_call_wakes_it_at_once_and_it_waits_for_the_replica(self) -> None:
         controller = Controller(REQUESTS)
         assert controller.policy(controller.context(0, queued=1.0))[0] == 1
-        assert controller.policy(controller.context(0, target=1))[0] == 1, "the caller left: the start goes on"
+        assert controller.policy(controller.context(0, target=1))[0] == 1, (
+            "the caller left: the start goes on"
+        )
         assert controller.policy(controller.context(0))[0] == 0
 
     def test_rays_delays_hold(self) -> None:
-        controller = Controller(REQUESTS, upscale_delay_s=60, downscale_delay_s=0, downscale_to_zero_delay_s=60)
+        controller = Controller(
+            REQUESTS, upscale_delay_s=60, downscale_delay_s=0, downscale_to_zero_delay_s=60
+        )
         assert controller.policy(controller.context(1, 9.0))[0] == 1
         assert controller.policy(controller.context(3))[0] == 1, "the last one stays longer"
         assert controller.policy(controller.context(1))[0] == 1
@@ -109,15 +122,16 @@ class TestLatency:
     @pytest.fixture
     def controller(self) -> Controller:
         policy = AutoscalingPolicy(
-            policy_function="serve_app.deployments.scaling:Latency", policy_kwargs={"target_p95_ms": 100.0}
+            policy_function="serve_app.deployments.autoscaling_policies:LatencyPolicy",
+            policy_kwargs={"target_p95_ms": 100.0},
         )
         return Controller(policy)
 
-    def settled(self, controller: Controller, *args: Any, **said: Any) -> float:
-        """What it wants when the number of replicas has not changed for as long as it looks back."""
-        controller.wants(*args, **said)
+    def settled(self, controller: Controller, *args: Any, **result: Any) -> float:
+        """Return the desired number when the number of replicas was constant over the look-back window."""
+        controller.wants(*args, **result)
         controller.now += 12
-        return controller.wants(*args, **said)
+        return controller.wants(*args, **result)
 
     @pytest.mark.parametrize(
         ("replicas", "p95", "wanted"),
@@ -143,8 +157,14 @@ class TestLatency:
     def test_replicas_count_by_the_rows_that_they_answered(self, controller: Controller) -> None:
         context = controller.context(2, 3.0)
         one, other = context.running_replicas
-        context.raw_metrics["answered"] = {one: [TimeStampedValue(0, 90.0)], other: [TimeStampedValue(0, 10.0)]}
-        context.raw_metrics["p95_ms"] = {one: [TimeStampedValue(0, 80.0)], other: [TimeStampedValue(0, 270.0)]}
+        context.raw_metrics["answered"] = {
+            one: [TimeStampedValue(0, 90.0)],
+            other: [TimeStampedValue(0, 10.0)],
+        }
+        context.raw_metrics["p95_ms"] = {
+            one: [TimeStampedValue(0, 80.0)],
+            other: [TimeStampedValue(0, 270.0)],
+        }
         context.policy_state.update({"replicas": 2, "since": 0.0})
         assert controller.raw(context)[0] == 2  # 99 ms
 
@@ -165,7 +185,9 @@ class TestLatency:
 
     def test_what_was_too_slow_is_not_tried_again_at_such_a_rate(self, controller: Controller) -> None:
         assert self.settled(controller, 1, 3.0, answered=110.0, p95=300.0) == 2
-        assert self.settled(controller, 2, 1.0, answered=50.0, p95=20.0) == 2, "100 rows came, as many as before"
+        assert self.settled(controller, 2, 1.0, answered=50.0, p95=20.0) == 2, (
+            "100 rows came, as many as before"
+        )
         assert controller.wants(2, 1.0, answered=45.0, p95=20.0) == 1, "far fewer"
         controller.now += 601
         assert controller.wants(2, 1.0, answered=50.0, p95=20.0) == 1, "it may have been a bad moment"

@@ -13,8 +13,8 @@ import pytest
 from parts import free_port
 
 from serve_app.deployments.grpc_listener import GrpcListener
-from serve_app.doors.grpc.server import Server
 from serve_app.errors import ConfigurationError
+from serve_app.protocols.grpc.http2.server import Http2Server
 
 
 async def word(data: bytes, context: Any) -> bytes:
@@ -22,13 +22,15 @@ async def word(data: bytes, context: Any) -> bytes:
 
 
 def listener(port: int, shared: bool = False) -> GrpcListener:
-    server = Server()
+    server = Http2Server()
     server.add_registered_method_handlers("test.Test", {"Say": grpc.unary_unary_rpc_method_handler(word)})
     return GrpcListener(server, "127.0.0.1", port, "grpc.port", None, shared)
 
 
 async def say(port: int) -> bytes:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as to:
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]
+    ) as to:
         return await to.unary_unary("/test.Test/Say")(b"", timeout=60, wait_for_ready=True)
 
 
@@ -72,7 +74,7 @@ def test_a_port_that_stays_taken_is_an_error_with_its_holder_and_a_cure(shared: 
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             with pytest.raises(ConfigurationError) as raised:
-                await listener(port, shared).open(patience=0.0)
+                await listener(port, shared).open(timeout=0.0)
         assert str(raised.value).startswith(f"127.0.0.1:{port}: Address already in use by pid {os.getpid()}")
         assert str(raised.value).endswith("; set grpc.port to another one")
 
@@ -83,7 +85,7 @@ def test_an_address_that_is_not_this_machines() -> None:
     async def main() -> None:
         far = listener(free_port())
         far._host = "192.0.2.1"
-        with pytest.raises(ConfigurationError, match="Cannot assign requested address; set grpc.port"):
-            await far.open(patience=0.0)
+        with pytest.raises(ConfigurationError, match=r"Cannot assign requested address; set grpc.port"):
+            await far.open(timeout=0.0)
 
     asyncio.run(main())

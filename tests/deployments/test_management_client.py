@@ -1,4 +1,6 @@
-"""What a process has to tell: sent until it is acknowledged, under one number, and nothing is taken meanwhile."""
+"""What a process has to tell: sent until it is acknowledged, under one number, and nothing is taken
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.deployments.link import Outbox
+from serve_app.deployments.management_client import ReportQueue
 
 
 class Management:
@@ -15,11 +17,11 @@ class Management:
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
-        self.heard: list[int] = []
+        self.received: list[int] = []
         self.counted: dict[int, Any] = {}
 
     async def observe(self, number: int, payloads: dict[str, Any]) -> bool:
-        self.heard.append(number)
+        self.received.append(number)
         answer = self.answers.pop(0) if self.answers else True
         if answer != "down":
             self.counted.setdefault(number, payloads)
@@ -33,12 +35,12 @@ class Management:
 def test_what_is_new_is_sent_by_name_and_nothing_where_nothing_is() -> None:
     async def main() -> None:
         management = Management()
-        outbox = Outbox(management.observe)
+        outbox = ReportQueue(management.observe)
         news = iter([None, 1, None, 2])
-        outbox.observed["trials"] = lambda: next(news)
-        outbox.observed["shadow"] = lambda: None
+        outbox.sources["trials"] = lambda: next(news)
+        outbox.sources["shadow"] = lambda: None
         for _ in range(4):
-            assert await outbox.deliver(1)
+            assert await outbox.send_pending(1)
         assert management.counted == {1: {"trials": 1}, 2: {"trials": 2}}
 
     asyncio.run(main())
@@ -47,19 +49,19 @@ def test_what_is_new_is_sent_by_name_and_nothing_where_nothing_is() -> None:
 def test_the_same_is_sent_under_the_same_number_until_it_is_acknowledged() -> None:
     async def main() -> None:
         management = Management("down", False, "answer lost", 60.0, True)
-        outbox = Outbox(management.observe)
+        outbox = ReportQueue(management.observe)
         news = iter("ab")
-        outbox.observed["trials"] = lambda: next(news, None)
+        outbox.sources["trials"] = lambda: next(news, None)
         for error in (ConnectionError, None, ConnectionError, asyncio.TimeoutError):
             if error is None:
-                assert not await outbox.deliver(1)
+                assert not await outbox.send_pending(1)
             else:
                 with pytest.raises(error):
-                    await outbox.deliver(0.05)
-        assert await outbox.deliver(1)
-        assert management.heard == [1] * 5
+                    await outbox.send_pending(0.05)
+        assert await outbox.send_pending(1)
+        assert management.received == [1] * 5
         assert management.counted == {1: {"trials": "a"}}
-        assert await outbox.deliver(1)
+        assert await outbox.send_pending(1)
         assert management.counted == {1: {"trials": "a"}, 2: {"trials": "b"}}
 
     asyncio.run(main())
@@ -68,12 +70,12 @@ def test_the_same_is_sent_under_the_same_number_until_it_is_acknowledged() -> No
 def test_a_process_that_ends_says_what_waits_and_what_is_new() -> None:
     async def main() -> None:
         management = Management("down")
-        outbox = Outbox(management.observe)
+        outbox = ReportQueue(management.observe)
         news = iter("ab")
-        outbox.observed["trials"] = lambda: next(news, None)
+        outbox.sources["trials"] = lambda: next(news, None)
         with pytest.raises(ConnectionError):
-            await outbox.deliver(1)
-        await outbox.empty(1)
+            await outbox.send_pending(1)
+        await outbox.drain(1)
         assert management.counted == {1: {"trials": "a"}, 2: {"trials": "b"}}
 
     asyncio.run(main())
@@ -82,16 +84,17 @@ def test_a_process_that_ends_says_what_waits_and_what_is_new() -> None:
 def test_it_is_pushed_again_and_again_by_itself() -> None:
     async def main() -> None:
         management = Management("down", "down")
-        outbox = Outbox(management.observe)
+        outbox = ReportQueue(management.observe)
         news = iter("a")
-        outbox.observed["trials"] = lambda: next(news, None)
+        outbox.sources["trials"] = lambda: next(news, None)
         pushing = asyncio.create_task(outbox.push())
+
         async def counted() -> None:
             while not management.counted:
                 await asyncio.sleep(0.01)
 
         await asyncio.wait_for(counted(), 60)
         pushing.cancel()
-        assert management.heard == [1, 1, 1]
+        assert management.received == [1, 1, 1]
 
     asyncio.run(main())

@@ -1,4 +1,6 @@
-"""Ray Serve's own HTTP server takes WebSocket messages as large as our setting says, by the callback that it offers."""
+"""Ray Serve's own HTTP server takes WebSocket messages as large as our setting says, by the callback that
+it offers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from ray.serve.config import HTTPOptions
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from serve_app.cli.process import read_env
-from serve_app.doors import middleware, websocket
+from serve_app.cli.server_process import read_env
+from serve_app.protocols.http import ray_bypass, uvicorn_websocket
 
 LIMIT = 17 << 20
 CALLBACK = read_env(ROOT / "configs/serve.env")["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
@@ -34,8 +36,8 @@ async def nobody(scope: Any, receive: Any, send: Any) -> None:
 
 def test_the_setting_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(uvicorn.config.WS_PROTOCOLS, "auto", uvicorn.config.WS_PROTOCOLS["auto"])
-    monkeypatch.setattr(websocket, "_limit", None)
-    monkeypatch.setattr(middleware, "_doors", None)
+    monkeypatch.setattr(uvicorn_websocket, "_max_message_size", None)
+    monkeypatch.setattr(ray_bypass, "_app", None)
     monkeypatch.setattr(http_util, "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CALLBACK)
 
     async def run() -> None:
@@ -43,7 +45,7 @@ def test_the_setting_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
         with_ours = http_util.configure_http_middlewares(options)
         ended, server = await http_util.start_asgi_http_server(nobody, with_ours, event_loop=loop)
-        middleware.answer_with(counts, LIMIT)
+        ray_bypass.set_app(counts, LIMIT)
         while not server.started:
             await asyncio.sleep(0.005)
         address = f"ws://127.0.0.1:{options.port}/predictions/m"
@@ -55,7 +57,10 @@ def test_the_setting_holds(monkeypatch: pytest.MonkeyPatch) -> None:
                 await line.send(bytes(LIMIT + 1))
                 await line.recv()
         assert closed.value.rcvd is not None
-        assert (closed.value.rcvd.code, f"max_request_size ({LIMIT} bytes)" in closed.value.rcvd.reason) == (1009, True)
+        assert (closed.value.rcvd.code, f"max_request_size ({LIMIT} bytes)" in closed.value.rcvd.reason) == (
+            1009,
+            True,
+        )
         server.should_exit = True
         await ended
 

@@ -1,4 +1,6 @@
-"""Where sequences are: several replicas on one event loop, each behind a real socket, and the ways to them."""
+"""Where sequences are: several replicas on one event loop, each behind a real socket, and the ways to
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,26 @@ import functools
 
 import pytest
 
-from serve_app import sequence
-from serve_app.dataplane import DataPlane, TableReader
-from serve_app.deployments.homes import Here, Homes
-from serve_app.deployments.hop import HopServer, ShortHops, socket_path
+from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
+from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter
+from serve_app.deployments.uds_transport import UdsClientPool, UdsServer, socket_path
+from serve_app.domain import sequence_ids
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.domain.sequence_ids import SequenceHeaders
+from serve_app.domain.traffic_policy import BucketAllocation, TrafficPolicy
 from serve_app.errors import SequenceLost, TooManySequences
-from serve_app.policy import Allocation, Policy
-from serve_app.runtime.batcher import Batcher
-from serve_app.runtime.sequences import Sequences
-from serve_app.sequence import Keys
+from serve_app.runtime.batching.batcher import Batcher
+from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
+from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Input, ModelRef, ModelRow, Reply, Table, VersionRow
 
-KEYS = Keys("seq", "seq-start", "seq-end")
-WHOLE = Policy()
-HALVES = Policy("weighted", {"1": 5000, "2": 5000}, allocation=Allocation((5000, 10000), ("1", "2")))
+KEYS = SequenceHeaders("seq", "seq-start", "seq-end")
+WHOLE = TrafficPolicy()
+HALVES = TrafficPolicy(
+    "weighted", {"1": 5000, "2": 5000}, allocation=BucketAllocation((5000, 10000), ("1", "2"))
+)
 
 
 class Replica:
@@ -31,24 +38,30 @@ class Replica:
         self.name, self.ref = name, ModelRef("m", version)
         self.counts: dict[str, int] = {}
         self._batcher = Batcher(self._run, self.ref, Meters())
-        self.sequences = Sequences(
-            self._batcher, self.ref, Meters(), name, keys=KEYS, most=most, queue_size=64, max_idle=60
+        self.sequences = SequenceBatcher(
+            self._batcher,
+            self.ref,
+            Meters(),
+            name,
+            SequenceOptions(KEYS, max_sequences=most, queue_size=64, max_idle=60),
         )
-        self._server = HopServer(self.sequences.enqueue, self.sequences.holds)
+        self._server = UdsServer(self.sequences.enqueue, self.sequences.holds)
 
     async def open(self) -> Replica:
         await self._server.open(socket_path(self.name))
         return self
 
-    async def infer(self, call: Call) -> Reply:
-        return await self.sequences.submit(call)
+    async def infer(self, request: InferenceRequest) -> InferenceResponse:
+        return await self.sequences.submit(request)
 
-    def _run(self, calls, emit):
+    def _run(self, requests, emit):
         answers = []
-        for call in calls:
-            name = call.headers["seq"]
+        for request in requests:
+            name = request.headers["seq"]
             self.counts[name] = self.counts.get(name, 0) + 1
-            answers.append(Reply(f"{self.name} {self.counts[name]}".encode(), version=self.ref.version))
+            answers.append(
+                InferenceResponse(f"{self.name} {self.counts[name]}".encode(), version=self.ref.version)
+            )
         return answers
 
     async def die(self) -> None:
@@ -57,7 +70,7 @@ class Replica:
         kept = path.with_suffix(".kept")
         path.rename(kept)
         self._server.close()
-        while self._server._wires:
+        while self._server._connections:
             await asyncio.sleep(0)
         kept.rename(path)
 
@@ -70,53 +83,60 @@ class Ways:
     """The targets of a process: over sockets alone."""
 
     def __init__(self) -> None:
-        self._hops = ShortHops()
-        self._row: VersionRow | None = None
+        self._clients = UdsClientPool()
+        self._row: VersionRoute | None = None
 
-    def __call__(self, ref: ModelRef, row: VersionRow) -> Ways:
+    def __call__(self, ref: ModelRef, row: VersionRoute) -> Ways:
         self._row = row
         return self
 
-    async def infer(self, call: Call) -> Reply:
-        return await self.infer_at(self._row.ids[0], call)
+    async def infer(self, request: InferenceRequest) -> InferenceResponse:
+        return await self.infer_at(self._row.replica_ids[0], request)
 
-    async def infer_at(self, replica: str, call: Call) -> Reply:
-        way = await self._hops.to(replica)
+    async def infer_at(self, replica: str, request: InferenceRequest) -> InferenceResponse:
+        way = await self._clients.get(replica)
         assert way is not None
-        return await way.infer(call)
+        return await way.infer(request)
 
     async def holds(self, replica: str, name: str) -> bool:
-        way = await self._hops.to(replica)
+        way = await self._clients.get(replica)
         assert way is not None
         return await way.holds(name)
 
 
-def table(*replicas: Replica, policy: Policy = WHOLE) -> Table:
+def table(*replicas: Replica, policy: TrafficPolicy = WHOLE) -> RoutingTable:
     ids: dict[str, list[str]] = {}
     for replica in replicas:
         ids.setdefault(replica.ref.version, []).append(replica.name)
-    rows = {v: VersionRow(v, "ready", len(found), ids=tuple(sorted(found)), stateful=True) for v, found in ids.items()}
-    return Table(1, {"m": ModelRow(min(rows), rows, policy, sequences="seq")})
+    rows = {
+        v: VersionRoute(v, "ready", len(found), replica_ids=tuple(sorted(found)), stateful=True)
+        for v, found in ids.items()
+    }
+    return RoutingTable(1, {"m": ModelRoute(min(rows), rows, policy, sequence_header="seq")})
 
 
 class Process:
     """A gateway, or one of the replicas, with a table of its own."""
 
-    def __init__(self, *replicas: Replica, here: Replica | None = None, policy: Policy = WHOLE) -> None:
-        self.reader = TableReader(table(*replicas, policy=policy))
+    def __init__(
+        self, *replicas: Replica, here: Replica | None = None, policy: TrafficPolicy = WHOLE
+    ) -> None:
+        self.reader = RoutingTableReader(table(*replicas, policy=policy))
         ways = Ways()
-        me = None if here is None else Here(here.ref, here.name, here.sequences, here)
-        homes = Homes(self.reader, ways, KEYS, me)
+        me = None if here is None else LocalReplica(here.ref, here.name, here.sequences, here)
+        homes = SequenceRouter(self.reader, ways, KEYS, me)
         local = None if here is None else (here.ref, here)
-        self._plane = DataPlane(self.reader, Meters(), ways, local, homes=homes)
+        self._plane = DataPlane(self.reader, Meters(), ways, local, sequence_affinity=homes)
 
     def sees(self, *replicas: Replica) -> None:
-        self.reader.put(table(*replicas))
+        self.reader.update(table(*replicas))
 
-    async def ask(self, name: str = "", version: str | None = None, start: bool = False, end: bool = False) -> Reply:
+    async def ask(
+        self, name: str = "", version: str | None = None, start: bool = False, end: bool = False
+    ) -> InferenceResponse:
         headers = {"seq": name} if name else {}
         headers |= ({"seq-start": "true"} if start else {}) | ({"seq-end": "true"} if end else {})
-        return await self._plane.infer(Call("m", version, (Input("body", b""),), headers))
+        return await self._plane.infer(InferenceRequest("m", version, (InputPart("body", b""),), headers))
 
 
 @pytest.fixture(autouse=True)
@@ -143,13 +163,13 @@ async def close(*some: Replica) -> None:
 
 
 @asynchronous
-async def test_a_sequence_stays_with_the_replica_that_began_it_whoever_is_asked():
+async def test_a_sequence_stays_with_the_replica_that_started_it():
     a, b = await replicas("a", "b")
     processes = [Process(a, b, here=a), Process(a, b, here=b), Process(a, b)]
     for process, home in zip(processes, "aba"):
         first = await process.ask()
         name = dict(first.headers)["seq"]
-        assert sequence.replica_of(name) == home, "a replica begins at home"
+        assert sequence_ids.replica_of(name) == home, "a replica begins at home"
         assert first.body.decode() == f"{home} 1"
         answers = [(await other.ask(name)).body.decode() for other in processes]
         assert answers == [f"{home} {number}" for number in (2, 3, 4)]
@@ -187,22 +207,24 @@ async def test_calls_that_come_at_once_keep_their_order_also_while_their_home_is
 
 
 @asynchronous
-async def test_callers_are_told_that_the_replica_of_their_sequence_has_died():
+async def test_callers_get_an_error_when_the_replica_of_their_sequence_has_died():
     a, b = await replicas("a", "b")
     process = Process(a, b)
     given = dict((await process.ask()).headers)["seq"]
-    assert sequence.replica_of(given) == "a"
-    own = next(name for name in map(str, range(99)) if sequence.homes(name, "ab")[0] == "a")
-    said = next(name for name in map(str, range(99, 199)) if sequence.homes(name, "ab")[0] == "a")
-    for name in (own, said):
+    assert sequence_ids.replica_of(given) == "a"
+    own = next(name for name in map(str, range(99)) if sequence_ids.rank_replicas(name, "ab")[0] == "a")
+    result = next(
+        name for name in map(str, range(99, 199)) if sequence_ids.rank_replicas(name, "ab")[0] == "a"
+    )
+    for name in (own, result):
         assert (await process.ask(name)).body == b"a 1"
     await a.die()
     for name in (given, own):
-        with pytest.raises(SequenceLost, match="the replica that had its state has ended") as told:
+        with pytest.raises(SequenceLost, match="the replica that had its state has ended") as reported:
             await process.ask(name)
-        assert told.value.version == "1"
-    assert (await process.ask(said, start=True)).body == b"b 1", "who begins anew need not hear of it"
-    assert (await process.ask(said)).body == b"b 2"
+        assert reported.value.selected_version == "1"
+    assert (await process.ask(result, start=True)).body == b"b 1", "who begins anew need not hear of it"
+    assert (await process.ask(result)).body == b"b 2"
     process.sees(b)
     with pytest.raises(SequenceLost):
         await process.ask(given)
@@ -245,7 +267,7 @@ async def test_a_split_leaves_sequences_with_their_versions():
             with pytest.raises(SequenceLost, match="version 1 has its state, and version 2 is asked"):
                 await process.ask(name, version="2")
     owns = {name: (await process.ask(name)).version for name in map(str, range(8))}
-    process.reader.put(table(a, b))  # every call that names none gets version 1 from now on
+    process.reader.update(table(a, b))  # every call that names none gets version 1 from now on
     newcomer = Process(a, b)
     for name, version in owns.items():
         assert (await process.ask(name)).version == version

@@ -1,4 +1,6 @@
-"""One model over two processes: the answers of one, half of it in each, and what happens when one of them dies."""
+"""One model over two processes: the answers of one, half of it in each, and what happens when one of them
+dies.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import pytest
 from parts import Pulse, Server, make_archive
 from safetensors.torch import load_file
 
-from handlers.causal_lm import CausalLM
+from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
 
@@ -26,7 +28,7 @@ PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42], list(range(40, 60))]
 HANDLER = """
 import os
 import torch.distributed as dist
-from handlers.causal_lm import CausalLM
+from handlers.builtin.causal_lm import CausalLM
 
 class Sharded(CausalLM):
     def handle(self, data, context):
@@ -34,7 +36,8 @@ class Sharded(CausalLM):
             return super().handle(data, context)
         held = sum(getattr(p, "to_local", lambda: p)().numel() for p in self.model.parameters())
         ranks = [None] * dist.get_world_size()
-        mine = {"rank": dist.get_rank(), "pid": os.getpid(), "held": held, "cores": [*os.sched_getaffinity(0)]}
+        mine = {"rank": dist.get_rank(), "pid": os.getpid(), "held": held,
+        "cores": [*os.sched_getaffinity(0)]}
         dist.all_gather_object(ranks, mine)
         return [ranks] * len(data)
 """
@@ -42,7 +45,7 @@ class Sharded(CausalLM):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a Llama of random weights, 4 heads and 2 key-value heads."""
+    """Write a folder with a Llama of random weights, 4 heads and 2 key-value heads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -69,25 +72,32 @@ def archive(llama: Path, folder: Path, name: str, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "result"),
     [
-        ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide 4 attention heads and 2 key-value heads.*: 1, 2"),
+        (
+            {"tensor_parallel": 3},
+            "tensor_parallel: 3 does not divide 4 attention heads and 2 key-value heads.*: 1, 2",
+        ),
         ({"tensor_parallel": 4}, "tensor_parallel: 4 does not divide"),
         ({"pipeline_parallel": 3}, "pipeline_parallel: 3 is more than the model's 2 layers"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused_with_figures(llama: Path, config: dict[str, int], said: str) -> None:
-    with pytest.raises(HandlerLoadError, match=said):
+def test_a_model_that_cannot_be_cut_is_refused_with_figures(
+    llama: Path, config: dict[str, int], result: str
+) -> None:
+    with pytest.raises(HandlerLoadError, match=result):
         CausalLM().initialize(Context("m", str(llama), {}, model_yaml_config=config))
 
 
 @pytest.mark.cluster
-def test_two_ranks_answer_as_one_and_are_replaced_together(server: Server, llama: Path, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one_and_are_replaced_together(
+    server: Server, llama: Path, tmp_path: Path
+) -> None:
     assert server.register(archive(llama, tmp_path, "whole")).status_code == 200
-    asked = time.monotonic()
+    requested = time.monotonic()
     sharded = server.register(archive(llama, tmp_path, "halves", tensor_parallel=2))
     assert sharded.status_code == 200, sharded.text
-    start = time.monotonic() - asked
+    start = time.monotonic() - requested
 
     for prompt in PROMPTS:
         one, two = (ask(server, model, prompt=prompt, logits=True)["logits"] for model in ("whole", "halves"))
@@ -108,26 +118,32 @@ def test_two_ranks_answer_as_one_and_are_replaced_together(server: Server, llama
     assert all(rank["held"] == pytest.approx(whole / 2, rel=0.02) for rank in ranks)
 
     with Generation(server) as load, Pulse() as pulse:
-        server.wait(lambda: len(load.answers) > 10, what="answers before the kill")
+        server.wait(lambda: len(load.answers) > 10, description="answers before the kill")
         killed = time.monotonic()
         os.kill(ranks[1]["pid"], signal.SIGKILL)
-        server.wait(lambda: load.failed, patience=60, what="an error for the rows in flight")
-        failed = time.monotonic()
-        assert failed - killed - pulse.stood(killed) < 5
-        server.wait(lambda: load.answers[-1][0] == 200, patience=60, what="an answer of the next replica")
+        server.wait(lambda: load.failed, timeout=60, description="an error for the rows in flight")
+        failed_at = time.monotonic()
+        assert failed_at - killed - pulse.stalled_seconds(killed) < 5
+        server.wait(
+            lambda: load.answers[-1][0] == 200, timeout=60, description="an answer of the next replica"
+        )
         # on a machine that needs longer than that to start two ranks at all, no later than they started
-        assert time.monotonic() - failed - pulse.stood(failed) < max(20, start)
+        assert time.monotonic() - failed_at - pulse.stalled_seconds(failed_at) < max(20, start)
     assert {status for status, _ in load.failed} <= {500, 503}, load.failed
     assert any("Worker died" in text for _, text in load.failed)
-    [said] = server.client.describe("halves")
-    assert "rank 1 of 2 ended" in said["lastError"]
-    assert not {rank["pid"] for rank in ranks} & {rank["pid"] for rank in held(server)}, "both processes are new"
+    [result] = server.client.describe("halves")
+    assert "rank 1 of 2 ended" in result["lastError"]
+    assert not {rank["pid"] for rank in ranks} & {rank["pid"] for rank in held(server)}, (
+        "both processes are new"
+    )
     for model in ("whole", "halves"):
         assert server.management.delete(f"/models/{model}").status_code == 200
 
 
 @pytest.mark.cluster
-def test_deepspeeds_ranks_answer_as_one_each_on_a_core_of_its_own(server: Server, llama: Path, tmp_path: Path) -> None:
+def test_deepspeeds_ranks_answer_as_one_each_on_a_core_of_its_own(
+    server: Server, llama: Path, tmp_path: Path
+) -> None:
     config = {"tensor_parallel": 2, "engine": {"name": "deepspeed"}, "pin": True, "threads": 1}
     answer = server.register(archive(llama, tmp_path, "deep", **config))
     assert answer.status_code == 200, answer.text
@@ -148,14 +164,16 @@ def test_deepspeeds_ranks_answer_as_one_each_on_a_core_of_its_own(server: Server
     assert server.management.delete("/models/deep").status_code == 200
 
 
-def ask(server: Server, model: str, **asked: Any) -> Any:
-    answer = server.http.post(f"/predictions/{model}", json=asked)
+def ask(server: Server, model: str, **requested: Any) -> Any:
+    answer = server.http.post(f"/predictions/{model}", json=requested)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def held(server: Server, model: str = "halves") -> list[dict[str, Any]]:
-    return server.http.post(f"/predictions/{model}", content="ranks", headers={"content-type": "text/plain"}).json()
+    return server.http.post(
+        f"/predictions/{model}", content="ranks", headers={"content-type": "text/plain"}
+    ).json()
 
 
 class Generation:

@@ -1,4 +1,4 @@
-"""The short hop: both ends on one event loop, over a real socket, with a real batcher behind it."""
+"""The Unix-socket transport: both ends on one event loop, over a real socket, with a real batcher."""
 
 from __future__ import annotations
 
@@ -10,44 +10,60 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.deployments.hop import HopClient, HopLost, HopServer, ShortHops, socket_path
-from serve_app.errors import HandlerSaid, QueueFull, RelayError, WorkerDied
-from serve_app.runtime.batcher import Batcher
+from serve_app.deployments.uds_transport import (
+    ConnectionLost,
+    UdsClient,
+    UdsClientPool,
+    UdsServer,
+    socket_path,
+)
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
+from serve_app.errors import HandlerRejected, QueueFull, RelayError, ReplicaDied
+from serve_app.runtime.batching.batcher import Batcher
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Input, ModelRef, Reply, ReplyStream
 
 BATCHES: list[int] = []
 GATE = threading.Event()
 
 
-def handler(calls, emit) -> list[Reply | RelayError]:
+def handler(requests, emit) -> list[InferenceResponse | RelayError]:
     """Answers with the body; what the body says may be ``wait``, ``fail`` or ``stream``."""
-    BATCHES.append(len(calls))
-    answers: list[Reply | RelayError] = []
-    for i, call in enumerate(calls):
-        body = call.inputs[0].value
+    BATCHES.append(len(requests))
+    answers: list[InferenceResponse | RelayError] = []
+    for i, request in enumerate(requests):
+        body = request.inputs[0].value
         if body == b"wait":
             GATE.wait(60)
         if body in (b"stream", b"breaks"):
-            emit(i, Reply(b"one", content_type="text/plain"))
+            emit(i, InferenceResponse(b"one", content_type="text/plain"))
             emit(i, b"two")
-        answers.append(HandlerSaid("no", 422) if body in (b"fail", b"breaks") else Reply(body, headers=(("a", "b"),)))
+        answers.append(
+            HandlerRejected("no", 422)
+            if body in (b"fail", b"breaks")
+            else InferenceResponse(body, headers=(("a", "b"),))
+        )
     return answers
 
 
-def call(body: bytes, **more) -> Call:
-    return Call("m", "1", (Input("body", body),), {"X-Case": "kept"}, **more)
+def make_request(body: bytes, **more) -> InferenceRequest:
+    return InferenceRequest("m", "1", (InputPart("body", body),), {"X-Case": "kept"}, **more)
 
 
 def over_a_socket(tmp_path: Path, check, queue_size: int = 100, max_batch_size: int = 8) -> None:
     async def main() -> None:
         batcher = Batcher(
-            handler, ModelRef("m", "1"), Meters(), max_batch_size=max_batch_size, queue_size=queue_size, retries=False
+            handler,
+            ModelRef("m", "1"),
+            Meters(),
+            max_batch_size=max_batch_size,
+            queue_size=queue_size,
+            retries=False,
         )
-        server = HopServer(batcher.enqueue)
+        server = UdsServer(batcher.enqueue)
         path = tmp_path / "r.sock"
         await server.open(path)
-        client = await HopClient.connect(path)
+        client = await UdsClient.connect(path)
         assert client is not None
         try:
             await asyncio.wait_for(check(client, batcher, server), 60)
@@ -56,7 +72,7 @@ def over_a_socket(tmp_path: Path, check, queue_size: int = 100, max_batch_size: 
             client.close()
             server.close()
             await batcher.close()
-            while server._wires:
+            while server._connections:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)  # the transport that was closed last
 
@@ -68,13 +84,15 @@ def over_a_socket(tmp_path: Path, check, queue_size: int = 100, max_batch_size: 
 def test_rows_travel_together_and_answers_are_each_their_own(tmp_path: Path) -> None:
     async def check(client, batcher, server) -> None:
         bodies = [b"fail" if i == 3 else b"%d" % i for i in range(16)]
-        answers = await asyncio.gather(*(client.infer(call(body)) for body in bodies), return_exceptions=True)
-        assert [a.body if isinstance(a, Reply) else (str(a), a.code) for a in answers] == [
+        answers = await asyncio.gather(
+            *(client.infer(make_request(body)) for body in bodies), return_exceptions=True
+        )
+        assert [a.body if isinstance(a, InferenceResponse) else (str(a), a.code) for a in answers] == [
             ("no", 422) if body == b"fail" else body for body in bodies
         ]
         assert answers[0].headers == (("a", "b"),) and answers[0].timings.batch_size == 8
         assert BATCHES == [8, 8], "what left in one turn of the loop met in full batches"
-        assert client.busy == 0
+        assert client.pending_count == 0
 
     over_a_socket(tmp_path, check)
 
@@ -82,34 +100,36 @@ def test_rows_travel_together_and_answers_are_each_their_own(tmp_path: Path) -> 
 def test_a_large_body_comes_whole(tmp_path: Path) -> None:
     async def check(client, batcher, server) -> None:
         body = os.urandom(5_000_000)
-        assert (await client.infer(call(body))).body == body
+        assert (await client.infer(make_request(body))).body == body
 
     over_a_socket(tmp_path, check)
 
 
 def test_streams_travel_beside_other_rows(tmp_path: Path) -> None:
     async def check(client, batcher, server) -> None:
-        stream, reply = await asyncio.gather(client.infer(call(b"stream")), client.infer(call(b"x")))
-        assert isinstance(stream, ReplyStream) and stream.head.content_type == "text/plain"
-        assert [piece async for piece in stream] == [b"one", b"two", b"stream"]
+        stream, reply = await asyncio.gather(
+            client.infer(make_request(b"stream")), client.infer(make_request(b"x"))
+        )
+        assert isinstance(stream, ResponseStream) and stream.head.content_type == "text/plain"
+        assert [chunk async for chunk in stream] == [b"one", b"two", b"stream"]
         assert reply.body == b"x"
-        broken = await client.infer(call(b"breaks"))
+        broken = await client.infer(make_request(b"breaks"))
         pieces = []
-        with pytest.raises(HandlerSaid):
-            async for piece in broken:
-                pieces.append(piece)
+        with pytest.raises(HandlerRejected):
+            async for chunk in broken:
+                pieces.append(chunk)
         assert pieces == [b"one", b"two"]
-        left = await client.infer(call(b"stream"))
+        left = await client.infer(make_request(b"stream"))
         await left.aclose()
-        assert client.busy == 0
+        assert client.pending_count == 0
 
     over_a_socket(tmp_path, check)
 
 
 def test_a_caller_that_leaves_takes_its_row_out_of_the_queue(tmp_path: Path) -> None:
     async def check(client, batcher, server) -> None:
-        first = asyncio.create_task(client.infer(call(b"wait")))
-        second = asyncio.create_task(client.infer(call(b"left")))
+        first = asyncio.create_task(client.infer(make_request(b"wait")))
+        second = asyncio.create_task(client.infer(make_request(b"left")))
         while batcher.pending != 1:
             await asyncio.sleep(0)
         second.cancel()
@@ -124,51 +144,51 @@ def test_a_caller_that_leaves_takes_its_row_out_of_the_queue(tmp_path: Path) -> 
 
 def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
     async def check(client, batcher, server) -> None:
-        rows = [asyncio.create_task(client.infer(call(b"wait")))]
+        rows = [asyncio.create_task(client.infer(make_request(b"wait")))]
         while not BATCHES:
             await asyncio.sleep(0)
-        rows += [asyncio.create_task(client.infer(call(b"x"))) for _ in range(2)]
+        rows += [asyncio.create_task(client.infer(make_request(b"x"))) for _ in range(2)]
         while batcher.pending != 2:
             await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await client.infer(call(b"x"))
+            await client.infer(make_request(b"x"))
         GATE.set()
         await asyncio.gather(*rows)
 
     over_a_socket(tmp_path, check, queue_size=2, max_batch_size=1)
 
 
-def test_a_replica_that_is_lost_is_told_to_every_caller(tmp_path: Path) -> None:
+def test_a_lost_replica_fails_every_caller(tmp_path: Path) -> None:
     async def check(client, batcher, server) -> None:
-        stream = await client.infer(call(b"stream"))
+        stream = await client.infer(make_request(b"stream"))
         await stream.__aiter__().__anext__()
-        waiting = asyncio.create_task(client.infer(call(b"wait")))
+        waiting = asyncio.create_task(client.infer(make_request(b"wait")))
         while not BATCHES[1:]:
             await asyncio.sleep(0)
         server.close()
-        with pytest.raises(HopLost):
+        with pytest.raises(ConnectionLost):
             await waiting
-        with pytest.raises(HopLost):
-            await client.infer(call(b"x"))
-        assert client.lost
+        with pytest.raises(ConnectionLost):
+            await client.infer(make_request(b"x"))
+        assert client.is_lost
 
     over_a_socket(tmp_path, check)
 
 
 def test_a_stream_whose_replica_is_lost_ends_in_an_error(tmp_path: Path) -> None:
-    def half(calls, emit):
-        emit(0, Reply(b"one"))
+    def half(requests, emit):
+        emit(0, InferenceResponse(b"one"))
         GATE.wait(60)
-        return [Reply(b"end")]
+        return [InferenceResponse(b"end")]
 
     async def main() -> None:
         batcher = Batcher(half, ModelRef("m", "1"), Meters())
-        server = HopServer(batcher.enqueue)
+        server = UdsServer(batcher.enqueue)
         await server.open(tmp_path / "s.sock")
-        client = await HopClient.connect(tmp_path / "s.sock")
-        stream = await client.infer(call(b"x"))
+        client = await UdsClient.connect(tmp_path / "s.sock")
+        stream = await client.infer(make_request(b"x"))
         server.close()
-        with pytest.raises(WorkerDied):
+        with pytest.raises(ReplicaDied):
             async for _ in stream:
                 pass
         GATE.set()
@@ -184,17 +204,17 @@ def test_sockets_are_used_only_when_every_replica_is_within_reach(tmp_path: Path
 
     async def main() -> None:
         batcher = Batcher(handler, ModelRef("m", "1"), Meters())
-        server = HopServer(batcher.enqueue)
+        server = UdsServer(batcher.enqueue)
         await server.open(socket_path("here"))
-        hops = ShortHops()
-        assert hops.best(()) is None
-        while hops.best(("here",)) is None:
+        transfers = UdsClientPool()
+        assert transfers.least_busy(()) is None
+        while transfers.least_busy(("here",)) is None:
             await asyncio.sleep(0.01)
-        assert hops.best(("here", "elsewhere")) is None
-        assert (await hops.best(("here",)).infer(call(b"x"))).body == b"x"
-        hops.keep(())
-        assert hops.best(("here",)) is None, "it was let go"
-        assert ShortHops(allowed=False).best(("here",)) is None
+        assert transfers.least_busy(("here", "elsewhere")) is None
+        assert (await transfers.least_busy(("here",)).infer(make_request(b"x"))).body == b"x"
+        transfers.retain(())
+        assert transfers.least_busy(("here",)) is None, "it was let go"
+        assert UdsClientPool(enabled=False).least_busy(("here",)) is None
         server.close()
         await batcher.close()
 
@@ -219,6 +239,6 @@ def test_sockets_of_replicas_that_were_killed_are_swept(tmp_path: Path) -> None:
 
         async def check(client, batcher, server) -> None:
             assert not dead.exists() and alive.exists()
-            assert (await client.infer(call(b"x"))).body == b"x"
+            assert (await client.infer(make_request(b"x"))).body == b"x"
 
         over_a_socket(tmp_path, check)
