@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.autoscaling import Autoscaling, read, whole, write
+from serve_app.domain.autoscaling import Autoscaling, read, with_defaults, write
+from serve_app.domain.model import ModelSpec
 from serve_app.errors import BadRequest
-from serve_app.types import ModelSpec
 
 
 def test_a_document_says_some_of_it_and_the_rest_stays() -> None:
@@ -24,8 +24,8 @@ def test_a_document_says_some_of_it_and_the_rest_stays() -> None:
 
 
 def test_two_batches_are_what_a_replica_should_have_to_do() -> None:
-    assert whole(None, 8) == Autoscaling(target_ongoing_requests=16.0)
-    assert whole(Autoscaling(target_ongoing_requests=3.0), 8).target_ongoing_requests == 3.0
+    assert with_defaults(None, 8) == Autoscaling(target_ongoing_requests=16.0)
+    assert with_defaults(Autoscaling(target_ongoing_requests=3.0), 8).target_ongoing_requests == 3.0
     spec = ModelSpec("m", "1", "u", "d", "a", min_workers=2, max_workers=2, autoscaling=Autoscaling())
     assert spec.scaling is None, "one number leaves nothing to follow"
     assert spec.with_(min_workers=0, batch_size=2).scaling == Autoscaling(target_ongoing_requests=4.0)

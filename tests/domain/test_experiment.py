@@ -1,4 +1,4 @@
-"""The words of an experiment: what an operator's document may say, and what is said of one that is wrong."""
+"""Documents of experiments: valid ones, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from serve_app import documents
+from serve_app.domain import validation
+from serve_app.domain.experiment import Arm, Experiment, ExperimentMetric, Reward, read, read_rewards
+from serve_app.domain.traffic_policy import BUCKET_COUNT, StickyKey
 from serve_app.errors import BadRequest
-from serve_app.experiment import Arm, Experiment, Metric, Reward, read, read_rewards
-from serve_app.policy import WHOLE, Key
 
 DOCUMENT = {
     "name": "new ranking",
@@ -28,27 +28,27 @@ DOCUMENT = {
 def test_a_document_and_back() -> None:
     experiment = read(DOCUMENT)
     assert experiment.arms == {"a": Arm("1.0", 5000), "b": Arm("2.0", 5000)}
-    assert [metric.wanted for metric in experiment.metrics] == ["increase", "decrease", "decrease"]
-    assert experiment.key == Key(header="x-user")
-    stored = replace(experiment, id="e1", model="m", began=1.5)
-    assert documents.read(Experiment, documents.write(stored)) == stored
+    assert [metric.direction for metric in experiment.metrics] == ["increase", "decrease", "decrease"]
+    assert experiment.key == StickyKey(header="x-user")
+    stored = replace(experiment, id="e1", model="m", started_at=1.5)
+    assert validation.read(Experiment, validation.write(stored)) == stored
 
 
 def test_what_the_data_plane_does_for_it() -> None:
-    trial = replace(read(DOCUMENT), id="e1").trial
-    assert (trial.id, trial.salt, trial.baseline, trial.key) == ("e1", "e1", "a", Key(header="x-user"))
+    trial = replace(read(DOCUMENT), id="e1").active_split
+    assert (trial.id, trial.salt, trial.baseline, trial.key) == ("e1", "e1", "a", StickyKey(header="x-user"))
     assert trial.arms == {"a": "1.0", "b": "2.0"}
-    assert sum(trial.allocation.of(bucket) == "a" for bucket in range(WHOLE)) == 5000
+    assert sum(trial.allocation.owner_of(bucket) == "a" for bucket in range(BUCKET_COUNT)) == 5000
     assert trial.outputs == (("score", "$.items[0].score"),)
     assert trial.exposures and trial.rewards
-    assert replace(read(DOCUMENT), id="e1", salt="mine").trial.salt == "mine"
+    assert replace(read(DOCUMENT), id="e1", salt="mine").active_split.salt == "mine"
 
 
 def test_who_was_given_what_is_remembered_only_where_somebody_may_ask() -> None:
-    metrics = (Metric("seconds"),)
-    assert not replace(read(DOCUMENT), metrics=metrics, key=None).trial.exposures
-    assert replace(read(DOCUMENT), metrics=metrics).trial.exposures, "different keys are counted"
-    assert replace(read(DOCUMENT), key=None).trial.exposures, "rewards come for them"
+    metrics = (ExperimentMetric("seconds"),)
+    assert not replace(read(DOCUMENT), metrics=metrics, key=None).active_split.exposures
+    assert replace(read(DOCUMENT), metrics=metrics).active_split.exposures, "different keys are counted"
+    assert replace(read(DOCUMENT), key=None).active_split.exposures, "rewards come for them"
 
 
 def test_two_arms_may_have_the_same_version() -> None:
@@ -60,12 +60,12 @@ def arms(**weights: int) -> dict[str, Any]:
     return {"arms": {name: {"version": "1.0", "weight": weight} for name, weight in weights.items()}}
 
 
-def metric(**said: Any) -> dict[str, Any]:
-    return {"metrics": [said]}
+def metric(**result: Any) -> dict[str, Any]:
+    return {"metrics": [result]}
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("result", "message"),
     [
         (arms(a=10_000), "arms must be two or more, and are 1"),
         (arms(a=5000, b=4000), r"arms \(a: 5000, b: 4000\) sum to 9000 basis points; they must sum to 10000"),
@@ -81,7 +81,10 @@ def metric(**said: Any) -> dict[str, Any]:
         ({"metrics": [{"name": "x"}, {"name": "x"}]}, "two metrics are called 'x'"),
         (metric(name=""), "a metric's name is empty"),
         (metric(name="x", kind="clicks"), "metrics.0.kind: Input should be 'latency'"),
-        (metric(name="x", kind="reward", goal="up"), "metrics.0.goal: Input should be 'increase' or 'decrease'"),
+        (
+            metric(name="x", kind="reward", goal="up"),
+            "metrics.0.goal: Input should be 'increase' or 'decrease'",
+        ),
         (metric(name="x", kind="output"), "metric 'x': a path is wanted for the kind output, and only there"),
         (metric(name="x", path="$.a"), "metric 'x': a path is wanted for the kind output, and only there"),
         (metric(name="x", kind="output", path="a["), r"metric 'x': 'a\[' is no place in a JSON document"),
@@ -94,9 +97,9 @@ def metric(**said: Any) -> dict[str, Any]:
         ({"metric": []}, "unknown key 'metric'; did you mean 'metrics'"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(said: dict[str, Any], message: str) -> None:
+def test_errors_name_the_place(result: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=rf"^Experiment: .*{message}"):
-        read({**DOCUMENT, **said})
+        read({**DOCUMENT, **result})
 
 
 @pytest.mark.parametrize("document", [None, [], "name", 3])
@@ -109,7 +112,10 @@ def test_events_come_alone_or_together() -> None:
     one = {"request_id": "r1", "value": 1}
     other = {"key": "ann", "value": -0.5, "metric": "clicks", "id": "purchase 7"}
     assert read_rewards(one) == [Reward(1.0, "r1")]
-    assert read_rewards([one, other]) == [Reward(1.0, "r1"), Reward(-0.5, key="ann", metric="clicks", id="purchase 7")]
+    assert read_rewards([one, other]) == [
+        Reward(1.0, "r1"),
+        Reward(-0.5, key="ann", metric="clicks", id="purchase 7"),
+    ]
     assert read_rewards({"events": [one]}) == [Reward(1.0, "r1")]
     assert read_rewards({"key": "ann", "value": True}) == [Reward(1.0, key="ann")]
 
@@ -136,7 +142,7 @@ def test_events_come_alone_or_together() -> None:
         ([{"value": 1, "key": "k"}, 7], "1: Input should be a dictionary or an instance of Reward"),
     ],
 )
-def test_what_is_wrong_of_an_event_is_said(document: Any, message: str) -> None:
+def test_errors_of_an_event_are_reported(document: Any, message: str) -> None:
     with pytest.raises(BadRequest, match=f"^Events: .*{message}"):
         read_rewards(document)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app import signature, tensors
+from serve_app.domain import signature, tensors
+from serve_app.domain.signature import Signature, TensorSpec
 from serve_app.errors import BadRequest, InvalidInput
-from serve_app.signature import Port, Signature
 
 _TWO = {
     "inputs": [
@@ -23,7 +23,9 @@ def _tensor(name: str, datatype: str, *shape: int) -> tensors.Tensor:
 
 def test_read_and_written() -> None:
     read = signature.read(_TWO)
-    assert read == Signature((Port("a", "FP32", (-1, 3)), Port("b", "BYTES", None)), (Port("y", "INT64", (-1,)),))
+    assert read == Signature(
+        (TensorSpec("a", "FP32", (-1, 3)), TensorSpec("b", "BYTES", None)), (TensorSpec("y", "INT64", (-1,)),)
+    )
     written = signature.write(read)
     assert written["inputs"][1] == {"name": "b", "datatype": "BYTES", "shape": [-1]}
     assert written["outputs"] == _TWO["outputs"]
@@ -38,8 +40,14 @@ def test_any_length_and_any_number_of_axes() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([_tensor("a", "FP32", 1, 3)], "The input b is missing; the model takes a: FP32 [-1, 3], b: BYTES [...]."),
-        ([_tensor("a", "FP64", 1, 3)], "The input a is FP64 [1, 3], and is to be FP32 [-1, 3] (-1: any length)."),
+        (
+            [_tensor("a", "FP32", 1, 3)],
+            "The input b is missing; the model takes a: FP32 [-1, 3], b: BYTES [...].",
+        ),
+        (
+            [_tensor("a", "FP64", 1, 3)],
+            "The input a is FP64 [1, 3], and is to be FP32 [-1, 3] (-1: any length).",
+        ),
         ([_tensor("a", "FP32", 1, 4)], "The input a is FP32 [1, 4], and is to be FP32 [-1, 3]"),
         ([_tensor("a", "FP32", 3)], "is FP32 [3], and is to be"),
         ([_tensor("c", "FP32", 1, 3)], "There is no input 'c'; the model takes a"),

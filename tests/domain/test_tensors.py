@@ -1,4 +1,6 @@
-"""Tensors in their three forms: each way and back is the identity; what is wrong is refused before it costs memory."""
+"""Tensors in their three forms: each way and back is the identity; what is wrong is refused before it
+costs memory.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from serve_app import tensors
+from serve_app.domain import tensors
+from serve_app.domain.signature import DATATYPES
+from serve_app.domain.tensors import Tensor
 from serve_app.errors import InvalidInput
-from serve_app.signature import DATATYPES
-from serve_app.tensors import Tensor
 
 _NUMPY = {
     "BOOL": np.bool_,
     "FP16": np.float16,
     "FP32": np.float32,
     "FP64": np.float64,
-    **{f"{kind.upper()}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{
+        f"{kind.upper()}{bits}": np.dtype(f"{kind}{bits}")
+        for kind in ("int", "uint")
+        for bits in (8, 16, 32, 64)
+    },
 }
 _SHAPES = arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
@@ -33,41 +39,47 @@ def made(draw: st.DrawFn, datatypes: list[str]) -> Tensor:
     if datatype == "BYTES":
         texts = st.text(st.characters(exclude_categories=["Cs"])).map(str.encode)
         elements = draw(st.lists(texts, min_size=math.prod(shape), max_size=math.prod(shape)))
-        return tensors.raw("x", datatype, shape, tensors.joined(elements))
+        return tensors.from_bytes("x", datatype, shape, tensors.encode_elements(elements))
     if datatype == "BF16":
-        bits = draw(arrays.arrays(np.uint16, shape).filter(lambda b: not ((b & 0x7FFF) > 0x7F80).any()))  # of NaNs: one
-        return tensors.raw("x", datatype, shape, bits.tobytes())
-    return tensors.of("x", draw(arrays.arrays(_NUMPY[datatype], shape)))
+        bits = draw(
+            arrays.arrays(np.uint16, shape).filter(lambda b: not ((b & 0x7FFF) > 0x7F80).any())
+        )  # of NaNs: one
+        return tensors.from_bytes("x", datatype, shape, bits.tobytes())
+    return tensors.from_array("x", draw(arrays.arrays(_NUMPY[datatype], shape)))
 
 
 @given(made(list(DATATYPES)))
 def test_arrays_and_back(tensor: Tensor) -> None:
-    array = tensor.array()
+    array = tensor.to_array()
     assert array.shape == tensor.shape
     assert array.flags.writeable
-    again = tensors.of("x", array, tensor.datatype)
+    again = tensors.from_array("x", array, tensor.datatype)
     assert again == tensor or np.isnan(array.astype(np.float64)).any()
-    np.testing.assert_array_equal(again.array(), array)
+    np.testing.assert_array_equal(again.to_array(), array)
 
 
 @given(made(list(DATATYPES)))
 def test_raw_bytes_and_back(tensor: Tensor) -> None:
-    assert tensors.raw("x", tensor.datatype, list(tensor.shape), tensor.data) == tensor
-    assert tensors.received("x", tensor.data, tensor.content_type) == tensor
-    assert tensors.listed("x", tensor.datatype, tensor.shape, tensor.values()) == tensor if _finite(tensor) else True
+    assert tensors.from_bytes("x", tensor.datatype, list(tensor.shape), tensor.data) == tensor
+    assert tensors.from_content_type("x", tensor.data, tensor.content_type) == tensor
+    assert (
+        tensors.from_list("x", tensor.datatype, tensor.shape, tensor.to_list()) == tensor
+        if _finite(tensor)
+        else True
+    )
 
 
 @given(made([name for name in DATATYPES if name not in ("FP16", "BF16")]), st.booleans())
 def test_json_and_back(tensor: Tensor, nested: bool) -> None:
-    data = json.loads(tensor.json())
+    data = json.loads(tensor.to_json())
     if nested and 0 not in tensor.shape:
         array = np.array(data, object)
         data = array.reshape(tensor.shape).tolist()
-    again = tensors.listed("x", tensor.datatype, tensor.shape, data)
+    again = tensors.from_list("x", tensor.datatype, tensor.shape, data)
     if tensor.datatype == "BYTES":
         assert again == tensor
     else:
-        np.testing.assert_array_equal(again.array(), tensor.array())
+        np.testing.assert_array_equal(again.to_array(), tensor.to_array())
 
 
 @given(st.lists(made(list(DATATYPES)), max_size=4))
@@ -83,23 +95,25 @@ def _finite(tensor: Tensor) -> bool:
 @settings(max_examples=300)
 def test_whatever_comes_is_a_tensor_or_refused(data: bytes, datatype: str, shape: list[int]) -> None:
     try:
-        tensor = tensors.raw("x", datatype, shape, data)
+        tensor = tensors.from_bytes("x", datatype, shape, data)
     except InvalidInput:
         return
-    assert tensor.array().shape == tuple(shape)
+    assert tensor.to_array().shape == tuple(shape)
 
 
-_JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=8)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=8
+)
 
 
 @given(_JSON, st.sampled_from(list(DATATYPES)), st.lists(st.integers(0, 3), max_size=3))
 @settings(max_examples=300)
 def test_whatever_json_says_is_a_tensor_or_refused(data: object, datatype: str, shape: list[int]) -> None:
     try:
-        tensor = tensors.listed("x", datatype, shape, data)
+        tensor = tensors.from_list("x", datatype, shape, data)
     except InvalidInput:
         return
-    assert tensor.array().shape == tuple(shape)
+    assert tensor.to_array().shape == tuple(shape)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +145,7 @@ def test_whatever_json_says_is_a_tensor_or_refused(data: object, datatype: str, 
 )
 def test_json_that_is_refused(datatype: str, shape: list, data: object, words: str) -> None:
     with pytest.raises(InvalidInput, match=words.replace("[", r"\[").replace("]", r"\]")) as refused:
-        tensors.listed("x", datatype, shape, data)
+        tensors.from_list("x", datatype, shape, data)
     assert "input x" in str(refused.value)
 
 
@@ -149,42 +163,44 @@ def test_json_that_is_refused(datatype: str, shape: list, data: object, words: s
 )
 def test_bytes_that_are_refused(datatype: str, shape: list[int], data: bytes) -> None:
     with pytest.raises(InvalidInput, match="bytes"):
-        tensors.raw("x", datatype, shape, data)
+        tensors.from_bytes("x", datatype, shape, data)
 
 
 def test_an_absurd_shape_costs_nothing() -> None:
     tracemalloc.start()
     for shape in ([2**30, 2**30], [2**61], [10**9]):
         with pytest.raises(InvalidInput):
-            tensors.raw("x", "FP32", shape, b"\0\0\0\0")
+            tensors.from_bytes("x", "FP32", shape, b"\0\0\0\0")
         with pytest.raises(InvalidInput):
-            tensors.listed("x", "BYTES", shape, ["a"])
+            tensors.from_list("x", "BYTES", shape, ["a"])
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
 
 
 def test_numbers_that_json_does_not_know() -> None:
-    tensor = tensors.of("x", np.array([np.nan, np.inf, 1.5], np.float32))
-    assert tensor.json() == b"[NaN, Infinity, 1.5]"
+    tensor = tensors.from_array("x", np.array([np.nan, np.inf, 1.5], np.float32))
+    assert tensor.to_json() == b"[NaN, Infinity, 1.5]"
 
 
 def test_a_view_at_any_place_is_json() -> None:
     data = b"." + np.array([0.1, 2], np.float32).tobytes()
-    assert Tensor("x", "FP32", (2,), memoryview(data)[1:]).json() == b"[0.1,2.0]"
-    assert Tensor("x", "BOOL", (2,), b"\0\2").json() == b"[false,true]"
-    assert Tensor("x", "FP64", (0,), b"").json() == b"[]"
+    assert Tensor("x", "FP32", (2,), memoryview(data)[1:]).to_json() == b"[0.1,2.0]"
+    assert Tensor("x", "BOOL", (2,), b"\0\2").to_json() == b"[false,true]"
+    assert Tensor("x", "FP64", (0,), b"").to_json() == b"[]"
 
 
-@pytest.mark.parametrize("tensor", [tensors.of("x", np.zeros(1, np.float16)), tensors.text(b"\xff", "x")])
+@pytest.mark.parametrize(
+    "tensor", [tensors.from_array("x", np.zeros(1, np.float16)), tensors.from_text(b"\xff", "x")]
+)
 def test_outputs_without_a_form_in_json(tensor: Tensor) -> None:
-    with pytest.raises(InvalidInput, match="output x .*binary_data"):
-        tensor.json()
+    with pytest.raises(InvalidInput, match=r"output x .*binary_data"):
+        tensor.to_json()
 
 
 def test_of_keeps_numbers_or_refuses() -> None:
-    assert tensors.of("x", np.array([7]), "INT8").data == b"\7"
-    assert tensors.of("x", np.array([1.5]), "FP32").datatype == "FP32"
-    assert tensors.of("x", np.array([[1]], ">i4")).data == b"\1\0\0\0"
+    assert tensors.from_array("x", np.array([7]), "INT8").data == b"\7"
+    assert tensors.from_array("x", np.array([1.5]), "FP32").datatype == "FP32"
+    assert tensors.from_array("x", np.array([[1]], ">i4")).data == b"\1\0\0\0"
     for value, datatype in (
         ([300], "INT8"),
         ([1.5], "INT8"),
@@ -193,12 +209,12 @@ def test_of_keeps_numbers_or_refuses() -> None:
         ([1j], None),
         ([{}], None),
     ):
-        with pytest.raises(ValueError, match="x|element"):
-            tensors.of("x", np.array(value), datatype)
+        with pytest.raises(ValueError, match=r"x|element"):
+            tensors.from_array("x", np.array(value), datatype)
 
 
 def test_bfloat16_rounds_to_the_nearest() -> None:
     numbers = np.array([1.0, 1.00390625, 1.01171875, 3.4e38, np.nan, -np.inf], np.float32)
     torch = pytest.importorskip("torch")
     theirs = torch.from_numpy(numbers).to(torch.bfloat16).float().numpy()
-    np.testing.assert_array_equal(tensors.of("x", numbers, "BF16").array(), theirs)
+    np.testing.assert_array_equal(tensors.from_array("x", numbers, "BF16").to_array(), theirs)

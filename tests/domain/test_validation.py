@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from serve_app import documents
+from serve_app.domain import validation
 
 
 @dataclass(frozen=True)
 class Part:
-    __pydantic_config__ = documents.STRICT
+    __pydantic_config__ = validation.STRICT
     size: int = 1
 
     def __post_init__(self) -> None:
@@ -20,7 +20,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Whole:
-    __pydantic_config__ = documents.STRICT
+    __pydantic_config__ = validation.STRICT
     name: str
     part: Part | None = None
     parts: tuple[Part, ...] = ()
@@ -37,12 +37,12 @@ def test_a_document_and_back() -> None:
         "shares": {"a": 1},
         "key": "",
     }
-    assert documents.write(whole) == document
-    assert documents.read(Whole, document) == whole
+    assert validation.write(whole) == document
+    assert validation.read(Whole, document) == whole
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "result"),
     [
         ({}, "name: Field required"),
         ({"name": "w", "prt": {}}, "unknown key 'prt'; did you mean 'part'?"),
@@ -57,18 +57,21 @@ def test_a_document_and_back() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place_and_the_cure(document: object, said: str) -> None:
-    with pytest.raises(documents.Misread) as caught:
-        documents.read(Whole, document)
-    assert str(caught.value) == said
+def test_errors_name_the_place_and_the_fix(document: object, result: str) -> None:
+    with pytest.raises(validation.DocumentError) as caught:
+        validation.read(Whole, document)
+    assert str(caught.value) == result
 
 
-def test_everything_that_is_wrong_is_said_at_once_and_secrets_are_not() -> None:
-    with pytest.raises(documents.Misread) as caught:
-        documents.read(Whole, {"name": [], "key": ["secret"]}, secret=(("key",),))
-    assert str(caught.value) == "name: Input should be a valid string (got []); key: Input should be a valid string"
+def test_all_errors_are_reported_at_once_without_secrets() -> None:
+    with pytest.raises(validation.DocumentError) as caught:
+        validation.read(Whole, {"name": [], "key": ["secret"]}, secret_paths=(("key",),))
+    assert (
+        str(caught.value)
+        == "name: Input should be a valid string (got []); key: Input should be a valid string"
+    )
 
 
 def test_a_near_miss_minds_neither_case_nor_dashes() -> None:
-    assert documents.near_miss("Max-Workers", ["min_size", "max_workers"]) == "max_workers"
-    assert documents.near_miss("colour", ["min_size"]) is None
+    assert validation.did_you_mean("Max-Workers", ["min_size", "max_workers"]) == "max_workers"
+    assert validation.did_you_mean("colour", ["min_size"]) is None

@@ -1,4 +1,4 @@
-"""A workflow's document: what it says when it is right, and what is said of it when it is wrong."""
+"""Documents of workflows: valid ones, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from serve_app import documents, graph
+from serve_app.domain import validation, workflow_graph
+from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import InvalidGraph, InvalidWorkflow
-from serve_app.graph import Graph
 
 READING = {
     "name": "reading",
@@ -26,22 +26,28 @@ READING = {
 
 
 def test_a_document_is_read() -> None:
-    read = graph.read(READING)
+    read = workflow_graph.read(READING)
     assert (read.name, read.version, read.timeout_s, read.workers) == ("reading", "2.0", 5, 1)
-    assert read.models == {"detect": ("detector", "1.0"), "read": ("reader", None), "turned": ("turner", None)}
+    assert read.models == {
+        "detect": ("detector", "1.0"),
+        "read": ("reader", None),
+        "turned": ("turner", None),
+    }
     assert read.functions == ("crop", "join")
     assert read.leaves == ("join",)
-    assert read.waits["join"] == {"read", "turned"}
-    assert graph.order(read) == ["detect", "crop", "read", "turned", "join"]
-    assert read.steps["detect"].shared == "request" and read.steps["read"].shared == {}
-    assert read.steps["read"].dealt == {"body": "crop"} and read.steps["turned"].dealt == {"line": "crop"}
+    assert read.dependencies["join"] == {"read", "turned"}
+    assert workflow_graph.topological_order(read) == ["detect", "crop", "read", "turned", "join"]
+    assert read.steps["detect"].shared_inputs == "request" and read.steps["read"].shared_inputs == {}
+    assert read.steps["read"].item_sources == {"body": "crop"} and read.steps["turned"].item_sources == {
+        "line": "crop"
+    }
     assert read.dag == "{detect=[crop], crop=[read, turned], read=[join], turned=[join]}"
     assert "reader" in read and "crop" not in read
 
 
 def test_it_outlives_json_and_pickle() -> None:
-    read = graph.read(READING)
-    assert documents.read(Graph, documents.write(read)) == read
+    read = workflow_graph.read(READING)
+    assert validation.read(WorkflowGraph, validation.write(read)) == read
     assert pickle.loads(pickle.dumps(read)) == read
 
 
@@ -49,17 +55,21 @@ def test_it_outlives_json_and_pickle() -> None:
     ("output", "leaves"),
     [({}, ("a", "b")), ({"output": "b"}, None), ({"output": ["b", "a"]}, ("b", "a"))],
 )
-def test_the_output_is_what_nobody_waits_for_or_what_is_named(output: Any, leaves: tuple[str, ...] | None) -> None:
+def test_the_output_is_what_nobody_waits_for_or_what_is_named(
+    output: Any, leaves: tuple[str, ...] | None
+) -> None:
     document = {"steps": {"a": {"model": "m"}, "b": {"model": "m"}}, **output}
     if leaves is None:
-        with pytest.raises(InvalidGraph, match="steps.a: nothing uses its answer; name it in output, or take it out"):
-            graph.read(document)
+        with pytest.raises(
+            InvalidGraph, match=r"steps\.a: nothing uses its answer; name it in output, or take it out"
+        ):
+            workflow_graph.read(document)
     else:
-        assert graph.read(document).leaves == leaves
+        assert workflow_graph.read(document).leaves == leaves
 
 
-def steps(**said: Any) -> dict[str, Any]:
-    return {"steps": {name: {"model": "m", **step} for name, step in said.items()}}
+def steps(**result: Any) -> dict[str, Any]:
+    return {"steps": {name: {"model": "m", **step} for name, step in result.items()}}
 
 
 WRONG: list[tuple[Any, type[InvalidWorkflow], str]] = [
@@ -73,16 +83,28 @@ WRONG: list[tuple[Any, type[InvalidWorkflow], str]] = [
     ({**steps(a={}), "output": "c"}, InvalidWorkflow, "output names 'c', which is no step"),
     (steps(a={"retry": 1}), InvalidWorkflow, "unknown key 'steps.a.retry'; did you mean 'retries'?"),
     (steps(a={"retries": -1}), InvalidWorkflow, "steps.a: retries is from 0 to 20, and is -1"),
-    (steps(a={"timeout_s": 0}), InvalidWorkflow, "steps.a: timeout_s is a number of seconds above 0, and is 0"),
+    (
+        steps(a={"timeout_s": 0}),
+        InvalidWorkflow,
+        "steps.a: timeout_s is a number of seconds above 0, and is 0",
+    ),
     (steps(a={"timeout_s": float("nan")}), InvalidWorkflow, "timeout_s is a number of seconds above 0"),
     (steps(a={"parallel": 0}), InvalidWorkflow, "parallel is from 1 to 1000"),
-    (steps(a={"function": "f"}), InvalidWorkflow, "steps.a: a step names a model or a function, and one of them only"),
+    (
+        steps(a={"function": "f"}),
+        InvalidWorkflow,
+        "steps.a: a step names a model or a function, and one of them only",
+    ),
     ({"steps": {"a": {}}}, InvalidWorkflow, "a step names a model or a function"),
     ({"steps": {"a": {"model": "m:"}}}, InvalidWorkflow, "model is NAME or NAME:VERSION, and is 'm:'"),
     ({"steps": {"a": {"function": "no-name"}}}, InvalidWorkflow, "function is a name of Python's"),
     ({"steps": {"request": {"model": "m"}}}, InvalidWorkflow, "steps.request: a step's name has letters"),
     ({"steps": {"a.b": {"model": "m"}}}, InvalidWorkflow, "steps.a.b: a step's name has letters"),
-    (steps(a={"inputs": "request."}), InvalidWorkflow, "steps.a.inputs: 'request.' names no part of the request"),
+    (
+        steps(a={"inputs": "request."}),
+        InvalidWorkflow,
+        "steps.a.inputs: 'request.' names no part of the request",
+    ),
     (
         steps(detect={}, b={"inputs": {"x": "detekt"}}),
         InvalidWorkflow,
@@ -98,9 +120,15 @@ WRONG: list[tuple[Any, type[InvalidWorkflow], str]] = [
         InvalidWorkflow,
         "steps.b: inputs and each both name 'x'",
     ),
-    (steps(a={"inputs": "a"}), InvalidGraph, "its steps wait for each other: a → a; take one of these inputs out"),
     (
-        steps(z={}, a={"inputs": {"x": "c", "y": "z"}}, b={"inputs": "a"}, c={"inputs": "b"}, d={"inputs": "c"}),
+        steps(a={"inputs": "a"}),
+        InvalidGraph,
+        "its steps wait for each other: a → a; take one of these inputs out",
+    ),
+    (
+        steps(
+            z={}, a={"inputs": {"x": "c", "y": "z"}}, b={"inputs": "a"}, c={"inputs": "b"}, d={"inputs": "c"}
+        ),
         InvalidGraph,
         "its steps wait for each other: a → b → c → a",
     ),
@@ -108,8 +136,8 @@ WRONG: list[tuple[Any, type[InvalidWorkflow], str]] = [
 
 
 @pytest.mark.parametrize(("document", "kind", "words"), WRONG, ids=[words for *_, words in WRONG])
-def test_what_is_wrong_is_said_with_its_place(document: Any, kind: type[Exception], words: str) -> None:
+def test_errors_name_the_place(document: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(InvalidWorkflow, match=words.replace("(", r"\(")) as raised:
-        graph.read(document, "here")
+        workflow_graph.read(document, "here")
     assert type(raised.value) is kind
     assert str(raised.value).startswith("here: ")
