@@ -17,7 +17,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(server: Server) -> Run:
-    """Runs a file of the examples against this server, and gives what it printed."""
+    """Run a file of the examples against this server; return its output."""
 
     def run(file: str, *arguments: str) -> str:
         addresses = {

@@ -26,13 +26,15 @@ def test_07_shadow(server: Server, run: Callable[..., str]) -> None:
     assert int(together) == 360
     assert 0 < int(flips) < 20
     assert float(agree) == pytest.approx(100 - int(flips) / 3.6, abs=0.06)
-    live, shadow = (re.search(rf"^    {version}: (\d) ", good, re.MULTILINE)[1] for version in (r"1\.0", r"2\.0"))
+    live, shadow = (
+        re.search(rf"^    {version}: (\d) ", good, re.MULTILINE)[1] for version in (r"1\.0", r"2\.0")
+    )
     assert live != shadow, "the worst is a flip, and its input stands above it"
     assert "##" in good
     assert "shadow 3.0: 0 compared, 360 errors {'handler_failed': 360}" in bad
 
     for outcome, copies in (("agreed", 360 - int(flips)), ("error", 360), ("dropped", 0)):
-        assert server.metric("torchrelay_shadow_calls_total", model="scribble", outcome=outcome) == copies
+        assert server.metric("torchrelay_shadow_requests_total", model="scribble", outcome=outcome) == copies
     assert server.metric("torchrelay_shadow_label_flips_total", model="scribble") == int(flips)
     for version in ("2.0", "3.0"):
         assert server.metric("torchrelay_requests_total", model="scribble", version=version) == 0

@@ -35,14 +35,16 @@ def test_08_onnx(server: Server, run: Callable[..., str]) -> None:
 
     contents = [file.read_bytes()[-1_000_000:] for file in FILES]
     with ThreadPoolExecutor(8) as pool:
-        said = list(pool.map(ask, [*contents, b"short"] * 4))
-    for content, kind, (status, found) in zip(contents * 4, [*FILES.values()] * 4, rounds(said)):
+        result = list(pool.map(ask, [*contents, b"short"] * 4))
+    for content, kind, (status, found) in zip(contents * 4, [*FILES.values()] * 4, rounds(result)):
         likely = magika.identify_bytes(content).prediction
         assert status == 200, found
         assert found["score"] == pytest.approx(likely.score, abs=1e-3)
         assert found["type"] == (kind or likely.output.label)
-    short = said[len(contents) :: len(contents) + 1]
-    assert [(status, found["message"]) for status, found in short] == [(422, "too few bytes to tell a type")] * 4
+    short = result[len(contents) :: len(contents) + 1]
+    assert [(status, found["message"]) for status, found in short] == [
+        (422, "too few bytes to tell a type")
+    ] * 4
 
     page = (EXAMPLE / "README.md").read_text()
     for file, promised in re.findall(r"-T (\S+)\n(\{.*?\n\})", page, re.DOTALL):
@@ -56,6 +58,6 @@ def test_08_onnx(server: Server, run: Callable[..., str]) -> None:
     assert len(made) == 214 and sum(made) == pytest.approx(1, abs=1e-3)
 
 
-def rounds(said: list[tuple[int, dict[str, object]]]) -> list[tuple[int, dict[str, object]]]:
-    """The answers without those to what was too short."""
-    return [answer for place, answer in enumerate(said) if (place + 1) % (len(FILES) + 1)]
+def rounds(result: list[tuple[int, dict[str, object]]]) -> list[tuple[int, dict[str, object]]]:
+    """Return the answers without the ones to texts that were too short."""
+    return [answer for place, answer in enumerate(result) if (place + 1) % (len(FILES) + 1)]

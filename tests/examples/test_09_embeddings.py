@@ -19,8 +19,8 @@ def test_09_embeddings(server: Server, run: Callable[..., str]) -> None:
         wrong = server.management.post("/models", params={"url": "minilm", "task": "sentence-embeding"})
         assert wrong.status_code == 400
         assert "did you mean 'sentence-embedding'?" in wrong.text
-        asked = {"url": "minilm", "task": "sentence-embedding", "initial_workers": 1, "batch_size": 4}
-        answer = server.management.post("/models", params=asked)
+        requested = {"url": "minilm", "task": "sentence-embedding", "initial_workers": 1, "batch_size": 4}
+        answer = server.management.post("/models", params=requested)
         assert answer.status_code == 200, answer.text
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # what is served is a copy
@@ -36,6 +36,8 @@ def test_09_embeddings(server: Server, run: Callable[..., str]) -> None:
     alone = server.http.post("/predictions/minilm", content="A kitten hunts mice.", headers=text)
     assert len(alone.json()) == 384
     assert sum(x * x for x in alone.json()) == pytest.approx(1, abs=1e-5)
-    bad = server.http.post("/predictions/minilm", json={"inputs": "A kitten.", "parameters": {"normalise": True}})
+    bad = server.http.post(
+        "/predictions/minilm", json={"inputs": "A kitten.", "parameters": {"normalise": True}}
+    )
     assert bad.status_code == 400
     assert "did you mean 'normalize'?" in bad.json()["message"]

@@ -27,7 +27,9 @@ def test_10_ner(server: Server, run: Callable[..., str]) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # what is served is a copy
 
     sentence, promised = re.search(r"-d '(.*?)'\n(\[.*?\n\])", PAGE, re.DOTALL).groups()
-    found = server.http.post("/predictions/entities", content=sentence, headers={"content-type": "text/plain"}).json()
+    found = server.http.post(
+        "/predictions/entities", content=sentence, headers={"content-type": "text/plain"}
+    ).json()
     kinds = [(entity["entity_group"], sentence[entity["start"] : entity["end"]]) for entity in found]
     assert kinds == [(entity["entity_group"], entity["word"]) for entity in json.loads(promised)]
     assert all(entity["score"] > 0.9 for entity in found)

@@ -17,10 +17,10 @@ def test_12_sharded(server: Server, run: Callable[..., str]) -> None:
     with Pulse() as pulse:
         began = time.monotonic()
         printed = run("12_sharded/run.py")
-        stood = pulse.stood(began)
+        stood = pulse.stalled_seconds(began)
     rhyme = "Twinkle, twinkle, little star, how I wonder what you are."
-    told, cut, told_again = re.findall(r"^Twinkle.*$", printed, re.MULTILINE)
-    assert told == told_again == rhyme, "learnt, and the same after the kill"
+    reported, cut, reported_again = re.findall(r"^Twinkle.*$", printed, re.MULTILINE)
+    assert reported == reported_again == rhyme, "learnt, and the same after the kill"
     assert len(cut) < 200 and f"{rhyme} {rhyme} {rhyme}".startswith(cut[:40]), "it streamed until the kill"
     whole = int(re.search(r"^([\d,]+) parameters", trained)[1].replace(",", ""))
     held = [int(number.replace(",", "")) for number in re.findall(r"holds ([\d,]+) parameters", printed)]

@@ -31,13 +31,17 @@ def test_13_explanations(server: Server, run: Callable[..., str]) -> None:
     assert float(sums[0][2]) > float(sums[1][2]), "it is a three, and no eight"
     assert "##" in printed and "==" in printed
 
-    refused = server.http.post("/explanations/reasons", files={"data": THREE.read_bytes()}, data={"method": "guess"})
+    refused = server.http.post(
+        "/explanations/reasons", files={"data": THREE.read_bytes()}, data={"method": "guess"}
+    )
     assert refused.status_code == 400 and "integrated_gradients, occlusion, feature_ablation" in refused.text
 
     # Asked together with predictions, each gets the answer to what it asked.
     def ask(index: int) -> tuple[int, dict]:
         kind = ("predictions", "explanations")[index % 2]
-        return index, server.http.post(f"/{kind}/reasons", files={"data": THREE.read_bytes()}).raise_for_status().json()
+        return index, server.http.post(
+            f"/{kind}/reasons", files={"data": THREE.read_bytes()}
+        ).raise_for_status().json()
 
     with ThreadPoolExecutor(8) as clients:
         for index, answer in clients.map(ask, range(24)):
@@ -45,7 +49,9 @@ def test_13_explanations(server: Server, run: Callable[..., str]) -> None:
             assert ("three" in answer) == (index % 2 == 0)
 
     # The first two batches were traced: a prediction, and an explanation.
-    traces = server.wait(lambda: list(server.home.rglob("profiles/reasons--1.0-*.json.gz")), what="a trace")
+    traces = server.wait(
+        lambda: list(server.home.rglob("profiles/reasons--1.0-*.json.gz")), description="a trace"
+    )
     with gzip.open(traces[0]) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"batch 1", "batch 2", "preprocess", "inference", "postprocess", "explain"} <= names

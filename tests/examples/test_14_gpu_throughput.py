@@ -23,9 +23,9 @@ def measure(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 def drawn(folder: Path) -> None:
-    said = json.loads((folder / "throughput.json").read_text())["rows_per_second"]
-    assert list(said) == VARIANTS
-    assert all(set(rates) == {"1", "2"} and min(rates.values()) > 0 for rates in said.values())
+    result = json.loads((folder / "throughput.json").read_text())["rows_per_second"]
+    assert list(result) == VARIANTS
+    assert all(set(rates) == {"1", "2"} and min(rates.values()) > 0 for rates in result.values())
     for name in ("throughput_by_batch_size", "onnx_against_pytorch", "fp16_against_fp32"):
         with Image.open(folder / f"{name}.png") as picture:
             assert picture.width > 600

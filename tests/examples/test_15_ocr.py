@@ -1,4 +1,6 @@
-"""The example of OCR reads what was drawn, askew and upside down too, many pictures at once, on a real server."""
+"""The example of OCR reads what was drawn, askew and upside down too, many pictures at once, on a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,16 @@ def test_15_ocr(server: Server, run: Callable[..., str]) -> None:
     assert _words(printed) == _words(promised[1])
 
     drawn = _module("run")
-    receipt = drawn.receipt()
-    pictures = [receipt, drawn.askew(receipt), receipt.rotate(180), receipt.rotate(90, expand=True)]
-    bodies = [drawn.png(picture) for picture in pictures] + [drawn.png(Image.new("RGB", (9, 3))), b"no picture"]
+    receipt = drawn.draw_receipt()
+    pictures = [receipt, drawn.tilt(receipt), receipt.rotate(180), receipt.rotate(90, expand=True)]
+    bodies = [drawn.png(picture) for picture in pictures] + [
+        drawn.png(Image.new("RGB", (9, 3))),
+        b"no picture",
+    ]
     with ThreadPoolExecutor(len(bodies)) as pool:  # one batch, or two
-        said = list(pool.map(lambda body: server.http.post("/predictions/ocr", content=body), bodies))
-    assert [answer.status_code for answer in said] == [200, 200, 200, 200, 200, 400]
-    whole, askew, upside_down, on_its_side, empty = (answer.json() for answer in said[:5])
+        result = list(pool.map(lambda body: server.http.post("/predictions/ocr", content=body), bodies))
+    assert [answer.status_code for answer in result] == [200, 200, 200, 200, 200, 400]
+    whole, askew, upside_down, on_its_side, empty = (answer.json() for answer in result[:5])
     assert [line["text"] for line in whole] == [line["text"] for line in askew] == [*drawn.LINES]
     assert [line["text"] for line in upside_down] == [*reversed(drawn.LINES)]
     assert {line["text"] for line in on_its_side} == {*drawn.LINES}
@@ -57,7 +62,7 @@ def _around(line: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _words(printed: str) -> list[str]:
-    """What is printed without scores and places, which differ in the last digit from processor to processor."""
+    """Return the output without scores and places, whose last digit differs between processors."""
     return [re.sub(r"^  \d\.\d\d  |  +from .*", "", line) for line in printed.splitlines()]
 
 

@@ -22,7 +22,7 @@ def no_workflow_stays(server: Server, nothing_stays: None) -> Iterator[None]:
 
 
 def words(printed: str) -> str:
-    """What is printed without scores and times, which differ from machine to machine."""
+    """Return the output without scores and times, which differ between machines."""
     return re.sub(r"(?m)^  \d\.\d\d  | +[\d.]+ ms$", "", printed)
 
 
@@ -37,17 +37,17 @@ def test_16_ocr_pipeline(server: Server, run: Callable[..., str]) -> None:
 
     # Several pictures at once: the lines of all of them share the batches of two of the models.
     drawn = runpy.run_path(str(ROOT / "examples/15_ocr/run.py"))
-    receipt = drawn["receipt"]()
-    pictures = [receipt, drawn["askew"](receipt), receipt.rotate(180), Image.new("RGB", (64, 64), "white")]
+    receipt = drawn["draw_receipt"]()
+    pictures = [receipt, drawn["tilt"](receipt), receipt.rotate(180), Image.new("RGB", (64, 64), "white")]
     bodies = [drawn["png"](picture) for picture in pictures] + [b"no picture"]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        said = list(pool.map(lambda body: server.http.post("/predictions/receipts", content=body), bodies))
-    assert [answer.status_code for answer in said] == [200, 200, 200, 200, 400]
-    whole, askew, upside_down, empty = (answer.json() for answer in said[:4])
+        result = list(pool.map(lambda body: server.http.post("/predictions/receipts", content=body), bodies))
+    assert [answer.status_code for answer in result] == [200, 200, 200, 200, 400]
+    whole, askew, upside_down, empty = (answer.json() for answer in result[:4])
     assert [line["text"] for line in whole] == [line["text"] for line in askew] == [*drawn["LINES"]]
     assert [line["text"] for line in upside_down] == [*reversed(drawn["LINES"])]
     assert empty == []
-    assert said[4].json()["message"].startswith("Step detect of workflow receipts failed: ")
+    assert result[4].json()["message"].startswith("Step detect of workflow receipts failed: ")
     rows = server.metric("torchrelay_batch_size_sum", model="ocr_reader")
     assert rows == 4 * len(drawn["LINES"]), "each line is one call, and one row"
 

@@ -1,4 +1,6 @@
-"""The example of sequences does what its page says, on a real server: two replicas, each call where its state is."""
+"""The example of sequences does what its page says, on a real server: two replicas, each call where its
+state is.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ NAME, END = "ts_request_sequence_id", "ts_request_sequence_end"
 
 
 def ended(server: Server) -> float:
-    return server.metric("torchrelay_sequences_ended_total", model="reading", why="ended")
+    return server.metric("torchrelay_sequences_ended_total", model="reading", reason="ended")
 
 
 def test_17_sequences(server: Server, run: Callable[..., str]) -> None:
@@ -36,7 +38,9 @@ def test_17_sequences(server: Server, run: Callable[..., str]) -> None:
     def expects(step: int) -> list[str]:
         headers: dict[str, str] = {}
         for start in range(0, 60, step):
-            answer = server.http.post("/predictions/reading", content=rhyme[start : start + step], headers=headers)
+            answer = server.http.post(
+                "/predictions/reading", content=rhyme[start : start + step], headers=headers
+            )
             assert answer.status_code == 200, answer.text
             headers = {NAME: answer.headers[NAME]}
         server.http.post("/predictions/reading", content=".", headers={**headers, END: "true"})

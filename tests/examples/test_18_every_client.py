@@ -15,7 +15,7 @@ def test_18_every_client(server: Server, run) -> None:
     run("02_custom_handler/archive.py", "--model-store", str(server.store))
     at = server.process.grpc
     printed = run("18_every_client/run.py", "--grpc", at["inference"], "--grpc-management", at["management"])
-    told = re.findall(r"^(yes|NO )  (.{20}) ", printed, re.MULTILINE)
-    assert {answer for answer, _ in told} == {"yes"}, printed
+    reported = re.findall(r"^(yes|NO )  (.{20}) ", printed, re.MULTILINE)
+    assert {answer for answer, _ in reported} == {"yes"}, printed
     clients = {"tritonclient, HTTP", "tritonclient, gRPC", "TorchServe's gRPC", "httpx", "serve_app.client"}
-    assert {name.strip() for _, name in told} >= {*clients, "the same, gRPC"}, printed
+    assert {name.strip() for _, name in reported} >= {*clients, "the same, gRPC"}, printed

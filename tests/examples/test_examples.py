@@ -40,7 +40,7 @@ def test_01_first_model(server: Server, run: Run) -> None:
     answer = server.http.post("/predictions/digits", content=three)
     assert answer.status_code == 200, answer.text
     digits = answer.json()
-    assert list(digits)[0] == "three"
+    assert next(iter(digits)) == "three"
     page = (EXAMPLES / "01_first_model/README.md").read_text()
     promised = json.loads(re.search(r"three\.png\n(\{.*?\})", page, re.DOTALL)[1])
     assert digits == pytest.approx(promised, abs=1e-3)
@@ -85,9 +85,14 @@ def test_03_batching(server: Server, run: Run) -> None:
 
     def batches(connections: int, requests: int) -> dict[str, int]:
         printed = run("03_batching/load.py", "--connections", str(connections), "--requests", str(requests))
-        right = re.search(rf"{requests} requests over {connections} connections in .* s; ([\d.]+)% right", printed)
+        right = re.search(
+            rf"{requests} requests over {connections} connections in .* s; ([\d.]+)% right", printed
+        )
         assert float(right[1]) > 95, printed
-        return {rows: int(count) for count, rows in re.findall(r"^ *(\d+) batches of (.*)$", printed, re.MULTILINE)}
+        return {
+            rows: int(count)
+            for count, rows in re.findall(r"^ *(\d+) batches of (.*)$", printed, re.MULTILINE)
+        }
 
     assert batches(1, 50) == {"1": 50}
     together = batches(32, 1000)
@@ -99,10 +104,19 @@ def test_03_batching(server: Server, run: Run) -> None:
 
 def test_04_two_versions(server: Server, run: Run) -> None:
     printed = run("04_two_versions/archive.py", "--model-store", str(server.store))
-    assert len(re.findall(r"^version [12]\.0: accuracy on images it has not seen 0\.9\d+$", printed, re.MULTILINE)) == 2
-    said = [line for line in run("04_two_versions/switch.py").splitlines() if line.startswith("POST /predictions")]
+    assert (
+        len(
+            re.findall(
+                r"^version [12]\.0: accuracy on images it has not seen 0\.9\d+$", printed, re.MULTILINE
+            )
+        )
+        == 2
+    )
+    result = [
+        line for line in run("04_two_versions/switch.py").splitlines() if line.startswith("POST /predictions")
+    ]
     first, second = '{"digit": 3, "version": "1.0"}', '{"digit": 3, "version": "2.0"}'
-    assert said == [
+    assert result == [
         f"POST /predictions/reader{path}: {answer}"
         for default in (first, second, first)
         for path, answer in (("", default), ("/1.0", first), ("/2.0", second))
@@ -142,7 +156,7 @@ class Handler(BaseHandler):
 
 
 def archive(server: Server, *arguments: str) -> None:
-    """Runs PyPI's torch-model-archiver, as an author does."""
+    """Run PyPI's torch-model-archiver, as an author does."""
     tool = Path(sys.executable).with_name("torch-model-archiver")
     done = subprocess.run(
         [str(tool), "--export-path", str(server.store), *arguments],
@@ -201,7 +215,9 @@ def test_the_image_classifier_on_a_photograph(server: Server, tmp_path: Path) ->
 
 
 def prepared(file: object) -> torch.Tensor:
-    """A photograph as ImageNet's networks want it: the middle 224 of a shorter side of 256, normalised."""
+    """Return a photograph as ImageNet's networks take it: the middle 224 of a shorter side of 256,
+    normalised.
+    """
     image = Image.open(str(file)).convert("RGB")
     scale = 256 / min(image.size)
     image = image.resize((int(image.width * scale), int(image.height * scale)), Image.Resampling.BILINEAR)

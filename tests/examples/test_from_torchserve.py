@@ -1,4 +1,6 @@
-"""A TorchServe installation under Torchrelay answers as it did under TorchServe, but for what is explained."""
+"""A TorchServe installation under Torchrelay answers as it did under TorchServe, but for what is
+explained.
+"""
 
 from __future__ import annotations
 
