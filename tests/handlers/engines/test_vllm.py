@@ -1,0 +1,150 @@
+"""Tests of the vLLM adapter, with a fake vllm package."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from handlers import engines
+from handlers.engines.engine import Engine, GenerationRequest, Logprob, SamplingParams
+from handlers.errors import HandlerLoadError, PredictionException
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+def test_a_missing_vllm_names_its_requirements(language_model: Path) -> None:
+    with pytest.raises(
+        HandlerLoadError, match=r"vllm is not installed.*requirements\.txt.*useVenv: true.*name: tran"
+    ):
+        asyncio.run(engines.start(language_model, None, {"name": "vllm"}))
+
+
+# The part of vLLM's API that the adapter uses, with an engine that counts upwards.
+VLLM_SOURCES = {
+    "__init__": "from vllm.sampling_params import SamplingParams",
+    "sampling_params": """
+        import enum
+
+        class RequestOutputKind(enum.Enum):
+            CUMULATIVE = 0
+            DELTA = 1
+
+        class SamplingParams:
+            def __init__(
+                self, *, temperature, top_k, top_p, seed, logprobs, max_tokens, stop_token_ids, detokenize,
+                output_kind
+            ):
+                if top_p == 0:
+                    raise ValueError("top_p must be in (0, 1]")
+                assert output_kind is RequestOutputKind.DELTA and detokenize is False
+                self.params = (temperature, top_k, top_p, seed, stop_token_ids)
+                self.max_tokens, self.logprobs = max_tokens, logprobs
+    """,
+    "engine/__init__": "",
+    "engine/arg_utils": """
+        class AsyncEngineArgs:
+            def __init__(self, model, **others):
+                self.model, self.others = model, others
+    """,
+    "v1/__init__": "",
+    "v1/engine/__init__": "",
+    "v1/engine/async_llm": """
+        from types import SimpleNamespace
+
+        class EngineDeadError(Exception):
+            pass
+
+        class AsyncLLM:
+            errored = False
+
+            @classmethod
+            def from_engine_args(cls, args):
+                engine = cls()
+                engine.args, engine.aborted, engine.running = args, [], True
+                engine.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
+                return engine
+
+            async def generate(self, prompt, sampling_params, request_id):
+                self.params = sampling_params.params
+                for count in range(sampling_params.max_tokens):
+                    if self.errored:
+                        raise EngineDeadError("it is dead")
+                    reason = "length" if count + 1 == sampling_params.max_tokens else None
+                    token = prompt["prompt_token_ids"][-1] + 1 + count
+                    completion = SimpleNamespace(token_ids=[token], finish_reason=reason, logprobs=None)
+                    if sampling_params.logprobs is not None:
+                        values = {token: SimpleNamespace(logprob=-2.0), 3: SimpleNamespace(logprob=-0.5)}
+                        completion.logprobs = [values]
+                    yield SimpleNamespace(outputs=[completion])
+
+            async def abort(self, request_id):
+                self.aborted.append(request_id)
+
+            async def check_health(self):
+                if self.errored:
+                    raise EngineDeadError("it is dead")
+
+            def shutdown(self):
+                self.running = False
+    """,
+}
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, source in VLLM_SOURCES.items():
+        file = tmp_path / "site" / "vllm" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+async def collect(engine: Engine, request: GenerationRequest) -> tuple[list[int], str | None]:
+    """Return all tokens of a completion, and its finish reason."""
+    chunks = [chunk async for chunk in engine.generate(request)]
+    return [token for chunk in chunks for token in chunk.tokens], chunks[-1].finish_reason
+
+
+@pytest.mark.usefixtures("vllm")
+def test_requests_are_converted_for_vllm(tmp_path: Path) -> None:
+    async def generate() -> None:
+        engine: Any = await engines.start(tmp_path, 0, {"name": "vllm", "arguments": {"max_model_len": 64}})
+        own = engine._engine
+        assert (own.args.model, own.args.others) == (str(tmp_path), {"max_model_len": 64})
+        assert (engine.capacity, engine.cache_usage) == (64, None)
+        request = GenerationRequest("one", [5, 6], 3, SamplingParams(0.5, 4, 0.9, 7), stop_token_ids=(99,))
+        assert await collect(engine, request) == ([7, 8, 9], "length")
+        assert own.params == (0.5, 4, 0.9, 7, [99])
+        with_logprobs = GenerationRequest("likely", [5], 1, SamplingParams(logprobs=1))
+        [chunk] = [chunk async for chunk in engine.generate(with_logprobs)]
+        assert list(chunk.logprobs) == [Logprob(6, -2.0, ((3, -0.5),))]
+        await engine.abort("one")
+        assert own.aborted == ["one"]
+        await engine.check_health()
+
+        for invalid, message in (
+            (GenerationRequest("long", [5], 64), "room for 64"),
+            (GenerationRequest("odd", [100], 1), "100 is no token"),
+            (
+                GenerationRequest("zero", [5], 3, SamplingParams(1.0, 0, 0.0)),
+                "vLLM refuses the request: top_p must be",
+            ),
+        ):
+            with pytest.raises(PredictionException, match=message) as raised:
+                await collect(engine, invalid)
+            assert raised.value.error_code == 400
+
+        own.errored = True
+        with pytest.raises(PredictionException, match="vLLM's engine has failed: it is dead") as failed:
+            await collect(engine, request)
+        assert failed.value.error_code == 503
+        with pytest.raises(RuntimeError, match="it is dead"):
+            await engine.check_health()
+        await engine.shutdown()
+        assert not own.running
+
+    asyncio.run(generate())
