@@ -1,4 +1,4 @@
-"""Archives as plain directories, and the process as it was before each test."""
+"""Fixtures that write archives as directories and restore the process after each test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from handlers.context import Context
 
 @pytest.fixture(autouse=True)
 def process(tmp_path: Path) -> Iterator[None]:
-    """Loading a handler is for its own process: what it leaves in this one is taken back."""
+    """Restore ``sys.path`` and ``sys.modules`` after each test, because loading a handler changes them."""
     path = list(sys.path)
     yield
     sys.path[:] = path
@@ -26,7 +26,7 @@ def process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Callable[..., Path]:
-    """``archive(**files)``: a directory with these Python sources (``handler=...`` becomes handler.py)."""
+    """Return ``write(**sources)``: write sources to a directory (``handler=...`` is handler.py)."""
 
     def write(**sources: str) -> Path:
         for name, source in sources.items():
@@ -38,7 +38,9 @@ def archive(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def begin() -> Callable[..., Context]:
-    """``begin(context, rows, emit=None, **headers)``: open a batch in which every row has these headers."""
+    """Return ``open_batch(context, rows, emit, **headers)``: begin a batch in which every row has these
+    headers.
+    """
 
     def open_batch(context: Context, rows: int = 1, emit: Any = None, **headers: str) -> Context:
         ids = [f"id-{index}" for index in range(rows)]
@@ -49,8 +51,8 @@ def begin() -> Callable[..., Context]:
 
 
 @pytest.fixture(scope="module")
-def alike() -> Iterator[None]:
-    """The same models in every run, in one thread, and a progress bar for nobody."""
+def deterministic() -> Iterator[None]:
+    """Make results reproducible: one torch thread, and no progress bar."""
     import torch
     import transformers
 
@@ -63,14 +65,16 @@ def alike() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Llama that never learnt anything, whose tokens are bytes; 256 of them are its context."""
+    """Return the folder of a tiny untrained Llama whose tokens are bytes, with a context of 256 tokens."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("language_model")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "<end>"])}, merges=[]))
+    tokens = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "<end>"])}, merges=[])
+    )
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>").save_pretrained(folder)
@@ -82,7 +86,7 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.5,  # so that it says one thing after another
+        initializer_range=0.5,  # large enough that the tokens of an answer vary
         bos_token_id=None,
         eos_token_id=256,
     )

@@ -1,4 +1,4 @@
-"""DALI's preprocessing, where DALI is installed; without it, an error that says so."""
+"""Tests of DALI's preprocessing, and of the error if DALI is not installed."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ class Net(torch.nn.Module):
 """
 OPTIONS = {"batch_size": 4, "num_threads": 1, "device_id": None, "seed": 1}
 MANIFEST = {"model": {"modelFile": "model.py"}}
-HAVE_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+HAVE_DALI = (
+    importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+)
 
 
 def context(directory: Path, dali: Any) -> Context:
     return Context("m", str(directory), MANIFEST, model_yaml_config={"dali": dali})
 
 
-def plain(red: int) -> bytes:
+def make_png(red: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (300, 260), (red, 0, 255)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 @pytest.mark.skipif(HAVE_DALI, reason="nvidia-dali is installed")
-def test_without_dali(archive: Any) -> None:
+def test_a_missing_dali_is_an_error(archive: Any) -> None:
     entry = handlers.load("dali_image_classifier", archive(model=MODEL), MANIFEST)
-    with pytest.raises(ImportError, match="nvidia-dali-cuda120 in the archive's requirements, or use image_classifier"):
+    with pytest.raises(
+        ImportError, match="nvidia-dali-cuda120 in the archive's requirements, or use image_classifier"
+    ):
         entry.initialize(context(archive(), OPTIONS))
 
 
@@ -51,18 +55,18 @@ class TestDALI:
         entry = handlers.load("dali_image_classifier", directory, MANIFEST)
         entry.instance.set_max_result_classes(1)
         entry.initialize(context(directory, OPTIONS))
-        rows = [{"data": bytearray(plain(0))}, {"body": "none"}, {"body": plain(255)}]
+        rows = [{"data": bytearray(make_png(0))}, {"body": "none"}, {"body": make_png(255)}]
         first, second, third = entry(rows, begin(entry.instance.context, 3))
         assert list(first) == ["blue"] and second.error_code == 400 and len(third) == 1
         assert first["blue"] > third["blue"]
 
     @pytest.mark.parametrize("options", [None, 3, {"batch_size": 1}])
-    def test_a_configuration_that_lacks_something(self, archive: Any, options: Any) -> None:
+    def test_incomplete_configurations_are_rejected(self, archive: Any, options: Any) -> None:
         entry = handlers.load("dali_image_classifier", archive(model=MODEL), MANIFEST)
-        with pytest.raises(ValueError, match="dali is .*must hold batch_size, num_threads, device_id, seed"):
+        with pytest.raises(ValueError, match=r"dali is .*must hold batch_size, num_threads, device_id, seed"):
             entry.initialize(context(archive(), options))
 
-    def test_a_pipeline_of_the_archive(self, archive: Any, begin: Any) -> None:
+    def test_a_pipeline_of_the_archive_is_used(self, archive: Any, begin: Any) -> None:
         from nvidia import dali
 
         @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None)
@@ -75,7 +79,7 @@ class TestDALI:
         grey().serialize(filename=str(directory / "grey.dali"))
         entry = handlers.load("dali_image_classifier", directory, MANIFEST)
         entry.initialize(context(directory, {**OPTIONS, "pipeline_file": "grey.dali"}))
-        data = entry.instance.preprocess([{"data": plain(0)}, {"data": plain(255)}])
+        data = entry.instance.preprocess([{"data": make_png(0)}, {"data": make_png(255)}])
         assert data.shape == (2, 1, 260, 300) and data[0].mean() < data[1].mean()
         with pytest.raises(RuntimeError, match=r"none\.dali: the pipeline"):
             entry.initialize(context(directory, {**OPTIONS, "pipeline_file": "none.dali"}))

@@ -1,4 +1,4 @@
-"""Tensors in, tensors out."""
+"""Tests of the handler from tensors to tensors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Net(torch.nn.Module):
 """
 
 
-def saved(value: Any) -> bytearray:
+def serialize(value: Any) -> bytearray:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return bytearray(buffer.getvalue())
 
 
-def test_each_tensor_has_its_own_answer(archive: Any, begin: Any) -> None:
+def test_each_tensor_has_its_own_output(archive: Any, begin: Any) -> None:
     manifest = {"model": {"modelFile": "model.py"}}
     entry = handlers.load("densenet_handler", archive(model=MODEL), manifest)
     entry.initialize(Context("m", str(archive()), manifest))
-    ones, identity = saved(torch.ones(2, 3)), saved(torch.eye(2, 3))
-    rows = [{"data": ones}, {"body": b"none"}, {"body": saved([1])}, {"body": identity}]
+    ones, identity = serialize(torch.ones(2, 3)), serialize(torch.eye(2, 3))
+    rows = [{"data": ones}, {"body": b"none"}, {"body": serialize([1])}, {"body": identity}]
     first, damaged, no_tensor, second = entry(rows, begin(entry.instance.context, 4))
     assert torch.equal(first, torch.tensor([[3.0, 3.0]])) and torch.equal(second, torch.tensor([[1.0, 1.0]]))
-    assert first.untyped_storage().nbytes() == 8, "what is sent is its own row"
+    assert first.untyped_storage().nbytes() == 8, "only the row itself is serialized"
     assert damaged.error_code == 400 and "torch.save" in damaged.message
     assert no_tensor.error_code == 400 and "list" in no_tensor.message

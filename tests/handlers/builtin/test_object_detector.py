@@ -1,4 +1,7 @@
-"""The segmenter and the detector, with models that answer as torchvision's do; expected values by plain arithmetic."""
+"""Tests of the segmenter and the detector, with models that return torchvision's formats.
+
+The expected values are computed with plain arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import handlers
 from handlers.context import Context
 from handlers.errors import PredictionException
 
-# Each pixel's classes are its channels, twice over.
+# A pixel's classes are its channels, twice.
 SEGMENTER = """
 import torch
 
@@ -24,31 +27,35 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return {"out": torch.cat([x, x - 10], dim=1), "aux": x}
 """
-# The whole image under label 2 with its mean red as the score, its left half under label 1, and one that is unsure.
+# The whole image has label 2 with its mean red as the score, its left half label 1, and a third box a low
+# score.
 DETECTOR = """
 import torch
 
 class Net(torch.nn.Module):
     def forward(self, images):
-        found = []
+        detections = []
         for image in images:
             height, width = image.shape[1:]
-            boxes = torch.tensor([[0, 0, width, height], [0, 0, width / 2, height], [1, 1, 2, 2]], dtype=torch.float32)
+            corners = [[0, 0, width, height], [0, 0, width / 2, height], [1, 1, 2, 2]]
+            boxes = torch.tensor(corners, dtype=torch.float32)
             scores = torch.stack([image[0].mean(), torch.tensor(0.5), torch.tensor(0.25)])
-            found.append({"boxes": boxes, "labels": torch.tensor([2, 1, 1]), "scores": scores})
-        return found
+            detections.append({"boxes": boxes, "labels": torch.tensor([2, 1, 1]), "scores": scores})
+        return detections
 """
 
 
-def plain(red: int, width: int = 256, height: int = 256, mode: str = "RGB") -> bytes:
+def make_png(red: int, width: int = 256, height: int = 256, mode: str = "RGB") -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (width, height), (red, 0, 0)).convert(mode).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 @pytest.fixture
-def ask(archive: Callable[..., Path], begin: Callable[..., Context]) -> Callable[..., list[Any]]:
-    """``ask(handler, model, rows, **config)``: the built-in handler's answers over that model."""
+def predict(archive: Callable[..., Path], begin: Callable[..., Context]) -> Callable[..., list[Any]]:
+    """Return ``run(handler, model, rows, labels, **headers)``, which returns the built-in handler's
+    values.
+    """
 
     def run(name: str, source: str, rows: list[Any], labels: Any = None, **headers: str) -> list[Any]:
         directory = archive(model=source)
@@ -63,13 +70,16 @@ def ask(archive: Callable[..., Path], begin: Callable[..., Context]) -> Callable
     return run
 
 
-def test_each_pixel_has_its_class_and_the_probability(ask: Any) -> None:
+def test_each_pixel_has_a_class_and_its_probability(predict: Any) -> None:
     green = np.broadcast_to(np.array([0, 3, 0])[:, None, None], (3, 224, 224)).tolist()
-    rows = [{"data": plain(255)}, {"data": b"none"}, {"body": green}]
-    red, broken, tensor = ask("image_segmenter", SEGMENTER, rows)
+    rows = [{"data": make_png(255)}, {"data": b"none"}, {"body": green}]
+    red, broken, tensor = predict("image_segmenter", SEGMENTER, rows)
     assert isinstance(broken, PredictionException) and broken.error_code == 400
     means, deviations = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    for answer, pixel, expected in ((red, (np.array([1, 0, 0]) - means) / deviations, 0), (tensor, [0, 3, 0], 1)):
+    for answer, pixel, expected in (
+        (red, (np.array([1, 0, 0]) - means) / deviations, 0),
+        (tensor, [0, 3, 0], 1),
+    ):
         logits = np.concatenate([pixel, np.array(pixel) - 10])
         probability = np.exp(logits[expected]) / np.exp(logits).sum()
         assert np.array(answer).shape == (224, 224, 2)
@@ -77,58 +87,68 @@ def test_each_pixel_has_its_class_and_the_probability(ask: Any) -> None:
         assert isinstance(answer[0][0][0], float)
 
 
-def test_things_with_their_boxes_and_scores(ask: Any) -> None:
+def test_detections_have_boxes_and_scores(predict: Any) -> None:
     labels = {"object_type_names": ["background", "person", "car"]}
-    bright, dark = ask("object_detector", DETECTOR, [{"data": plain(204)}, {"body": plain(51)}], labels)
+    bright, dark = predict(
+        "object_detector", DETECTOR, [{"data": make_png(204)}, {"body": make_png(51)}], labels
+    )
     half = {"person": [0.0, 0.0, 128.0, 256.0], "score": 0.5}
     assert bright == [{"car": [0.0, 0.0, 256.0, 256.0], "score": pytest.approx(0.8)}, half]
-    assert [list(thing) for thing in bright] == [["car", "score"], ["person", "score"]]
+    assert [list(detection) for detection in bright] == [["car", "score"], ["person", "score"]]
     assert dark == [half]
 
 
-def test_images_of_a_batch_may_differ_in_size_and_mode(ask: Any) -> None:
-    rows = [{"data": plain(255, 30, 20)}, {"data": b"none"}, {"data": plain(255, 8, 6, "RGBA")}]
-    wide, broken, small = ask("object_detector", DETECTOR, rows)
+def test_images_of_a_batch_may_differ_in_size_and_mode(predict: Any) -> None:
+    rows = [{"data": make_png(255, 30, 20)}, {"data": b"none"}, {"data": make_png(255, 8, 6, "RGBA")}]
+    wide, broken, small = predict("object_detector", DETECTOR, rows)
     assert wide == [{"2": [0.0, 0.0, 30.0, 20.0], "score": 1.0}, {"1": [0.0, 0.0, 15.0, 20.0], "score": 0.5}]
     assert small[0] == {"2": [0.0, 0.0, 8.0, 6.0], "score": 1.0}
     assert broken.error_code == 400
 
 
-def test_a_subclass_chooses_its_threshold(archive: Any, ask: Any) -> None:
+def test_a_subclass_may_set_the_threshold(archive: Any, predict: Any) -> None:
     archive(
         handler="""
-        from handlers.object_detector import ObjectDetector
+        from handlers.builtin.object_detector import ObjectDetector
 
         class Careful(ObjectDetector):
             threshold = 0.9
         """
     )
-    assert ask("handler.py", DETECTOR, [{"data": plain(204)}, {"data": plain(255)}]) == [
+    assert predict("handler.py", DETECTOR, [{"data": make_png(204)}, {"data": make_png(255)}]) == [
         [],
         [{"2": [0.0, 0.0, 256.0, 256.0], "score": 1.0}],
     ]
 
 
-def test_a_box_is_explained_by_the_pixels_that_its_score_is_of(ask: Any) -> None:
+def test_a_box_is_attributed_to_pixels(predict: Any) -> None:
     pytest.importorskip("captum")
-    rows = [{"data": plain(204, 8, 6), "target": "2"}, {"data": plain(51, 4, 4), "target": "2"}]
-    wide, small = map(np.array, ask("object_detector", DETECTOR, rows, explain="True"))
+    rows = [{"data": make_png(204, 8, 6), "target": "2"}, {"data": make_png(51, 4, 4), "target": "2"}]
+    wide, small = map(np.array, predict("object_detector", DETECTOR, rows, explain="True"))
     assert (wide.shape, small.shape) == ((3, 6, 8), (3, 4, 4))
-    assert [wide.sum(), small.sum()] == pytest.approx([0.8, 0.2], abs=1e-5), "the score is the mean red"
-    [other] = ask("object_detector", DETECTOR, [{"data": plain(204, 8, 6), "target": "7"}], explain="True")
-    assert not np.any(other), "no such thing is there"
-    [wrong] = ask("object_detector", DETECTOR, [{"data": plain(204), "target": "car"}, rows[0]], explain="True")[:1]
-    assert wrong.error_code == 400 and "a label's number" in wrong.message
+    assert [wide.sum(), small.sum()] == pytest.approx([0.8, 0.2], abs=1e-5), (
+        "the score is the mean of the red channel"
+    )
+    [other] = predict(
+        "object_detector", DETECTOR, [{"data": make_png(204, 8, 6), "target": "7"}], explain="True"
+    )
+    assert not np.any(other), "there is no such detection"
+    [error] = predict(
+        "object_detector", DETECTOR, [{"data": make_png(204), "target": "car"}, rows[0]], explain="True"
+    )[:1]
+    assert error.error_code == 400 and "a label's number" in error.message
 
 
-def test_a_segment_is_explained_by_pixel(ask: Any) -> None:
+def test_a_segment_is_attributed_to_pixels(predict: Any) -> None:
     pytest.importorskip("captum")
     tensor = np.random.default_rng(0).normal(size=(3, 8, 8))
     row = {"body": tensor.tolist(), "target": 1, "steps": 200}
-    [found] = ask("image_segmenter", SEGMENTER, [row], explain="True")
+    [attributions] = predict("image_segmenter", SEGMENTER, [row], explain="True")
 
-    def part(image: np.ndarray) -> float:
-        each = np.exp(np.concatenate([image, image - 10]))
-        return float((each[1] / each.sum(0)).mean())
+    def class_probability(image: np.ndarray) -> float:
+        exponentials = np.exp(np.concatenate([image, image - 10]))
+        return float((exponentials[1] / exponentials.sum(0)).mean())
 
-    assert np.sum(found) == pytest.approx(part(tensor) - part(tensor * 0), abs=1e-3)
+    assert np.sum(attributions) == pytest.approx(
+        class_probability(tensor) - class_probability(tensor * 0), abs=1e-3
+    )

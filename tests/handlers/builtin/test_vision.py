@@ -1,4 +1,7 @@
-"""Images, from their bytes to labels; expected values come from numpy, torch's interpolate and plain arithmetic."""
+"""Tests of images, from their bytes to labels.
+
+The expected values are computed with numpy, torch's interpolate and plain arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 import handlers
+from handlers.builtin.image_classifier import ImageClassifier
+from handlers.builtin.vision import CenterCrop, Compose, Normalize, Resize, ToRGB, ToTensor, VisionHandler
 from handlers.context import Context
 from handlers.errors import PredictionException
-from handlers.image_classifier import ImageClassifier
-from handlers.vision import CenterCrop, Compose, Normalize, Resize, ToRGB, ToTensor, VisionHandler
 
 MODEL = """
 import torch
@@ -35,7 +38,7 @@ class Net(torch.nn.Module):
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 
-def png(image: Image.Image, kind: str = "PNG") -> bytes:
+def encode_png(image: Image.Image, kind: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind)
     return buffer.getvalue()
@@ -46,13 +49,13 @@ def china() -> Image.Image:
     return Image.fromarray(load_sample_image("china.jpg"))
 
 
-def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
+def make_noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
     shape = (height, width) if mode == "L" else (height, width, len(mode))
     return Image.fromarray(np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8))
 
 
 @pytest.mark.parametrize(
-    ("size", "asked", "width", "height"),
+    ("size", "target", "width", "height"),
     [
         ((640, 427), 256, 383, 256),
         ((427, 640), 256, 256, 383),
@@ -60,9 +63,11 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
         ((64, 48), (20, 30), 30, 20),
     ],
 )
-def test_resize(size: tuple[int, int], asked: Any, width: int, height: int) -> None:
-    image = noise(*size)
-    resized = Resize(asked)(image)
+def test_resize_equals_antialiased_interpolation(
+    size: tuple[int, int], target: Any, width: int, height: int
+) -> None:
+    image = make_noise(*size)
+    resized = Resize(target)(image)
     assert resized.size == (width, height)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
     expected = torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
@@ -70,52 +75,58 @@ def test_resize(size: tuple[int, int], asked: Any, width: int, height: int) -> N
     assert (torch.from_numpy(np.array(resized)).permute(2, 0, 1) - expected[0]).abs().max() <= 1.01
 
 
-def test_resize_leaves_alone_what_fits() -> None:
-    image = noise(256, 300)
+def test_resize_returns_images_of_the_right_size() -> None:
+    image = make_noise(256, 300)
     assert Resize(256)(image) is image
 
 
-def test_center_crop() -> None:
-    image = noise(9, 6)
+def test_center_crop_cuts_out_the_center() -> None:
+    image = make_noise(9, 6)
     pixels = np.array(image)
-    assert np.array_equal(np.array(CenterCrop(4)(image)), pixels[1:5, 2:6]), "2.5 pixels of margin round to even, 2"
+    assert np.array_equal(np.array(CenterCrop(4)(image)), pixels[1:5, 2:6]), (
+        "2.5 pixels of margin round to even, 2"
+    )
     assert np.array_equal(np.array(CenterCrop((6, 3))(image)), pixels[:, 3:6])
 
 
-def test_center_crop_of_a_smaller_image_is_black_around_it() -> None:
-    image = noise(3, 2)
+def test_center_crop_adds_a_black_border() -> None:
+    image = make_noise(3, 2)
     cropped = np.array(CenterCrop(6)(image))
     assert np.array_equal(cropped[2:4, 1:4], np.array(image))
     assert cropped.sum() == np.array(image).sum()
 
 
-def test_to_tensor() -> None:
-    image = noise(5, 3)
+def test_to_tensor_scales_8_bit_images() -> None:
+    image = make_noise(5, 3)
     tensor = ToTensor()(image)
     assert tensor.shape == (3, 3, 5) and tensor.dtype == torch.float32 and tensor.is_contiguous()
     assert np.allclose(tensor.numpy(), np.array(image).transpose(2, 0, 1) / 255, atol=1e-7)
-    assert ToTensor()(noise(5, 3, "L")).shape == (1, 3, 5)
+    assert ToTensor()(make_noise(5, 3, "L")).shape == (1, 3, 5)
     assert ToTensor()(Image.new("1", (2, 2), 1)).tolist() == [[[1.0, 1.0], [1.0, 1.0]]]
-    deep = Image.fromarray(np.array([[0, 40_000]], dtype=np.uint16))
-    assert ToTensor()(deep).tolist() == [[[0.0, 40_000.0]]]
+    image_16_bit = Image.fromarray(np.array([[0, 40_000]], dtype=np.uint16))
+    assert ToTensor()(image_16_bit).tolist() == [[[0.0, 40_000.0]]]
     assert torch.equal(ToTensor()(np.array(image)), tensor)
 
 
-def test_normalize() -> None:
+def test_normalize_uses_mean_and_deviation() -> None:
     tensor = torch.rand(3, 2, 2, generator=torch.Generator().manual_seed(1))
     expected = (tensor.numpy() - MEAN[:, None, None]) / STD[:, None, None]
     assert np.allclose(Normalize(tuple(MEAN), tuple(STD))(tensor).numpy(), expected, atol=1e-6)
 
 
-def test_compose_goes_in_order() -> None:
-    image = noise(50, 40, "RGBA")
-    both = Compose([ToRGB(), Resize(20), CenterCrop((10, 12)), ToTensor()])(image)
-    assert torch.equal(both, ToTensor()(CenterCrop((10, 12))(Resize(20)(image.convert("RGB")))))
+def test_compose_applies_transforms_in_order() -> None:
+    image = make_noise(50, 40, "RGBA")
+    transformed = Compose([ToRGB(), Resize(20), CenterCrop((10, 12)), ToTensor()])(image)
+    assert torch.equal(transformed, ToTensor()(CenterCrop((10, 12))(Resize(20)(image.convert("RGB")))))
 
 
 @pytest.fixture
 def classify(archive: Callable[..., Path], begin: Callable[..., Context]) -> Callable[..., Any]:
-    """``classify(rows, ...)``: what image_classifier, or the one in ``source``, says by a convolution, and that."""
+    """Return ``run(rows, classes, mapping, source)``, which returns the values of image_classifier and its
+    convolution.
+
+    ``source`` replaces image_classifier by a handler of its own.
+    """
 
     def run(rows: list[dict[str, Any]], classes: int = 8, mapping: Any = None, source: str = "") -> Any:
         directory = archive(model=MODEL.format(classes=classes), handler=source)
@@ -134,33 +145,36 @@ def classify(archive: Callable[..., Path], begin: Callable[..., Context]) -> Cal
 
 
 def expected(image: Image.Image, conv: torch.nn.Conv2d) -> np.ndarray:
-    """The classes' probabilities: 256 pixels on the short side, the middle 224, ImageNet's mean and deviation."""
+    """Return the classes' probabilities after resizing to 256, cropping to 224 and normalizing as for
+    ImageNet.
+    """
     size = tuple(side * 256 // min(image.size) for side in image.size)
     resized = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
     left, top = round((resized.width - 224) / 2), round((resized.height - 224) / 2)
     pixels = (np.array(resized)[top : top + 224, left : left + 224] / 255 - MEAN) / STD
-    patches = pixels.reshape(56, 4, 56, 4, 3).mean(axis=(0, 2))  # the mean of a convolution is one over the mean patch
+    # The mean of a convolution equals the convolution of the mean patch.
+    patches = pixels.reshape(56, 4, 56, 4, 3).mean(axis=(0, 2))
     logits = np.einsum("ocyx,yxc->o", conv.weight.detach().numpy(), patches) + conv.bias.detach().numpy()
     return np.exp(logits) / np.exp(logits).sum()
 
 
-def test_a_photograph_gets_its_five_likeliest_classes(classify: Any, china: Image.Image) -> None:
+def test_the_five_most_probable_classes_are_returned(classify: Any, china: Image.Image) -> None:
     names = {str(index): [f"n{index}", f"thing {index}"] for index in range(8)}
-    [answer], conv = classify([{"data": bytearray(png(china))}], mapping=names)
+    [answer], conv = classify([{"data": bytearray(encode_png(china))}], mapping=names)
     probabilities = expected(china, conv)
     order = np.argsort(-probabilities)[:5]
     assert list(answer) == [f"thing {index}" for index in order]
     assert list(answer.values()) == pytest.approx([probabilities[index] for index in order], abs=1e-5)
 
 
-def test_without_names_and_with_few_classes(classify: Any, china: Image.Image) -> None:
-    [answer], conv = classify([{"body": png(china)}], classes=3)
+def test_classes_without_names_and_fewer_than_topk(classify: Any, china: Image.Image) -> None:
+    [answer], conv = classify([{"body": encode_png(china)}], classes=3)
     assert sorted(answer) == ["0", "1", "2"] and sum(answer.values()) == pytest.approx(1)
     assert [answer[str(index)] for index in range(3)] == pytest.approx(list(expected(china, conv)), abs=1e-5)
 
 
-def test_every_way_to_send_an_image_says_the_same(classify: Any, china: Image.Image) -> None:
-    content = png(china)
+def test_every_encoding_of_an_image_gives_the_same_values(classify: Any, china: Image.Image) -> None:
+    content = encode_png(china)
     text = base64.encodebytes(content).decode()
     tensor = ImageClassifier.image_processing(china).tolist()
     answers, _ = classify([{"data": content}, {"body": bytearray(content)}, {"body": text}, {"body": tensor}])
@@ -170,15 +184,15 @@ def test_every_way_to_send_an_image_says_the_same(classify: Any, china: Image.Im
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
-def test_grey_and_transparent_images_become_rgb(classify: Any, mode: str) -> None:
-    image = noise(300, 260, mode)
-    [answer], conv = classify([{"body": png(image)}], classes=2)
+def test_grey_and_transparent_images_are_converted_to_rgb(classify: Any, mode: str) -> None:
+    image = make_noise(300, 260, mode)
+    [answer], conv = classify([{"body": encode_png(image)}], classes=2)
     assert [answer["0"], answer["1"]] == pytest.approx(list(expected(image, conv)), abs=1e-5)
 
 
-def test_a_broken_image_fails_alone(classify: Any, china: Image.Image) -> None:
-    content = png(china, "JPEG")
-    broken = {
+def test_an_invalid_image_fails_alone(classify: Any, china: Image.Image) -> None:
+    content = encode_png(china, "JPEG")
+    invalid = {
         "not an image that can be read: image file is truncated": {"body": content[:2000]},
         "not an image that can be read: cannot identify": {"body": b"GIF, really"},
         "not an image in base64": {"body": "no base64!"},
@@ -186,17 +200,17 @@ def test_a_broken_image_fails_alone(classify: Any, china: Image.Image) -> None:
         "neither image nor JSON list of numbers": {"body": ["a"]},
         "a single number": {"body": True},
     }
-    (answer, *errors), _ = classify([{"body": content}, *broken.values()])
+    (answer, *errors), _ = classify([{"body": content}, *invalid.values()])
     assert len(answer) == 5
-    for complaint, error in zip(broken, errors):
-        assert isinstance(error, PredictionException) and error.error_code == 400 and complaint in error.message
+    for message, error in zip(invalid, errors):
+        assert isinstance(error, PredictionException) and error.error_code == 400 and message in error.message
 
 
-def test_a_subclass_chooses_its_topk_and_its_own_processing(classify: Any, china: Image.Image) -> None:
+def test_a_subclass_may_set_topk_and_processing(classify: Any, china: Image.Image) -> None:
     source = """
     import numpy as np
     import torch
-    from handlers.image_classifier import ImageClassifier
+    from handlers.builtin.image_classifier import ImageClassifier
 
     class Plain(ImageClassifier):
         topk = 2
@@ -204,7 +218,7 @@ def test_a_subclass_chooses_its_topk_and_its_own_processing(classify: Any, china
         def image_processing(self, image):
             return torch.from_numpy(np.array(image.resize((8, 8)))).permute(2, 0, 1) / 255
     """
-    [answer], conv = classify([{"body": png(china)}], source=source)
+    [answer], conv = classify([{"body": encode_png(china)}], source=source)
     pixels = np.array(china.resize((8, 8))).transpose(2, 0, 1) / 255
     logits = conv(torch.tensor(pixels, dtype=torch.float32)[None]).mean(dim=(2, 3))[0]
     probabilities, classes = torch.softmax(logits, 0).sort(descending=True)
@@ -217,7 +231,9 @@ def test_a_subclass_chooses_its_topk_and_its_own_processing(classify: Any, china
 
 
 @pytest.mark.parametrize("limited", [True, False])
-def test_the_limit_on_pixels(archive: Any, begin: Any, monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
+def test_the_limit_on_pixels(
+    archive: Any, begin: Any, monkeypatch: pytest.MonkeyPatch, limited: bool
+) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
 
     class Sum(VisionHandler):
@@ -229,8 +245,12 @@ def test_the_limit_on_pixels(archive: Any, begin: Any, monkeypatch: pytest.Monke
     context = Context("m", str(directory), manifest, limit_max_image_pixels=limited)
     handler = Sum()
     handler.initialize(context)
-    [answer] = handler.handle([{"body": png(noise(20, 20))}], begin(context))
+    [answer] = handler.handle([{"body": encode_png(make_noise(20, 20))}], begin(context))
     if limited:
-        assert answer.error_code == 400 and "too large" in answer.message and "limit_max_image_pixels" in answer.message
+        assert (
+            answer.error_code == 400
+            and "too large" in answer.message
+            and "limit_max_image_pixels" in answer.message
+        )
     else:
         assert answer == [3, 20, 20]

@@ -1,4 +1,4 @@
-"""Writes preprocessing.npz: what torchvision's ImageNet preprocessing makes of the photographs, every 8th pixel.
+"""A script that writes preprocessing.npz: every 8th pixel of torchvision's ImageNet preprocessing.
 
     python tests/handlers/data/record_preprocessing.py
 

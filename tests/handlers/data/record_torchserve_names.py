@@ -1,9 +1,10 @@
-"""Writes torchserve_names.json: every public name of TorchServe's Python package, with its parameters.
+"""A script that writes torchserve_names.json: TorchServe's public names with their parameters.
 
     python tests/handlers/data/record_torchserve_names.py SITE_PACKAGES/ts
 
-Read from its source, which is not run (that of 0.12.0 wrote the file that is here). A function has its parameters; a
-class its public methods and theirs, null for an attribute; what a module has of another is "imported", the rest null.
+They are read from its source, which is not run; the stored file is that of 0.12.0. A function has its
+parameters, and a class its public methods with theirs, or null for an attribute. A name imported from another
+module is "imported"; any other name is null.
 """
 
 from __future__ import annotations
@@ -18,52 +19,54 @@ from typing import Any
 NOT_FOR_HANDLERS = {"unit_tests", "built-in"}
 
 
-def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module, and those under its conditions."""
+def iter_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, and those under its conditions."""
     for node in body:
         yield node
         if isinstance(node, (ast.If, ast.Try)):
-            yield from statements([*node.body, *node.orelse])
+            yield from iter_statements([*node.body, *node.orelse])
         if isinstance(node, ast.Try):
             for handler in node.handlers:
-                yield from statements(handler.body)
+                yield from iter_statements(handler.body)
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+def list_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     spec = function.args
     starred = [f"*{spec.vararg.arg}"] if spec.vararg else []
     keywords = [f"**{spec.kwarg.arg}"] if spec.kwarg else []
     return [arg.arg for arg in spec.args] + starred + [arg.arg for arg in spec.kwonlyargs] + keywords
 
 
-def assigned(node: ast.Assign) -> list[str]:
+def list_assigned_names(node: ast.Assign) -> list[str]:
     return [target.id for target in node.targets if isinstance(target, ast.Name)]
 
 
-def members(cls: ast.ClassDef) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def read_class(cls: ast.ClassDef) -> dict[str, Any]:
+    names: dict[str, Any] = {}
     for node in cls.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            decorators = {getattr(one, "id", getattr(one, "attr", "")) for one in node.decorator_list}
-            found[node.name] = None if decorators & {"property", "setter"} else parameters(node)[1:]
+            decorators = {
+                getattr(decorator, "id", getattr(decorator, "attr", "")) for decorator in node.decorator_list
+            }
+            names[node.name] = None if decorators & {"property", "setter"} else list_parameters(node)[1:]
         elif isinstance(node, ast.Assign):
-            found |= dict.fromkeys(assigned(node))
-    return {name: value for name, value in found.items() if not name.startswith("_") or name == "__init__"}
+            names |= dict.fromkeys(list_assigned_names(node))
+    return {name: value for name, value in names.items() if not name.startswith("_") or name == "__init__"}
 
 
-def names(source: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for node in statements(ast.parse(source).body):
+def read_module(source: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for node in iter_statements(ast.parse(source).body):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found[node.name] = parameters(node)
+            names[node.name] = list_parameters(node)
         elif isinstance(node, ast.ClassDef):
-            found[node.name] = members(node)
+            names[node.name] = read_class(node)
         elif isinstance(node, ast.Assign):
-            found |= dict.fromkeys(assigned(node))
+            names |= dict.fromkeys(list_assigned_names(node))
         elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "ts"):
             for alias in node.names:
-                found.setdefault(alias.asname or alias.name, "imported")
-    return {name: value for name, value in found.items() if not name.startswith("_") or name == "__version__"}
+                names.setdefault(alias.asname or alias.name, "imported")
+    return {name: value for name, value in names.items() if not name.startswith("_") or name == "__version__"}
 
 
 if __name__ == "__main__":
@@ -72,6 +75,8 @@ if __name__ == "__main__":
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root.parent).with_suffix("").parts
         if not NOT_FOR_HANDLERS & set(parts):
-            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = names(file.read_text())
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = read_module(
+                file.read_text()
+            )
     text = json.dumps(modules, indent=0, sort_keys=True)
     Path(__file__).with_name("torchserve_names.json").write_text(text + "\n")

@@ -1,8 +1,8 @@
-"""Writes torchtext_vocab.pt and torchtext_vocab_without_default.pt, vocabularies as archives of text bring them.
+"""A script that writes the vocabularies torchtext_vocab.pt and torchtext_vocab_without_default.pt.
 
     python tests/handlers/data/record_vocabulary.py
 
-It needs torchtext, which is no longer maintained (0.18.0 with torch 2.3.0 wrote the files that are here).
+It needs torchtext, which is no longer maintained (0.18.0 with torch 2.3.0 wrote the stored files).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text while it is generated, a batch at a time."""
+"""Tests of the batch streamer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from handlers.streamer import TextIteratorStreamerBatch
+from handlers.engines.streamer import TextIteratorStreamerBatch
 
 
-class Letters:
-    """A tokenizer as a streamer needs it: a token is a letter's number."""
+class LetterTokenizer:
+    """A tokenizer whose tokens are numbers of letters."""
 
     def decode(self, tokens: Any, **options: Any) -> str:
         return "".join(chr(97 + int(token)) for token in tokens) + options.get("end", "")
 
 
-def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="needs transformers, .*requirements"):
-        TextIteratorStreamerBatch(Letters(), 2)
+    with pytest.raises(ImportError, match=r"needs transformers, .*requirements"):
+        TextIteratorStreamerBatch(LetterTokenizer(), 2)
 
 
-def test_every_row_has_its_text_at_each_step() -> None:
+def test_each_step_has_the_text_of_every_row() -> None:
     pytest.importorskip("transformers")
-    streamer = TextIteratorStreamerBatch(Letters(), 2, skip_prompt=True, timeout=60)
+    streamer = TextIteratorStreamerBatch(LetterTokenizer(), 2, skip_prompt=True, timeout=60)
 
     def generate() -> None:
         streamer.put(torch.tensor([[9, 9], [8, 8]]))  # the prompts

@@ -1,4 +1,4 @@
-"""Why an answer is what it is; expected values are Captum's definition, worked out for models where it is exact."""
+"""Tests of attributions; expected values follow Captum's definition, for models where it is exact."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from PIL import Image
 
 import handlers
 from handlers.base import BaseHandler
+from handlers.builtin.image_classifier import ImageClassifier
 from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
-from handlers.explanations import Question, attributions
-from handlers.image_classifier import ImageClassifier
-from handlers.perturbation import cells
-from handlers.source import load_source
+from handlers.explain.attributions import ExplanationOptions, attribute
+from handlers.explain.occlusion import cell_indices
+from handlers.loading.module_loader import load_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks and attributes:UserWarning")
 
@@ -54,7 +54,7 @@ class Net(torch.nn.Module):
 
 @pytest.fixture
 def explain(archive: Callable[..., Path], begin: Callable[..., Context]) -> Callable[..., list[Any]]:
-    """``explain(handler, model, rows)``: the explanations of the rows by the built-in handler over that model."""
+    """Return ``explain(handler, model, rows)``, which explains rows with a built-in handler over a model."""
 
     def run(name: str, source: str, rows: list[Any], **config: Any) -> list[Any]:
         directory = archive(model=source)
@@ -63,19 +63,21 @@ def explain(archive: Callable[..., Path], begin: Callable[..., Context]) -> Call
         entry = handlers.load(name, directory, manifest)
         context = Context("m", str(directory), manifest, model_yaml_config=config)
         entry.initialize(context)
-        with torch.inference_mode():  # whatever the caller's mode
+        with torch.inference_mode():  # explanations work in any mode of the caller
             return entry(rows, begin(context, len(rows), explain="True"))
 
     return run
 
 
-def tensor(value: float) -> list[Any]:
+def constant_image(value: float) -> list[Any]:
     return np.full((3, 4, 4), value).tolist()
 
 
-def test_an_image(explain: Any) -> None:
+def test_an_image_is_explained_by_pixel(explain: Any) -> None:
     pytest.importorskip("captum")
-    first, second = explain("image_classifier", IMAGES, [{"data": tensor(1.0)}, {"data": tensor(2.0)}])
+    first, second = explain(
+        "image_classifier", IMAGES, [{"data": constant_image(1.0)}, {"data": constant_image(2.0)}]
+    )
     assert np.allclose(first, np.array([1, 2, 3])[:, None, None] / 16 * np.ones((3, 4, 4)), atol=1e-5)
     assert np.allclose(second, 2 * np.array(first), atol=1e-5)
     buffer = io.BytesIO()
@@ -84,62 +86,71 @@ def test_an_image(explain: Any) -> None:
     assert np.array(photograph).shape == (3, 224, 224)
 
 
-def test_each_row_asks_about_an_output_of_its_own(explain: Any) -> None:
+def test_each_row_has_its_own_target(explain: Any) -> None:
     pytest.importorskip("captum")
-    rows = [{"data": tensor(1.0), "target": bytearray(b"1")}, {"data": tensor(1.0)}, {"data": tensor(1.0), "target": 9}]
-    second, first, none = explain("image_classifier", IMAGES, [*rows])
+    rows = [
+        {"data": constant_image(1.0), "target": bytearray(b"1")},
+        {"data": constant_image(1.0)},
+        {"data": constant_image(1.0), "target": 9},
+    ]
+    second, first, error = explain("image_classifier", IMAGES, [*rows])
     assert [plane[0][0] * 16 for plane in second] == pytest.approx([4, 5, 6], abs=1e-4)
     assert [plane[0][0] * 16 for plane in first] == pytest.approx([1, 2, 3], abs=1e-4)
-    assert isinstance(none, PredictionException) and none.error_code == 400 and "no output 9" in none.message
+    assert isinstance(error, PredictionException)
+    assert error.error_code == 400 and "no output 9" in error.message
 
 
-def test_a_text(explain: Any) -> None:
+def test_a_text_is_explained_by_word(explain: Any) -> None:
     pytest.importorskip("captum")
     [first, second, third] = explain(
-        "text_classifier", TEXTS, [{"data": "The cat", "target": "1"}, {"data": "the"}, {"data": "the", "target": 5}]
+        "text_classifier",
+        TEXTS,
+        [{"data": "The cat", "target": "1"}, {"data": "the"}, {"data": "the", "target": 5}],
     )
-    # The embedding of "the cat" is [2, 3], of which output 1 takes three times the second.
+    # The embedding of "the cat" is [2, 3]; output 1 is three times the second element.
     expected = torch.softmax(torch.tensor([[0.0, 9.0]]), 1)
     assert first == {
         "importances": [pytest.approx(expected[0].tolist(), abs=1e-5)],
         "words": ["the", "cat"],
-        # 0 of "the", 6 of "cat", and of the 3 of "the cat" half each
+        # "the" has 0, "cat" has 6, and each has half of the 3 of "the cat"
         "attributions": pytest.approx([1.5, 7.5], abs=1e-4),
         "score": 9.0,
         "baseline_score": 0.0,
     }
     assert second["words"] == ["the"]
-    assert second["importances"] == [pytest.approx(torch.softmax(torch.tensor([1.0, 0.0]), 0).tolist(), abs=1e-5)]
+    assert second["importances"] == [
+        pytest.approx(torch.softmax(torch.tensor([1.0, 0.0]), 0).tolist(), abs=1e-5)
+    ]
     assert third.error_code == 400
 
 
-def test_a_text_model_whose_embedding_has_another_name_is_perturbed(explain: Any) -> None:
+def test_a_text_model_without_a_known_embedding_is_perturbed(explain: Any) -> None:
     pytest.importorskip("captum")
     source = TEXTS.replace("self.embedding", "self.words")
     [found] = explain("text_classifier", source, [{"data": "the cat", "target": 1}])
     assert found["attributions"] == pytest.approx([1.5, 7.5], abs=1e-5)
 
 
-def test_what_the_model_itself_raises_is_raised(explain: Any) -> None:
+def test_errors_of_the_model_are_raised(explain: Any) -> None:
     pytest.importorskip("captum")
     source = IMAGES.replace("        return", "        assert len(x) == 1, 'one at a time'\n        return")
     with pytest.raises(AssertionError, match="one at a time"):
-        explain("image_classifier", source, [{"data": tensor(1.0)}])
+        explain("image_classifier", source, [{"data": constant_image(1.0)}])
 
 
-def test_without_captum(explain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_captum_is_reported(explain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "captum", None)
     with pytest.raises(PredictionException, match=r"install torchrelay\[explain\]") as raised:
-        explain("image_classifier", IMAGES, [{"data": tensor(1.0)}])
+        explain("image_classifier", IMAGES, [{"data": constant_image(1.0)}])
     assert raised.value.error_code == 501
 
 
-def test_a_handler_that_explains_in_its_own_way(archive: Any, begin: Any) -> None:
-    class Own(BaseHandler):
+def test_a_handler_can_override_get_insights(archive: Any, begin: Any) -> None:
+    class CustomHandler(BaseHandler):
         def get_insights(self, tensor_data: torch.Tensor, raw_data: Any, target: Any = 0) -> list[Any]:
             return [{"raw": raw_data, "target": target, "rows": len(tensor_data)}] * len(tensor_data)
 
-    handler = Own()
+    handler = CustomHandler()
     context = Context("m", str(archive(model=IMAGES)), {"model": {"modelFile": "model.py"}})
     handler.initialize(context)
     rows = [{"body": [1, 2], "target": "cat"}, {"body": [3, 4], "target": "dog"}]
@@ -150,13 +161,13 @@ def test_a_handler_that_explains_in_its_own_way(archive: Any, begin: Any) -> Non
     assert handler.handle(rows[:1], begin(context, explain="True"))[0]["raw"] == [1, 2]
 
 
-# Other methods, and who asks for them
+# Methods and options
 
 
-def frozen(source: str, folder: Path) -> None:
-    """The model of ``source``, scripted and frozen, in ``folder``/model.pt."""
+def save_frozen(source: str, folder: Path) -> None:
+    """Save the model of ``source``, scripted and frozen, as ``folder``/model.pt."""
     (folder / "model.py").write_text(source)
-    model = load_source(folder / "model.py").Net()
+    model = load_module(folder / "model.py").Net()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.jit.save(torch.jit.freeze(torch.jit.script(model.eval())), folder / "model.pt")
@@ -180,18 +191,21 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("method", ["shapley", "feature_ablation", "occlusion", "integrated_gradients"])
-def test_every_method_finds_what_a_linear_model_weighs(explain: Any, method: str) -> None:
+def test_every_method_finds_the_weights_of_a_linear_model(explain: Any, method: str) -> None:
     pytest.importorskip("captum")
-    form = {"data": tensor(2.0), "method": method.encode(), "internal_batch_size": "4", "target": 1}
+    form = {"data": constant_image(2.0), "method": method.encode(), "internal_batch_size": "4", "target": 1}
     [found] = explain("image_classifier", IMAGES, [form])
-    # The model takes the mean of each channel four, five and six times; tiles are of all channels.
+    # The model weights the channels' means by four, five and six; tiles span all channels.
     weights = np.array([4, 5, 6]) if method == "integrated_gradients" else np.array([5, 5, 5])
     assert np.allclose(found, 2 * weights[:, None, None] / 16 * np.ones((3, 4, 4)), atol=1e-5)
 
 
-def test_model_config_says_how_and_a_request_goes_before_it(explain: Any) -> None:
+def test_a_request_overrides_the_model_config(explain: Any) -> None:
     pytest.importorskip("captum")
-    rows = [{"data": tensor(1.0)}, {"data": tensor(1.0), "method": "integrated_gradients", "target": "0"}]
+    rows = [
+        {"data": constant_image(1.0)},
+        {"data": constant_image(1.0), "method": "integrated_gradients", "target": "0"},
+    ]
     by_config, by_request = explain(
         "image_classifier", IMAGES, rows, explain={"method": "shapley", "steps": 2, "target": 1}
     )
@@ -200,7 +214,7 @@ def test_model_config_says_how_and_a_request_goes_before_it(explain: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    "said, cure",
+    "options, cure",
     [
         ({"method": "gradcam"}, "method is 'gradcam'; there are integrated_gradients, occlusion"),
         ({"method": "shaply"}, "did you mean 'shapley'"),
@@ -209,43 +223,47 @@ def test_model_config_says_how_and_a_request_goes_before_it(explain: Any) -> Non
         ({"internal_batch_size": 2.5}, "internal_batch_size is 2.5; write a whole number from 1 to 4096"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_the_cure(explain: Any, said: dict[str, Any], cure: str) -> None:
+def test_invalid_options_are_rejected_with_the_cure(explain: Any, options: dict[str, Any], cure: str) -> None:
     pytest.importorskip("captum")
     with pytest.raises(HandlerLoadError, match=f"model-config.yaml: explain.*{cure}"):
-        explain("image_classifier", IMAGES, [{"data": tensor(1.0)}], explain=said)
-    refused, fine = explain("image_classifier", IMAGES, [{"data": tensor(1.0), **said}, {"data": tensor(1.0)}])
-    assert refused.error_code == 400 and re.search(cure, refused.message)
-    assert np.array(fine).shape == (3, 4, 4)
+        explain("image_classifier", IMAGES, [{"data": constant_image(1.0)}], explain=options)
+    rejected, explained = explain(
+        "image_classifier", IMAGES, [{"data": constant_image(1.0), **options}, {"data": constant_image(1.0)}]
+    )
+    assert rejected.error_code == 400 and re.search(cure, rejected.message)
+    assert np.array(explained).shape == (3, 4, 4)
 
 
-def test_explain_with_an_unknown_key_or_none_at_all(explain: Any) -> None:
-    with pytest.raises(HandlerLoadError, match="explain has no key 'step'; did you mean 'steps'"):
+def test_invalid_explain_blocks_are_rejected(explain: Any) -> None:
+    with pytest.raises(HandlerLoadError, match=r"explain has no key 'step'; did you mean 'steps'"):
         explain("image_classifier", IMAGES, [], explain={"step": 3})
-    with pytest.raises(HandlerLoadError, match="explain is True; write explain: {method:"):
+    with pytest.raises(HandlerLoadError, match=r"explain is True; write explain: {method:"):
         explain("image_classifier", IMAGES, [], explain=True)
 
 
-def test_a_frozen_model_whose_gradients_fail(tmp_path: Path, begin: Any) -> None:
+def test_a_frozen_model_without_gradients_is_perturbed(tmp_path: Path, begin: Any) -> None:
     pytest.importorskip("captum")
-    frozen(CONVOLUTION, tmp_path)
+    save_frozen(CONVOLUTION, tmp_path)
     handler = ImageClassifier()
     handler.initialize(Context("m", str(tmp_path), {"model": {"serializedFile": "model.pt"}}))
     image = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(1))
     row = {"data": image.tolist()}
     [ablated] = handler.handle([row], begin(handler.context, explain="True"))
     with torch.inference_mode():
-        without = image.clone()
-        without[:, 1, 2] = 0
-        one, other = handler.model(torch.stack((image, without)))[:, 0].tolist()
-        whole, nothing = handler.model(torch.stack((image, image * 0)))[:, 0].tolist()
-    assert np.array(ablated)[:, 1, 2].sum() == pytest.approx(one - other, abs=1e-5)
-    [fair] = handler.handle([{**row, "method": "shapley"}], begin(handler.context, explain="True"))
-    assert np.sum(fair) == pytest.approx(whole - nothing, abs=1e-4)
-    with pytest.raises(PredictionException, match="no gradients, which integrated_gradients needs; ask for one of occ"):
+        perturbed = image.clone()
+        perturbed[:, 1, 2] = 0
+        score, perturbed_score = handler.model(torch.stack((image, perturbed)))[:, 0].tolist()
+        full_score, empty_score = handler.model(torch.stack((image, image * 0)))[:, 0].tolist()
+    assert np.array(ablated)[:, 1, 2].sum() == pytest.approx(score - perturbed_score, abs=1e-5)
+    [shapley] = handler.handle([{**row, "method": "shapley"}], begin(handler.context, explain="True"))
+    assert np.sum(shapley) == pytest.approx(full_score - empty_score, abs=1e-4)
+    with pytest.raises(
+        PredictionException, match="no gradients, which integrated_gradients needs; ask for one of occ"
+    ):
         handler.handle([{**row, "method": "integrated_gradients"}], begin(handler.context, explain="True"))
 
 
-def test_an_onnx_session(tmp_path: Path, begin: Any) -> None:
+def test_an_onnx_session_is_perturbed(tmp_path: Path, begin: Any) -> None:
     pytest.importorskip("captum")
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
@@ -264,12 +282,14 @@ def test_an_onnx_session(tmp_path: Path, begin: Any) -> None:
     onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "model.onnx")
     handler = ImageClassifier()
     handler.initialize(Context("m", str(tmp_path), {"model": {"serializedFile": "model.onnx"}}))
-    [found] = handler.handle([{"data": tensor(2.0), "target": 1}], begin(handler.context, explain="True"))
+    [found] = handler.handle(
+        [{"data": constant_image(2.0), "target": 1}], begin(handler.context, explain="True")
+    )
     tiles = 2 * weights[:, 1].reshape(3, 4, 4).mean(axis=0)
     assert np.allclose(found, np.broadcast_to(tiles, (3, 4, 4)), atol=1e-5)
 
 
-def test_any_callable_is_explained() -> None:
+def test_any_callable_can_be_explained() -> None:
     pytest.importorskip("captum")
 
     def forward(rows: torch.Tensor) -> list[np.ndarray]:
@@ -278,25 +298,29 @@ def test_any_callable_is_explained() -> None:
 
     calls: list[int] = []
     inputs = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    question = Question(internal_batch_size=4)
-    assert attributions(forward, inputs, question).tolist() == inputs.tolist()
+    options = ExplanationOptions(internal_batch_size=4)
+    assert attribute(forward, inputs, options).tolist() == inputs.tolist()
     assert max(calls) == 4
-    wide = torch.ones(1, 1000)  # more numbers than are taken away one by one
-    assert np.allclose(attributions(forward, wide, Question("shapley", steps=1)), 1)
-    assert np.allclose(attributions(forward, wide, Question("occlusion")), 1, atol=0.01)
+    wide = torch.ones(1, 1000)  # more numbers than are perturbed one by one
+    assert np.allclose(attribute(forward, wide, ExplanationOptions("shapley", steps=1)), 1)
+    assert np.allclose(attribute(forward, wide, ExplanationOptions("occlusion")), 1, atol=0.01)
 
 
-def test_the_same_question_has_the_same_answer() -> None:
+def test_equal_requests_get_equal_explanations() -> None:
     pytest.importorskip("captum")
     inputs = torch.rand(1, 6)
-    found = [attributions(lambda rows: rows.prod(1).round(), inputs, Question("shapley", steps=2)) for _ in range(2)]
+    found = [
+        attribute(lambda rows: rows.prod(1).round(), inputs, ExplanationOptions("shapley", steps=2))
+        for _ in range(2)
+    ]
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(
-    "shape, count", [((8,), 8), ((600,), 200), ((1, 8, 8), 64), ((3, 224, 224), 256), ((2, 30, 7), 105), ((), 1)]
+    "shape, count",
+    [((8,), 8), ((600,), 200), ((1, 8, 8), 64), ((3, 224, 224), 256), ((2, 30, 7), 105), ((), 1)],
 )
-def test_cells(shape: tuple[int, ...], count: int) -> None:
-    cut = cells(shape)
-    assert cut.shape == (1, *shape)
-    assert cut.unique().tolist() == list(range(count))
+def test_cell_indices(shape: tuple[int, ...], count: int) -> None:
+    indices = cell_indices(shape)
+    assert indices.shape == (1, *shape)
+    assert indices.unique().tolist() == list(range(count))
