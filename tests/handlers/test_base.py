@@ -1,4 +1,4 @@
-"""What BaseHandler does with a batch."""
+"""Tests of BaseHandler's stages, errors, explanations and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from handlers.base import BaseHandler
 from handlers.context import Context
 from handlers.errors import PredictionException
-from handlers.source import open_archive
+from handlers.loading.module_loader import add_archive_to_path
 
 MODEL = """
 import torch
@@ -40,18 +40,18 @@ class Net(torch.nn.Module):
 """
 
 
-class Times:
-    """Metrics as a handler sees them: what it adds is kept."""
+class MetricRecorder:
+    """Metrics that record what a handler adds."""
 
     def __init__(self) -> None:
-        self.added: list[tuple[Any, ...]] = []
+        self.recorded: list[tuple[Any, ...]] = []
 
     def add_time(self, name: str, value: float, idx: Any = None, unit: str = "ms") -> None:
-        self.added.append((name, value, idx, unit))
+        self.recorded.append((name, value, idx, unit))
 
 
-def ready(handler: BaseHandler, directory: Path, config: dict[str, Any] | None = None) -> Context:
-    open_archive(directory)
+def initialize(handler: BaseHandler, directory: Path, config: dict[str, Any] | None = None) -> Context:
+    add_archive_to_path(directory)
     context = Context("net", str(directory), {"model": {"modelFile": "model.py"}}, model_yaml_config=config)
     handler.initialize(context)
     return context
@@ -59,39 +59,43 @@ def ready(handler: BaseHandler, directory: Path, config: dict[str, Any] | None =
 
 @pytest.fixture
 def handle(archive: Callable[..., Path], begin: Callable[..., Context]) -> Callable[..., list[Any]]:
-    """``handle(rows, handler=..., **headers)``: the answers to the rows' bodies."""
+    """Return ``run(bodies, handler, source, **headers)``, which returns the values for the rows' bodies."""
 
-    def run(bodies: list[Any], handler: BaseHandler | None = None, source: str = MODEL, **headers: str) -> list[Any]:
+    def run(
+        bodies: list[Any], handler: BaseHandler | None = None, source: str = MODEL, **headers: str
+    ) -> list[Any]:
         handler = handler or BaseHandler()
-        context = ready(handler, archive(model=source))
+        context = initialize(handler, archive(model=source))
         return handler.handle([{"body": body} for body in bodies], begin(context, len(bodies), **headers))
 
     return run
 
 
-def test_lists_of_numbers(handle: Any) -> None:
+def test_lists_of_numbers_are_multiplied(handle: Any) -> None:
     assert handle([[1.0, 2.0], [3.0, 4.0]]) == [[1.0, 20.0], [3.0, 40.0]]
 
 
 @pytest.mark.parametrize("body", [b"[1, 2]", bytearray(b"[1.0, 2.0]"), "[1, 2]"])
-def test_numbers_as_json_text(handle: Any, body: Any) -> None:
+def test_json_text_is_parsed(handle: Any, body: Any) -> None:
     assert handle([body]) == [[1.0, 20.0]]
 
 
-def test_the_field_data_goes_before_the_body(archive: Any, begin: Any) -> None:
+def test_the_field_data_takes_precedence_over_the_body(archive: Any, begin: Any) -> None:
     handler = BaseHandler()
-    context = ready(handler, archive(model=MODEL))
+    context = initialize(handler, archive(model=MODEL))
     assert handler.handle([{"data": [1, 1], "body": [9, 9]}], begin(context)) == [[1.0, 10.0]]
-    assert handler.handle([[1, 1]], begin(context)) == [[1.0, 10.0]], "rows that an envelope has opened already"
+    assert handler.handle([[1, 1]], begin(context)) == [[1.0, 10.0]], (
+        "rows may be the bare values of an envelope"
+    )
     assert handler.handle(torch.ones(2, 2), begin(context, 2)) == [[1.0, 10.0]] * 2
 
 
-def test_whole_numbers_are_the_models_floats_or_an_embeddings_indices(handle: Any) -> None:
+def test_integers_become_floats_except_for_embeddings(handle: Any) -> None:
     assert handle([[1, 2]]) == [[1.0, 20.0]]
     assert handle([[2, 0]], source=EMBEDDING) == [[2.5, 0.5]]
 
 
-def test_numbers_take_the_format_of_the_models_parameters(handle: Any) -> None:
+def test_inputs_have_the_dtype_of_the_parameters(handle: Any) -> None:
     halved = MODEL.replace("torch.tensor([1.0, 10.0])", "torch.tensor([1.0, 10.0], dtype=torch.bfloat16)")
 
     class Format(BaseHandler):
@@ -114,33 +118,37 @@ def test_a_torchscript_embedding_keeps_its_indices(tmp_path: Path, begin: Any) -
     assert first == third != second
 
 
-def test_a_batch_is_its_rows(handle: Any) -> None:
+def test_a_batch_returns_the_values_of_its_rows(handle: Any) -> None:
     rows = [[float(i), 0.5 * i] for i in range(8)]
     assert handle(rows) == [handle([row])[0] for row in rows]
 
 
-def test_one_bad_row_fails_alone(handle: Any) -> None:
-    good, bad, also = handle([[1, 2], b"not json", [3, 4]])
-    assert (good, also) == ([1.0, 20.0], [3.0, 40.0])
-    assert isinstance(bad, PredictionException) and bad.error_code == 400 and "JSON list of numbers" in bad.message
+def test_an_invalid_row_fails_alone(handle: Any) -> None:
+    good, bad, third = handle([[1, 2], b"not json", [3, 4]])
+    assert (good, third) == ([1.0, 20.0], [3.0, 40.0])
+    assert (
+        isinstance(bad, PredictionException)
+        and bad.error_code == 400
+        and "JSON list of numbers" in bad.message
+    )
 
 
-def test_every_bad_row_has_its_own_error(handle: Any) -> None:
+def test_every_invalid_row_has_its_own_error(handle: Any) -> None:
     first, second = handle([b"not json", ["a", "b"]])
     assert first.error_code == second.error_code == 400 and first.message != second.message
     [none] = handle([None])
     assert none.error_code == 400
 
 
-def test_outside_of_handle_a_rejected_row_is_raised() -> None:
+def test_reject_raises_outside_of_handle() -> None:
     with pytest.raises(PredictionException, match="No"):
         BaseHandler().reject(0, PredictionException("No", 400))
     with pytest.raises(PredictionException, match="JSON list"):
         BaseHandler().preprocess([{"body": [1]}, {"body": b"not json"}])
 
 
-def test_a_subclass_rejects_a_row_and_still_sees_them_all(handle: Any) -> None:
-    class Picky(BaseHandler):
+def test_rejected_rows_stay_in_the_batch(handle: Any) -> None:
+    class Rejecter(BaseHandler):
         def preprocess(self, data: list[Any]) -> torch.Tensor:
             for index, row in enumerate(data):
                 if row["body"][0] < 0:
@@ -150,12 +158,12 @@ def test_a_subclass_rejects_a_row_and_still_sees_them_all(handle: Any) -> None:
         def postprocess(self, data: torch.Tensor) -> list[Any]:
             return [len(data)] * len(data)
 
-    answers = handle([[1, 2], [-1, 2], [3, 4]], Picky())
+    answers = handle([[1, 2], [-1, 2], [3, 4]], Rejecter())
     assert answers[0] == answers[2] == 3
     assert answers[1].message == "Not below zero"
 
 
-def test_an_exception_in_a_rows_place_stays_there(handle: Any) -> None:
+def test_an_exception_in_a_rows_place_is_returned(handle: Any) -> None:
     class Strict(BaseHandler):
         def postprocess(self, data: torch.Tensor) -> list[Any]:
             return [KeyError("large") if row[1] > 30 else "fine" for row in data]
@@ -164,7 +172,7 @@ def test_an_exception_in_a_rows_place_stays_there(handle: Any) -> None:
     assert fine == "fine" and isinstance(large, KeyError)
 
 
-def test_what_the_author_raises_for_the_whole_batch_is_raised(handle: Any) -> None:
+def test_an_error_of_the_whole_batch_is_raised(handle: Any) -> None:
     class Closed(BaseHandler):
         def inference(self, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             raise PredictionException("Closed on Sundays", 503)
@@ -173,33 +181,33 @@ def test_what_the_author_raises_for_the_whole_batch_is_raised(handle: Any) -> No
         handle([[1, 2], b"not json"], Closed())
 
 
-def test_the_attributes_that_subclasses_use(archive: Any) -> None:
+def test_subclasses_find_torchserves_attributes(archive: Any) -> None:
     handler = BaseHandler()
     assert handler.initialized is False and handler.profiler_args == {} and handler.target == 0
     directory = archive(model=MODEL)
-    context = ready(handler, directory, {"handler": {"depth": 2}})
+    context = initialize(handler, directory, {"handler": {"depth": 2}})
     assert handler.initialized and handler.context is context and handler.manifest is context.manifest
     assert handler.device == handler.get_device() == torch.device("cpu") and handler.map_location == "cpu"
     assert handler.model_pt_path is None and handler.mapping is None and handler.explain is False
     assert handler.model_yaml_config == {"handler": {"depth": 2}}
 
 
-def test_an_older_subclass_may_load_its_weights_its_own_way(archive: Any, begin: Any) -> None:
-    class Own(BaseHandler):
+def test_a_subclass_may_override_the_loading_of_weights(archive: Any, begin: Any) -> None:
+    class CustomLoader(BaseHandler):
         def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
             return torch.nn.Identity()
 
-    handler = Own()
-    context = ready(handler, archive(model=MODEL))
+    handler = CustomLoader()
+    context = initialize(handler, archive(model=MODEL))
     assert handler.handle([{"body": [1, 2]}], begin(context)) == [[1, 2]]
 
 
-def test_nothing_is_there_for_gradients(handle: Any) -> None:
-    class Peek(BaseHandler):
+def test_outputs_have_no_gradients(handle: Any) -> None:
+    class Inspector(BaseHandler):
         def postprocess(self, data: torch.Tensor) -> list[Any]:
             return [data.requires_grad, data.is_inference()][: len(data)]
 
-    assert handle([[1, 2], [1, 2]], Peek()) == [False, True]
+    assert handle([[1, 2], [1, 2]], Inspector()) == [False, True]
 
 
 class Explains(BaseHandler):
@@ -207,9 +215,9 @@ class Explains(BaseHandler):
         return [{"target": target, "sum": float(row.sum()), "raw": raw_data} for row in tensor_data]
 
 
-def test_explanations_have_their_own_targets(archive: Any, begin: Any) -> None:
+def test_explanations_have_a_target_for_each_row(archive: Any, begin: Any) -> None:
     handler = Explains()
-    context = ready(handler, archive(model=MODEL))
+    context = initialize(handler, archive(model=MODEL))
     rows = [{"data": [1, 2], "target": b"1"}, {"data": [3, 4]}, {"data": [5, 6], "target": "gender"}]
     assert handler.handle(rows, begin(context, 3, explain="True")) == [
         {"target": 1, "sum": 3.0, "raw": [1, 2]},
@@ -217,43 +225,48 @@ def test_explanations_have_their_own_targets(archive: Any, begin: Any) -> None:
         {"target": "gender", "sum": 11.0, "raw": [5, 6]},
     ]
     assert handler.explain is True
-    assert [one["sum"] for one in handler.handle(rows[1:2] * 2, begin(context, 2, explain="True"))] == [7.0, 7.0]
+    assert [
+        explanation["sum"] for explanation in handler.handle(rows[1:2] * 2, begin(context, 2, explain="True"))
+    ] == [
+        7.0,
+        7.0,
+    ]
     assert handler.handle(rows[:1], begin(context, 1, explain="False")) == [[1.0, 20.0]]
     assert handler.explain is False
 
 
-def test_a_handler_that_cannot_explain_says_so(handle: Any) -> None:
-    with pytest.raises(PredictionException, match="BaseHandler explains nothing") as raised:
+def test_a_handler_without_insights_answers_501(handle: Any) -> None:
+    with pytest.raises(PredictionException, match="BaseHandler cannot be explained") as raised:
         handle([[1, 2]], explain="True")
     assert raised.value.error_code == 501
 
 
-def test_descriptions(handle: Any) -> None:
-    class Known(BaseHandler):
+def test_describe_handle_answers_every_row(handle: Any) -> None:
+    class Described(BaseHandler):
         def describe_handle(self) -> Any:
             return {"inputs": 2}
 
-    assert handle([[1, 2]], Known(), describe="True") == [{"inputs": 2}]
+    assert handle([[1, 2]], Described(), describe="True") == [{"inputs": 2}]
     assert handle([None, None], describe="True") == [None, None]
 
 
-def test_times_are_reported_where_there_are_metrics(archive: Any, begin: Any) -> None:
+def test_times_are_reported_if_metrics_exist(archive: Any, begin: Any) -> None:
     handler = BaseHandler()
-    context = ready(handler, archive(model=MODEL))
-    context.metrics = Times()
+    context = initialize(handler, archive(model=MODEL))
+    context.metrics = MetricRecorder()
     handler.handle([{"body": [1, 2]}], begin(context))
-    [(name, value, idx, unit)] = context.metrics.added
+    [(name, value, idx, unit)] = context.metrics.recorded
     assert (name, idx, unit) == ("HandlerTime", None, "ms") and 0 <= value < 60_000
     context.model_yaml_config["handler"] = {"profile": True}
-    context.metrics = Times()
+    context.metrics = MetricRecorder()
     handler.handle([{"body": [1, 2]}], begin(context))
-    names = [added[0] for added in context.metrics.added]
+    names = [recorded[0] for recorded in context.metrics.recorded]
     assert names == ["ts_handler_preprocess", "ts_handler_inference", "ts_handler_postprocess", "HandlerTime"]
     context.metrics = None
     assert handler.handle([{"body": [1, 2]}], begin(context)) == [[1.0, 20.0]]
 
 
-def test_a_profile_of_a_batch(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_profiled(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENABLE_TORCH_PROFILER", "TRUE")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert handle([[1, 2]]) == [[1.0, 20.0]]
@@ -261,8 +274,11 @@ def test_a_profile_of_a_batch(handle: Any, tmp_path: Path, monkeypatch: pytest.M
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"preprocess", "inference", "postprocess"} <= names
 
-    seen = []
+    profiles = []
     handler = BaseHandler()
-    handler.profiler_args = {"on_trace_ready": seen.append, "activities": [torch.profiler.ProfilerActivity.CPU]}
+    handler.profiler_args = {
+        "on_trace_ready": profiles.append,
+        "activities": [torch.profiler.ProfilerActivity.CPU],
+    }
     handle([[1, 2]], handler)
-    assert len(seen) == 1
+    assert len(profiles) == 1

@@ -13,13 +13,16 @@ def context() -> Context:
     context = Context("digits", "/models/digits", {"model": {}}, batch_size=4)
     context.begin(
         ["a", "b"],
-        [{"X-User": "ann", "explain": "True", "ts_request_sequence_id": "s1"}, {"x-user": "bob", "X-User": "BOB"}],
+        [
+            {"X-User": "ann", "explain": "True", "ts_request_sequence_id": "s1"},
+            {"x-user": "bob", "X-User": "BOB"},
+        ],
         [{"data": {"content-type": "image/png"}, "X-User": {"content-type": "text/plain"}}, {}],
     )
     return context
 
 
-def test_system_properties() -> None:
+def test_system_properties_have_the_arguments() -> None:
     context = Context("digits", "/models/digits", None, 8, 1, "9.9", False, None, {"handler": {"n": 1}})
     assert context.system_properties == {
         "model_dir": "/models/digits",
@@ -33,7 +36,7 @@ def test_system_properties() -> None:
     assert context.model_yaml_config == {"handler": {"n": 1}}
 
 
-def test_what_stands_in_for_the_unsaid() -> None:
+def test_defaults() -> None:
     context = Context("digits", "/models/digits", {})
     properties = context.system_properties
     assert properties["gpu_id"] is None and properties["batch_size"] == 1
@@ -44,29 +47,29 @@ def test_what_stands_in_for_the_unsaid() -> None:
     assert context.get_request_id() is None
 
 
-def test_request_ids(context: Context) -> None:
+def test_request_ids_are_found_by_row(context: Context) -> None:
     assert context.request_ids == {0: "a", 1: "b"}
     assert context.get_request_id() == "a"
     assert context.get_request_id(1) == "b"
     assert context.get_request_id(2) is None
 
 
-def test_a_header_is_found_as_spelled_before_any_other_case(context: Context) -> None:
+def test_the_exact_spelling_of_a_header_takes_precedence(context: Context) -> None:
     assert context.get_request_header(1, "X-User") == "BOB"
     assert context.get_request_header(1, "x-user") == "bob"
     assert context.get_request_header(0, "x-USER") == "ann"
-    assert context.get_request_header(0, "nobody") is None
+    assert context.get_request_header(0, "unknown") is None
 
 
-def test_all_headers_keep_the_clients_case_and_hold_the_inputs(context: Context) -> None:
+def test_all_headers_keep_the_clients_case_and_include_the_inputs(context: Context) -> None:
     headers = context.get_all_request_header(0)
     assert headers["data"] == {"content-type": "image/png"}
-    assert headers["X-User"] == "ann", "a request header goes before an input of its name"
+    assert headers["X-User"] == "ann", "a request header takes precedence over an input of the same name"
     assert "x-user" not in headers
     assert context.get_request_header(0, "data") == {"content-type": "image/png"}
 
 
-def test_sequence_id(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_headers_are_configurable(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     assert context.get_sequence_id(0) == "s1"
     assert context.get_sequence_id(1) is None
     monkeypatch.setenv("TS_REQUEST_SEQUENCE_ID", "my-id")
@@ -77,7 +80,7 @@ def test_sequence_id(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys == ("my-id", "my-start", "my-end")
 
 
-def test_response_content_type(context: Context) -> None:
+def test_response_content_type_is_found_in_any_case(context: Context) -> None:
     assert context.get_response_content_type(0) is None
     context.set_response_content_type(0, "image/png")
     assert context.get_response_content_type(0) == "image/png"
@@ -86,13 +89,13 @@ def test_response_content_type(context: Context) -> None:
     assert context.get_response_content_type(1) == "text/csv"
 
 
-def test_response_headers(context: Context) -> None:
+def test_response_headers_are_kept_by_row(context: Context) -> None:
     context.set_response_header(1, "X-Took", "3")
     assert context.get_response_headers(0) == {}
     assert context.get_response_headers(1) == {"X-Took": "3"}
 
 
-def test_response_status(context: Context) -> None:
+def test_response_status_is_kept_by_row(context: Context) -> None:
     assert context.get_response_status(0) == (200, "")
     context.set_response_status(599, "So be it", 1)
     assert context.get_response_status(0) == (200, "")
@@ -103,7 +106,7 @@ def test_response_status(context: Context) -> None:
     assert context.get_response_status(0) == (404, "")
 
 
-def test_a_batch_knows_nothing_of_the_one_before(context: Context) -> None:
+def test_begin_clears_the_previous_batch(context: Context) -> None:
     context.set_response_status(500, "No", 0)
     context.set_response_header(0, "X-Took", "3")
     context.stopping_criteria = [print]
@@ -113,10 +116,10 @@ def test_a_batch_knows_nothing_of_the_one_before(context: Context) -> None:
     assert context.get_response_status(0) == (200, "") and context.get_response_headers(0) == {}
     assert context.get_request_header(0, "explain") is None
     assert context.stopping_criteria is None
-    assert context.cache == {"a": 1}, "what the author keeps there stays"
+    assert context.cache == {"a": 1}, "the author's own attributes are kept"
 
 
-def test_before_the_first_batch_there_are_no_requests_to_ask_about() -> None:
+def test_requests_are_unavailable_before_the_first_batch() -> None:
     context = Context("digits", "/models/digits", {})
     context.set_response_status(500, "No")
     context.set_all_response_status(500, "No")
@@ -126,7 +129,7 @@ def test_before_the_first_batch_there_are_no_requests_to_ask_about() -> None:
         context.emit(0, "a")
 
 
-def test_the_request_processor_is_there_for_who_asks_it(context: Context) -> None:
+def test_the_request_processor_has_torchserves_methods(context: Context) -> None:
     row = context.request_processor[0]
     row.report_status(418, "Teapot")
     row.add_response_property("X-A", "1")
@@ -135,7 +138,7 @@ def test_the_request_processor_is_there_for_who_asks_it(context: Context) -> Non
     assert row.get_request_property("explain") == "True" == row.get_request_properties()["explain"]
 
 
-def test_prediction_exception_survives_a_pickle() -> None:
+def test_prediction_exceptions_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(PredictionException("No such user", 404)))
     assert (error.message, error.error_code, str(error)) == ("No such user", 404, "No such user : 404")
     assert PredictionException("Oh").error_code == 500

@@ -1,4 +1,4 @@
-"""Images that are decoded ahead of their batch, and handlers that do it their own way."""
+"""Tests of images that are decoded before their batch, and of handlers with their own preprocess."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
+from handlers.builtin.image_classifier import ImageClassifier
 from handlers.context import Row
 from handlers.errors import PredictionException
-from handlers.image_classifier import ImageClassifier
-from handlers.rejections import Rejections
+from handlers.row_errors import RowErrors
 
 
 @pytest.fixture
@@ -23,45 +23,45 @@ def photograph() -> bytes:
     return buffer.getvalue()
 
 
-def handler(cls: type[ImageClassifier] = ImageClassifier) -> ImageClassifier:
-    made = cls()
-    made.device = torch.device("cpu")
-    return made
+def make_handler(cls: type[ImageClassifier] = ImageClassifier) -> ImageClassifier:
+    image_handler = cls()
+    image_handler.device = torch.device("cpu")
+    return image_handler
 
 
-def test_what_was_prepared_is_what_the_batch_would_have_made(photograph: bytes) -> None:
+def test_a_prepared_row_equals_the_batchs_own_result(photograph: bytes) -> None:
     row = Row({"body": photograph})
-    made = handler()
-    row.prepared = made.prepare_row(row)
-    assert torch.equal(made.preprocess([row]), made.preprocess([{"body": photograph}]))
+    image_handler = make_handler()
+    row.prepared = image_handler.prepare_row(row)
+    assert torch.equal(image_handler.preprocess([row]), image_handler.preprocess([{"body": photograph}]))
     row.clear()  # it is not decoded again
-    assert made.preprocess([row]).shape == (1, 3, 224, 224)
+    assert image_handler.preprocess([row]).shape == (1, 3, 224, 224)
 
 
-def test_an_image_that_could_not_be_prepared_is_its_rows_error(photograph: bytes) -> None:
-    made = handler()
+def test_a_preparation_error_fails_its_row(photograph: bytes) -> None:
+    image_handler = make_handler()
     row = Row({"body": b"no image"})
-    with pytest.raises(PredictionException) as caught:
-        made.prepare_row(row)
-    row.prepared = caught.value
-    rejections = Rejections(2)
-    with rejections.taken():
-        batch = made.preprocess([row, Row({"body": photograph})])
-    assert batch.shape[0] == 2 and rejections.over([1, 2]) == [caught.value, 2]
+    with pytest.raises(PredictionException) as raised:
+        image_handler.prepare_row(row)
+    row.prepared = raised.value
+    row_errors = RowErrors(2)
+    with row_errors.activate():
+        batch = image_handler.preprocess([row, Row({"body": photograph})])
+    assert batch.shape[0] == 2 and row_errors.merge_into([1, 2]) == [raised.value, 2]
 
 
-def test_a_preprocess_of_its_own_gets_rows_that_nobody_touched() -> None:
-    class Own(ImageClassifier):
+def test_handlers_with_their_own_preprocess_are_not_prepared() -> None:
+    class CustomPreprocess(ImageClassifier):
         def preprocess(self, data):
             return data
 
-    class Further(Own):
+    class Derived(CustomPreprocess):
         pass
 
-    class Both(Own):
+    class CustomBoth(CustomPreprocess):
         def prepare_row(self, row):
             return 1
 
-    assert handler(Own).prepare_row is None and handler(Further).prepare_row is None
-    assert handler(Both).prepare_row(Row({})) == 1
+    assert make_handler(CustomPreprocess).prepare_row is None and make_handler(Derived).prepare_row is None
+    assert make_handler(CustomBoth).prepare_row(Row({})) == 1
     assert ImageClassifier.prepare_row is not None

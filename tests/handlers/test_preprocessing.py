@@ -1,4 +1,4 @@
-"""Images become the tensors that torchvision makes of them; its values are recorded in data/preprocessing.npz."""
+"""Tests of preprocessing against torchvision's tensors, recorded in data/preprocessing.npz."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from handlers.image_classifier import ImageClassifier
-from handlers.image_segmenter import ImageSegmenter
+from handlers.builtin.image_classifier import ImageClassifier
+from handlers.builtin.image_segmenter import ImageSegmenter
 
 DATA = Path(__file__).parent / "data"
 with np.load(DATA / "preprocessing.npz") as file:
@@ -36,7 +36,9 @@ def test_every_photograph_is_recorded(contents: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("handler", [ImageClassifier, ImageSegmenter])
-def test_a_photograph(contents: dict[str, bytes], name: str, handler: type[ImageClassifier]) -> None:
+def test_a_photographs_tensor_equals_torchvisions(
+    contents: dict[str, bytes], name: str, handler: type[ImageClassifier]
+) -> None:
     handler = handler()
     handler.device = torch.device("cpu")
     [tensor] = handler.preprocess([{"data": bytearray(contents[name])}])
@@ -45,5 +47,5 @@ def test_a_photograph(contents: dict[str, bytes], name: str, handler: type[Image
     assert np.abs(tensor.mean(dim=(1, 2)).numpy() - RECORDED[f"{name}: mean"]).max() < 1e-4
 
 
-def test_the_orientation_in_a_photographs_exif_is_not_heeded() -> None:
+def test_exif_orientation_is_ignored() -> None:
     assert (RECORDED["orientation"] == RECORDED["whole"]).all()

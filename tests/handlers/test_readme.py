@@ -1,4 +1,4 @@
-"""The guide says what is there, and its code runs."""
+"""Tests that the guide is complete and that its code runs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def block(start: str) -> str:
-    [found] = [code for code in BLOCKS if code.startswith(start) or f"\n{start}" in code]
-    return found
+    [code_block] = [code for code in BLOCKS if code.startswith(start) or f"\n{start}" in code]
+    return code_block
 
 
-def test_every_handler_and_everything_on_the_context_is_in_it() -> None:
+def test_the_guide_names_every_handler_and_context_attribute() -> None:
     context = Context("m", "/m", {})
-    begun = {"begin", "emit", "request_processor", "stopping_criteria", "cl_socket"}  # not for everyday use
-    public = {name for name in dir(context) if not name.startswith("_")} - begun
-    named = set(re.findall(r"\w+", GUIDE))
-    assert public <= named, public - named
-    assert set(handlers.HANDLERS) <= named
-    assert set(context.system_properties) <= named
+    # These are for the server and special cases.
+    internal_names = {"begin", "emit", "request_processor", "stopping_criteria", "cl_socket"}
+    public = {name for name in dir(context) if not name.startswith("_")} - internal_names
+    words = set(re.findall(r"\w+", GUIDE))
+    assert public <= words, public - words
+    assert set(handlers.HANDLERS) <= words
+    assert set(context.system_properties) <= words
 
 
 MODEL = """
@@ -48,7 +49,7 @@ class Net(torch.nn.Module):
         return x if x.dim() == 2 else x.mean(dim=(2, 3))
 """
 PHOTOGRAPH = [[[channel] * 8] * 8 for channel in (0.0, 2.0, 1.0)]  # a tensor already
-# Each file of the guide: the bodies of a batch, and what the batch is answered.
+# Each file of the guide: the bodies of a batch, and the values returned for them.
 FILES: dict[str, tuple[list[Any], list[Any]]] = {
     "lengths": (["four", ""], [4, 0]),
     "greeter": (["world"], ["Hello, world"]),
@@ -66,20 +67,20 @@ FILES: dict[str, tuple[list[Any], list[Any]]] = {
     "countdown": (["3", "1"], [3, 1]),
     "whoami": ([""], [[os.getpid()]]),
 }
-SENT = {"words": ["one ", "two "]}
+INTERMEDIATE_VALUES = {"words": ["one ", "two "]}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rank() -> Iterator[None]:
-    """A group of one process, for the handler that asks who else is in it."""
+    """Make a process group of one process, for the handler that uses one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.fixture
-def ask(archive, begin):  # type: ignore[no-untyped-def]
-    """``ask(name, bodies, **headers)``: what that file of the guide answers, and what it sends before."""
+def run_file(archive, begin):  # type: ignore[no-untyped-def]
+    """Return ``run(name, bodies, **headers)``, which runs one file of the guide on a batch."""
 
     def run(name: str, bodies: list[Any], **headers: str) -> tuple[list[Any], list[Any]]:
         directory = archive(model=MODEL, **{name: block(f"# {name}.py")})
@@ -90,35 +91,37 @@ def ask(archive, begin):  # type: ignore[no-untyped-def]
         rows = [{"body": body} for body in bodies]
 
         async def answers() -> Any:
-            begun = entry.initialize(context)
-            if begun is not None:
-                await begun
+            awaitable = entry.initialize(context)
+            if awaitable is not None:
+                await awaitable
             begin(context, len(rows), emit=lambda idx, value: sent.append(value), **headers)
-            return await entry(rows, context) if entry.asynchronous else entry(rows, context)
+            return await entry(rows, context) if entry.is_async else entry(rows, context)
 
         return asyncio.run(answers()), sent
 
     return run
 
 
-def test_every_file_of_it_is_run() -> None:
+def test_every_file_of_the_guide_is_tested() -> None:
     assert set(re.findall(r"```python\n# (\w+)\.py", GUIDE)) == set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_its_handlers_run_as_it_says(ask, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_handlers_of_the_guide_run(run_file, name: str) -> None:  # type: ignore[no-untyped-def]
     bodies, answers = FILES[name]
-    assert ask(name, bodies) == (answers, SENT.get(name, []))
+    assert run_file(name, bodies) == (answers, INTERMEDIATE_VALUES.get(name, []))
 
 
-def test_its_other_kinds_of_call(ask) -> None:  # type: ignore[no-untyped-def]
-    assert ask("reasons", [[1.0, 2.0]], explain="True")[0] == [{"largest": 1, "target": 0}]
-    assert ask("described", [[1.0]], describe="True")[0] == [{"input": "two numbers", "output": "two numbers"}]
-    [nine, error] = ask("squares", [3, "three"])[0]
+def test_explanations_and_descriptions_of_the_guide_run(run_file) -> None:  # type: ignore[no-untyped-def]
+    assert run_file("reasons", [[1.0, 2.0]], explain="True")[0] == [{"largest": 1, "target": 0}]
+    assert run_file("described", [[1.0]], describe="True")[0] == [
+        {"input": "two numbers", "output": "two numbers"}
+    ]
+    [nine, error] = run_file("squares", [3, "three"])[0]
     assert nine == 9 and (error.message, error.error_code) == ("'three' is no number", 422)
 
 
-def test_a_row_may_be_prepared(ask) -> None:  # type: ignore[no-untyped-def]
+def test_a_prepared_row_is_used(run_file) -> None:  # type: ignore[no-untyped-def]
     scope: dict[str, Any] = {}
     exec(block("# sums.py"), scope)
     row = Row({"body": "not read again"})
@@ -126,16 +129,16 @@ def test_a_row_may_be_prepared(ask) -> None:  # type: ignore[no-untyped-def]
     assert scope["Sums"]().handle([row], None) == [9]
 
 
-def test_its_envelope() -> None:
+def test_the_guides_envelope_runs() -> None:
     scope: dict[str, Any] = {}
     exec(block("from handlers.envelopes.base"), scope)
     envelope = scope["Lines"](lambda data, context: [[len(word) for word in row] for row in data])
     assert envelope.handle([{"body": "one three"}, {"body": "a"}], None) == ["3 5", "1"]
-    named = set(re.findall(r"^\| `(\w+)` \|", GUIDE[GUIDE.index("## Envelopes") :], re.MULTILINE))
-    assert set(ENVELOPES) <= named
+    words = set(re.findall(r"^\| `(\w+)` \|", GUIDE[GUIDE.index("## Envelopes") :], re.MULTILINE))
+    assert set(ENVELOPES) <= words
 
 
-def test_its_micro_batches(archive, begin) -> None:  # type: ignore[no-untyped-def]
+def test_the_guides_micro_batches_run(archive, begin) -> None:  # type: ignore[no-untyped-def]
     [config] = re.findall(r"```yaml\n(micro_batching:.*?)```", GUIDE, re.DOTALL)
     directory, manifest = archive(model=MODEL), {"model": {"modelFile": "model.py"}}
     entry = handlers.load("base_handler", directory, manifest)
@@ -147,7 +150,7 @@ def test_its_micro_batches(archive, begin) -> None:  # type: ignore[no-untyped-d
     entry.handle.shutdown()
 
 
-def test_its_metrics_are_measured(archive, begin) -> None:  # type: ignore[no-untyped-def]
+def test_the_guides_metrics_are_recorded(archive, begin) -> None:  # type: ignore[no-untyped-def]
     directory = archive(reader=block("class Reader"))
     entry = handlers.load("reader.py", directory, {})
     context = Context("reader", str(directory), {}, metrics=MetricCache("reader"))
@@ -163,9 +166,11 @@ def test_its_metrics_are_measured(archive, begin) -> None:  # type: ignore[no-un
     assert public <= set(re.findall(r"\w+", GUIDE))
 
 
-def test_a_handler_is_tried_without_a_server(tmp_path: Path) -> None:
+def test_the_guides_script_without_a_server_runs(tmp_path: Path) -> None:
     (tmp_path / "my_model").mkdir()
     (tmp_path / "my_model" / "handler.py").write_text(block("class Greeter"))
     code = f"import sys; sys.path.append({str(ROOT)!r})\n" + block("directory = Path")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert result.stdout.strip() == "['Hello, world']"

@@ -1,4 +1,4 @@
-"""Every kind of weights file, through BaseHandler as an archive would."""
+"""Tests of every kind of weights file, loaded through BaseHandler."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 import handlers
-from handlers import weights
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
+from handlers.loading import weights
 
 MODEL = """
 import torch
@@ -42,16 +42,16 @@ def net() -> torch.nn.Module:
 
 @pytest.fixture
 def answers(begin: Callable[..., Context]) -> Callable[..., list[Any]]:
-    """``answers(directory, serializedFile=..., ...)``: what base_handler makes of ROWS with that manifest."""
+    """Return ``predict(directory, config, **model)``, which returns base_handler's values for ROWS."""
 
-    def ask(directory: Path, config: dict[str, Any] | None = None, **model: str) -> list[Any]:
+    def predict(directory: Path, config: dict[str, Any] | None = None, **model: str) -> list[Any]:
         entry = handlers.load("base_handler", directory, {"model": model})
         context = Context("net", str(directory), {"model": model}, model_yaml_config=config)
         entry.initialize(context)
         assert entry.instance.initialized and not getattr(entry.instance.model, "training", False)
         return entry([{"body": row} for row in ROWS], begin(context, len(ROWS)))
 
-    return ask
+    return predict
 
 
 def expected(net: torch.nn.Module) -> list[Any]:
@@ -60,81 +60,93 @@ def expected(net: torch.nn.Module) -> list[Any]:
     return [pytest.approx(output, abs=1e-5) for output in outputs]
 
 
-def script(module: torch.nn.Module, file: Path) -> None:
+def save_torchscript(module: torch.nn.Module, file: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.jit.script(module).save(str(file))
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin"])
-def test_a_state_dict(archive: Any, answers: Any, net: Any, name: str) -> None:
+def test_a_state_dict_is_loaded(archive: Any, answers: Any, net: Any, name: str) -> None:
     directory = archive(model=MODEL)
     torch.save(net.state_dict(), directory / name)
     assert answers(directory, serializedFile=name, modelFile="model.py") == expected(net)
 
 
-def test_safetensors(archive: Any, answers: Any, net: Any) -> None:
+def test_safetensors_are_loaded(archive: Any, answers: Any, net: Any) -> None:
     directory = archive(model=MODEL)
     save_file(net.state_dict(), directory / "model.safetensors")
     assert answers(directory, serializedFile="model.safetensors", modelFile="model.py") == expected(net)
 
 
-def test_torchscript(archive: Any, answers: Any, net: Any) -> None:
+def test_torchscript_is_loaded(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()
-    script(net["linear"], directory / "model.pt")
+    save_torchscript(net["linear"], directory / "model.pt")
     assert answers(directory, serializedFile="model.pt") == expected(net)
 
 
-def test_a_model_file_alone(archive: Any, answers: Any) -> None:
+def test_a_model_file_without_weights_is_loaded(archive: Any, answers: Any) -> None:
     source = MODEL.replace("Linear(3, 2)", "Linear(3, 2, bias=False)")
-    source = source.replace("    def forward", "        torch.nn.init.ones_(self.linear.weight)\n\n    def forward")
+    source = source.replace(
+        "    def forward", "        torch.nn.init.ones_(self.linear.weight)\n\n    def forward"
+    )
     assert answers(archive(model=source), modelFile="model.py") == [[6.0, 6.0], [-0.5, -0.5]]
 
 
-def program(net: torch.nn.Module) -> torch.export.ExportedProgram:
+def export_program(net: torch.nn.Module) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch", min=1, max=64)
     return torch.export.export(net["linear"].eval(), (torch.ones(2, 3),), dynamic_shapes=({0: batch},))
 
 
-def test_an_exported_program(archive: Any, answers: Any, net: Any) -> None:
+def test_an_exported_program_is_loaded(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()
-    torch.export.save(program(net), directory / "model.pt2")
+    torch.export.save(export_program(net), directory / "model.pt2")
     assert answers(directory, TRUSTED, serializedFile="model.pt2") == expected(net)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
-def test_what_aotinductor_compiled(archive: Any, answers: Any, net: Any) -> None:
+def test_an_aotinductor_package_is_loaded(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own inside
-        torch._inductor.aoti_compile_and_package(program(net), package_path=str(directory / "model.pt2"))
+        warnings.simplefilter("ignore")  # warnings of torch itself
+        torch._inductor.aoti_compile_and_package(
+            export_program(net), package_path=str(directory / "model.pt2")
+        )
     assert answers(directory, TRUSTED, serializedFile="model.pt2") == expected(net)
-    with pytest.raises(HandlerLoadError, match=r"compiled this for cpu, and it is to run on cuda:0\. Compile it"):
+    with pytest.raises(
+        HandlerLoadError, match=r"compiled this for cpu, and it is to run on cuda:0\. Compile it"
+    ):
         weights.load(directory / "model.pt2", torch.device("cuda", 0), trusted=True)
 
 
-def test_a_pt2_file_runs_code_as_it_is_read(archive: Any, answers: Any, net: Any) -> None:
+def test_an_untrusted_pt2_file_is_rejected(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()
-    torch.export.save(program(net), directory / "model.pt2")
+    torch.export.save(export_program(net), directory / "model.pt2")
     with pytest.raises(HandlerLoadError, match=r"model\.pt2: .*write trusted: true in model-config\.yaml"):
         answers(directory, serializedFile="model.pt2")
 
 
-def test_damaged_pt2_files(archive: Any, answers: Any, net: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_pt2_files_are_rejected(
+    archive: Any, answers: Any, net: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     directory = archive()
     file = directory / "model.pt2"
-    torch.export.save(program(net), file)
-    whole = file.read_bytes()
+    torch.export.save(export_program(net), file)
+    content = file.read_bytes()
     with zipfile.ZipFile(directory / "other.zip", "w") as other:
         other.writestr("a/b", "c")
-    for content in (b"this is no model", whole[: len(whole) // 2], (directory / "other.zip").read_bytes()):
-        file.write_bytes(content)
+    for damaged in (
+        b"this is no model",
+        content[: len(content) // 2],
+        (directory / "other.zip").read_bytes(),
+    ):
+        file.write_bytes(damaged)
         with pytest.raises(HandlerLoadError, match=r"model\.pt2: .*export the model again"):
             answers(directory, TRUSTED, serializedFile="model.pt2")
     capfd.readouterr()
 
 
-def test_the_models_class_is_the_one_that_other_files_import(archive: Any, answers: Any, net: Any) -> None:
+def test_other_files_import_the_models_own_class(archive: Any, answers: Any, net: Any) -> None:
     directory = archive(
         model=MODEL,
         handler="""
@@ -155,12 +167,12 @@ def test_the_models_class_is_the_one_that_other_files_import(archive: Any, answe
     assert entry([{"body": ROWS[0]}], context) == [True]
 
 
-def test_a_pickle_is_read_only_where_it_is_trusted(archive: Any, answers: Any, net: Any) -> None:
+def test_only_trusted_pickles_are_read(archive: Any, answers: Any, net: Any) -> None:
     directory = archive(model=MODEL)
-    made = handlers.load("base_handler", directory, {"model": {"modelFile": "model.py"}})
-    made.initialize(Context("net", str(directory), {"model": {"modelFile": "model.py"}}))
-    made.instance.model.load_state_dict(net.state_dict())
-    torch.save(made.instance.model, directory / "model.pt")
+    entry = handlers.load("base_handler", directory, {"model": {"modelFile": "model.py"}})
+    entry.initialize(Context("net", str(directory), {"model": {"modelFile": "model.py"}}))
+    entry.instance.model.load_state_dict(net.state_dict())
+    torch.save(entry.instance.model, directory / "model.pt")
     model = {"serializedFile": "model.pt", "modelFile": "model.py"}
     with pytest.raises(HandlerLoadError, match=r"model\.pt: .* write trusted: true in model-config\.yaml"):
         answers(directory, **model)
@@ -170,26 +182,35 @@ def test_a_pickle_is_read_only_where_it_is_trusted(archive: Any, answers: Any, n
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("source", "message"),
     [
         ("import torch\nfrom torch.nn import Linear", r"model\.py: 0 nn\.Module classes"),
-        (MODEL + MODEL.replace("Net", "Part"), r"model\.py: 2 nn\.Module classes are defined in it \(Net, Part\)"),
+        (
+            MODEL + MODEL.replace("Net", "Part"),
+            r"model\.py: 2 nn\.Module classes are defined in it \(Net, Part\)",
+        ),
     ],
 )
-def test_the_model_file_defines_exactly_one_model(archive: Any, answers: Any, source: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_the_model_file_defines_exactly_one_model(
+    archive: Any, answers: Any, source: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         answers(archive(model=source), modelFile="model.py")
 
 
-def test_other_classes_beside_the_model_are_no_matter(archive: Any, answers: Any) -> None:
+def test_the_model_file_may_define_other_classes(archive: Any, answers: Any) -> None:
     assert len(answers(archive(model=MODEL + "\nclass Config:\n    width = 2\n"), modelFile="model.py")) == 2
 
 
-def test_missing_files(archive: Any, answers: Any) -> None:
+def test_errors_name_missing_files(archive: Any, answers: Any) -> None:
     directory = archive(model=MODEL)
     for model, file, option in (
         ({"serializedFile": "gone.pt"}, "gone.pt", "--serialized-file"),
-        ({"serializedFile": "gone.safetensors", "modelFile": "model.py"}, "gone.safetensors", "--serialized-file"),
+        (
+            {"serializedFile": "gone.safetensors", "modelFile": "model.py"},
+            "gone.safetensors",
+            "--serialized-file",
+        ),
         ({"modelFile": "gone.py"}, "gone.py", "--model-file"),
     ):
         with pytest.raises(HandlerLoadError) as raised:
@@ -197,7 +218,7 @@ def test_missing_files(archive: Any, answers: Any) -> None:
         assert str(directory / file) in str(raised.value) and option in str(raised.value)
 
 
-def test_weights_that_need_a_class(archive: Any, answers: Any, net: Any) -> None:
+def test_weights_without_their_class_are_rejected(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()
     save_file(net.state_dict(), directory / "model.safetensors")
     torch.save(net.state_dict(), directory / "model.pth")
@@ -212,7 +233,7 @@ def test_weights_that_need_a_class(archive: Any, answers: Any, net: Any) -> None
         answers(directory)
 
 
-def test_damaged_files(archive: Any, answers: Any) -> None:
+def test_damaged_files_are_rejected(archive: Any, answers: Any) -> None:
     directory = archive(model=MODEL)
     for name in ("model.pt", "model.safetensors"):
         (directory / name).write_bytes(b"this is no model")
@@ -224,15 +245,17 @@ def test_damaged_files(archive: Any, answers: Any) -> None:
         answers(directory, serializedFile="model.safetensors", modelFile="model.py")
 
 
-def test_weights_of_another_model(archive: Any, answers: Any) -> None:
+def test_weights_of_another_model_are_rejected(archive: Any, answers: Any) -> None:
     directory = archive(model=MODEL)
     torch.save(torch.nn.Linear(3, 2).state_dict(), directory / "model.pt")
-    with pytest.raises(HandlerLoadError, match=r"model\.pt: this is no state dict of Net in model\.py") as raised:
+    with pytest.raises(
+        HandlerLoadError, match=r"model\.pt: this is no state dict of Net in model\.py"
+    ) as raised:
         answers(directory, serializedFile="model.pt", modelFile="model.py")
     assert "linear.weight" in str(raised.value)
 
 
-def test_labels_come_with_the_model(archive: Any) -> None:
+def test_labels_are_loaded_with_the_model(archive: Any) -> None:
     directory = archive(model=MODEL)
     (directory / "index_to_name.json").write_text(json.dumps({"0": "cat", "1": "dog"}))
     entry = handlers.load("base_handler", directory, {})
@@ -240,26 +263,32 @@ def test_labels_come_with_the_model(archive: Any) -> None:
     assert entry.instance.mapping == {"0": "cat", "1": "dog"}
 
 
-@pytest.mark.parametrize("pt2", ["eager", {"backend": "eager"}, {"compile": {"enable": True, "backend": "eager"}}])
-def test_compiled_where_the_configuration_says_so(archive: Any, answers: Any, net: Any, pt2: Any) -> None:
+@pytest.mark.parametrize(
+    "pt2", ["eager", {"backend": "eager"}, {"compile": {"enable": True, "backend": "eager"}}]
+)
+def test_models_are_compiled_if_configured(archive: Any, answers: Any, net: Any, pt2: Any) -> None:
     directory = archive(model=MODEL)
     torch.save(net.state_dict(), directory / "model.pt")
     assert answers(directory, {"pt2": pt2}, serializedFile="model.pt", modelFile="model.py") == expected(net)
-    from handlers import compilation
+    from handlers.optimize import compile
 
-    assert hasattr(compilation.compiled(net, pt2), "_orig_mod")
+    assert hasattr(compile.compile_model(net, pt2), "_orig_mod")
 
 
-def test_not_compiled_where_it_says_no_or_the_backend_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
-    from handlers import compilation
+def test_models_are_not_compiled_if_disabled_or_the_backend_is_unknown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from handlers.optimize import compile
 
     module = torch.nn.Linear(1, 1)
-    asked = {"compile": {"enable": False, "backend": "eager"}}
-    assert compilation.compiled(module, None) is module
-    assert compilation.compiled(module, asked) is module
-    assert asked == {"compile": {"enable": False, "backend": "eager"}}, "the model's configuration is only read"
-    assert compilation.compiled(module, {"export": {"aot_compile": True}}) is module
-    assert compilation.compiled(module, "no_such_backend") is module
+    options = {"compile": {"enable": False, "backend": "eager"}}
+    assert compile.compile_model(module, None) is module
+    assert compile.compile_model(module, options) is module
+    assert options == {"compile": {"enable": False, "backend": "eager"}}, (
+        "the model's configuration is not modified"
+    )
+    assert compile.compile_model(module, {"export": {"aot_compile": True}}) is module
+    assert compile.compile_model(module, "no_such_backend") is module
     assert "no_such_backend" in caplog.text
     with pytest.raises(ValueError, match="pt2 is 3"):
-        compilation.compiled(module, 3)
+        compile.compile_model(module, 3)

@@ -1,4 +1,4 @@
-"""The ``optimize:`` and ``accuracy:`` blocks of model-config.yaml, through BaseHandler as an archive would."""
+"""Tests of ``optimize:`` and ``accuracy:`` of model-config.yaml, through BaseHandler."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import yaml
 from safetensors.torch import save_file
 
 import handlers
-from handlers.accuracy import Tolerance, difference
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
-from handlers.optimisation import buckets
+from handlers.optimize.apply import warmup_batch_sizes
+from handlers.optimize.tolerance_gate import Tolerance, compare_outputs
 
 MODEL = """
 import torch
@@ -73,15 +73,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def loaded(archive: Any, begin: Callable[..., Context]) -> Callable[..., tuple[Any, list[Any]]]:
-    """``loaded(config, model=..., rows=...)``: the handler with that model-config.yaml, and what it answers."""
+def load_handler(archive: Any, begin: Callable[..., Context]) -> Callable[..., tuple[Any, list[Any]]]:
+    """Return a function that loads a handler with a model-config.yaml and returns it and its answers."""
 
     def load(
-        config: dict[str, Any], model: str = MODEL, rows: list[Any] = ROWS, **more: str
+        config: dict[str, Any], model: str = MODEL, rows: list[Any] = ROWS, **files: str
     ) -> tuple[Any, list[Any]]:
-        directory = archive(model=model, **more)
+        directory = archive(model=model, **files)
         manifest = {"model": {"modelFile": "model.py"}}
-        entry = handlers.load("handler.py" if more else "base_handler", directory, manifest)
+        entry = handlers.load("handler.py" if files else "base_handler", directory, manifest)
         context = Context("net", str(directory), manifest, batch_size=4, model_yaml_config=config)
         entry.initialize(context)
         return entry.instance, entry([{"body": row} for row in rows], begin(context, len(rows)))
@@ -89,31 +89,35 @@ def loaded(archive: Any, begin: Callable[..., Context]) -> Callable[..., tuple[A
     return load
 
 
-def size(model: torch.nn.Module) -> int:
-    written = io.BytesIO()
-    torch.save(model.state_dict(), written)
-    return written.tell()
+def saved_size(model: torch.nn.Module) -> int:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return file.tell()
 
 
-def near(plain: list[Any], within: float) -> list[Any]:
-    return [pytest.approx(row, abs=within) for row in plain]
+def approximately(rows: list[Any], tolerance: float) -> list[Any]:
+    return [pytest.approx(row, abs=tolerance) for row in rows]
 
 
 @pytest.mark.parametrize(
-    ("optimize", "within"),
+    ("optimize", "tolerance"),
     [({"dtype": "bfloat16"}, 0.05), ({"dtype": "float16"}, 0.01), ({"quantize": "int8"}, 0.05)],
     ids=str,
 )
-def test_a_lossy_option_answers_nearly_the_same(loaded: Any, optimize: dict[str, str], within: float) -> None:
-    plain, wanted = loaded({})
-    handler, answers = loaded({"optimize": optimize})
-    assert answers == near(wanted, within) and answers != wanted
-    assert size(handler.model) < 0.8 * size(plain.model)
-    whole = [[1, 0, 2, 0, 1, 0, 1, 3]]  # JSON writes 1.0 as 1
-    assert loaded({"optimize": optimize}, rows=whole)[1] == near(loaded({}, rows=whole)[1], within)
+def test_lossy_options_approximate_the_plain_model(
+    load_handler: Any, optimize: dict[str, str], tolerance: float
+) -> None:
+    plain, expected = load_handler({})
+    handler, answers = load_handler({"optimize": optimize})
+    assert answers == approximately(expected, tolerance) and answers != expected
+    assert saved_size(handler.model) < 0.8 * saved_size(plain.model)
+    integers = [[1, 0, 2, 0, 1, 0, 1, 3]]  # JSON writes 1.0 as 1
+    assert load_handler({"optimize": optimize}, rows=integers)[1] == approximately(
+        load_handler({}, rows=integers)[1], tolerance
+    )
 
 
-def test_a_format_is_the_models_own_and_not_its_handlers(loaded: Any) -> None:
+def test_the_handler_sees_float32_whatever_the_dtype(load_handler: Any) -> None:
     handler = """
         import torch
         from handlers.base import BaseHandler
@@ -125,35 +129,35 @@ def test_a_format_is_the_models_own_and_not_its_handlers(loaded: Any) -> None:
             def postprocess(self, output):
                 return [str(row.numpy().dtype) for row in output]
     """
-    assert loaded({"optimize": {"dtype": "bfloat16"}}, handler=handler)[1] == ["float32"] * len(ROWS)
+    assert load_handler({"optimize": {"dtype": "bfloat16"}}, handler=handler)[1] == ["float32"] * len(ROWS)
 
 
-def test_channels_last(loaded: Any) -> None:
+def test_channels_last_changes_the_memory_format(load_handler: Any) -> None:
     images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1)).tolist()
-    handler, answers = loaded({"optimize": {"channels_last": True}}, IMAGES, images)
+    handler, answers = load_handler({"optimize": {"channels_last": True}}, IMAGES, images)
     assert handler.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert answers == near(loaded({}, IMAGES, images)[1], 1e-5)
+    assert answers == approximately(load_handler({}, IMAGES, images)[1], 1e-5)
 
 
-def test_a_compiled_model_is_ready_for_every_batch_bucket(loaded: Any, tmp_path: Path) -> None:
+def test_a_compiled_model_is_warmed_up_for_every_batch_size(load_handler: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(ROWS[:2]))
     config = {"optimize": {"compile": {"dynamic": False}}, "accuracy": {"samples": "rows.json"}}
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    handler, answers = loaded(config, LINEAR, ROWS[:4])
-    assert answers == near(loaded({}, LINEAR, ROWS[:4])[1], 1e-4)
-    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert made - before >= 3  # 1, 2 and 4 rows
+    handler, answers = load_handler(config, LINEAR, ROWS[:4])
+    assert answers == approximately(load_handler({}, LINEAR, ROWS[:4])[1], 1e-4)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled - before >= 3  # 1, 2 and 4 rows
     for count in (1, 2, 4):
         handler.inference(torch.tensor(ROWS[:count]))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
-def test_buckets() -> None:
-    assert [buckets(size) for size in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+def test_warmup_batch_sizes_are_powers_of_two_and_the_largest() -> None:
+    assert [warmup_batch_sizes(size) for size in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 @pytest.mark.parametrize("kind", ["json", "pt", "safetensors"])
-def test_a_model_outside_of_the_tolerance_does_not_start(loaded: Any, tmp_path: Path, kind: str) -> None:
+def test_a_model_outside_of_the_tolerance_is_not_loaded(load_handler: Any, tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"samples.{kind}"
     if kind == "json":
         file.write_text(json.dumps(ROWS))
@@ -162,30 +166,32 @@ def test_a_model_outside_of_the_tolerance_does_not_start(loaded: Any, tmp_path: 
     else:
         save_file({"x": torch.tensor(ROWS)}, file)  # by the name of forward's argument
     config: dict[str, Any] = {"optimize": {"quantize": "int8"}}
-    loaded(config | {"accuracy": {"samples": file.name, "rtol": 0.1, "atol": 0.1}})
+    load_handler(config | {"accuracy": {"samples": file.name, "rtol": 0.1, "atol": 0.1}})
     with pytest.raises(HandlerLoadError) as error:
-        loaded(config | {"accuracy": {"samples": file.name, "rtol": 0, "atol": 1e-6}})
-    said = str(error.value)
-    assert "{quantize: int8}" in said and file.name in said and " instead of " in said
-    assert "the largest difference is 0.0" in said and "Take that option out of optimize" in said
+        load_handler(config | {"accuracy": {"samples": file.name, "rtol": 0, "atol": 1e-6}})
+    message = str(error.value)
+    assert "{quantize: int8}" in message and file.name in message and " instead of " in message
+    assert "the largest difference is 0.0" in message and "Take that option out of optimize" in message
 
 
-def test_a_cosine_is_asked_for_instead(loaded: Any, tmp_path: Path) -> None:
+def test_a_cosine_can_be_the_tolerance(load_handler: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     config: dict[str, Any] = {"optimize": {"quantize": "int8"}}
-    loaded(config | {"accuracy": {"samples": "rows.json", "cosine": 0.99}})
-    with pytest.raises(HandlerLoadError, match="the cosine of a row is 0.99"):
-        loaded(config | {"accuracy": {"samples": "rows.json", "cosine": 1}})
+    load_handler(config | {"accuracy": {"samples": "rows.json", "cosine": 0.99}})
+    with pytest.raises(HandlerLoadError, match=r"the cosine of a row is 0\.99"):
+        load_handler(config | {"accuracy": {"samples": "rows.json", "cosine": 1}})
 
 
-def test_the_log_warns_where_nobody_looks_at_the_answers(loaded: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lossy_option_without_accuracy_is_logged(
+    load_handler: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        loaded({"optimize": {"quantize": "int8"}})
-    assert "quantize: int8} changes answers" in caplog.text
+        load_handler({"optimize": {"quantize": "int8"}})
+    assert "quantize: int8} changes outputs" in caplog.text
 
 
-def test_what_does_not_apply_is_refused(loaded: Any) -> None:
-    for optimize, model, wanted in (
+def test_inapplicable_options_are_rejected(load_handler: Any) -> None:
+    for optimize, model, message in (
         ({"channels_last": True}, MODEL, "no Conv2d. Take channels_last out"),
         ({"quantize": "int8"}, IMAGES, "Linear layers, and this model has none"),
         ({"quantize": "int8", "dtype": "bfloat16"}, MODEL, "Take one of the two out"),
@@ -197,13 +203,13 @@ def test_what_does_not_apply_is_refused(loaded: Any) -> None:
         ({"channel_last": True}, MODEL, "did you mean 'channels_last'"),
         (True, MODEL, "optimize is True; write"),
     ):
-        with pytest.raises(HandlerLoadError, match=wanted):
-            loaded({"optimize": optimize}, model)
+        with pytest.raises(HandlerLoadError, match=message):
+            load_handler({"optimize": optimize}, model)
     with pytest.raises(HandlerLoadError, match="pt2 both compile"):
-        loaded({"optimize": {"compile": True}, "pt2": "eager"})
+        load_handler({"optimize": {"compile": True}, "pt2": "eager"})
 
 
-def test_torchscript_is_a_graph_already(archive: Any) -> None:
+def test_torchscript_cannot_be_optimized(archive: Any) -> None:
     directory = archive()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -215,7 +221,7 @@ def test_torchscript_is_a_graph_already(archive: Any) -> None:
         entry.initialize(Context("net", str(directory), manifest, model_yaml_config=config))
 
 
-def test_an_onnx_graph_in_int8(archive: Any, begin: Any) -> None:
+def test_an_onnx_graph_can_be_quantized(archive: Any, begin: Any) -> None:
     onnx = pytest.importorskip("onnx")
     from onnx import TensorProto, helper, numpy_helper
 
@@ -240,9 +246,9 @@ def test_an_onnx_graph_in_int8(archive: Any, begin: Any) -> None:
         entry.initialize(context)
         return entry([{"body": row} for row in ROWS], begin(context, len(ROWS)))
 
-    wanted = (torch.tensor(ROWS) @ weight).tolist()
+    expected = (torch.tensor(ROWS) @ weight).tolist()
     answers = load({"quantize": "int8"}, 0.1)
-    assert answers == near(wanted, 0.1) and answers != near(wanted, 1e-5)
+    assert answers == approximately(expected, 0.1) and answers != approximately(expected, 1e-5)
     with pytest.raises(HandlerLoadError, match="outside of accuracy"):
         load({"quantize": "int8"}, 1e-6)
     with pytest.raises(HandlerLoadError, match="to an ONNX graph quantize: int8 alone applies"):
@@ -250,7 +256,7 @@ def test_an_onnx_graph_in_int8(archive: Any, begin: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "wanted"),
+    ("content", "message"),
     [
         ("[[1, 2], [3]]", "the samples cannot be read"),
         ("[]", "it is no list of rows"),
@@ -258,40 +264,51 @@ def test_an_onnx_graph_in_int8(archive: Any, begin: Any) -> None:
         (None, "not in the archive. Pack it with --extra-files"),
     ],
 )
-def test_samples_that_are_none(loaded: Any, tmp_path: Path, held: str | None, wanted: str) -> None:
-    if held is not None:
-        (tmp_path / "rows.json").write_text(held)
-    with pytest.raises(HandlerLoadError, match=wanted):
-        loaded({"optimize": {"quantize": "int8"}, "accuracy": {"samples": "rows.json"}})
+def test_invalid_samples_are_rejected(
+    load_handler: Any, tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(HandlerLoadError, match=message):
+        load_handler({"optimize": {"quantize": "int8"}, "accuracy": {"samples": "rows.json"}})
 
 
-def test_a_tolerance_that_is_none(loaded: Any, tmp_path: Path) -> None:
+def test_invalid_tolerances_are_rejected(load_handler: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    for accuracy, wanted in (
+    for accuracy, message in (
         ({"samples": "rows.json", "rtol": "1%"}, "accuracy.rtol is '1%'; write a number"),
         ({"samples": "rows.json", "cosin": 1}, "did you mean 'cosine'"),
         ({"rtol": 0.1}, "FILE is a file of the archive"),
     ):
-        with pytest.raises(HandlerLoadError, match=wanted):
-            loaded({"optimize": {"dtype": "bfloat16"}, "accuracy": accuracy})
+        with pytest.raises(HandlerLoadError, match=message):
+            load_handler({"optimize": {"dtype": "bfloat16"}, "accuracy": accuracy})
 
 
-def test_a_difference() -> None:
+def test_compare_outputs() -> None:
     plain = {"logits": torch.tensor([[1.0, 0.0], [0.0, 2.0]]), "index": torch.tensor([3, 4])}
-    assert difference(plain, plain, Tolerance(0.0, 0.0, 1.0)).within
-    apart = difference(plain, plain | {"logits": torch.tensor([[1.0, 0.0], [0.0, 2.5]])}, Tolerance(0.01, 0.01))
-    assert apart.largest == 0.5 and "output 0[1, 1] is 2.5 instead of 2 (1 of 4 numbers are outside)" in apart.outside
-    turned = difference(plain, plain | {"logits": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, Tolerance(cosine=0.9))
-    assert turned.cosine == 0.0 and not turned.within
-    broken = difference(plain, plain | {"logits": torch.full((2, 2), torch.nan)}, Tolerance(0.01, 0.01))
-    assert broken.largest == float("inf") and not broken.within
-    assert "shapes" in difference(plain, torch.ones(2), Tolerance(1.0, 1.0)).outside
+    assert compare_outputs(plain, plain, Tolerance(0.0, 0.0, 1.0)).is_within_tolerance
+    changed = compare_outputs(
+        plain, plain | {"logits": torch.tensor([[1.0, 0.0], [0.0, 2.5]])}, Tolerance(0.01, 0.01)
+    )
+    assert (
+        changed.max_difference == 0.5
+        and "output 0[1, 1] is 2.5 instead of 2 (1 of 4 numbers are outside)" in changed.violation
+    )
+    rotated = compare_outputs(
+        plain, plain | {"logits": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, Tolerance(cosine=0.9)
+    )
+    assert rotated.min_cosine == 0.0 and not rotated.is_within_tolerance
+    not_finite = compare_outputs(
+        plain, plain | {"logits": torch.full((2, 2), torch.nan)}, Tolerance(0.01, 0.01)
+    )
+    assert not_finite.max_difference == float("inf") and not not_finite.is_within_tolerance
+    assert "shapes" in compare_outputs(plain, torch.ones(2), Tolerance(1.0, 1.0)).violation
 
 
-def test_a_tolerance_as_yaml_reads_it() -> None:
+def test_a_tolerance_may_be_a_text_of_yaml() -> None:
     block = yaml.safe_load("{rtol: 1e-6, atol: 1.0e-6}")
-    assert block["rtol"] == "1e-6", "YAML wants a point in a number"
-    assert Tolerance.of(block) == Tolerance(1e-6, 1e-6)
-    for wrong in ("much", "-1e-6", "nan"):
+    assert block["rtol"] == "1e-6", "YAML numbers have a decimal point"
+    assert Tolerance.from_config(block) == Tolerance(1e-6, 1e-6)
+    for invalid in ("much", "-1e-6", "nan"):
         with pytest.raises(HandlerLoadError, match=r"accuracy\.rtol is .*write a number from 0"):
-            Tolerance.of({"rtol": wrong})
+            Tolerance.from_config({"rtol": invalid})
