@@ -1,4 +1,4 @@
-"""Archives written for TorchServe, each in a process of its own, as it would run."""
+"""Tests of archives written for TorchServe, each run in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from handlers.torchserve_names import INSTEAD, NAMES
+from handlers.torchserve_compat.names import NAMES, REPLACEMENT_HINTS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def run() -> Callable[..., str]:
-    """``run(code)``: what it prints, in a new process."""
+    """Return ``python(code, *path)``, which runs code in a new process and returns its output."""
 
     def python(code: str, *path: Path) -> str:
-        code = f"import sys; sys.path[:0] = {[str(place) for place in path]}\n{textwrap.dedent(code)}"
+        code = f"import sys; sys.path[:0] = {[str(folder) for folder in path]}\n{textwrap.dedent(code)}"
         result = subprocess.run(
             [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
         )
@@ -36,17 +36,17 @@ def run() -> Callable[..., str]:
 
 
 @pytest.fixture
-def real_ts(tmp_path: Path) -> Path:
-    """A folder with a package ``ts`` that is not ours."""
+def foreign_ts(tmp_path: Path) -> Path:
+    """Return a folder with a package ``ts`` of another origin."""
     package = tmp_path / "site" / "ts" / "torch_handler"
     package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text("__version__ = 'theirs'")
+    (package.parent / "__init__.py").write_text("__version__ = 'foreign'")
     (package / "__init__.py").touch()
     (package / "base_handler.py").write_text("class BaseHandler:\n    pass")
     return tmp_path / "site"
 
 
-def test_an_archive_of_torchserves_runs_unchanged(archive: Any, run: Any, real_ts: Path) -> None:
+def test_an_archive_of_torchserve_runs_unchanged(archive: Any, run: Any, foreign_ts: Path) -> None:
     directory = archive(
         model="""
         import torch
@@ -99,76 +99,80 @@ def test_an_archive_of_torchserves_runs_unchanged(archive: Any, run: Any, real_t
     torch.nn.init.zeros_(layer.bias)
     torch.save({f"fc.{name}": tensor for name, tensor in layer.state_dict().items()}, directory / "model.pt")
     (directory / "index_to_name.json").write_text('{"0": "no", "1": "yes"}')
-    printed = run(
+    output = run(
         f"""
         import json
-        import ts.torch_handler.base_handler as theirs
+        import ts.torch_handler.base_handler as foreign
         from pathlib import Path
         import handlers
-        from handlers import torchserve_names
+        from handlers.torchserve_compat import names as torchserve_names
         from handlers.context import Context
 
         torchserve_names.install()
         directory = Path({str(directory)!r})
-        manifest = {{"model": {{"modelFile": "model.py", "serializedFile": "model.pt", "handler": "handler.py"}}}}
+        files = {{"modelFile": "model.py", "serializedFile": "model.pt", "handler": "handler.py"}}
+        manifest = {{"model": files}}
         entry = handlers.load("handler.py", directory, manifest)
         context = Context("mine", str(directory), manifest)
         entry.initialize(context)
         context.begin(["a", "b"], [{{"explain": "False"}}] * 2, [{{}}] * 2)
         print(json.dumps(entry([{{"body": [1.0, 2.0]}}, {{"data": [0.0, 0.0]}}], context)))
         from handlers.base import BaseHandler
-        assert isinstance(entry.instance, BaseHandler) and not isinstance(entry.instance, theirs.BaseHandler)
+        assert isinstance(entry.instance, BaseHandler) and not isinstance(entry.instance, foreign.BaseHandler)
         try:
             entry([{{"body": [1.0]}}], context)
         except handlers.PredictionException as error:
             print(error.message, error.error_code)
         """,
-        real_ts,
+        foreign_ts,
     )
-    answers, error = printed.splitlines()
+    answers, error = output.splitlines()
     assert json.loads(answers) == [{"no": 0.5, "yes": 0.5}] * 2
     assert error == "Two numbers, please 422"
 
 
-def test_every_name_resolves(run: Any, real_ts: Path) -> None:
-    printed = run(
+def test_every_name_is_resolved(run: Any, foreign_ts: Path) -> None:
+    output = run(
         """
         import importlib
-        from handlers import torchserve_names
+        from handlers.torchserve_compat import names as torchserve_names
         torchserve_names.install()
         for module, names in torchserve_names.NAMES.items():
-            for name, place in names.items():
-                ours = getattr(importlib.import_module(place.partition(":")[0]), place.partition(":")[2])
+            for name, target in names.items():
+                actual = getattr(importlib.import_module(target.partition(":")[0]), target.partition(":")[2])
                 scope = {}
                 exec(f"from {module} import {name}", scope)
-                assert scope[name] is ours, (module, name)
+                assert scope[name] is actual, (module, name)
                 print(module, name)
         """,
-        real_ts,
+        foreign_ts,
     )
-    assert len(printed.splitlines()) == sum(len(names) for names in NAMES.values())
+    assert len(output.splitlines()) == sum(len(names) for names in NAMES.values())
 
 
-def test_the_ways_to_import_a_module(run: Any) -> None:
-    assert run(
-        """
-        from handlers import torchserve_names
+def test_modules_can_be_imported_in_every_way(run: Any) -> None:
+    assert (
+        run(
+            """
+        from handlers.torchserve_compat import names as torchserve_names
         torchserve_names.install()
         import ts.torch_handler.base_handler
         from ts.torch_handler import vision_handler
         from ts.torch_handler.image_classifier import *
         from ts import context
         import ts
-        print(ts.__version__, ts.torch_handler.base_handler.BaseHandler.__name__, vision_handler.VisionHandler.__name__,
-              ImageClassifier.__name__, context.Context.__name__)
+        print(ts.__version__, ts.torch_handler.base_handler.BaseHandler.__name__,
+              vision_handler.VisionHandler.__name__, ImageClassifier.__name__, context.Context.__name__)
         """
-    ) == "0.12.0 BaseHandler VisionHandler ImageClassifier Context"
+        )
+        == "0.12.0 BaseHandler VisionHandler ImageClassifier Context"
+    )
 
 
-def test_what_we_do_not_have_says_so_and_what_to_do(run: Any, real_ts: Path) -> None:
-    printed = run(
+def test_missing_names_raise_import_errors_with_alternatives(run: Any, foreign_ts: Path) -> None:
+    output = run(
         """
-        from handlers import torchserve_names
+        from handlers.torchserve_compat import names as torchserve_names
         torchserve_names.install()
         for line in (
             "import ts.nowhere",
@@ -190,75 +194,97 @@ def test_what_we_do_not_have_says_so_and_what_to_do(run: Any, real_ts: Path) -> 
         except ImportError:
             print("guarded")
         """,
-        real_ts,
+        foreign_ts,
     ).splitlines()
-    assert printed[0].startswith("Torchrelay has no module ts.nowhere. Of TorchServe's it has ts, ts.arg_parser,")
-    assert printed[1] == printed[0]
-    assert printed[2] == "Torchrelay's ts.utils.timeit_decorator has no nothing. It has timeit."
-    assert "ts.version.x" in printed[3]
-    assert printed[4].startswith("Torchrelay's ts.launcher has no start. Start the server with `torchrelay start`")
-    assert printed[5].startswith("Torchrelay's ts.torch_handler.vllm_handler has no VLLMHandler. Write an async")
-    assert printed[6:] == ["False False True", "ts.metrics.unit ts.torch_handler.base_handler", "guarded"]
+    assert output[0].startswith(
+        "Torchrelay has no module ts.nowhere. Of TorchServe's it has ts, ts.arg_parser,"
+    )
+    assert output[1] == output[0]
+    assert output[2] == "Torchrelay's ts.utils.timeit_decorator has no nothing. It has timeit."
+    assert "ts.version.x" in output[3]
+    assert output[4].startswith(
+        "Torchrelay's ts.launcher has no start. Start the server with `torchrelay start`"
+    )
+    assert output[5].startswith(
+        "Torchrelay's ts.torch_handler.vllm_handler has no VLLMHandler. Write an async"
+    )
+    assert output[6:] == ["False False True", "ts.metrics.unit ts.torch_handler.base_handler", "guarded"]
 
 
-RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "torchserve_names.json").read_text())
+RECORDED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data" / "torchserve_names.json").read_text()
+)
 
 
-def test_every_public_name_of_torchserves_is_ours_or_says_what_to_do() -> None:
-    undecided = [
+def test_every_public_name_has_a_counterpart_or_an_alternative() -> None:
+    missing = [
         f"{module}:{name}"
         for module, names in RECORDED.items()
         for name in names
         if name not in NAMES.get(module, {})
         and name != "logger"
         and f"{module}.{name}" not in RECORDED  # a module itself
-        and module not in INSTEAD
-        and f"{module}:{name}" not in INSTEAD
+        and module not in REPLACEMENT_HINTS
+        and f"{module}:{name}" not in REPLACEMENT_HINTS
     ]
-    assert undecided == []
+    assert missing == []
 
 
 @pytest.mark.parametrize("module", [m for m in RECORDED if m in NAMES and not m.startswith("ts.metrics")])
-def test_what_is_ours_takes_what_theirs_takes(module: str) -> None:
-    for name, theirs in RECORDED[module].items():
-        if name not in NAMES[module] or theirs in (None, "imported"):
+def test_counterparts_have_torchserves_parameters(module: str) -> None:
+    for name, expected in RECORDED[module].items():
+        if name not in NAMES[module] or expected in (None, "imported"):
             continue
-        place, _, attribute = NAMES[module][name].partition(":")
-        ours = getattr(importlib.import_module(place), attribute)
-        if isinstance(theirs, list):
-            assert parameters(ours)[: len(theirs)] == theirs, name
+        target, _, attribute = NAMES[module][name].partition(":")
+        actual = getattr(importlib.import_module(target), attribute)
+        if isinstance(expected, list):
+            assert parameters(actual)[: len(expected)] == expected, name
             continue
-        made = ours("m", "/m", None) if name == "Context" else ours  # its attributes come with it
-        for member, taken in theirs.items():
-            assert hasattr(made, member), f"{name} lacks {member}"
-            if taken is not None and member != "get_insights":  # called by place, and by target=
-                assert parameters(getattr(ours, member))[: len(taken)] == taken, f"{name}.{member}"
+        instance = (
+            actual("m", "/m", None) if name == "Context" else actual
+        )  # its attributes exist on instances only
+        for member, expected_parameters in expected.items():
+            assert hasattr(instance, member), f"{name} lacks {member}"
+            if (
+                expected_parameters is not None and member != "get_insights"
+            ):  # called with positional arguments, and with target=
+                assert (
+                    parameters(getattr(actual, member))[: len(expected_parameters)] == expected_parameters
+                ), f"{name}.{member}"
 
 
 def parameters(function: Any) -> list[str]:
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    found = inspect.signature(function).parameters.values()
-    return [stars.get(one.kind, "") + one.name for one in found if one.name != "self"]
+    signature_parameters = inspect.signature(function).parameters.values()
+    return [
+        stars.get(parameter.kind, "") + parameter.name
+        for parameter in signature_parameters
+        if parameter.name != "self"
+    ]
 
 
-def test_installed_twice_is_installed_once(run: Any) -> None:
-    assert run(
-        """
+def test_install_is_idempotent(run: Any) -> None:
+    assert (
+        run(
+            """
         import sys
-        from handlers import torchserve_names
+        from handlers.torchserve_compat import names as torchserve_names
         before = len(sys.meta_path)
         torchserve_names.install()
         import ts.context
         torchserve_names.install()
         print(len(sys.meta_path) - before, "ts.context" in sys.modules)
         """
-    ) == "1 True"
+        )
+        == "1 True"
+    )
 
 
-def test_an_envelope_opens_requests_and_closes_responses(run: Any) -> None:
-    assert run(
-        """
-        from handlers import torchserve_names
+def test_custom_envelopes_run(run: Any) -> None:
+    assert (
+        run(
+            """
+        from handlers.torchserve_compat import names as torchserve_names
         torchserve_names.install()
         from ts.torch_handler.request_envelope.base import BaseEnvelope
 
@@ -270,21 +296,24 @@ def test_an_envelope_opens_requests_and_closes_responses(run: Any) -> None:
                 return [{"answer": value} for value in data]
 
         envelope = Body(lambda data, context: data and [value * 2 for value in data])
-        print(envelope.handle([{"body": 2}, {"body": 3}], "context"), envelope.context, envelope.handle(None, None))
+        responses = envelope.handle([{"body": 2}, {"body": 3}], "context")
+        print(responses, envelope.context, envelope.handle(None, None))
         """
-    ) == "[{'answer': 4}, {'answer': 6}] context None"
+        )
+        == "[{'answer': 4}, {'answer': 6}] context None"
+    )
 
 
-def test_import_class(run: Any) -> None:
+def test_import_class_finds_classes_or_raises(run: Any) -> None:
     assert run(
         """
-        from handlers import torchserve_names
+        from handlers.torchserve_compat import names as torchserve_names
         torchserve_names.install()
         from ts.handler_utils.utils import import_class
         print(import_class("json.JSONDecoder").__name__, import_class("JSONEncoder", "json").__name__)
-        for wrong in ("", "JSONDecoder", "json.Nothing"):
+        for name in ("", "JSONDecoder", "json.Nothing"):
             try:
-                import_class(wrong)
+                import_class(name)
             except ImportError as error:
                 print(error)
         """

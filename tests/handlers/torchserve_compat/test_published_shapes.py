@@ -1,6 +1,6 @@
-"""Archives in the styles that TorchServe's users publish, run as they are.
+"""Tests of archives in the styles that TorchServe's users publish, run unchanged.
 
-Their answers are what TorchServe 0.12 gives for the same archives and requests.
+The expected values are those of TorchServe 0.12 for the same archives and requests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 
 import handlers
-from handlers import torchserve_names
 from handlers.context import Context
 from handlers.metrics import MetricCache
+from handlers.torchserve_compat import names
 
 LINEAR = """
 import torch
@@ -57,7 +57,8 @@ class Detector(torch.nn.Module):
     def forward(self, images):
         boxes = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
         return [
-            {"boxes": boxes, "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.75, 0.25])} for image in images
+            {"boxes": boxes, "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.75, 0.25])}
+            for image in images
         ]
 """
 TOPICS = """
@@ -75,7 +76,7 @@ class Topics(torch.nn.Module):
 
 
 def png(*columns: int, height: int = 20, mode: str = "L") -> bytes:
-    """An image of as many columns, two pixels wide, of these greys."""
+    """Return an image of these grey columns, two pixels wide each."""
     image = Image.new("L", (2 * len(columns), height))
     image.putdata([columns[x // 2] for _ in range(height) for x in range(image.width)])
     buffer = io.BytesIO()
@@ -83,11 +84,11 @@ def png(*columns: int, height: int = 20, mode: str = "L") -> bytes:
     return buffer.getvalue()
 
 
-def shape(handler: str, model: str, rows: list[Any], answers: list[Any], **more: Any) -> dict[str, Any]:
+def make_case(handler: str, model: str, rows: list[Any], answers: list[Any], **more: Any) -> dict[str, Any]:
     return {"handler": handler, "model": model, "rows": rows, "answers": answers, **more}
 
 
-DIGIT_CLASSIFIER = shape(
+DIGIT_CLASSIFIER = make_case(
     """
     import numpy as np
     import torch
@@ -108,7 +109,7 @@ DIGIT_CLASSIFIER = shape(
     [{"data": bytearray(png(0, 0, 0, 9, 0, 0, 0, 0, 0, 0))}, {"body": bytearray(png(*range(10)))}],
     [3, 9],
 )
-TOP_ONE = shape(
+TOP_ONE = make_case(
     """
     from ts.torch_handler.image_classifier import ImageClassifier
 
@@ -120,7 +121,7 @@ TOP_ONE = shape(
     [{"blue": pytest.approx(0.4010091722011566, abs=1e-6)}],
     files={"index_to_name.json": json.dumps({"0": ["n0", "red"], "1": ["n1", "green"], "2": ["n2", "blue"]})},
 )
-VISION = shape(
+VISION = make_case(
     """
     import io
 
@@ -144,7 +145,7 @@ VISION = shape(
     [{"data": bytearray(png(30, 60, mode="RGB"))}, {"data": bytearray(png(90, 90, mode="RGB"))}],
     [{"brightness": 45.0}, {"brightness": 90.0}],
 )
-TRANSFORMERS = shape(
+TRANSFORMERS = make_case(
     """
     import ast
     import json
@@ -193,7 +194,9 @@ TRANSFORMERS = shape(
                 max_length = self.setup_config["max_length"]
                 logger.info("Received text: '%s'", input_text)
                 inputs = torch.tensor([self.tokenizer(input_text, int(max_length))]).to(self.device)
-                input_ids_batch = inputs if input_ids_batch is None else torch.cat((input_ids_batch, inputs), 0)
+                input_ids_batch = (
+                    inputs if input_ids_batch is None else torch.cat((input_ids_batch, inputs), 0)
+                )
             return (input_ids_batch, torch.ones_like(input_ids_batch))
 
         def inference(self, input_batch):
@@ -215,7 +218,7 @@ TRANSFORMERS = shape(
         "index_to_name.json": json.dumps({"0": "Not Accepted", "1": "Accepted"}),
     },
 )
-FUNCTION = shape(
+FUNCTION = make_case(
     """
     import torch
     from ts.torch_handler.base_handler import BaseHandler
@@ -243,7 +246,7 @@ FUNCTION = shape(
     [{"body": [1.0, 2.0]}, {"data": [3.0, 4.0]}],
     [[1.0, 20.0], [3.0, 40.0]],
 )
-MICRO_BATCHING = shape(
+MICRO_BATCHING = make_case(
     """
     import torch
     from ts.handler_utils.micro_batching import MicroBatching
@@ -274,7 +277,7 @@ MICRO_BATCHING = shape(
     [[0, 0.0, 10.0], [0, 1.0, 10.0], [1, 2.0, 10.0], [1, 3.0, 10.0], [2, 4.0, 10.0]],
     config={"micro_batching": {"micro_batch_size": 2, "parallelism": {"preprocess": 2, "inference": 1}}},
 )
-METRICS = shape(
+METRICS = make_case(
     """
     import time
 
@@ -313,7 +316,7 @@ METRICS = shape(
     [{"body": [1.0, 2.0]}],
     [[1.0, 20.0]],
 )
-TEXT = shape(
+TEXT = make_case(
     """
     from ts.torch_handler.text_classifier import TextClassifier
 
@@ -332,7 +335,7 @@ TEXT = shape(
         "source_vocab.pt": {"a": 1, "cat": 2, "is": 3, "tale": 3, "cats": 0},
     },
 )
-DETECTION = shape(
+DETECTION = make_case(
     """
     import os
 
@@ -353,7 +356,7 @@ DETECTION = shape(
     files={"index_to_name.json": json.dumps({"1": "cat", "2": "2"})},
     config={"handler": {"threshold": 0.2}},
 )
-SHAPES = {
+CASES = {
     "digit classifier": DIGIT_CLASSIFIER,
     "image classifier": TOP_ONE,
     "vision": VISION,
@@ -367,10 +370,10 @@ SHAPES = {
 MANIFEST = {"model": {"modelName": "m", "modelFile": "model.py", "handler": "handler.py"}}
 
 
-def write(directory: Path, given: dict[str, Any]) -> None:
-    (directory / "handler.py").write_text(textwrap.dedent(given["handler"]))
-    (directory / "model.py").write_text(given["model"])
-    for name, content in given.get("files", {}).items():
+def write(directory: Path, case: dict[str, Any]) -> None:
+    (directory / "handler.py").write_text(textwrap.dedent(case["handler"]))
+    (directory / "model.py").write_text(case["model"])
+    for name, content in case.get("files", {}).items():
         if name.endswith(".pt"):
             torch.save(content, directory / name)
         else:
@@ -378,27 +381,29 @@ def write(directory: Path, given: dict[str, Any]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def theirs() -> Iterator[None]:
-    """TorchServe's names are ours while an archive runs."""
+def install_names() -> Iterator[None]:
+    """Install TorchServe's names while an archive runs."""
     finders = list(sys.meta_path)
-    torchserve_names.install()
+    names.install()
     yield
     sys.meta_path[:] = finders
     for name in [name for name in sys.modules if name.split(".")[0] == "ts"]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("given", SHAPES.values(), ids=SHAPES)
-def test_an_archive_runs_as_it_is(given: dict[str, Any], tmp_path: Path, begin: Callable[..., Context]) -> None:
-    write(tmp_path, given)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_published_archives_run_unchanged(
+    case: dict[str, Any], tmp_path: Path, begin: Callable[..., Context]
+) -> None:
+    write(tmp_path, case)
     entry = handlers.load("handler.py", tmp_path, MANIFEST)
     context = Context(
-        "m", str(tmp_path), MANIFEST, metrics=MetricCache("m"), model_yaml_config=given.get("config", {})
+        "m", str(tmp_path), MANIFEST, metrics=MetricCache("m"), model_yaml_config=case.get("config", {})
     )
     entry.initialize(context)
     try:
-        answers = entry(given["rows"], begin(context, len(given["rows"]), explain="False"))
+        answers = entry(case["rows"], begin(context, len(case["rows"]), explain="False"))
     finally:
         if hasattr(entry.handle, "shutdown"):
             entry.handle.shutdown()
-    assert json.loads(json.dumps(answers)) == given["answers"]
+    assert json.loads(json.dumps(answers)) == case["answers"]

@@ -1,4 +1,4 @@
-"""Times of a handler's stages, where they are asked for."""
+"""Tests of the times of a handler's stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import handlers
 from handlers.context import Context
-from handlers.timer import timeit
+from handlers.torchserve_compat.timer import timeit
 
 MODEL = """
 import torch
@@ -20,8 +20,8 @@ class Net(torch.nn.Module):
 """
 
 
-class Times:
-    """Metrics as a handler sees them."""
+class MetricRecorder:
+    """Metrics that record the names of times."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -31,12 +31,16 @@ class Times:
         self.names.append(name)
 
 
-@pytest.mark.parametrize(("options", "asked"), [({"profile": True}, True), ({"profile": False}, False), (None, False)])
+@pytest.mark.parametrize(
+    ("options", "is_timed"), [({"profile": True}, True), ({"profile": False}, False), (None, False)]
+)
 @pytest.mark.parametrize("micro_batching", [None, {"micro_batch_size": 1}])
-def test_each_stage_is_timed(archive: Any, begin: Any, options: Any, asked: bool, micro_batching: Any) -> None:
+def test_stages_are_timed_if_configured(
+    archive: Any, begin: Any, options: Any, is_timed: bool, micro_batching: Any
+) -> None:
     directory, manifest = archive(model=MODEL), {"model": {"modelFile": "model.py"}}
     config = {"handler": options, "micro_batching": micro_batching}
-    context = Context("m", str(directory), manifest, metrics=Times(), model_yaml_config=config)
+    context = Context("m", str(directory), manifest, metrics=MetricRecorder(), model_yaml_config=config)
     entry = handlers.load("base_handler", directory, manifest)
     entry.initialize(context)
     rows = [{"body": [1.0]}, {"body": [2.0]}]
@@ -44,15 +48,15 @@ def test_each_stage_is_timed(archive: Any, begin: Any, options: Any, asked: bool
     if micro_batching:
         entry.handle.shutdown()
     stages = ["ts_handler_preprocess", "ts_handler_inference", "ts_handler_postprocess"]
-    expected = stages * (2 if micro_batching else 1) if asked else []
+    expected = stages * (2 if micro_batching else 1) if is_timed else []
     assert sorted(context.metrics.names) == sorted([*expected, "HandlerTime"])
 
 
-def test_timeit(caplog: pytest.LogCaptureFixture) -> None:
+def test_timeit_logs_the_time(caplog: pytest.LogCaptureFixture) -> None:
     @timeit
     def double(value: int) -> int:
         return value * 2
 
-    with caplog.at_level(logging.INFO, "handlers.timer"):
+    with caplog.at_level(logging.INFO, "handlers.torchserve_compat.timer"):
         assert double(2) == 4
     assert "double took" in caplog.text and "CPU" in caplog.text

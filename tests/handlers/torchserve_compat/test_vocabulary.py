@@ -1,4 +1,6 @@
-"""Vocabularies as archives bring them; torchtext itself wrote two of them (data/record_vocabulary.py)."""
+"""Tests of vocabularies in the forms of archives; torchtext itself wrote two of them
+(data/record_vocabulary.py).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from handlers import vocabulary
 from handlers.errors import HandlerLoadError, PredictionException
+from handlers.torchserve_compat import vocabulary
 
-DATA = Path(__file__).parent / "data"
-# What torchtext 0.5 and 0.8 wrote: a class of that name with these attributes.
-OLD = """
+DATA = Path(__file__).parents[1] / "data"
+# A file as torchtext 0.5 and 0.8 wrote it: a class of that name with these attributes.
+OLD_TORCHTEXT = """
 import sys, types
 from collections import Counter, defaultdict
 import torch
@@ -30,9 +32,9 @@ def _default_unk_index():
 class Vocab:
     pass
 
-for thing in (Vocab, _default_unk_index):
-    thing.__module__ = "torchtext.vocab"
-    setattr(module, thing.__name__, thing)
+for obj in (Vocab, _default_unk_index):
+    obj.__module__ = "torchtext.vocab"
+    setattr(module, obj.__name__, obj)
 vocab = Vocab()
 vocab.freqs, vocab.itos, vocab.vectors = Counter(cat=2, the=3), ["<unk>", "the", "cat"], None
 indices = {word: index for index, word in enumerate(vocab.itos)}
@@ -43,12 +45,12 @@ torch.save(vocab, sys.argv[1] + "/0.8.pt")
 """
 
 
-def saved(value: Any, directory: Path) -> Path:
+def save(value: Any, directory: Path) -> Path:
     torch.save(value, directory / "source_vocab.pt")
     return directory / "source_vocab.pt"
 
 
-def test_torchtexts_own() -> None:
+def test_torchtexts_vocab_is_read() -> None:
     words = vocabulary.load(DATA / "torchtext_vocab.pt")
     assert words == {"<unk>": 0, "hello": 1, "hello world": 2, "not": 3, "world": 4}
     assert words["never heard of"] == words.get_default_index() == 0
@@ -56,47 +58,49 @@ def test_torchtexts_own() -> None:
     assert words.get_stoi() == words.stoi == words and len(words) == 5 and "x" not in words
 
 
-def test_torchtexts_own_without_an_index_for_the_unknown() -> None:
+def test_a_vocab_without_a_default_index_rejects_unknown_words() -> None:
     words = vocabulary.load(DATA / "torchtext_vocab_without_default.pt")
     assert words == {"hello": 0, "world": 1} and words.get_default_index() is None
     with pytest.raises(PredictionException, match="has no 'x'"):
         words["x"]
 
 
-def test_torchtexts_of_old(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", OLD, str(tmp_path)], check=True)
+def test_vocabs_of_old_torchtext_are_read(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", OLD_TORCHTEXT, str(tmp_path)], check=True)
     for version in ("0.5", "0.8"):
         words = vocabulary.load(tmp_path / f"{version}.pt")
         assert words == {"<unk>": 0, "the": 1, "cat": 2} and words["dog"] == 0, version
 
 
-def test_a_dict_and_a_list(tmp_path: Path) -> None:
-    assert vocabulary.load(saved({"a": 3, "<unk>": 9}, tmp_path))["b"] == 9
-    words = vocabulary.load(saved(["<unk>", "a"], tmp_path))
+def test_dicts_and_lists_are_read(tmp_path: Path) -> None:
+    assert vocabulary.load(save({"a": 3, "<unk>": 9}, tmp_path))["b"] == 9
+    words = vocabulary.load(save(["<unk>", "a"], tmp_path))
     assert words == {"<unk>": 0, "a": 1} and words["b"] == 0
-    assert vocabulary.load(saved(["a"], tmp_path)).get_default_index() is None
+    assert vocabulary.load(save(["a"], tmp_path)).get_default_index() is None
 
 
-def test_what_is_no_vocabulary(tmp_path: Path) -> None:
-    for wrong in ({"a": "b"}, ["a", 1], torch.ones(1)):
-        with pytest.raises(HandlerLoadError, match=r"source_vocab\.pt: a vocabulary is a dict of token to index"):
-            vocabulary.load(saved(wrong, tmp_path))
+def test_other_objects_are_rejected(tmp_path: Path) -> None:
+    for value in ({"a": "b"}, ["a", 1], torch.ones(1)):
+        with pytest.raises(
+            HandlerLoadError, match=r"source_vocab\.pt: a vocabulary is a dict of token to index"
+        ):
+            vocabulary.load(save(value, tmp_path))
     (tmp_path / "broken.pt").write_bytes(b"PK no")
-    for file in (saved(types.SimpleNamespace(a=1), tmp_path), tmp_path / "broken.pt"):
-        with pytest.raises(HandlerLoadError, match="cannot be read as a vocabulary.*trusted: true"):
+    for file in (save(types.SimpleNamespace(a=1), tmp_path), tmp_path / "broken.pt"):
+        with pytest.raises(HandlerLoadError, match=r"cannot be read as a vocabulary.*trusted: true"):
             vocabulary.load(file)
 
 
-def test_a_trusted_file_may_hold_an_object(tmp_path: Path) -> None:
-    file = saved(Words(), tmp_path)
+def test_trusted_files_may_hold_objects(tmp_path: Path) -> None:
+    file = save(CustomVocab(), tmp_path)
     with pytest.raises(HandlerLoadError, match="trusted: true"):
         vocabulary.load(file)
     words = vocabulary.load(file, trusted=True)
     assert words == {"a": 4} and words["b"] == 2
 
 
-class Words:
-    """An author's own class that acts as torchtext's."""
+class CustomVocab:
+    """An author's own class with the methods of torchtext's."""
 
     def get_stoi(self) -> dict[str, int]:
         return {"a": 4}
