@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from serve_app.bench.command import bench
+from serve_app.loadgen.command import bench
 
 app = typer.Typer()
 app.command()(bench)
@@ -61,7 +61,7 @@ def test_answers_that_differ_are_errors_when_they_must_be_the_same(server):
     assert (result["requests"], result["errors"]) == (1, {"body": 9})
 
 
-def test_an_open_loop_is_asked_for_by_its_rate(server):
+def test_a_rate_selects_an_open_loop(server):
     words = ("--rate", "200", "--requests", "20", "--warmup", "0", "--json")
     (result,) = json.loads(call(server.base + "/ok", *words).stdout)
     assert (result["rate"], result["requests"], result["connections"]) == (200.0, 20, 256)
@@ -70,8 +70,8 @@ def test_an_open_loop_is_asked_for_by_its_rate(server):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("localhost",), "no http or https URL"),
-        (("http://h/", "-c", "1,x"), "no list of numbers"),
+        (("localhost",), "not an http or https URL"),
+        (("http://h/", "-c", "1,x"), "not a list of numbers"),
         (("http://h/", "-c", "0"), "at least one connection"),
         (("http://h/", "-H", "nonsense"), "Name: value"),
         (("http://h/", "-d", "@/does/not/exist"), "No such file"),
@@ -79,7 +79,7 @@ def test_an_open_loop_is_asked_for_by_its_rate(server):
         (("http://h/", "--engine", "wrk", "--rate", "5"), "closed loop for a time"),
     ],
 )
-def test_a_wrong_word_is_told_with_its_cure(words, says):
+def test_a_wrong_value_is_refused_with_the_fix(words, says):
     done = call(*words)
     assert done.exit_code == 2
     assert says in " ".join(done.output.replace("│", " ").split())

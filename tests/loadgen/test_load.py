@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import time
@@ -9,18 +10,18 @@ import time
 import httptools
 import pytest
 
-from serve_app.bench import load, wrk
-from serve_app.bench.load import Load, Request
+from serve_app.loadgen import load, wrk
+from serve_app.loadgen.profile import LoadProfile, LoadRequest
 
 
-def send(server, path: str, body: bytes = b"[1]", check=None, **how) -> load.Result:
+def send(server, path: str, body: bytes = b"[1]", check=None, **how) -> load.LoadResult:
     how.setdefault("warmup", 0.0)
-    return load.run(Request(server.base + path, body=body, check=check), Load(**how))
+    return load.run(LoadRequest(server.base + path, body=body, check=check), LoadProfile(**how))
 
 
 def test_bodies_are_sent_in_turn(server):
-    request = Request(server.base + "/ok", body=b"not sent", bodies=(b"[1]", b"[22]", b"[333]"))
-    result = load.run(request, Load(connections=1, requests=6, seconds=None, warmup=0))
+    request = LoadRequest(server.base + "/ok", body=b"not sent", bodies=(b"[1]", b"[22]", b"[333]"))
+    result = load.run(request, LoadProfile(connections=1, requests=6, seconds=None, warmup=0))
     assert (result.requests, result.failed) == (6, 0)
     assert server.bodies == [b"[1]", b"[22]", b"[333]"] * 2
 
@@ -79,8 +80,8 @@ def test_errors_are_counted_by_kind(server, path, kind, rate):
 def test_a_port_where_nobody_listens_is_a_connect_error(rate):
     with socket.socket() as held:  # bound and not listening: nobody else can have the port
         held.bind(("127.0.0.1", 0))
-        request = Request(f"http://127.0.0.1:{held.getsockname()[1]}/")
-        result = load.run(request, Load(2, rate=rate, requests=4, seconds=None, warmup=0))
+        request = LoadRequest(f"http://127.0.0.1:{held.getsockname()[1]}/")
+        result = load.run(request, LoadProfile(2, rate=rate, requests=4, seconds=None, warmup=0))
     assert dict(result.errors) == {"connect": 4}
 
 
@@ -90,7 +91,9 @@ def test_a_server_that_hangs_since_the_warm_up_is_no_silent_zero(server):
 
 
 def test_every_body_can_be_checked(server):
-    good = send(server, "/ok", body=b"x" * 50_000, check=lambda b: b == b"x" * 50_000, requests=20, seconds=None)
+    good = send(
+        server, "/ok", body=b"x" * 50_000, check=lambda b: b == b"x" * 50_000, requests=20, seconds=None
+    )
     assert (good.requests, good.failed) == (20, 0)
     bad = send(server, "/ok", check=lambda b: b == b"[2]", requests=20, seconds=None)
     assert dict(bad.errors) == {"body": 20}
@@ -106,13 +109,13 @@ def test_chunked_answers_and_closed_connections_are_answers(server):
 
 
 def test_open_loop_arrivals_are_a_poisson_process_of_the_rate(server, monkeypatch):
-    begin, due = load._Run.begin, []
-    monkeypatch.setattr(load._Run, "begin", lambda run, when: due.append(when) or begin(run, when))
+    begin, due = load._LoadRun.begin, []
+    monkeypatch.setattr(load._LoadRun, "begin", lambda run, when: due.append(when) or begin(run, when))
     result = send(server, "/ok", connections=50, rate=400.0, requests=400, seconds=None)
     assert (result.requests, result.failed, result.rate) == (400, 0, 400.0)
     assert len(due) == len(server.arrivals) == 400
     assert all(came >= when for came, when in zip(server.arrivals, due)), "none before it is due"
-    gaps = [b - a for a, b in zip(due, due[1:])]
+    gaps = [b - a for a, b in itertools.pairwise(due)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 400, rel=0.4)
     # An exponential's deviation is its mean; a metronome's is 0.
@@ -143,11 +146,11 @@ def test_the_same_seed_gives_the_same_arrivals(server):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Load(seconds=None), "needs an end"),
-        (lambda: Load(connections=0), "at least one connection"),
-        (lambda: Load(rate=0.0), "rate above 0"),
-        (lambda: Request("localhost:8080/x"), "no http or https URL"),
-        (lambda: Request("http://h/", method="HEAD"), "HEAD"),
+        (lambda: LoadProfile(seconds=None), "needs an end"),
+        (lambda: LoadProfile(connections=0), "at least one connection"),
+        (lambda: LoadProfile(rate=0.0), "rate above 0"),
+        (lambda: LoadRequest("localhost:8080/x"), "not an http or https URL"),
+        (lambda: LoadRequest("http://h/", method="HEAD"), "HEAD"),
     ],
 )
 def test_a_load_that_means_nothing_is_refused(make, says):
@@ -171,7 +174,7 @@ def test_the_wire_is_one_request_that_a_parser_reads():
         def on_message_complete(self):
             seen["complete"] = True
 
-    wire = Request("http://h:81/p/a?b=c", body=b"{}", headers={"Authorization": "Bearer k"})
+    wire = LoadRequest("http://h:81/p/a?b=c", body=b"{}", headers={"Authorization": "Bearer k"})
     parser = httptools.HttpRequestParser(Reader())
     parser.feed_data(*wire.wires())
     assert (seen["url"], seen["body"], seen["complete"]) == (b"/p/a?b=c", b"{}", True)
@@ -183,9 +186,9 @@ def test_the_wire_is_one_request_that_a_parser_reads():
 @pytest.mark.skipif(not wrk.installed(), reason="wrk is not installed")
 class TestWrk:
     def test_a_real_run_is_read(self, server):
-        request = Request(server.base + "/ok", body=b'{"a": "\\"]]"}', headers={"X-A": 'q"\\'})
+        request = LoadRequest(server.base + "/ok", body=b'{"a": "\\"]]"}', headers={"X-A": 'q"\\'})
         began = time.perf_counter()
-        result = wrk.run(request, Load(connections=4, seconds=1, warmup=0, timeout=60))
+        result = wrk.run(request, LoadProfile(connections=4, seconds=1, warmup=0, timeout=60))
         elapsed = time.perf_counter() - began
         assert (result.engine, result.connections, result.failed) == ("wrk", 4, 0)
         assert result.requests > 50
@@ -195,38 +198,42 @@ class TestWrk:
 
     def test_bodies_are_sent_in_turn(self, server):
         bodies = (b"[1]", b'["]]"]', b"[3, 3]")
-        request = Request(server.base + "/ok", bodies=bodies)
-        result = wrk.run(request, Load(connections=1, seconds=1, warmup=0, timeout=60))
+        request = LoadRequest(server.base + "/ok", bodies=bodies)
+        result = wrk.run(request, LoadProfile(connections=1, seconds=1, warmup=0, timeout=60))
         assert result.failed == 0 and result.requests > 50
         first = server.bodies.index(bodies[0])  # wrk makes one request that it only looks at
         assert first < 3 and server.bodies[first : first + 30] == [*bodies] * 10
 
     def test_the_beginning_of_a_run_is_not_counted(self, server):
-        result = wrk.run(Request(server.base + "/ok"), Load(connections=40, seconds=1, warmup=0, timeout=60))
+        result = wrk.run(
+            LoadRequest(server.base + "/ok"), LoadProfile(connections=40, seconds=1, warmup=0, timeout=60)
+        )
         early = sum(arrival < server.arrivals[0] + 0.4 for arrival in server.arrivals)
         assert early >= 40
         assert 0 < result.completed <= len(server.arrivals) - early
 
     def test_error_statuses_are_no_answers(self, server):
-        result = wrk.run(Request(server.base + "/503"), Load(connections=2, seconds=1, warmup=0, timeout=60))
+        result = wrk.run(
+            LoadRequest(server.base + "/503"), LoadProfile(connections=2, seconds=1, warmup=0, timeout=60)
+        )
         assert result.requests == 0
         assert set(result.errors) == {"status"}
         assert math.isnan(result.p50)
 
     def test_disconnects_are_counted(self, server):
-        result = wrk.run(Request(server.base + "/drop"), Load(connections=2, seconds=1, warmup=0))
+        result = wrk.run(LoadRequest(server.base + "/drop"), LoadProfile(connections=2, seconds=1, warmup=0))
         assert result.errors["disconnect"] > 0
 
     def test_what_it_cannot_do_is_refused(self, server):
         for how in ({"rate": 5.0}, {"requests": 5}, {"limit": 0.1}):
-            with pytest.raises(wrk.WrkFailed, match="closed loop for a time"):
-                wrk.run(Request(server.base + "/ok"), Load(**how))
+            with pytest.raises(wrk.WrkError, match="closed loop for a time"):
+                wrk.run(LoadRequest(server.base + "/ok"), LoadProfile(**how))
 
     def test_nobody_listening_is_wrk_s_own_word(self):
-        with pytest.raises(wrk.WrkFailed, match="unable to connect"):
-            wrk.run(Request("http://127.0.0.1:1/"), Load(seconds=1, warmup=0))
+        with pytest.raises(wrk.WrkError, match="unable to connect"):
+            wrk.run(LoadRequest("http://127.0.0.1:1/"), LoadProfile(seconds=1, warmup=0))
 
 
 def test_output_without_a_result_is_shown():
-    with pytest.raises(wrk.WrkFailed, match="Running 1s test"):
-        wrk.parse("Running 1s test\n", Load())
+    with pytest.raises(wrk.WrkError, match="Running 1s test"):
+        wrk.parse("Running 1s test\n", LoadProfile())
