@@ -1,0 +1,133 @@
+"""model-config.yaml: its keys, values and errors."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from serve_app.errors import ConfigurationError
+from serve_app.model_store.model_config import ModelConfig
+
+
+def parse(text: str) -> ModelConfig:
+    return ModelConfig.parse(text, "echo.mar/c.yaml")
+
+
+def test_every_key_is_read():
+    config = parse("""
+        minWorkers: 0
+        maxWorkers: 4
+        batchSize: 0
+        deviceIds: [0, 1]
+        useVenv: true
+        torchrun: {nproc-per-node: 2}
+        batcher: ray
+        num_cpus: 1
+        num_gpus: 0.25
+        retries: false
+        fast_path: oip
+        max_ongoing_requests: 7
+        maxConcurrentRequests: 4
+        samples: [a.json]
+        trusted: true
+        handler: {anything: at all}
+        1: a key that is no text
+    """)
+    assert (config.min_workers, config.max_workers, config.batch_size) == (
+        1,
+        4,
+        1,
+    )  # at least one, as TorchServe
+    assert (config.device_ids, config.use_venv, config.torchrun) == ((0, 1), True, {"nproc-per-node": 2})
+    assert (config.batcher, config.num_cpus, config.num_gpus, config.retries) == ("ray", 1.0, 0.25, False)
+    assert (config.fast_path, config.max_ongoing_requests, config.samples) == ("oip", 7, ("a.json",))
+    assert config.max_concurrent_requests == 4
+    assert config.trusted is True
+    assert config.raw["handler"] == {"anything": "at all"} and config.raw["minWorkers"] == 0
+    assert config.response_timeout is None and config.startup_timeout is None
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_configuration(text):
+    assert parse(text) == ModelConfig()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "batchSize: four", "batchSize: true", "maxBatchDelay: 0", "responseTimeout: -5",
+        "responseTimeout: 1.5",
+        "deviceType: tpu", "deviceIds: [0, x]", "useVenv: 1", "parallelType: xx", "torchrun: 3",
+        "deviceType: [cpu]",
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_torchserves_is_ignored_with_a_warning(line, caplog):
+    with caplog.at_level(logging.WARNING):
+        config = parse(line)
+    assert dataclasses.replace(config, raw={}) == ModelConfig()
+    assert "echo.mar/c.yaml" in caplog.text and line.partition(":")[0] in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "batcher: fast", "num_cpus: -1", "num_gpus: lots", "num_gpus: .inf", "num_gpus: .nan",
+        "num_cpus: true",
+        "retries: 3", "fast_path: /x", "max_ongoing_requests: 1.5", "maxConcurrentRequests: -1",
+        "samples: one.json", "samples: [1]",
+        "trusted: 'no'", "profile: 3", "profile: {active: 0}", "task: [ner]", "batcher: [ray]",
+        "tensor_parallel: 0", "pipeline_parallel: two", "placement_strategy: strict_pack",
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_ours_is_refused(line):
+    key = line.partition(":")[0]
+    with pytest.raises(ConfigurationError, match=f"^echo.mar/c.yaml: {key}: .* must be "):
+        parse(line)
+
+
+@pytest.mark.parametrize(
+    "key, near",
+    [
+        ("batchsize", "batchSize"), ("batch_size", "batchSize"), ("maxWorker", "maxWorkers"), ("num_gpu",
+        "num_gpus"),
+        ("numGpus", "num_gpus"), ("responseTimout", "responseTimeout"), ("handlers", "handler"), ("sample",
+        "samples"),
+    ],
+)  # fmt: skip
+def test_a_near_miss_is_refused(key, near):
+    with pytest.raises(ConfigurationError) as error:
+        parse(f"{key}: 1")
+    assert str(error.value) == f"echo.mar/c.yaml: unknown key {key!r}; did you mean {near!r}?"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["handler", "pt2", "micro_batching", "pippy", "deepspeed", "tokenizer", "max_length", "device", "model"],
+)
+def test_a_key_of_the_handlers_is_kept(key):
+    assert parse(f"{key}: {{a: 1}}").raw == {key: {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [("a: 1\nb: [1, 2\n", "line 3"), ("a: 1\n\tb: 2\n", "line 2"), ("a: *b", "line 1"), ("- a\n", "line 1")],
+)
+def test_yaml_that_is_none_names_its_line(text, line):
+    with pytest.raises(ConfigurationError, match=f"^echo.mar/c.yaml: {line}: "):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe\xff", b"a: \x00", b"a: 2020-99-99", b"a: !!python/object:os.system {}"]
+)
+def test_bytes_that_are_no_yaml(text):
+    with pytest.raises(ConfigurationError, match=r"^echo.mar/c.yaml: "):
+        ModelConfig.parse(text, "echo.mar/c.yaml")
+
+
+def test_aliases_that_blow_up_are_refused():
+    laughs = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    laughs += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+    for text in (laughs, "a: &a [*a]"):
+        with pytest.raises(ConfigurationError, match="aliases"):
+            parse(text)
