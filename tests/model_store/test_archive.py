@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from serve_app.errors import InvalidArchive
-from serve_app.settings import MIB, StoreSettings
-from serve_app.store.archive import RATIO_FLOOR, pack, unpack
+from serve_app.model_store.archive import RATIO_FLOOR, pack, unpack
+from serve_app.settings import MIB, ModelStoreSettings
 
-SETTINGS = StoreSettings()
+SETTINGS = ModelStoreSettings()
 
 
 def zipped(path: Path, files: dict, compression=zipfile.ZIP_DEFLATED) -> Path:
-    """A zip of name -> bytes; a ZipInfo may stand for a name."""
+    """Write a zip of name -> bytes; a ZipInfo may stand for a name."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in files.items():
             if isinstance(name, str):
@@ -31,7 +31,7 @@ def zipped(path: Path, files: dict, compression=zipfile.ZIP_DEFLATED) -> Path:
 
 
 def tarred(path: Path, files: dict) -> Path:
-    """A .tar.gz of name -> bytes; a TarInfo may stand for a name."""
+    """Write a .tar.gz of name -> bytes; a TarInfo may stand for a name."""
     with tarfile.open(path, "w:gz") as archive:
         for name, data in files.items():
             entry = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
@@ -56,7 +56,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-def refused(archive: Path, tmp_path: Path, *words: str, settings: StoreSettings = SETTINGS) -> str:
+def refused(archive: Path, tmp_path: Path, *words: str, settings: ModelStoreSettings = SETTINGS) -> str:
     """Unpacking fails with these words and the archive's name, and leaves nothing anywhere."""
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InvalidArchive) as error:
@@ -91,7 +91,9 @@ def test_a_tar_is_unpacked_with_and_without_a_top_directory(tmp_path, top):
     assert contents(unpack(archive, tmp_path / "into", SETTINGS)) == FILES
 
 
-@pytest.mark.parametrize("only", [{"MAR-INF/MANIFEST.json": b"{}"}, {special("itself", tarfile.SYMTYPE, "."): b""}])
+@pytest.mark.parametrize(
+    "only", [{"MAR-INF/MANIFEST.json": b"{}"}, {special("itself", tarfile.SYMTYPE, "."): b""}]
+)
 def test_what_is_no_top_directory(tmp_path, only):
     assert unpack(tarred(tmp_path / "m.tar.gz", only), tmp_path / "into", SETTINGS) == tmp_path / "into"
 
@@ -117,7 +119,9 @@ def test_the_last_of_two_entries_of_one_name_counts(tmp_path):
 def test_a_program_stays_executable_and_nothing_stays_setuid(tmp_path):
     entry = tarfile.TarInfo("tool")
     entry.mode = 0o4755
-    directory = unpack(tarred(tmp_path / "m.tgz", {entry: b"#!/bin/sh\n", "text": b""}), tmp_path / "into", SETTINGS)
+    directory = unpack(
+        tarred(tmp_path / "m.tgz", {entry: b"#!/bin/sh\n", "text": b""}), tmp_path / "into", SETTINGS
+    )
     assert stat.S_IMODE((directory / "tool").stat().st_mode) == 0o755
     assert not (directory / "text").stat().st_mode & 0o111
 
@@ -147,7 +151,9 @@ LEAVING = [
 def test_a_link_that_leaves_is_refused(tmp_path, links):
     (tmp_path / "secret").write_text("secret")
     kept = {} if "top/up" in links else {"file": b""}
-    tar = tarred(tmp_path / "m.tar.gz", {special(n, tarfile.SYMTYPE, t): b"" for n, t in links.items()} | kept)
+    tar = tarred(
+        tmp_path / "m.tar.gz", {special(n, tarfile.SYMTYPE, t): b"" for n, t in links.items()} | kept
+    )
     refused(tar, tmp_path, "link", "leaves")
     mar = zipped(tmp_path / "m.mar", {zip_link(n): t.encode() for n, t in links.items()} | kept)
     refused(mar, tmp_path, "link", "leaves")
@@ -160,24 +166,42 @@ def test_nothing_is_written_through_a_link(tmp_path):
     refused(tar, tmp_path)
     tar = tarred(
         tmp_path / "m.tar.gz",
-        {special("a", tarfile.SYMTYPE, str(outside)): b"", special("a/l", tarfile.SYMTYPE, "x"): b"", "f": b""},
+        {
+            special("a", tarfile.SYMTYPE, str(outside)): b"",
+            special("a/l", tarfile.SYMTYPE, "x"): b"",
+            "f": b"",
+        },
     )
     refused(tar, tmp_path)
 
 
 def test_a_hard_link_out_or_to_a_link_is_refused(tmp_path):
     (tmp_path / "secret").write_text("secret")
-    refused(tarred(tmp_path / "1.tgz", {special("a", tarfile.LNKTYPE, "../secret"): b""}), tmp_path, "../secret")
+    refused(
+        tarred(tmp_path / "1.tgz", {special("a", tarfile.LNKTYPE, "../secret"): b""}), tmp_path, "../secret"
+    )
     secret = str(tmp_path / "secret")
     refused(tarred(tmp_path / "2.tgz", {special("a", tarfile.LNKTYPE, secret): b""}), tmp_path, secret)
     chain = {special("a", tarfile.SYMTYPE, secret): b"", special("b", tarfile.LNKTYPE, "a"): b"", "f": b""}
     refused(tarred(tmp_path / "3.tgz", chain), tmp_path, "hard link")
-    refused(tarred(tmp_path / "4.tgz", {special("a", tarfile.LNKTYPE, "missing"): b"", "f": b""}), tmp_path, "missing")
-    refused(tarred(tmp_path / "5.tgz", {special("a", tarfile.LNKTYPE, "d"): b"", "d/f": b""}), tmp_path, "be made")
+    refused(
+        tarred(tmp_path / "4.tgz", {special("a", tarfile.LNKTYPE, "missing"): b"", "f": b""}),
+        tmp_path,
+        "missing",
+    )
+    refused(
+        tarred(tmp_path / "5.tgz", {special("a", tarfile.LNKTYPE, "d"): b"", "d/f": b""}),
+        tmp_path,
+        "be created",
+    )
 
 
 def test_links_inside_stay(tmp_path):
-    links = {special("sub/l", tarfile.SYMTYPE, "../f"): b"", special("h", tarfile.LNKTYPE, "f"): b"", "f": b"data"}
+    links = {
+        special("sub/l", tarfile.SYMTYPE, "../f"): b"",
+        special("h", tarfile.LNKTYPE, "f"): b"",
+        "f": b"data",
+    }
     directory = unpack(tarred(tmp_path / "m.tgz", links), tmp_path / "into", SETTINGS)
     assert (directory / "sub/l").is_symlink()
     assert (directory / "sub/l").read_bytes() == (directory / "h").read_bytes() == b"data"
@@ -189,7 +213,9 @@ def test_a_device_is_refused(tmp_path, kind):
 
 
 def test_a_device_in_a_zip_is_refused(tmp_path):
-    refused(zipped(tmp_path / "m.mar", {zip_link("dev", stat.S_IFCHR): b""}), tmp_path, "'dev'", "neither a file")
+    refused(
+        zipped(tmp_path / "m.mar", {zip_link("dev", stat.S_IFCHR): b""}), tmp_path, "'dev'", "neither a file"
+    )
 
 
 @pytest.mark.parametrize("make", [zipped, tarred])
@@ -207,15 +233,24 @@ def test_a_small_archive_may_compress_as_it_likes(tmp_path):
 @pytest.mark.parametrize("make", [zipped, tarred])
 def test_unpacked_bytes_are_limited(tmp_path, make):
     archive = make(tmp_path / "m.mar", {"a": bytes(600), "b": bytes(600)})
-    refused(archive, tmp_path, "max_unpacked_bytes (1000)", settings=StoreSettings(max_unpacked_bytes=1000))
+    refused(
+        archive, tmp_path, "max_unpacked_bytes (1000)", settings=ModelStoreSettings(max_unpacked_bytes=1000)
+    )
 
 
 @pytest.mark.parametrize("make", [zipped, tarred])
 def test_files_and_the_directories_they_need_are_counted(tmp_path, make):
-    settings = StoreSettings(max_files=5)
-    refused(make(tmp_path / "m.mar", {f"f{n}": b"" for n in range(6)}), tmp_path, "max_files (5)", settings=settings)
+    settings = ModelStoreSettings(max_files=5)
+    refused(
+        make(tmp_path / "m.mar", {f"f{n}": b"" for n in range(6)}),
+        tmp_path,
+        "max_files (5)",
+        settings=settings,
+    )
     refused(make(tmp_path / "m.mar", {"a/b/c/d/e/f": b""}), tmp_path, "max_files (5)", settings=settings)
-    assert contents(unpack(make(tmp_path / "n.mar", {"MAR-INF/b/c": b"", "d": b""}), tmp_path / "into", settings))
+    assert contents(
+        unpack(make(tmp_path / "n.mar", {"MAR-INF/b/c": b"", "d": b""}), tmp_path / "into", settings)
+    )
 
 
 def test_a_zip_that_lies_about_lengths_is_refused(tmp_path):
@@ -272,14 +307,16 @@ def test_an_encrypted_entry_is_refused(tmp_path):
 
 
 def test_another_compression_is_refused(tmp_path):
-    refused(zipped(tmp_path / "m.mar", {"f": b"x"}, zipfile.ZIP_BZIP2), tmp_path, "neither stored nor deflated")
+    refused(
+        zipped(tmp_path / "m.mar", {"f": b"x"}, zipfile.ZIP_BZIP2), tmp_path, "neither stored nor deflated"
+    )
 
 
 @pytest.mark.parametrize("make", [zipped, tarred])
 def test_entries_that_need_one_place_are_refused(tmp_path, make):
-    refused(make(tmp_path / "1.mar", {"a": b"", "a/b": b""}), tmp_path, "cannot be made")
-    refused(make(tmp_path / "2.mar", {"a/b": b"", "a": b""}), tmp_path, "cannot be made")
-    refused(make(tmp_path / "3.mar", {"n" * 300: b""}), tmp_path, "cannot be made")
+    refused(make(tmp_path / "1.mar", {"a": b"", "a/b": b""}), tmp_path, "cannot be created")
+    refused(make(tmp_path / "2.mar", {"a/b": b"", "a": b""}), tmp_path, "cannot be created")
+    refused(make(tmp_path / "3.mar", {"n" * 300: b""}), tmp_path, "cannot be created")
 
 
 @pytest.mark.parametrize("data", [b"", b"hello, no archive", b"PK\x05\x06" + bytes(18), b"\x80\x02pickle"])
@@ -328,14 +365,14 @@ def test_a_packed_directory_keeps_its_inner_links_and_empty_directories(tmp_path
 def test_a_directory_that_cannot_be_packed_is_refused(tmp_path):
     archive = tmp_path / "m.mar"
 
-    def fails(what: str, settings: StoreSettings = SETTINGS) -> None:
+    def fails(what: str, settings: ModelStoreSettings = SETTINGS) -> None:
         with pytest.raises(InvalidArchive, match=what):
             pack(source, archive, settings)
         assert not archive.exists()
 
     source = model(tmp_path / "m")
-    fails("max_files", StoreSettings(max_files=3))
-    fails("max_archive_bytes", StoreSettings(max_archive_bytes=100))
+    fails("max_files", ModelStoreSettings(max_files=3))
+    fails("max_archive_bytes", ModelStoreSettings(max_archive_bytes=100))
     (source / "link").symlink_to(tmp_path)
     fails("leaves")
     (source / "link").unlink()

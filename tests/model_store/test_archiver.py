@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.settings import StoreSettings
-from serve_app.store.archive import unpack
-from serve_app.store.archiver import ArchiverError, Recipe, make
-from serve_app.store.manifest import MANIFEST, Manifest, check
+from serve_app.model_store.archive import unpack
+from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError, make
+from serve_app.model_store.manifest import MANIFEST, Manifest
+from serve_app.model_store.model_check import check_model
+from serve_app.settings import ModelStoreSettings
 
 HANDLER = "def handle(data, context):\n    return data\n"
 
 
 @pytest.fixture
 def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An author's folder, which is the working directory, with everything that an archive may hold."""
+    """Create an author's folder with everything that an archive may hold, as the working directory."""
     here = tmp_path / "author"
     files = {
         "code/handler.py": HANDLER,
@@ -46,9 +47,9 @@ def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def recipe(out: Path, **more) -> Recipe:
-    said = {"model_name": "digits", "version": "1.0", "handler": "code/handler.py", "export_path": str(out)}
-    return Recipe(**{**said, **more})
+def recipe(out: Path, **more) -> ArchiveRecipe:
+    result = {"model_name": "digits", "version": "1.0", "handler": "code/handler.py", "export_path": str(out)}
+    return ArchiveRecipe(**{**result, **more})
 
 
 FULL = {
@@ -71,8 +72,8 @@ def read(archive: Path) -> dict[str, bytes]:
         return {name: packed.read(name) for name in packed.namelist()}
 
 
-def theirs(out: Path, recipe: Recipe) -> Path:
-    """The same by torch-model-archiver."""
+def theirs(out: Path, recipe: ArchiveRecipe) -> Path:
+    """Write the same archive with torch-model-archiver."""
     words = [sys.executable, "-m", "model_archiver.model_packaging"]
     for field in ("model_name", "version", "handler", "runtime", "archive_format", *FULL):
         if value := getattr(recipe, field):
@@ -85,11 +86,11 @@ def theirs(out: Path, recipe: Recipe) -> Path:
 class TestBesideTorchModelArchiver:
     @pytest.mark.parametrize("format_", ["default", "zip-store", "tgz", "no-archive"])
     def test_the_same_archive(self, author: Path, tmp_path: Path, format_) -> None:
-        asked = recipe(tmp_path / "out", archive_format=format_, **FULL)
-        ours = make(asked)
+        requested = recipe(tmp_path / "out", archive_format=format_, **FULL)
+        ours = make(requested)
         assert ours.warnings == ()
         (tmp_path / "theirs").mkdir()
-        other = theirs(tmp_path / "theirs", asked)
+        other = theirs(tmp_path / "theirs", requested)
         assert ours.path.name == other.name
         ours_files, their_files = read(ours.path), read(other)
         [manifest] = [name for name in ours_files if name.endswith(MANIFEST)]
@@ -101,9 +102,9 @@ class TestBesideTorchModelArchiver:
 
     @pytest.mark.parametrize("handler", ["image_classifier", "code/handler"])
     def test_the_same_manifest(self, author: Path, tmp_path: Path, handler: str) -> None:
-        asked = recipe(tmp_path / "out", handler=handler, runtime="python3")
+        requested = recipe(tmp_path / "out", handler=handler, runtime="python3")
         (tmp_path / "theirs").mkdir()
-        made, wanted = (read(path) for path in (make(asked).path, theirs(tmp_path / "theirs", asked)))
+        made, wanted = (read(path) for path in (make(requested).path, theirs(tmp_path / "theirs", requested)))
         assert set(made) == set(wanted)
         assert json.loads(made[MANIFEST])["model"] == json.loads(wanted[MANIFEST])["model"]
 
@@ -116,12 +117,14 @@ class TestBesideTorchModelArchiver:
 
 
 @pytest.mark.parametrize("format_", ["default", "tgz"])
-def test_a_function_of_a_file_is_a_handler_and_the_store_takes_it(author: Path, tmp_path: Path, format_) -> None:
+def test_a_function_of_a_file_is_a_handler_and_the_store_takes_it(
+    author: Path, tmp_path: Path, format_
+) -> None:
     made = make(recipe(tmp_path / "out", handler="code/handler.py:handle", archive_format=format_, **FULL))
-    directory = unpack(made.path, tmp_path / "model", StoreSettings())
+    directory = unpack(made.path, tmp_path / "model", ModelStoreSettings())
     manifest = Manifest.read(directory, made.path.name)
     assert manifest.handler == "handler.py:handle"
-    assert check(directory, manifest).batch_size == 4
+    assert check_model(directory, manifest).batch_size == 4
 
 
 def test_an_archive_is_written_over_only_by_force(author: Path, tmp_path: Path) -> None:
@@ -133,15 +136,15 @@ def test_an_archive_is_written_over_only_by_force(author: Path, tmp_path: Path) 
     assert json.loads(read(again.path)[MANIFEST])["model"]["modelVersion"] == "2.0"
 
 
-def test_two_files_of_one_name_are_said(author: Path, tmp_path: Path) -> None:
+def test_two_files_with_one_name_are_reported(author: Path, tmp_path: Path) -> None:
     (author / "other").mkdir()
     (author / "other/labels.json").write_text("other")
     made = make(recipe(tmp_path / "out", extra_files="labels.json,other"))
     assert read(made.path)["labels.json"] == b"other"
-    assert made.warnings == ("Two files are to be labels.json: other/labels.json takes the place of labels.json",)
+    assert made.warnings == ("Two files are named labels.json: other/labels.json replaces labels.json",)
 
 
-def test_a_pattern_that_matches_nothing_is_said(author: Path, tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_is_reported(author: Path, tmp_path: Path) -> None:
     made = make(recipe(tmp_path / "out", extra_files="*.nothing"))
     assert made.warnings == ("Given wildcard pattern did not match any file: *.nothing",)
 
@@ -151,16 +154,21 @@ def test_a_pattern_that_matches_nothing_is_said(author: Path, tmp_path: Path) ->
     [
         ({"model_name": "di gits"}, "Model name contains special characters."),
         ({"export_path": "nowhere"}, "Given export-path nowhere is not a directory."),
-        ({"serialized_file": "wieghts.pt"}, "--serialized-file wieghts.pt is not there; did you mean weights.pt?"),
+        (
+            {"serialized_file": "wieghts.pt"},
+            "--serialized-file wieghts.pt does not exist; did you mean weights.pt?",
+        ),
         ({"model_file": "code"}, "--model-file code is a directory"),
-        ({"extra_files": "no/such.txt"}, "--extra-files no/such.txt is not there: there is no folder no"),
+        ({"extra_files": "no/such.txt"}, "--extra-files no/such.txt does not exist: there is no folder no"),
         ({"handler": "image_clasifier"}, "did you mean the built-in image_classifier?"),
         ({"handler": "code/handlr.py"}, "did you mean code/handler.py?"),
         ({"handler": "broken.py"}, "--handler broken.py, line 1: "),
         ({"config_file": "broken.yaml"}, "broken.yaml: unknown key 'batchsize'; did you mean 'batchSize'?"),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_nothing(author: Path, tmp_path: Path, more: dict, words: str) -> None:
+def test_what_cannot_be_is_refused_and_leaves_nothing(
+    author: Path, tmp_path: Path, more: dict, words: str
+) -> None:
     (author / "broken.py").write_text("def handle(:\n")
     (author / "broken.yaml").write_text("batchsize: 3\n")
     with pytest.raises(ArchiverError) as refused:

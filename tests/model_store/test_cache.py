@@ -1,4 +1,4 @@
-"""The cache: one copy of each archive, whole or not there, whoever opens it and whoever dies."""
+"""The cache: one complete copy of each archive, also with concurrent readers and killed processes."""
 
 import multiprocessing
 import os
@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed, InvalidArchive
-from serve_app.settings import MIB, StoreSettings
-from serve_app.store.cache import Cache
-from serve_app.store.workplace import LEFTOVER, sweep
+from serve_app.model_store.atomic_dir import STALE_AFTER, remove_stale
+from serve_app.model_store.cache import ArchiveCache
+from serve_app.settings import MIB, ModelStoreSettings
 
-SETTINGS = StoreSettings()
+SETTINGS = ModelStoreSettings()
 NOBODY = (1 << 22) + 1  # a process id above Linux's highest
 
 
@@ -43,13 +43,13 @@ def root(tmp_path):
 
 
 def below(root: Path) -> list[str]:
-    """What the cache holds for good or in part, two levels deep."""
+    """Return the cache's entries, finished and partial, two levels deep."""
     kinds = ("archives", "models", "partial")
     return sorted(f"{kind}/{path.name}" for kind in kinds for path in (root / kind).iterdir())
 
 
 def test_an_archive_is_kept_once_and_opened_by_its_digest(root, archive):
-    cache = Cache(root, SETTINGS)
+    cache = ArchiveCache(root, SETTINGS)
     seen = []
     stored = cache.store(archive, "m.mar", progress=lambda *at: seen.append(at))
     assert seen[-1] == (archive.stat().st_size, archive.stat().st_size)
@@ -65,8 +65,8 @@ def test_an_archive_is_kept_once_and_opened_by_its_digest(root, archive):
 
 
 def test_another_node_brings_it_from_the_uri(root, archive, tmp_path):
-    stored = Cache(root, SETTINGS).store(archive, "m.mar")
-    elsewhere = Cache(tmp_path / "elsewhere", SETTINGS)
+    stored = ArchiveCache(root, SETTINGS).store(archive, "m.mar")
+    elsewhere = ArchiveCache(tmp_path / "elsewhere", SETTINGS)
     directory = elsewhere.open(stored.uri, stored.digest)
     assert directory == tmp_path / "elsewhere" / "models" / stored.digest
     assert (directory / "handler.py").read_bytes() == b"x = 1\n"
@@ -78,12 +78,12 @@ def test_another_node_brings_it_over_http(root, archive, tmp_path):
         def log_message(self, *args):
             pass
 
-    stored = Cache(root, SETTINGS).store(archive, "m.mar")
+    stored = ArchiveCache(root, SETTINGS).store(archive, "m.mar")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root / "archives")))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        elsewhere = Cache(tmp_path / "elsewhere", SETTINGS)
+        elsewhere = ArchiveCache(tmp_path / "elsewhere", SETTINGS)
         address = f"http://127.0.0.1:{server.server_port}"
         with pytest.raises(DownloadFailed):
             elsewhere.open(f"{address}/absent.mar", stored.digest)
@@ -96,25 +96,25 @@ def test_another_node_brings_it_over_http(root, archive, tmp_path):
 
 
 def test_a_uri_with_other_bytes_is_refused(root, archive, tmp_path):
-    cache = Cache(root, SETTINGS)
+    cache = ArchiveCache(root, SETTINGS)
     digest = "0" * 64
     with pytest.raises(InvalidArchive, match=f"its sha256 is [0-9a-f]{{64}} and should be {digest}"):
         cache.open(archive.as_uri(), digest)
     for uri in ((tmp_path / "absent.mar").as_uri(), tmp_path.as_uri()):
         with pytest.raises(ArchiveNotFound, match=uri):
             cache.open(uri, digest)
-    with pytest.raises(InvalidArchive, match="no sha256"):
+    with pytest.raises(InvalidArchive, match="not a sha256"):
         cache.open(archive.as_uri(), "../../outside")
     assert below(root) == []
 
 
 def test_a_bad_archive_is_not_kept(root, tmp_path):
-    cache = Cache(root, StoreSettings(max_archive_bytes=1000))
+    cache = ArchiveCache(root, ModelStoreSettings(max_archive_bytes=1000))
     (tmp_path / "bad.mar").write_bytes(b"PK\x03\x04 and nothing more")
-    with pytest.raises(InvalidArchive, match="bad.mar"):
+    with pytest.raises(InvalidArchive, match=r"bad.mar"):
         cache.store(tmp_path / "bad.mar", "bad.mar")
     (tmp_path / "large.mar").write_bytes(bytes(1001))
-    with pytest.raises(InvalidArchive, match="large.mar.*max_archive_bytes"):
+    with pytest.raises(InvalidArchive, match=r"large.mar.*max_archive_bytes"):
         cache.store(tmp_path / "large.mar", "large.mar")
     assert below(root) == []
 
@@ -123,7 +123,7 @@ def test_a_top_directory_becomes_the_models(root, tmp_path):
     (tmp_path / "handler.py").write_text("x = 1\n")
     with tarfile.open(tmp_path / "m.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "handler.py", "m/handler.py")
-    stored = Cache(root, SETTINGS).store(tmp_path / "m.tar.gz", "m.tar.gz")
+    stored = ArchiveCache(root, SETTINGS).store(tmp_path / "m.tar.gz", "m.tar.gz")
     assert [p.name for p in stored.directory.iterdir()] == ["handler.py"]
     assert below(root) == [f"archives/{stored.digest}", f"models/{stored.digest}"]
 
@@ -132,20 +132,20 @@ def test_a_directory_is_kept_as_it_was(root, tmp_path):
     source = tmp_path / "m"
     source.mkdir()
     (source / "handler.py").write_text("old")
-    cache = Cache(root, SETTINGS)
+    cache = ArchiveCache(root, SETTINGS)
     old = cache.store(source, "m")
     (source / "handler.py").write_text("new")
     new = cache.store(source, "m")
     assert old.digest != new.digest
     assert (old.directory / "handler.py").read_text() == "old"
-    elsewhere = Cache(tmp_path / "elsewhere", SETTINGS).open(old.uri, old.digest)
+    elsewhere = ArchiveCache(tmp_path / "elsewhere", SETTINGS).open(old.uri, old.digest)
     assert (elsewhere / "handler.py").read_text() == "old"
     (source / "handler.py").write_text("old")
     assert cache.store(source, "m") == old
 
 
 def test_what_is_removed_is_gone_and_can_come_back(root, archive):
-    cache = Cache(root, SETTINGS)
+    cache = ArchiveCache(root, SETTINGS)
     stored = cache.store(archive, "m.mar")
     cache.remove(stored.digest)
     cache.remove(stored.digest)
@@ -154,24 +154,24 @@ def test_what_is_removed_is_gone_and_can_come_back(root, archive):
 
 
 def _store(root: Path, archive: Path, start, results) -> None:
-    cache = Cache(root, SETTINGS)
+    cache = ArchiveCache(root, SETTINGS)
     start.wait()
     results.put(cache.store(archive, archive.name).directory)
 
 
 def _open(root: Path, archive: Path, digest: str, start, results) -> None:
-    cache = Cache(root, SETTINGS)
+    cache = ArchiveCache(root, SETTINGS)
     start.wait()
     results.put(cache.open(archive.as_uri(), digest))
 
 
 @pytest.mark.parametrize("work", [_store, _open])
 def test_two_processes_at_once(root, archive, tmp_path, work):
-    stored = Cache(tmp_path / "first", SETTINGS).store(archive, "m.mar")
+    stored = ArchiveCache(tmp_path / "first", SETTINGS).store(archive, "m.mar")
     spawn = multiprocessing.get_context("spawn")
     start, results = spawn.Barrier(2), spawn.Queue()
-    asked = (stored.digest,) if work is _open else ()
-    workers = [spawn.Process(target=work, args=(root, archive, *asked, start, results)) for _ in range(2)]
+    requested = (stored.digest,) if work is _open else ()
+    workers = [spawn.Process(target=work, args=(root, archive, *requested, start, results)) for _ in range(2)]
     for worker in workers:
         worker.start()
     try:
@@ -187,7 +187,7 @@ def test_two_processes_at_once(root, archive, tmp_path, work):
 
 def test_who_loses_the_race_uses_what_the_winner_put_there(root, archive):
     """The second store begins and ends while the first is in mid-copy."""
-    slow, quick = Cache(root, SETTINGS), Cache(root, SETTINGS)
+    slow, quick = ArchiveCache(root, SETTINGS), ArchiveCache(root, SETTINGS)
     won = []
 
     def win(*_):
@@ -203,17 +203,19 @@ def test_who_loses_the_race_uses_what_the_winner_put_there(root, archive):
 KILLED = """
 import sys
 from pathlib import Path
-from serve_app.settings import StoreSettings
-from serve_app.store.cache import Cache
+from serve_app.settings import ModelStoreSettings
+from serve_app.model_store.cache import ArchiveCache
 
-cache = Cache(Path(sys.argv[1]), StoreSettings())
+cache = ArchiveCache(Path(sys.argv[1]), ModelStoreSettings())
 cache.{call}, progress=lambda done, total: print(done, flush=True))
 """
 
 
-@pytest.mark.parametrize("call", ["store(Path(sys.argv[2]), 'm.mar'", "open('file://' + sys.argv[2], sys.argv[3]"])
+@pytest.mark.parametrize(
+    "call", ["store(Path(sys.argv[2]), 'm.mar'", "open('file://' + sys.argv[2], sys.argv[3]"]
+)
 def test_a_process_killed_in_mid_copy_leaves_nothing_that_counts(root, archive, tmp_path, call):
-    stored = Cache(tmp_path / "first", SETTINGS).store(archive, "m.mar")
+    stored = ArchiveCache(tmp_path / "first", SETTINGS).store(archive, "m.mar")
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # a source that gives a MiB and then no more
     command = [sys.executable, "-c", KILLED.format(call=call), str(root), str(pipe), stored.digest]
@@ -223,12 +225,12 @@ def test_a_process_killed_in_mid_copy_leaves_nothing_that_counts(root, archive, 
             source.flush()
             assert process.stdout.readline() == f"{MIB}\n"
             assert [name.partition("/")[0] for name in below(root)] == ["partial"]
-            Cache(root, SETTINGS)  # what a living process is at is left alone
+            ArchiveCache(root, SETTINGS)  # what a living process is at is left alone
             assert len(below(root)) == 1
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL
-    cache = Cache(root, SETTINGS)
+    cache = ArchiveCache(root, SETTINGS)
     assert below(root) == []
     assert (cache.open(archive.as_uri(), stored.digest) / "handler.py").exists()
     assert cache.store(archive, "m.mar").digest == stored.digest
@@ -243,20 +245,20 @@ def test_a_process_killed_in_mid_unpacking_leaves_nothing_that_counts(root, arch
     assert ended.returncode == -signal.SIGXFSZ  # the kernel's, at the first MiB of w.pt
     (left,) = (root / "partial").iterdir()
     assert (left / "model" / "sub" / "w.pt").stat().st_size == MIB
-    stored = Cache(root, SETTINGS).store(archive, "m.mar")
+    stored = ArchiveCache(root, SETTINGS).store(archive, "m.mar")
     assert below(root) == [f"archives/{stored.digest}", f"models/{stored.digest}"]
     assert (stored.directory / "sub/w.pt").stat().st_size == 5 * MIB
 
 
 def test_work_of_other_hosts_is_swept_after_an_hour_without_a_write(root):
-    Cache(root, SETTINGS)
+    ArchiveCache(root, SETTINGS)
     old, new = (root / "partial" / f"elsewhere.example-{NOBODY}-{name}" for name in ("old", "new"))
     alive = root / "partial" / f"{socket.gethostname()}-{os.getpid()}-alive"
     for place in (old, new, alive):
         (place / "sub").mkdir(parents=True)
         (place / "sub" / "file").touch()
         for path in (place / "sub" / "file", place / "sub", place):
-            then = time.time() - (LEFTOVER + 60 if place is old or path == place else LEFTOVER - 60)
+            then = time.time() - (STALE_AFTER + 60 if place is old or path == place else STALE_AFTER - 60)
             os.utime(path, (then, then))
-    sweep(root / "partial")
+    remove_stale(root / "partial")
     assert sorted(p.name for p in (root / "partial").iterdir()) == sorted([new.name, alive.name])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import subprocess
 import sys
 import zipfile
@@ -11,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from serve_app.errors import ConfigurationError, InvalidArchive
-from serve_app.settings import StoreSettings
-from serve_app.store.archive import unpack
-from serve_app.store.manifest import Manifest, ModelConfig, check, handler_file, stem
+from serve_app.model_store.archive import unpack
+from serve_app.model_store.manifest import Manifest, archive_stem, handler_file
+from serve_app.model_store.model_check import check_model
+from serve_app.model_store.model_config import ModelConfig
+from serve_app.settings import ModelStoreSettings
 
 HANDLER = "def handle(data, context):\n    return data\n"
 MODEL = {"modelName": "echo", "modelVersion": "1.0", "handler": "handler.py"}
@@ -42,7 +43,8 @@ def read(directory: Path, default_handler: str = "") -> Manifest:
 
 def test_a_manifest_is_read_whole(write):
     model = MODEL | {
-        "serializedFile": "m.pt", "modelFile": "model.py", "requirementsFile": "r.txt", "configFile": "c.yaml",
+        "serializedFile": "m.pt", "modelFile": "model.py", "requirementsFile": "r.txt",
+        "configFile": "c.yaml",
         "extensions": "a.txt,b.txt",
     }  # fmt: skip
     raw = {"runtime": "python3", "model": model, "archiverVersion": "0.12.0"}
@@ -72,9 +74,11 @@ def test_without_a_manifest_the_archive_names_the_model(write):
     assert ModelConfig.read(directory, read(directory)).batch_size == 4
 
 
-@pytest.mark.parametrize("name", ["digits", "digits.mar", "digits.MAR", "digits.zip", "digits.tar.gz", "digits.tgz"])
+@pytest.mark.parametrize(
+    "name", ["digits", "digits.mar", "digits.MAR", "digits.zip", "digits.tar.gz", "digits.tgz"]
+)
 def test_the_stem_of_an_archive(name):
-    assert stem(name) == "digits"
+    assert archive_stem(name) == "digits"
 
 
 @pytest.mark.parametrize(
@@ -83,13 +87,13 @@ def test_the_stem_of_an_archive(name):
 def test_a_manifest_that_is_none_is_refused(write, text):
     directory = write()
     (directory / "MAR-INF/MANIFEST.json").write_text(text, encoding="latin-1")
-    with pytest.raises(InvalidArchive, match="^echo.mar: MAR-INF/MANIFEST.json.* rebuild the archive"):
+    with pytest.raises(InvalidArchive, match=r"^echo.mar: MAR-INF/MANIFEST.json.* rebuild the archive"):
         read(directory)
 
 
 def refused(directory: Path, *words: str, **changes) -> None:
     with pytest.raises(InvalidArchive) as error:
-        check(directory, dataclasses.replace(read(directory), **changes))
+        check_model(directory, dataclasses.replace(read(directory), **changes))
     assert str(error.value).startswith("echo.mar: ")
     for word in words:
         assert word in str(error.value)
@@ -98,9 +102,15 @@ def refused(directory: Path, *words: str, **changes) -> None:
 def test_a_good_model_passes(write):
     config = "batchSize: 8\nsamples: [one.json, sub/two.json]\n"
     model = MODEL | {"serializedFile": "m.pt", "modelFile": "model.py", "configFile": "c.yaml"}
-    files = {"m.pt": "", "model.py": "class Model: ...", "c.yaml": config, "one.json": "1", "sub/two.json": "2"}
+    files = {
+        "m.pt": "",
+        "model.py": "class Model: ...",
+        "c.yaml": config,
+        "one.json": "1",
+        "sub/two.json": "2",
+    }
     directory = write(model, files)
-    assert check(directory, read(directory)).samples == ("one.json", "sub/two.json")
+    assert check_model(directory, read(directory)).samples == ("one.json", "sub/two.json")
 
 
 @pytest.mark.parametrize("key", ["serializedFile", "modelFile", "requirementsFile", "configFile"])
@@ -119,11 +129,13 @@ def test_a_sample_must_be_there(write):
     refused(write(MODEL | {"configFile": "c.yaml"}, {"c.yaml": "samples: [absent.json]"}), "'absent.json'")
 
 
-@pytest.mark.parametrize("handler", ["handler.py", "handler", "handler:handle", "handler.py:handle", "lib/handler.py"])
+@pytest.mark.parametrize(
+    "handler", ["handler.py", "handler", "handler:handle", "handler.py:handle", "lib/handler.py"]
+)
 def test_a_handler_file_however_it_is_named(write, handler):
     directory = write(MODEL | {"handler": handler})
     assert handler_file(directory, handler) == directory / "handler.py"
-    check(directory, read(directory))
+    check_model(directory, read(directory))
 
 
 def test_a_handler_file_in_a_folder(write):
@@ -135,7 +147,7 @@ def test_a_handler_file_in_a_folder(write):
 def test_a_built_in_handler(write):
     directory = write(MODEL | {"handler": "image_classifier"})
     assert handler_file(directory, "image_classifier") is None
-    check(directory, read(directory))
+    check_model(directory, read(directory))
     refused(directory, "'image_clasifier'", "did you mean 'image_classifier'", handler="image_clasifier")
     refused(directory, "'xyz.py'", "base_handler", handler="xyz.py")
     refused(directory, "names no handler", "default_service_handler", handler="")
@@ -152,20 +164,22 @@ def test_a_model_folder_is_a_model(write):
     directory = write(None, FOLDER)
     manifest = Manifest.read(directory, "entities", "base_handler")
     assert (manifest.model_name, manifest.version, manifest.handler) == ("entities", "1.0", "huggingface")
-    config = check(directory, manifest)
+    config = check_model(directory, manifest)
     assert (config.task, config.raw) == ("token-classification", {"task": "token-classification"})
-    assert check(directory, manifest, "feature-extraction").task == "feature-extraction", "the caller goes first"
+    assert check_model(directory, manifest, "feature-extraction").task == "feature-extraction", (
+        "the caller goes first"
+    )
     (directory / "model-config.yaml").write_text("batchSize: 8\ntask: feature-extraction\n")
     manifest = Manifest.read(directory, "entities")
-    config = check(directory, manifest)
+    config = check_model(directory, manifest)
     assert (config.batch_size, config.task, config.raw["batchSize"]) == (8, "feature-extraction", 8)
-    assert check(directory, manifest, "ner").task == "token-classification", "and before the file"
+    assert check_model(directory, manifest, "ner").task == "token-classification", "and before the file"
 
 
 def test_a_manifest_in_a_model_folder_says_its_version(write):
     directory = write({"modelName": "entities", "modelVersion": "2.0", "handler": "huggingface"}, FOLDER)
     manifest = read(directory)
-    assert (manifest.version, check(directory, manifest).task) == ("2.0", "token-classification")
+    assert (manifest.version, check_model(directory, manifest).task) == ("2.0", "token-classification")
 
 
 @pytest.mark.parametrize(
@@ -173,31 +187,35 @@ def test_a_manifest_in_a_model_folder_says_its_version(write):
     [
         ({}, "poetry", "the task 'poetry' is not supported; there are feature-extraction,"),
         ({}, "token-clasification", "did you mean 'token-classification'?"),
-        ({}, "summarization", "BertForTokenClassification is for token-classification, not for summarization"),
+        (
+            {},
+            "summarization",
+            "BertForTokenClassification is for token-classification, not for summarization",
+        ),
         ({"model.safetensors": None}, None, "no weights; put model.safetensors beside it"),
         ({"tokenizer.json": None}, None, "there is no tokenizer.json"),
         ({"config.json": "{"}, None, "its config.json is not JSON"),
         ({"config.json": "[]"}, None, "its config.json is no JSON object"),
         ({"config.json": None}, None, "a Hugging Face folder has a config.json"),
         ({"model.safetensors": None, "pytorch_model.bin": ""}, None, "its weights are pickles"),
-        ({"config.json": '{"architectures": ["Own"]}'}, None, "(Own) tells no task; say one with task="),
+        ({"config.json": '{"architectures": ["Own"]}'}, None, "(Own) determines no task; set one with task="),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(write, changes, task, words):
     directory = write(None, {name: text for name, text in {**FOLDER, **changes}.items() if text is not None})
     with pytest.raises(InvalidArchive) as error:
-        check(directory, Manifest.read(directory, "entities"), task)
+        check_model(directory, Manifest.read(directory, "entities"), task)
     assert str(error.value).startswith("entities: ") and words in str(error.value)
 
 
 def test_pickles_in_a_folder_that_is_trusted(write):
     files = {**FOLDER, "pytorch_model.bin": "", "model-config.yaml": "trusted: true\n"}
     directory = write(None, {name: text for name, text in files.items() if name != "model.safetensors"})
-    assert check(directory, Manifest.read(directory, "entities")).task == "token-classification"
+    assert check_model(directory, Manifest.read(directory, "entities")).task == "token-classification"
 
 
 def weights(directory, held="GLOBAL", name="model.pt"):
-    """What torch.save writes, as far as it is looked at: a pickle that names ``held``."""
+    """Write the part of torch.save's output that is inspected: a pickle that names ``held``."""
     with zipfile.ZipFile(directory / name, "w") as file:
         file.writestr("model/data.pkl", b"\x80\x02c" + held.encode() + b"\n.")
 
@@ -208,9 +226,11 @@ BUILT_IN = MODEL | {"handler": "base_handler", "serializedFile": "model.pt", "mo
 def test_a_pickle_that_is_not_trusted_is_refused_before_anything_starts(write):
     directory = write(BUILT_IN, {"model.py": ""})
     weights(directory, "model\nNet")
-    refused(directory, "model.pt: it holds more than tensors", "model.Net", "trusted: true in model-config.yaml")
+    refused(
+        directory, "model.pt: it holds more than tensors", "model.Net", "trusted: true in model-config.yaml"
+    )
     weights(directory, "torch._utils\n_rebuild_tensor_v2")
-    check(directory, read(directory))
+    check_model(directory, read(directory))
 
 
 def test_a_pickle_is_left_to_who_trusts_or_loads_it(write):
@@ -223,7 +243,7 @@ def test_a_pickle_is_left_to_who_trusts_or_loads_it(write):
     ):
         directory = write(model, {**files, **more})
         weights(directory, "model\nNet")
-        check(directory, read(directory))
+        check_model(directory, read(directory))
 
 
 def test_weights_that_a_built_in_handler_never_loads(write):
@@ -237,19 +257,25 @@ def test_weights_that_a_built_in_handler_never_loads(write):
 
 def test_a_registrations_task_reaches_a_handler_of_the_archives_own(write):
     directory = write()
-    assert check(directory, read(directory), "translation").raw == {"task": "translation"}
+    assert check_model(directory, read(directory), "translation").raw == {"task": "translation"}
 
 
 def test_a_module_is_left_to_the_models_own_process(write):
-    directory = write(MODEL | {"handler": "lib.serving:Handler"}, {"lib/serving/__init__.py": "raise Exception"})
-    check(directory, read(directory))
-    check(directory, dataclasses.replace(read(directory), handler="json.decoder:JSONDecoder"))
+    directory = write(
+        MODEL | {"handler": "lib.serving:Handler"}, {"lib/serving/__init__.py": "raise Exception"}
+    )
+    check_model(directory, read(directory))
+    check_model(directory, dataclasses.replace(read(directory), handler="json.decoder:JSONDecoder"))
     refused(directory, "'nowhere.serving:Handler'", handler="nowhere.serving:Handler")
 
 
 @pytest.mark.parametrize(
     "text, words",
-    [("import os\ndef handle(:\n", "handler.py, line 2"), ("return 1\n", "line 1"), ("x = '\0'\n", "handler.py")],
+    [
+        ("import os\ndef handle(:\n", "handler.py, line 2"),
+        ("return 1\n", "line 1"),
+        ("x = '\0'\n", "handler.py"),
+    ],
 )
 def test_a_handler_that_does_not_compile(write, text, words):
     refused(write(files={"handler.py": text}), words, "mend the file")
@@ -261,7 +287,7 @@ def test_a_model_file_that_does_not_compile(write):
 
 def test_a_warning_about_an_authors_code_is_none_of_ours(write):
     directory = write(files={"handler.py": HANDLER + "x = '\\d' is 3\n"})
-    check(directory, read(directory))
+    check_model(directory, read(directory))
 
 
 @pytest.mark.parametrize("name", ["a/b", "a b", "é", "", ".", "..", "-a", ".hidden", "a\n", "a?b", "a%2fb"])
@@ -272,118 +298,6 @@ def test_a_name_that_is_no_part_of_a_route(write, name):
 
 def test_another_runtime_is_refused(write):
     refused(write(runtime="LSP"), "'LSP'", "--runtime python")
-
-
-def parse(text: str) -> ModelConfig:
-    return ModelConfig.parse(text, "echo.mar/c.yaml")
-
-
-def test_every_key_is_read():
-    config = parse("""
-        minWorkers: 0
-        maxWorkers: 4
-        batchSize: 0
-        deviceIds: [0, 1]
-        useVenv: true
-        torchrun: {nproc-per-node: 2}
-        batcher: ray
-        num_cpus: 1
-        num_gpus: 0.25
-        retries: false
-        fast_path: oip
-        max_ongoing_requests: 7
-        maxConcurrentRequests: 4
-        samples: [a.json]
-        trusted: true
-        handler: {anything: at all}
-        1: a key that is no text
-    """)
-    assert (config.min_workers, config.max_workers, config.batch_size) == (1, 4, 1)  # at least one, as TorchServe
-    assert (config.device_ids, config.use_venv, config.torchrun) == ((0, 1), True, {"nproc-per-node": 2})
-    assert (config.batcher, config.num_cpus, config.num_gpus, config.retries) == ("ray", 1.0, 0.25, False)
-    assert (config.fast_path, config.max_ongoing_requests, config.samples) == ("oip", 7, ("a.json",))
-    assert config.max_concurrent_requests == 4
-    assert config.trusted is True
-    assert config.raw["handler"] == {"anything": "at all"} and config.raw["minWorkers"] == 0
-    assert config.response_timeout is None and config.startup_timeout is None
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
-def test_an_empty_configuration(text):
-    assert parse(text) == ModelConfig()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "batchSize: four", "batchSize: true", "maxBatchDelay: 0", "responseTimeout: -5", "responseTimeout: 1.5",
-        "deviceType: tpu", "deviceIds: [0, x]", "useVenv: 1", "parallelType: xx", "torchrun: 3", "deviceType: [cpu]",
-    ],
-)  # fmt: skip
-def test_a_wrong_value_of_torchserves_is_ignored_with_a_warning(line, caplog):
-    with caplog.at_level(logging.WARNING):
-        config = parse(line)
-    assert dataclasses.replace(config, raw={}) == ModelConfig()
-    assert "echo.mar/c.yaml" in caplog.text and line.partition(":")[0] in caplog.text
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "batcher: fast", "num_cpus: -1", "num_gpus: lots", "num_gpus: .inf", "num_gpus: .nan", "num_cpus: true",
-        "retries: 3", "fast_path: /x", "max_ongoing_requests: 1.5", "maxConcurrentRequests: -1",
-        "samples: one.json", "samples: [1]",
-        "trusted: 'no'", "profile: 3", "profile: {active: 0}", "task: [ner]", "batcher: [ray]",
-        "tensor_parallel: 0", "pipeline_parallel: two", "placement_strategy: strict_pack",
-    ],
-)  # fmt: skip
-def test_a_wrong_value_of_ours_is_refused(line):
-    key = line.partition(":")[0]
-    with pytest.raises(ConfigurationError, match=f"^echo.mar/c.yaml: {key}: .* must be "):
-        parse(line)
-
-
-@pytest.mark.parametrize(
-    "key, near",
-    [
-        ("batchsize", "batchSize"), ("batch_size", "batchSize"), ("maxWorker", "maxWorkers"), ("num_gpu", "num_gpus"),
-        ("numGpus", "num_gpus"), ("responseTimout", "responseTimeout"), ("handlers", "handler"), ("sample", "samples"),
-    ],
-)  # fmt: skip
-def test_a_near_miss_is_refused(key, near):
-    with pytest.raises(ConfigurationError) as error:
-        parse(f"{key}: 1")
-    assert str(error.value) == f"echo.mar/c.yaml: unknown key {key!r}; did you mean {near!r}?"
-
-
-@pytest.mark.parametrize(
-    "key", ["handler", "pt2", "micro_batching", "pippy", "deepspeed", "tokenizer", "max_length", "device", "model"]
-)
-def test_a_key_of_the_handlers_is_kept(key):
-    assert parse(f"{key}: {{a: 1}}").raw == {key: {"a": 1}}
-
-
-@pytest.mark.parametrize(
-    "text, line",
-    [("a: 1\nb: [1, 2\n", "line 3"), ("a: 1\n\tb: 2\n", "line 2"), ("a: *b", "line 1"), ("- a\n", "line 1")],
-)
-def test_yaml_that_is_none_names_its_line(text, line):
-    with pytest.raises(ConfigurationError, match=f"^echo.mar/c.yaml: {line}: "):
-        parse(text)
-
-
-@pytest.mark.parametrize("text", [b"\xff\xfe\xff", b"a: \x00", b"a: 2020-99-99", b"a: !!python/object:os.system {}"])
-def test_bytes_that_are_no_yaml(text):
-    with pytest.raises(ConfigurationError, match="^echo.mar/c.yaml: "):
-        ModelConfig.parse(text, "echo.mar/c.yaml")
-
-
-def test_aliases_that_blow_up_are_refused():
-    laughs = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
-    laughs += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
-    for text in (laughs, "a: &a [*a]"):
-        with pytest.raises(ConfigurationError, match="aliases"):
-            parse(text)
 
 
 @pytest.mark.parametrize("form, file", [
@@ -404,21 +318,22 @@ def test_what_the_real_archiver_makes(tmp_path, form, file):
     (tmp_path / "tmp").mkdir()
     subprocess.run(
         [Path(sys.executable).with_name("torch-model-archiver"), "--model-name", "echo", "-v", "2.0",
-         "--handler", "service.py", "--model-file", "net.py", "--serialized-file", "w.pt", "--extra-files", "x",
+         "--handler", "service.py", "--model-file", "net.py", "--serialized-file", "w.pt", "--extra-files",
+         "x",
          "-r", "r.txt", "-c", "c.yaml",
          "--export-path", "out", "--archive-format", form],
         check=True, cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")},
     )  # fmt: skip
     made = tmp_path / "out" / file
-    directory = made if made.is_dir() else unpack(made, tmp_path / "into", StoreSettings())
+    directory = made if made.is_dir() else unpack(made, tmp_path / "into", ModelStoreSettings())
     manifest = Manifest.read(directory, file)
     assert (manifest.model_name, manifest.version, manifest.handler) == ("echo", "2.0", "service.py")
     assert (manifest.serialized_file, manifest.model_file) == ("w.pt", "net.py")
-    assert check(directory, manifest).batch_size == 2
+    assert check_model(directory, manifest).batch_size == 2
     assert sorted(p.name for p in directory.iterdir()) == sorted([*inputs, "MAR-INF"])
 
 
-def test_an_archive_with_an_async_handler_is_not_told_that_it_is_not_served():
+def test_an_async_handler_gives_no_warning():
     config = ModelConfig.parse("asyncCommunication: true\nparallelType: tp")
     assert config.async_communication is True
     assert config.unserved == ["parallelType"]
@@ -429,28 +344,35 @@ LLAMA = {"config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "n
 
 @pytest.mark.parametrize("handler", ["causal_lm", "llm"])
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("result", "words"),
     [
-        ("tensor_parallel: 3", "config.json: tensor_parallel: 3 does not divide 4 attention heads and 2 key-value"),
+        (
+            "tensor_parallel: 3",
+            "config.json: tensor_parallel: 3 does not divide 4 attention heads and 2 key-value",
+        ),
         ("pipeline_parallel: 4", "pipeline_parallel: 4 is more than the model's 3 layers"),
         ("parallelType: tp\nparallelLevel: 4", "tensor_parallel: 4 does not divide"),
         ("device_map: auto\ntensor_parallel: 2", "device_map lays the model out .* Take one of the two away"),
         ("max_memry: {cpu: 2GB}", "unknown key 'max_memry'; did you mean 'max_memory'"),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_refused(write, handler, said, words):
+def test_a_model_that_cannot_be_cut_so_is_refused(write, handler, result, words):
     model = MODEL | {"handler": handler, "configFile": "c.yaml"}
-    folder = write(model, LLAMA | {"c.yaml": said})
+    folder = write(model, LLAMA | {"c.yaml": result})
     with pytest.raises(ConfigurationError, match=words):
-        check(folder, read(folder))
+        check_model(folder, read(folder))
 
 
 def test_a_cut_of_torchserves(write):
-    """``parallelType`` is understood where a built-in handler is cut up, and unserved where the archive's own is."""
+    """``parallelType`` is understood where a built-in handler is cut up, and unserved where the archive's
+    own is.
+    """
 
-    def read_with(said, handler="llm", **files):
-        folder = write(MODEL | {"handler": handler, "configFile": "c.yaml"}, LLAMA | {"c.yaml": said} | files)
-        config = check(folder, read(folder))
+    def read_with(result, handler="llm", **files):
+        folder = write(
+            MODEL | {"handler": handler, "configFile": "c.yaml"}, LLAMA | {"c.yaml": result} | files
+        )
+        config = check_model(folder, read(folder))
         return config.tensor_parallel, config.pipeline_parallel, config.unserved
 
     assert read_with("parallelType: tp\nparallelLevel: 2") == (2, None, [])
@@ -458,4 +380,8 @@ def test_a_cut_of_torchserves(write):
     assert read_with("parallelType: tp\nparallelLevel: 2\ntensor_parallel: 1") == (1, None, ["parallelType"])
     assert read_with("parallelType: pptp\nparallelLevel: 2") == (None, None, ["parallelType"])
     assert read_with("parallelType: tp\nparallelLevel: 2", "handler.py") == (None, None, ["parallelType"])
-    assert read_with("parallelType: tp\nparallelLevel: 2", **{"llm.py": HANDLER}) == (None, None, ["parallelType"])
+    assert read_with("parallelType: tp\nparallelLevel: 2", **{"llm.py": HANDLER}) == (
+        None,
+        None,
+        ["parallelType"],
+    )

@@ -1,4 +1,6 @@
-"""Archives from object stores: a real S3 server with its own rights, and small servers that speak the others' HTTP."""
+"""Archives from object stores: a real S3 server with its own rights, and small servers that speak the
+others' HTTP.
+"""
 
 import contextlib
 import json
@@ -12,11 +14,12 @@ from moto.server import ThreadedMotoServer
 from parts import serving
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
-from serve_app.settings import StoreSettings
-from serve_app.store import object_stores
-from serve_app.store.sources import fetch
+from serve_app.model_store import object_stores
+from serve_app.model_store.sources import fetch
+from serve_app.settings import ModelStoreSettings
 
-# Else gcsfs asks for a bucket's kind over gRPC first, which no small server here speaks; read when it is imported.
+# Else gcsfs asks for a bucket's kind over gRPC first, which no small server here speaks; read when it is
+# imported.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 BODY = bytes(range(256)) * 80_000  # 20 MB: more than one piece
@@ -24,7 +27,13 @@ BODY = bytes(range(256)) * 80_000  # 20 MB: more than one piece
 
 @pytest.fixture(autouse=True)
 def no_credentials_of_this_machine(monkeypatch, tmp_path):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "HF_TOKEN"):
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_PROFILE",
+        "HF_TOKEN",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -33,7 +42,9 @@ def no_credentials_of_this_machine(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def s3():
-    """The address of an S3 server that holds ``models/m.mar``, a model's folder, and a folder of two archives."""
+    """Start an S3 server with ``models/m.mar``, a model's folder, and a folder of two archives; yield its
+    address.
+    """
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     address = "http://{}:{}".format(*server.get_host_and_port())
@@ -63,7 +74,7 @@ def get(tmp_path):
 
     def get(url, progress=None, signed=False, **settings):
         try:
-            return fetch(url, StoreSettings(**settings), tmp_path / "store", into, progress, signed)
+            return fetch(url, ModelStoreSettings(**settings), tmp_path / "store", into, progress, signed)
         except Exception:
             assert list(into.iterdir()) == []
             raise
@@ -107,7 +118,7 @@ def test_a_folder_of_one_archive(get, s3):
 
 
 def test_a_folder_that_is_neither(get, s3):
-    failed(get, "s3://models/two", "2 archives", "name the file", storage_options=options(s3))
+    failed(get, "s3://models/two", "2 archives", "specify the file", storage_options=options(s3))
     failed(get, "s3://models/evil", "leaves the model's directory", storage_options=options(s3))
 
 
@@ -118,7 +129,11 @@ def test_what_is_not_there(get, s3):
 
 def test_limits_hold_here_too(get, s3):
     failed(
-        get, "s3://models/m.mar", "max_archive_bytes (1000)", storage_options=options(s3), max_archive_bytes=1000
+        get,
+        "s3://models/m.mar",
+        "max_archive_bytes (1000)",
+        storage_options=options(s3),
+        max_archive_bytes=1000,
     )
     failed(get, "s3://models/m.mar", "download_timeout", storage_options=options(s3), download_timeout=0.001)
 
@@ -130,9 +145,13 @@ def test_a_scheme_that_is_not_allowed(get):
 
 def test_no_credentials_wrong_ones_and_ones_that_may_not(get, s3):
     no_metadata = {"s3": {"endpoint_url": s3}}
-    detail = failed(get, "s3://models/m.mar", "access was refused", "AWS_ACCESS_KEY_ID", storage_options=no_metadata)
+    detail = failed(
+        get, "s3://models/m.mar", "access was refused", "AWS_ACCESS_KEY_ID", storage_options=no_metadata
+    )
     assert "store.storage_options.s3.anon" in detail
-    iam = boto3.client("iam", "us-east-1", endpoint_url=s3, aws_access_key_id="any", aws_secret_access_key="any")
+    iam = boto3.client(
+        "iam", "us-east-1", endpoint_url=s3, aws_access_key_id="any", aws_secret_access_key="any"
+    )
     iam.create_user(UserName="guest")
     key = iam.create_access_key(UserName="guest")["AccessKey"]
     # From here on the server looks at who asks.
@@ -149,7 +168,7 @@ def test_no_credentials_wrong_ones_and_ones_that_may_not(get, s3):
 
 
 def test_a_package_that_is_not_there_is_named(get, monkeypatch):
-    monkeypatch.setattr(object_stores, "installed", lambda scheme: False)
+    monkeypatch.setattr(object_stores, "is_installed", lambda scheme: False)
     failed(get, "s3://models/m.mar", "pip install torchrelay[s3]")
     failed(get, "gs://models/m.mar", "pip install torchrelay[gcs]")
     failed(get, "hf://owner/name", "pip install torchrelay[hf]")
@@ -205,7 +224,7 @@ def test_s3_sse_kms_of_another_url(get):
 
 
 def answering(answer):
-    """A server that answers GET and HEAD with ``answer(handler, path)``; gives its address."""
+    """Serve GET and HEAD with ``answer(handler, path)``; yield the address."""
     return serving(lambda handler: answer(handler, unquote(handler.path)), "HTTP/1.1")
 
 
@@ -220,11 +239,11 @@ def say(handler, status, body=b"", **headers):
 
 
 def ranged(handler, content, **headers):
-    """The part of ``content`` that the request's Range asks for."""
-    asked = handler.headers.get("Range")
-    if asked is None:
+    """Return the part of ``content`` that the request's Range selects."""
+    requested = handler.headers.get("Range")
+    if requested is None:
         return say(handler, 200, content, **headers)
-    start, end = asked.removeprefix("bytes=").split("-")
+    start, end = requested.removeprefix("bytes=").split("-")
     part = content[int(start) : int(end) + 1]
     whole = f"bytes {start}-{int(start) + len(part) - 1}/{len(content)}"
     return say(handler, 206, part, Content_Range=whole, **headers)
@@ -255,7 +274,7 @@ FILES = {
 
 
 def hub(files, commit="0" * 40):
-    """The few endpoints of a hub that holds owner/name."""
+    """Serve the endpoints of a hub that holds owner/name."""
 
     def answer(handler, path):
         path, _, _ = path.partition("?")
@@ -267,7 +286,9 @@ def hub(files, commit="0" * 40):
         if path.startswith("/api/models/owner/name/tree/main"):
             prefix = path.removeprefix("/api/models/owner/name/tree/main").strip("/")
             inside = {name: content for name, content in files.items() if name.startswith(prefix)}
-            entries = [{"type": "file", "path": n, "size": len(c), "oid": "1" * 40} for n, c in inside.items()]
+            entries = [
+                {"type": "file", "path": n, "size": len(c), "oid": "1" * 40} for n, c in inside.items()
+            ]
             folders = {name.rpartition("/")[0] for name in inside if "/" in name}
             entries += [{"type": "directory", "path": name, "size": 0, "oid": "2" * 40} for name in folders]
             return say(handler, 200, json.dumps(entries).encode(), Content_Type="application/json")
@@ -301,7 +322,14 @@ def test_a_model_folder_on_a_hub_comes_without_its_other_formats(get, monkeypatc
         "1_Pooling/config.json": b"{}",
         "README.md": b"card",
     }
-    others = ("pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "openvino/model.bin", ".gitattributes", "m.gguf")
+    others = (
+        "pytorch_model.bin",
+        "tf_model.h5",
+        "onnx/model.onnx",
+        "openvino/model.bin",
+        ".gitattributes",
+        "m.gguf",
+    )
     with hub({**needed, **dict.fromkeys(others, b"much")}) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         folder = get("hf://owner/name")
@@ -332,7 +360,12 @@ def test_what_a_hub_has_not(get, monkeypatch):
 @pytest.fixture
 def gs():
     """Storage options of a server that holds gs://models/m.mar."""
-    facts = {"name": "m.mar", "bucket": "models", "size": str(len(BODY)), "updated": "2024-01-01T00:00:00.000Z"}
+    facts = {
+        "name": "m.mar",
+        "bucket": "models",
+        "size": str(len(BODY)),
+        "updated": "2024-01-01T00:00:00.000Z",
+    }
 
     def answer(handler, path):
         if "alt=media" in path:
@@ -340,8 +373,12 @@ def gs():
         if path.startswith("/storage/v1/b/models/o/m.mar"):
             return say(handler, 200, json.dumps(facts).encode(), Content_Type="application/json")
         if path.startswith("/storage/v1/b/secret/"):
-            return say(handler, 403, b'{"error": {"code": 403, "message": "no"}}', Content_Type="application/json")
-        return say(handler, 404, b'{"error": {"code": 404, "message": "Not Found"}}', Content_Type="application/json")
+            return say(
+                handler, 403, b'{"error": {"code": 403, "message": "no"}}', Content_Type="application/json"
+            )
+        return say(
+            handler, 404, b'{"error": {"code": 404, "message": "Not Found"}}', Content_Type="application/json"
+        )
 
     with answering(answer) as address:
         yield {"gs": {"endpoint_url": address, "token": "anon"}}

@@ -7,15 +7,15 @@ import pytest
 from parts import serving
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
-from serve_app.settings import StoreSettings
-from serve_app.store.sources import fetch
+from serve_app.model_store.sources import fetch
+from serve_app.settings import ModelStoreSettings
 
 BODY = bytes(range(256)) * 5000
 
 
 @pytest.fixture
 def store(tmp_path):
-    """A model store with each kind of thing in it, and things beside it."""
+    """Create a model store with each kind of entry, and files outside it."""
     store = tmp_path / "model_store"
     (store / "plain" / "MAR-INF").mkdir(parents=True)
     (store / "team").mkdir()
@@ -39,7 +39,7 @@ def get(store, tmp_path):
 
     def get(url, progress=None, **settings):
         try:
-            return fetch(url, StoreSettings(**settings), store, into, progress)
+            return fetch(url, ModelStoreSettings(**settings), store, into, progress)
         except Exception:
             assert list(into.iterdir()) == []
             raise
@@ -83,7 +83,9 @@ def test_what_is_not_there_is_not_found(get, tmp_path):
     refused(get, f"{tmp_path}/absent", f"Model not found at: {tmp_path}/absent")
 
 
-@pytest.mark.parametrize("url", ["../o.mar", "team/../m.mar", "file:///models/../etc", "http://h/%2e%2e/m.mar", ".."])
+@pytest.mark.parametrize(
+    "url", ["../o.mar", "team/../m.mar", "file:///models/../etc", "http://h/%2e%2e/m.mar", ".."]
+)
 def test_a_relative_path_is_refused(get, url):
     refused(get, url, f"Relative path is not allowed in url: {url}")
 
@@ -100,7 +102,12 @@ def test_a_url_must_match_in_full(get, tmp_path):
     for url in ("http://models.example/m.mar", "xhttps://models.example/m.mar", here, "s3://bucket/m.mar"):
         refused(get, url, f"Given URL {url} does not match any allowed URL(s)", **only)
     url = "https://models.example/m.mar?evil"
-    refused(get, url, f"Given URL {url} does not match any allowed URL(s)", allowed_urls=(r"https://models.*/m\.mar",))
+    refused(
+        get,
+        url,
+        f"Given URL {url} does not match any allowed URL(s)",
+        allowed_urls=(r"https://models.*/m\.mar",),
+    )
     refused(get, str(tmp_path), f"Given URL {tmp_path} does not match any allowed URL(s)", **only)
 
 
@@ -135,7 +142,7 @@ def failed(get, url, *words, **settings):
         assert word in error.value.detail
 
 
-def test_a_status_is_told(get):
+def test_an_error_status_is_reported(get):
     with serving(lambda handler: handler.send_error(404)) as address:
         failed(get, f"{address}/m.mar", "404 Not Found")
 

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from serve_app.errors import InvalidGraph, InvalidWorkflow
-from serve_app.store import war
-from serve_app.store.archiver import ArchiverError
-from serve_app.store.war import Member, graph_of, read
-from serve_app.store.war_archiver import WarRecipe, make
+from serve_app.model_store import workflow_archive
+from serve_app.model_store.archiver import ArchiverError
+from serve_app.model_store.workflow_archive import WorkflowModel, build_graph, read
+from serve_app.model_store.workflow_archiver import WorkflowArchiveRecipe, make
 
 PUBLISHED = """
 models:
@@ -40,16 +40,16 @@ FUNCTIONS = "from json import loads as aggregate\n\ndef pre_processing(data, con
 
 
 def test_torchserves_specification_is_a_graph() -> None:
-    graph, members = graph_of("wf", yaml.safe_load(PUBLISHED), "spec.yaml")
+    graph, members = build_graph("wf", yaml.safe_load(PUBLISHED), "spec.yaml")
     assert members == (
-        Member("wf__m1", "model1.mar", 1, 2, 4, 5000),
-        Member("wf__m2", "model2.mar", 1, 4, 3, 5000),
+        WorkflowModel("wf__m1", "model1.mar", 1, 2, 4, 5000),
+        WorkflowModel("wf__m2", "model2.mar", 1, 4, 3, 5000),
     )
     assert graph.name == "wf" and graph.owned == ("wf__m1", "wf__m2")
     assert graph.functions == ("pre_processing", "aggregate")
     assert graph.leaves == ("aggregate",)
     steps = graph.steps
-    assert [steps[name].shared for name in ("pre_processing", "m1")] == ["request", "pre_processing"]
+    assert [steps[name].shared_inputs for name in ("pre_processing", "m1")] == ["request", "pre_processing"]
     assert steps["aggregate"].inputs == {"m1": "m1", "m2": "m2"}
     assert (steps["m1"].model, steps["m1"].retries, steps["m1"].timeout_s) == ("wf__m1", 3, 5.0)
     assert graph.torchserve == {
@@ -64,10 +64,10 @@ def test_torchserves_specification_is_a_graph() -> None:
 def test_the_defaults_are_torchserves() -> None:
     specification = {"models": {"m": {"url": "m.mar"}}, "dag": {"m": ["f"], "f": None, "g": []}}
     with pytest.raises(InvalidGraph, match="DAG should have only one start node, and has m, g"):
-        graph_of("wf", specification, "spec.yaml")
+        build_graph("wf", specification, "spec.yaml")
     del specification["dag"]["g"]
-    graph, members = graph_of("wf", specification, "spec.yaml")
-    assert members == (Member("wf__m", "m.mar", 1, 1, 1, 50),)
+    graph, members = build_graph("wf", specification, "spec.yaml")
+    assert members == (WorkflowModel("wf__m", "m.mar", 1, 1, 1, 50),)
     assert (graph.steps["f"].retries, graph.steps["f"].timeout_s) == (1, 10.0)
     assert graph.torchserve["workflowDag"] == "{m=[f], f=null}"
 
@@ -81,11 +81,14 @@ def test_the_defaults_are_torchserves() -> None:
         ({"dag": {"s": ["a"], "a": ["b"], "b": ["a"]}}, "its steps wait for each other: a → b → a"),
         ({"dag": {"f": []}, "models": []}, None),
         ({"dag": {"f": []}, "models": [1]}, "models: it must be a mapping"),
-        ({"dag": {"f": []}, "models": {"m": {"url": "m.mar"}}}, "models.m stands in no place of the dag"),
+        ({"dag": {"f": []}, "models": {"m": {"url": "m.mar"}}}, "models.m is not in the dag"),
         ({"dag": {"m": []}, "models": {"m": {}}}, "models.m: it must be a mapping with a url"),
         ({"dag": {"m": []}, "models": {"m": {"url": "m", "retries": 1}}}, "models.m: unknown key 'retries'"),
         ({"dag": {"m": []}, "models": {"m": {"url": "m", "batch_size": 1}}}, "did you mean 'batch-size'?"),
-        ({"dag": {"m": []}, "models": {"batch-size": 0}}, "models.batch-size: it must be a whole number from 1"),
+        (
+            {"dag": {"m": []}, "models": {"batch-size": 0}},
+            "models.batch-size: it must be a whole number from 1",
+        ),
         (
             {"dag": {"m": []}, "models": {"m": {"url": "m", "timeout-ms": "1"}}},
             "m.timeout-ms: it must be a whole",
@@ -96,21 +99,23 @@ def test_the_defaults_are_torchserves() -> None:
         ({}, 'it has no mapping "steps"'),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(specification: dict[str, Any], words: str | None) -> None:
+def test_errors_name_the_place(specification: dict[str, Any], words: str | None) -> None:
     if words is None:
-        assert graph_of("wf", specification, "spec.yaml")[1] == ()
+        assert build_graph("wf", specification, "spec.yaml")[1] == ()
         return
     with pytest.raises(InvalidWorkflow) as raised:
-        graph_of("wf", specification, "spec.yaml")
+        build_graph("wf", specification, "spec.yaml")
     assert str(raised.value).startswith("spec.yaml: ") and words in str(raised.value)
 
 
-def recipe(folder: Path, specification: str = PUBLISHED, functions: str | None = FUNCTIONS, **said: Any) -> WarRecipe:
+def recipe(
+    folder: Path, specification: str = PUBLISHED, functions: str | None = FUNCTIONS, **result: Any
+) -> WorkflowArchiveRecipe:
     (folder / "spec.yaml").write_text(specification)
     if functions is not None:
         (folder / "functions.py").write_text(functions)
     handler = str(folder / "functions.py") if functions is not None else None
-    return WarRecipe("wf", str(folder / "spec.yaml"), handler, export_path=str(folder), **said)
+    return WorkflowArchiveRecipe("wf", str(folder / "spec.yaml"), handler, export_path=str(folder), **result)
 
 
 def unpacked(archive: Path) -> Path:
@@ -139,13 +144,19 @@ def test_our_form_in_an_archive(tmp_path: Path) -> None:
     document = "steps:\n  cut: {function: cut}\n  ask: {model: 'm:2.0', each: cut}\n"
     folder = unpacked(make(recipe(tmp_path, document, "def cut(body):\n    return [body]\n")).path)
     found = read(folder, "wf.war")
-    assert found.members == () and found.graph.models == {"ask": ("m", "2.0")} and found.graph.torchserve == {}
+    assert (
+        found.members == () and found.graph.models == {"ask": ("m", "2.0")} and found.graph.torchserve == {}
+    )
 
 
 @pytest.mark.parametrize(
     ("specification", "functions", "words"),
     [
-        (PUBLISHED, None, "its steps call pre_processing, aggregate, and no file of them is there"),
+        (
+            PUBLISHED,
+            None,
+            "its steps call pre_processing, aggregate, and the archive has no file of functions",
+        ),
         (PUBLISHED, "def pre_procesing(data, context): ...\naggregate = 1", "did you mean 'pre_procesing'?"),
         (PUBLISHED, "def f(:", "functions.py, line 1"),
         (PUBLISHED, "x = '\0'", "functions.py"),
@@ -169,10 +180,10 @@ def test_names_that_only_running_would_tell(tmp_path: Path) -> None:
 
 def test_an_archive_that_is_there_stays_unless_it_is_forced(tmp_path: Path) -> None:
     make(recipe(tmp_path))
-    with pytest.raises(ArchiverError, match="already exists.\nPlease specify --force/-f option"):
+    with pytest.raises(ArchiverError, match=r"already exists\.\nPlease specify --force/-f option"):
         make(recipe(tmp_path))
     assert make(recipe(tmp_path, force=True)).warnings == (f"Overwriting {tmp_path / 'wf.war'} ...",)
-    with pytest.raises(ArchiverError, match="--extra-files no.txt is not there"):
+    with pytest.raises(ArchiverError, match=r"--extra-files no.txt is missing"):
         make(recipe(tmp_path, force=True, extra_files="no.txt"))
 
 
@@ -184,10 +195,22 @@ def test_an_archive_that_is_there_stays_unless_it_is_forced(tmp_path: Path) -> N
         ("[]", 'has no object "workflow"'),
         ('{"workflow": {"specFile": "s.yaml"}}', '"workflowName" is None and must be text'),
         ('{"workflow": {"workflowName": "w", "specFile": 3}}', '"specFile" is 3 and must be text'),
-        ('{"workflow": {"workflowName": "w", "specFile": "s.yaml", "handler": []}}', '"handler" is [] and must be'),
-        ('{"workflow": {"workflowName": "w", "specFile": "gone.yaml"}}', "'gone.yaml' is named but not in the archive"),
-        ('{"workflow": {"workflowName": "w", "specFile": "../s.yaml"}}', "'../s.yaml' is named but not in the archive"),
-        ('{"workflow": {"workflowName": "w", "specFile": "s.yaml", "handler": "h.py"}}', "'h.py' is named but not in"),
+        (
+            '{"workflow": {"workflowName": "w", "specFile": "s.yaml", "handler": []}}',
+            '"handler" is [] and must be',
+        ),
+        (
+            '{"workflow": {"workflowName": "w", "specFile": "gone.yaml"}}',
+            "'gone.yaml' is named but not in the archive",
+        ),
+        (
+            '{"workflow": {"workflowName": "w", "specFile": "../s.yaml"}}',
+            "'../s.yaml' is named but not in the archive",
+        ),
+        (
+            '{"workflow": {"workflowName": "w", "specFile": "s.yaml", "handler": "h.py"}}',
+            "'h.py' is named but not in",
+        ),
     ],
 )
 def test_a_manifest_that_is_none(tmp_path: Path, manifest: str | None, words: str) -> None:
@@ -197,7 +220,7 @@ def test_a_manifest_that_is_none(tmp_path: Path, manifest: str | None, words: st
     (folder / "s.yaml").write_text("steps: {a: {model: m}}")
     if manifest is not None:
         (folder / "WAR-INF").mkdir()
-        (folder / war.MANIFEST).write_text(manifest)
+        (folder / workflow_archive.MANIFEST).write_text(manifest)
     with pytest.raises(InvalidWorkflow) as raised:
         read(folder, "wf.war")
     assert words in str(raised.value) and str(raised.value).startswith("wf.war: ")
