@@ -1,4 +1,4 @@
-"""TLS of our own listeners: what is served, what is refused, and what wrong files are told."""
+"""TLS of our own listeners: what is served, what is refused, and the errors of invalid files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from parts import free_port
 
-from serve_app import tls
 from serve_app.deployments.grpc_listener import GrpcListener
-from serve_app.deployments.listener import Listener
-from serve_app.doors.grpc.server import Server
+from serve_app.deployments.http_listener import HttpListener
 from serve_app.errors import ConfigurationError
+from serve_app.net import tls
+from serve_app.protocols.grpc.http2.server import Http2Server
 from serve_app.settings import GrpcSettings, ManagementSettings, Settings
 
 DAY = datetime.timedelta(days=1)
@@ -31,17 +31,25 @@ DAY = datetime.timedelta(days=1)
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """A certificate for nobody's name and its key, as two PEM files."""
+    """Write a certificate without a matching host name and its key as two PEM files."""
 
     def pair(name: str = "own", password: bytes = b"") -> tuple[Path, Path]:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name}.example.com")])
         now = datetime.datetime.now(datetime.timezone.utc)
-        made = x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key())
-        made = made.serial_number(x509.random_serial_number()).not_valid_before(now - DAY).not_valid_after(now + DAY)
+        made = (
+            x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key())
+        )
+        made = (
+            made.serial_number(x509.random_serial_number())
+            .not_valid_before(now - DAY)
+            .not_valid_after(now + DAY)
+        )
         certificate_file, key_file = tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
         certificate_file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-        encryption = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+        encryption = (
+            serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+        )
         private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
         key_file.write_bytes(private)
         return certificate_file, key_file
@@ -50,7 +58,9 @@ def make(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
 
 def settings(certificate: Path | str, key: Path | str) -> Settings:
-    return Settings(management=ManagementSettings(certificate_file=str(certificate), private_key_file=str(key)))
+    return Settings(
+        management=ManagementSettings(certificate_file=str(certificate), private_key_file=str(key))
+    )
 
 
 async def hello(scope: Any, receive: Any, send: Any) -> None:
@@ -59,7 +69,7 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_without_a_certificate_there_is_no_tls() -> None:
-    assert tls.of_management(Settings()) is None
+    assert tls.management_context(Settings()) is None
 
 
 def test_a_listener_speaks_tls_and_nothing_older(make: Callable[..., tuple[Path, Path]]) -> None:
@@ -69,15 +79,17 @@ def test_a_listener_speaks_tls_and_nothing_older(make: Callable[..., tuple[Path,
     url = f"https://127.0.0.1:{port}"
 
     async def run() -> None:
-        listener = Listener(hello, "127.0.0.1", port, "management.port", tls.of_management(settings(certificate, key)))
+        listener = HttpListener(
+            hello, "127.0.0.1", port, "management.port", tls.management_context(settings(certificate, key))
+        )
         await listener.open()
         try:
-            async with httpx.AsyncClient(verify=tls.trusting(certificate)) as client:
+            async with httpx.AsyncClient(verify=tls.client_context(certificate)) as client:
                 assert (await client.get(url)).text == "https"
-            async with httpx.AsyncClient(verify=tls.trusting(stranger)) as client:
+            async with httpx.AsyncClient(verify=tls.client_context(stranger)) as client:
                 with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                     await client.get(url)
-            old = tls.trusting(certificate)
+            old = tls.client_context(certificate)
             with pytest.warns(DeprecationWarning):
                 old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
             async with httpx.AsyncClient(verify=old) as client:
@@ -95,10 +107,10 @@ def test_a_listener_speaks_tls_and_nothing_older(make: Callable[..., tuple[Path,
 def test_paths_start_at_home(make: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
     make()
     management = ManagementSettings(certificate_file="own.pem", private_key_file="own.key")
-    assert tls.of_management(Settings(management=management, home=str(tmp_path))) is not None
+    assert tls.management_context(Settings(management=management, home=str(tmp_path))) is not None
 
 
-def test_what_wrong_files_are_told(make: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_errors_of_wrong_files(make: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
     certificate, key = make()
     _, other = make("other")
     _, locked = make("locked", b"secret")
@@ -109,41 +121,59 @@ def test_what_wrong_files_are_told(make: Callable[..., tuple[Path, Path]], tmp_p
         ("", key, "management.certificate_file: TLS wants a certificate and its key; name both"),
         (missing, key, f"management.certificate_file: {missing}: No such file or directory; name a file"),
         (certificate, tmp_path, f"management.private_key_file: {tmp_path}: Is a directory; name a file"),
-        (rubbish, key, f"management.certificate_file: {rubbish} holds no certificate in PEM; it must begin with"),
+        (
+            rubbish,
+            key,
+            f"management.certificate_file: {rubbish} holds no certificate in PEM; it must begin with",
+        ),
         (key, key, f"management.certificate_file: {key} holds no certificate in PEM"),
-        (certificate, rubbish, f"management.private_key_file: {rubbish} holds no private key in PEM; it must begin"),
+        (
+            certificate,
+            rubbish,
+            f"management.private_key_file: {rubbish} holds no private key in PEM; it must begin",
+        ),
         (certificate, certificate, f"management.private_key_file: {certificate} holds no private key in PEM"),
-        (certificate, other, f"management.private_key_file: {other} is not the key of {certificate}; name the key"),
-        (certificate, locked, f"management.private_key_file: {locked} wants a password, which nobody could type;"),
+        (
+            certificate,
+            other,
+            f"management.private_key_file: {other} is not the key of {certificate}; name the key",
+        ),
+        (
+            certificate,
+            locked,
+            f"management.private_key_file: {locked} wants a password, which nobody could type;",
+        ),
     ]
-    for given, private, said in cases:
+    for given, private, result in cases:
         with pytest.raises(ConfigurationError) as caught:
-            tls.of_management(settings(given, private))
-        assert str(caught.value).startswith(said)
+            tls.management_context(settings(given, private))
+        assert str(caught.value).startswith(result)
 
 
 def test_grpc_has_a_pair_of_its_own(make: Callable[..., tuple[Path, Path]]) -> None:
     certificate, key = make("localhost")
-    context = tls.of_grpc(Settings(grpc=GrpcSettings(certificate_file=str(certificate), private_key_file=str(key))))
-    assert tls.of_grpc(Settings()) is None
+    context = tls.grpc_context(
+        Settings(grpc=GrpcSettings(certificate_file=str(certificate), private_key_file=str(key)))
+    )
+    assert tls.grpc_context(Settings()) is None
 
     async def word(data: bytes, context: Any) -> bytes:
         return b"here"
 
     async def main() -> bytes:
-        server = Server()
+        server = Http2Server()
         server.add_registered_method_handlers("test.Test", {"Say": grpc.unary_unary_rpc_method_handler(word)})
         listener = GrpcListener(server, "127.0.0.1", free_port(), "grpc.port", context)
         await listener.open()
         trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
         name = [("grpc.ssl_target_name_override", "localhost.example.com")]
         async with grpc.aio.secure_channel(f"127.0.0.1:{listener.port}", trusted, name) as channel:
-            said = await channel.unary_unary("/test.Test/Say")(b"", timeout=60)
+            result = await channel.unary_unary("/test.Test/Say")(b"", timeout=60)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{listener.port}") as channel:
             with pytest.raises(grpc.RpcError):
                 await channel.unary_unary("/test.Test/Say")(b"", timeout=60)
         await listener.close()
-        return said
+        return result
 
     assert asyncio.run(main()) == b"here"
 
@@ -151,7 +181,9 @@ def test_grpc_has_a_pair_of_its_own(make: Callable[..., tuple[Path, Path]]) -> N
 def test_half_a_pair_of_grpcs_is_refused(make: Callable[..., tuple[Path, Path]]) -> None:
     certificate, _ = make()
     with pytest.raises(ConfigurationError) as raised:
-        tls.of_grpc(Settings(grpc=GrpcSettings(certificate_file=str(certificate))))
-    assert str(raised.value) == (
-        "grpc.private_key_file: TLS wants a certificate and its key; name both, or neither for gRPC without TLS"
+        tls.grpc_context(Settings(grpc=GrpcSettings(certificate_file=str(certificate))))
+    assert (
+        str(raised.value)
+        == "grpc.private_key_file: TLS wants a certificate and its key; name both, or neither for gRPC"
+        " without TLS"
     )
