@@ -1,4 +1,4 @@
-"""The modules that are committed are those that the .proto files make."""
+"""The committed modules are those generated from the .proto files."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import sys
 
 import pytest
 
-from serve_app.proto.generate import HERE, generated
+from serve_app.proto.generate import HERE, generate_modules
 
 
 def test_the_modules_are_current() -> None:
-    made = generated()
-    assert {path.name for path in HERE.glob("*_pb2*.py")} == set(made)
-    stale = [name for name, text in made.items() if (HERE / name).read_text() != text]
+    modules = generate_modules()
+    assert {path.name for path in HERE.glob("*_pb2*.py")} == set(modules)
+    stale = [name for name, text in modules.items() if (HERE / name).read_text() != text]
     assert not stale, "run `python -m serve_app.proto.generate`"
 
 
-def test_the_modules_do_not_ask_for_the_generators_own_version() -> None:
-    for text in generated().values():
+def test_the_modules_do_not_check_the_version_of_the_generator() -> None:
+    for text in generate_modules().values():
         assert "ValidateProtobufRuntimeVersion" not in text
         assert "GRPC_GENERATED_VERSION" not in text
 
 
-@pytest.mark.parametrize("order", ["ours first", "theirs first"])
-def test_other_clients_messages_of_the_same_names_may_be_in_one_process(order: str) -> None:
-    """NVIDIA's are in the package ``inference`` too; what was generated from TorchServe's files has its names."""
+@pytest.mark.parametrize("order", ["own first", "other first"])
+def test_messages_coexist_with_those_of_other_clients(order: str) -> None:
+    """NVIDIA's messages are in the package ``inference``, too; TorchServe's stubs have its names."""
     ours = "from serve_app.proto import inference_pb2, management_pb2, open_inference_grpc_pb2 as mine\n"
     theirs = (
         "import tritonclient.grpc.service_pb2 as other\n"
@@ -35,9 +35,13 @@ def test_other_clients_messages_of_the_same_names_may_be_in_one_process(order: s
         "own.message_type.add(name='PredictionsRequest')\n"
         "Default().AddSerializedFile(own.SerializeToString())\n"
     )
-    both = ours + theirs if order == "ours first" else theirs + ours
-    both += "assert mine.ModelReadyRequest is not other.ModelReadyRequest\n"
-    both += "said = other.ModelReadyRequest.FromString(mine.ModelReadyRequest(name='m').SerializeToString())\n"
-    both += "assert said.name == 'm'\n"
-    done = subprocess.run([sys.executable, "-c", both], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    program = ours + theirs if order == "own first" else theirs + ours
+    program += "assert mine.ModelReadyRequest is not other.ModelReadyRequest\n"
+    program += (
+        "message = other.ModelReadyRequest.FromString(mine.ModelReadyRequest(name='m').SerializeToString())\n"
+    )
+    program += "assert message.name == 'm'\n"
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert process.returncode == 0, process.stderr
