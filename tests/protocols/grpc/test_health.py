@@ -1,4 +1,4 @@
-"""grpc.health.v1, and what a server says of its own methods."""
+"""The health service and reflection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from serve_app.types import Access, Table
+from serve_app.domain.access import AccessTable
+from serve_app.domain.routing_table import RoutingTable
 
 INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
@@ -19,34 +20,36 @@ SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERV
 
 @pytest.mark.parametrize("service", ["", INFERENCE])
 def test_health_follows_the_routing_table(over_grpc: Any, service: str) -> None:
-    server = over_grpc(table=Table())
+    server = over_grpc(table=RoutingTable())
     stub = HealthStub(server.channel)
-    asked = HealthCheckRequest(service=service)
-    assert stub.Check(asked).status == NOT_SERVING
-    watched = stub.Watch(asked, timeout=60)
-    assert next(watched).status == NOT_SERVING
-    server.reader.put(Table(1, {}, settled=True, access=Access({})))  # probes show no key
-    assert stub.Check(asked).status == SERVING
-    assert next(watched).status == SERVING
-    watched.cancel()
+    request = HealthCheckRequest(service=service)
+    assert stub.Check(request).status == NOT_SERVING
+    updates = stub.Watch(request, timeout=60)
+    assert next(updates).status == NOT_SERVING
+    server.reader.update(
+        RoutingTable(1, {}, startup_complete=True, access=AccessTable({}))
+    )  # probes need no key
+    assert stub.Check(request).status == SERVING
+    assert next(updates).status == SERVING
+    updates.cancel()
 
 
-def test_a_service_that_is_not_here(over_grpc: Any) -> None:
+def test_unknown_services_are_not_found(over_grpc: Any) -> None:
     stub = HealthStub(over_grpc().channel)
     with pytest.raises(grpc.RpcError) as raised:
         stub.Check(HealthCheckRequest(service="nothing"))
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND
     assert INFERENCE in raised.value.details()
-    watched = stub.Watch(HealthCheckRequest(service="nothing"), timeout=60)
-    assert next(watched).status == HealthCheckResponse.SERVICE_UNKNOWN
-    watched.cancel()
+    updates = stub.Watch(HealthCheckRequest(service="nothing"), timeout=60)
+    assert next(updates).status == HealthCheckResponse.SERVICE_UNKNOWN
+    updates.cancel()
 
 
-def test_management_is_ready_as_soon_as_it_answers(managed_by_grpc: Any) -> None:
+def test_the_management_server_is_always_serving(managed_by_grpc: Any) -> None:
     assert HealthStub(managed_by_grpc().channel).Check(HealthCheckRequest()).status == SERVING
 
 
-def test_a_tool_learns_what_is_spoken(over_grpc: Any) -> None:
+def test_reflection_lists_services_and_methods(over_grpc: Any) -> None:
     database = ProtoReflectionDescriptorDatabase(over_grpc().channel)
     assert INFERENCE in database.get_services()
     pool = DescriptorPool(database)
@@ -59,7 +62,7 @@ def test_a_tool_learns_what_is_spoken(over_grpc: Any) -> None:
     ]
 
 
-def test_what_is_spoken_can_be_kept_quiet(over_grpc: Any) -> None:
+def test_reflection_can_be_disabled(over_grpc: Any) -> None:
     database = ProtoReflectionDescriptorDatabase(over_grpc(grpc={"reflection": False}).channel)
     with pytest.raises(grpc.RpcError) as raised:
         database.get_services()

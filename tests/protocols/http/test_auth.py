@@ -1,4 +1,4 @@
-"""What a request's key lets pass, at every door."""
+"""Authorization by keys, on the routes of every protocol."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from serve_app.controlplane import ControlPlane
-from serve_app.doors.app import inference_app, management_app, metrics_app
+from serve_app.control.api import ControlPlane
+from serve_app.domain.access import AccessTable, KeyGrant, Right
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.protocols.http_app import inference_app, management_app, metrics_app
 from serve_app.settings import AuthSettings, InferenceSettings, Settings
-from serve_app.types import Access, Grant, ModelRow, ModelSpec, Right, Table, VersionRow
 
 AUTHORIZATION = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 AUTHENTICATION = AUTHORIZATION.replace("Authorization", "Authentication")
@@ -24,12 +26,12 @@ def digest(key: str) -> bytes:
     return sha256(key.encode()).digest()
 
 
-def access_of(**grants: Grant) -> Access:
-    return Access({digest(key): grant for key, grant in grants.items()})
+def access_of(**grants: KeyGrant) -> AccessTable:
+    return AccessTable({digest(key): grant for key, grant in grants.items()})
 
 
-def may(*rights: Right, models: tuple[str, ...] = ("*",), expires: float | None = None) -> Grant:
-    return Grant(frozenset(rights), models, expires)
+def may(*rights: Right, models: tuple[str, ...] = ("*",), expires: float | None = None) -> KeyGrant:
+    return KeyGrant(frozenset(rights), models, expires)
 
 
 # Keys are called after what they may do.
@@ -47,25 +49,25 @@ ACCESS = access_of(
 )
 
 
-MODEL = ModelRow("1.0", {"1.0": VersionRow("1.0", "ready", 1)})
-TABLE = Table(1, dict.fromkeys(("m", "team-a", "shared"), MODEL), settled=True)
+MODEL = ModelRoute("1.0", {"1.0": VersionRoute("1.0", "ready", 1)})
+TABLE = RoutingTable(1, dict.fromkeys(("m", "team-a", "shared"), MODEL), startup_complete=True)
 
 
 def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
-def refused(answer: Any, reason: str, message: str = AUTHORIZATION) -> None:
-    assert answer.status == 400
-    assert answer["x-torchrelay-reason"] == reason
-    assert answer.body.decode() == (
+def assert_refused(response: Any, reason: str, message: str = AUTHORIZATION) -> None:
+    assert response.status == 400
+    assert response["x-torchrelay-reason"] == reason
+    assert response.body.decode() == (
         f'{{\n  "code": 400,\n  "type": "InvalidKeyException",\n  "message": "{message}"\n}}\n'
     )
 
 
 @pytest.fixture
 def locked(inference: Callable[..., Any]) -> Any:
-    """The inference door over models m, team-a and shared."""
+    """Return the inference app over models m, team-a and shared."""
     return inference(table=replace(TABLE, access=ACCESS))
 
 
@@ -73,44 +75,46 @@ def locked(inference: Callable[..., Any]) -> Any:
 def managed(management: Callable[..., Any]) -> Any:
     built = management(access=ACCESS)
     for name in ("m", "team-a", "team-b"):
-        built.shelf.put(ModelSpec(name, "1.0", f"{name}.mar", "sha256", "archive"))
+        built.control_api.put(ModelSpec(name, "1.0", f"{name}.mar", "sha256", "archive"))
     return built
 
 
 @pytest.mark.parametrize("path", ["/predictions/m", "/predictions/m/1.0", "/explanations/m"])
-def test_inference_with_a_key_and_without(locked: Any, path: str) -> None:
+def test_inference_requires_a_key(locked: Any, path: str) -> None:
     assert locked("POST", path, b"hi", bearer("infer")).body == b"hi"
     assert locked("POST", path, b"hi", bearer("everything")).status == 200
     assert locked("POST", path, b"hi", bearer("future")).status == 200
-    refused(locked("POST", path, b"hi"), "missing_token")
-    refused(locked("POST", path, b"hi", bearer("guess")), "invalid_token")
-    refused(locked("POST", path, b"hi", bearer("past")), "expired_token")
+    assert_refused(locked("POST", path, b"hi"), "missing_token")
+    assert_refused(locked("POST", path, b"hi", bearer("guess")), "invalid_token")
+    assert_refused(locked("POST", path, b"hi", bearer("past")), "expired_token")
     for key in ("management", "observe", "API"):
-        refused(locked("POST", path, b"hi", bearer(key)), "wrong_role")
-    assert len(locked.target.calls) == 3
+        assert_refused(locked("POST", path, b"hi", bearer(key)), "missing_permission")
+    assert len(locked.backend.requests) == 3
 
 
-@pytest.mark.parametrize("value", ["bearer infer", "Basic infer", "infer", "Bearer", "Bearer a b", "Bearerinfer", ""])
-def test_a_header_of_another_form(locked: Any, value: str) -> None:
-    refused(locked("POST", "/predictions/m", b"hi", {"Authorization": value}), "invalid_token")
+@pytest.mark.parametrize(
+    "value", ["bearer infer", "Basic infer", "infer", "Bearer", "Bearer a b", "Bearerinfer", ""]
+)
+def test_malformed_authorization_header_is_refused(locked: Any, value: str) -> None:
+    assert_refused(locked("POST", "/predictions/m", b"hi", {"Authorization": value}), "invalid_token")
 
 
 @pytest.mark.parametrize("value", ["Bearer infer", "Bearer   infer", "Bearer infer "])
-def test_spaces_that_torchserve_takes(locked: Any, value: str) -> None:
+def test_extra_spaces_are_accepted(locked: Any, value: str) -> None:
     assert locked("POST", "/predictions/m", b"hi", {"authorization": value}).status == 200
 
 
 @pytest.mark.parametrize(("model", "ok"), [("team-a", True), ("shared", True), ("m", False), ("none", False)])
-def test_a_key_for_some_models(locked: Any, model: str, ok: bool) -> None:
-    answer = locked("POST", f"/predictions/{model}", b"hi", bearer("team"))
+def test_key_is_limited_to_its_models(locked: Any, model: str, ok: bool) -> None:
+    response = locked("POST", f"/predictions/{model}", b"hi", bearer("team"))
     if ok:
-        assert answer.status == 200
+        assert response.status == 200
     else:
-        refused(answer, "wrong_model")
+        assert_refused(response, "model_not_allowed")
 
 
-def test_a_key_is_looked_at_before_the_body(locked: Any) -> None:
-    refused(locked("POST", "/predictions/m", [b"x"] * 10_000_000, bearer("guess")), "invalid_token")
+def test_key_is_checked_before_the_body(locked: Any) -> None:
+    assert_refused(locked("POST", "/predictions/m", [b"x"] * 10_000_000, bearer("guess")), "invalid_token")
 
 
 @pytest.mark.parametrize(
@@ -124,35 +128,35 @@ def test_a_key_is_looked_at_before_the_body(locked: Any) -> None:
         ("OPTIONS", "/predictions/m"),
     ],
 )
-def test_health_and_descriptions_want_no_key(locked: Any, method: str, path: str) -> None:
+def test_health_and_descriptions_need_no_key(locked: Any, method: str, path: str) -> None:
     assert locked(method, path).status == 200
     assert locked(method, path, b"", bearer("guess")).status == 200
 
 
-def test_what_is_not_there_wants_a_key_too(locked: Any) -> None:
+def test_unknown_paths_require_a_key(locked: Any) -> None:
     """As with TorchServe, and so that a new route is never open by mistake."""
-    refused(locked("GET", "/nothing"), "missing_token")
+    assert_refused(locked("GET", "/nothing"), "missing_token")
     assert locked("GET", "/nothing", b"", bearer("infer")).status == 404
 
 
-def test_no_handler_sees_the_key_that_was_asked_for(locked: Any, inference: Callable[..., Any]) -> None:
+def test_key_is_hidden_from_handlers(locked: Any, inference: Callable[..., Any]) -> None:
     locked("POST", "/predictions/m", b"hi", {**bearer("infer"), "x-mine": "1"})
-    headers = locked.target.calls[0].headers
+    headers = locked.backend.requests[0].headers
     assert "authorization" not in headers and headers["x-mine"] == "1"
     # Where none is wanted the header is the model's own affair.
     without = inference()
     without("POST", "/predictions/m", b"hi", bearer("anything"))
-    assert without.target.calls[0].headers["authorization"] == "Bearer anything"
+    assert without.backend.requests[0].headers["authorization"] == "Bearer anything"
 
 
-def test_a_new_table_counts_for_the_next_request(inference: Callable[..., Any]) -> None:
+def test_new_table_applies_to_the_next_request(inference: Callable[..., Any]) -> None:
     built = inference(table=TABLE)
     assert built("POST", "/predictions/m", b"hi").status == 200
     reader = built.reader
-    reader.put(replace(TABLE, access=ACCESS))
-    refused(built("POST", "/predictions/m", b"hi"), "missing_token")
-    reader.put(replace(TABLE, access=Access({})))
-    refused(built("POST", "/predictions/m", b"hi", bearer("infer")), "invalid_token")
+    reader.update(replace(TABLE, access=ACCESS))
+    assert_refused(built("POST", "/predictions/m", b"hi"), "missing_token")
+    reader.update(replace(TABLE, access=AccessTable({})))
+    assert_refused(built("POST", "/predictions/m", b"hi", bearer("infer")), "invalid_token")
 
 
 READS = [("GET", "/models"), ("GET", "/models/m"), ("GET", "/models/m/all"), ("GET", "/v1/models/m")]
@@ -165,26 +169,26 @@ WRITES = [
 
 
 @pytest.mark.parametrize(("method", "target"), [*READS, *WRITES])
-def test_management_with_a_key_and_without(managed: Any, method: str, target: str) -> None:
+def test_management_requires_a_key(managed: Any, method: str, target: str) -> None:
     for key, reason in ((None, "missing_token"), ("guess", "invalid_token"), ("past", "expired_token")):
-        refused(managed(method, target, b"", bearer(key)), reason)
+        assert_refused(managed(method, target, b"", bearer(key)), reason)
     for key in ("infer", "API"):
-        refused(managed(method, target, b"", bearer(key)), "wrong_role")
+        assert_refused(managed(method, target, b"", bearer(key)), "missing_permission")
     if (method, target) in WRITES:
-        refused(managed(method, target, b"", bearer("observe")), "wrong_role")
+        assert_refused(managed(method, target, b"", bearer("observe")), "missing_permission")
     else:
         assert managed(method, target, b"", bearer("observe")).status == 200
     assert managed(method, target, b"", bearer("management")).status in (200, 202)
 
 
 @pytest.mark.parametrize(("method", "target"), [*READS[1:], *WRITES[1:]])
-def test_management_of_some_models(managed: Any, method: str, target: str) -> None:
-    refused(managed(method, target, b"", bearer("manage_team")), "wrong_model")
+def test_management_key_is_limited_to_its_models(managed: Any, method: str, target: str) -> None:
+    assert_refused(managed(method, target, b"", bearer("manage_team")), "model_not_allowed")
     theirs = target.replace("models/m", "models/team-a")
     assert managed(method, theirs, b"", bearer("manage_team")).status in (200, 202)
 
 
-def test_a_list_holds_the_models_of_the_key(managed: Any) -> None:
+def test_list_contains_the_models_of_the_key(managed: Any) -> None:
     def listed(key: str, query: str = "") -> bytes:
         return managed("GET", f"/models{query}", b"", bearer(key)).body
 
@@ -196,25 +200,27 @@ def test_a_list_holds_the_models_of_the_key(managed: Any) -> None:
     assert b"team-b" in listed("observe_team", "?limit=1&next_page_token=1")
 
 
-def test_a_registration_says_what_its_key_is_for(managed: Any) -> None:
+def test_registration_carries_the_allowed_models(managed: Any) -> None:
     """The name may stand in the archive, so it is compared where that is known."""
     managed("POST", "/models?url=team-c.mar", b"", bearer("manage_team"))
     managed("POST", "/models?url=any.mar", b"", bearer("management"))
-    registrations = [asked[1] for asked in managed.shelf.asked if asked[0] == "register"]
-    assert [registration.within for registration in registrations] == [("team-*",), ("*",)]
+    registrations = [
+        requested[1] for requested in managed.control_api.operations if requested[0] == "register"
+    ]
+    assert [registration.allowed_models for registration in registrations] == [("team-*",), ("*",)]
 
 
-def test_management_describes_itself_to_everybody(managed: Any) -> None:
+def test_management_description_needs_no_key(managed: Any) -> None:
     for method, target in (("OPTIONS", "/"), ("GET", "/api-description"), ("OPTIONS", "/models/m")):
         assert managed(method, target).status == 200
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("kind", ["inference", "management"])
-def test_a_new_token(managed: Any, method: str, kind: str) -> None:
-    answer = managed(method, f"/token?type={kind}", b"", bearer("API"))
-    assert (answer.status, answer.body, answer["content-type"]) == (200, b"\n", "application/json")
-    assert managed.shelf.asked == [("renew_key", kind)]
+def test_token_is_renewed(managed: Any, method: str, kind: str) -> None:
+    response = managed(method, f"/token?type={kind}", b"", bearer("API"))
+    assert (response.status, response.body, response["content-type"]) == (200, b"\n", "application/json")
+    assert managed.control_api.operations == [("renew_key", kind)]
 
 
 @pytest.mark.parametrize(
@@ -223,50 +229,63 @@ def test_a_new_token(managed: Any, method: str, kind: str) -> None:
         (None, "/token?type=inference", "missing_token"),
         ("guess", "/token?type=inference", "invalid_token"),
         ("past", "/token?type=inference", "expired_token"),
-        ("management", "/token?type=inference", "wrong_role"),
-        ("everything", "/token?type=inference", "wrong_role"),
+        ("management", "/token?type=inference", "missing_permission"),
+        ("everything", "/token?type=inference", "missing_permission"),
         ("API", "/token", "wrong_type"),
         ("API", "/token?type=", "wrong_type"),
         ("API", "/token?type=Inference", "wrong_type"),
         ("API", "/token?type=API", "wrong_type"),
     ],
 )
-def test_no_new_token(managed: Any, key: str | None, target: str, reason: str) -> None:
-    refused(managed("GET", target, b"", bearer(key)), reason, AUTHENTICATION)
-    assert managed.shelf.asked == []
+def test_token_renewal_is_refused(managed: Any, key: str | None, target: str, reason: str) -> None:
+    assert_refused(managed("GET", target, b"", bearer(key)), reason, AUTHENTICATION)
+    assert managed.control_api.operations == []
 
 
 @pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "POST", "PUT", "DELETE"])
 def test_no_method_makes_a_token_without_the_key(managed: Any, method: str) -> None:
-    refused(managed(method, "/token?type=inference"), "missing_token", AUTHENTICATION)
-    assert managed.shelf.asked == []
+    assert_refused(managed(method, "/token?type=inference"), "missing_token", AUTHENTICATION)
+    assert managed.control_api.operations == []
 
 
-PATHS = ["/models", "/models/m", "/models/m/1.0", "/models/m/1.0/set-default", "/models/m/events", "/v1/models/m"]
-ASKS = ["/predictions/m", "/explanations/m/1.0", "/invocations?model_name=m", "/models/m/invoke", "/m/predict"]
+PATHS = [
+    "/models",
+    "/models/m",
+    "/models/m/1.0",
+    "/models/m/1.0/set-default",
+    "/models/m/events",
+    "/v1/models/m",
+]
+ASKS = [
+    "/predictions/m",
+    "/explanations/m/1.0",
+    "/invocations?model_name=m",
+    "/models/m/invoke",
+    "/m/predict",
+]
 
 
 @pytest.mark.parametrize("path", [*PATHS, *ASKS, "/v1/models/m:predict", "/v2/models/m/explain"])
-def test_options_wants_no_key_and_does_nothing(managed: Any, locked: Any, path: str) -> None:
+def test_options_needs_no_key_and_has_no_effect(managed: Any, locked: Any, path: str) -> None:
     managed("OPTIONS", path)
     locked("OPTIONS", path, b"hi")
-    assert managed.shelf.asked == []
-    assert locked.target.calls == []
+    assert managed.control_api.operations == []
+    assert locked.backend.requests == []
 
 
 @pytest.mark.parametrize("path", [*ASKS, "/v1/models/m:predict", "/v2/models/m/explain"])
-def test_every_way_to_ask_a_model_wants_a_key_for_it(locked: Any, path: str) -> None:
-    refused(locked("POST", path, b"hi"), "missing_token")
-    refused(locked("POST", path, b"hi", bearer("team")), "wrong_model")
-    assert locked.target.calls == []
+def test_every_inference_route_requires_a_key_for_its_model(locked: Any, path: str) -> None:
+    assert_refused(locked("POST", path, b"hi"), "missing_token")
+    assert_refused(locked("POST", path, b"hi", bearer("team")), "model_not_allowed")
+    assert locked.backend.requests == []
     assert locked("POST", path, b"hi", bearer("infer")).status == 200
 
 
-def test_a_token_call_is_known_by_its_path_alone(managed: Any) -> None:
+def test_token_requests_are_recognized_by_path_only(managed: Any) -> None:
     assert managed("GET", "/models", b"", {**bearer("observe"), "referer": "/token"}).status == 200
     assert managed("GET", "/token/?type=inference", b"", bearer("API")).status == 200
-    refused(managed("GET", "/tokens?type=inference", b"", bearer("API")), "wrong_role")
-    refused(managed("GET", "/token/x?type=inference", b"", bearer("API")), "wrong_role")
+    assert_refused(managed("GET", "/tokens?type=inference", b"", bearer("API")), "missing_permission")
+    assert_refused(managed("GET", "/token/x?type=inference", b"", bearer("API")), "missing_permission")
 
 
 def test_without_keys_there_are_no_tokens(management: Callable[..., Any]) -> None:
@@ -280,25 +299,25 @@ async def numbers(names: Any) -> bytes:
 @pytest.mark.parametrize("wanted", ["open", "observe"])
 def test_metrics_are_open_unless_the_settings_say_otherwise(managed: Any, wanted: str) -> None:
     settings = Settings(auth=AuthSettings(metrics=wanted))  # type: ignore[arg-type]
-    door = replace(managed, app=metrics_app(numbers, settings, lambda: ACCESS))
-    assert door("GET", "/metrics", headers=bearer("observe")).body == b"up 1\n"
+    route = replace(managed, app=metrics_app(numbers, settings, lambda: ACCESS))
+    assert route("GET", "/metrics", headers=bearer("observe")).body == b"up 1\n"
     open_to_all = replace(managed, app=metrics_app(numbers, settings, lambda: None))
     assert open_to_all("GET", "/metrics").body == b"up 1\n"
-    without = door("GET", "/metrics")
+    without = route("GET", "/metrics")
     if wanted == "open":
         assert without.body == b"up 1\n"
     else:
-        refused(without, "missing_token")
-        refused(door("GET", "/metrics", headers=bearer("infer")), "wrong_role")
-        refused(door("GET", "/metrics", headers=bearer("observe_team")), "wrong_model")
+        assert_refused(without, "missing_token")
+        assert_refused(route("GET", "/metrics", headers=bearer("infer")), "missing_permission")
+        assert_refused(route("GET", "/metrics", headers=bearer("observe_team")), "model_not_allowed")
 
 
 @pytest.fixture
 def together(locked: Any, managed: Any) -> Any:
     """All three APIs on the inference port."""
-    settings = Settings(inference=InferenceSettings(also_management=True))
-    plane = locked.app._door._doors[0]._plane
-    control = ControlPlane(managed.shelf, settings, lambda: ACCESS)
+    settings = Settings(inference=InferenceSettings(serve_management=True))
+    plane = locked.app._router._routers[0]._plane
+    control = ControlPlane(managed.control_api, settings, lambda: ACCESS)
     return replace(managed, app=inference_app(plane, settings, locked.meters, None, control, numbers))
 
 
@@ -321,7 +340,7 @@ def together(locked: Any, managed: Any) -> Any:
         ("GET", "/nothing", None, 400),
     ],
 )
-def test_each_api_of_a_shared_port_wants_its_own_key(
+def test_each_api_of_a_shared_port_requires_its_own_key(
     together: Any, method: str, target: str, key: str | None, status: int
 ) -> None:
     assert together(method, target, headers=bearer(key)).status == status
@@ -335,8 +354,8 @@ def test_a_shared_port_describes_both(together: Any, locked: Any) -> None:
 
 def test_metrics_on_the_management_port(managed: Any) -> None:
     settings = Settings()
-    control = ControlPlane(managed.shelf, settings, lambda: ACCESS)
+    control = ControlPlane(managed.control_api, settings, lambda: ACCESS)
     both = replace(managed, app=management_app(control, settings, render=numbers))
     assert both("GET", "/metrics").body == b"up 1\n"
     assert both("GET", "/models", headers=bearer("observe")).status == 200
-    refused(both("GET", "/nothing"), "missing_token")
+    assert_refused(both("GET", "/nothing"), "missing_token")

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from serve_app.doors.app import metrics_app
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.protocols.http_app import metrics_app
 from serve_app.settings import InferenceSettings, Settings
-from serve_app.types import Call, Reply, ReplyStream
 
 ALL = {
     "cors_allowed_origin": "https://a.example",
@@ -44,27 +44,32 @@ def cors(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
         ("OPTIONS", "/predictions/none", 404),
     ],
 )
-def test_every_answer_of_the_inference_port(inference, method: str, path: str, status: int) -> None:
-    answer = inference(**ALL)(method, path, b"", PREFLIGHT)
-    assert (answer.status, cors(answer.headers)) == (status, SENT)
+def test_cors_headers_of_the_inference_port(inference, method: str, path: str, status: int) -> None:
+    response = inference(**ALL)(method, path, b"", PREFLIGHT)
+    assert (response.status, cors(response.headers)) == (status, SENT)
 
 
-def test_an_answer_without_a_body_too(inference) -> None:
-    answer = inference(max_request_size=1, **ALL)("POST", "/predictions/m", b"xx")
-    assert (answer.status, answer.body, cors(answer.headers)) == (413, b"", SENT)
+def test_cors_headers_without_a_body(inference) -> None:
+    response = inference(max_request_size=1, **ALL)("POST", "/predictions/m", b"xx")
+    assert (response.status, response.body, cors(response.headers)) == (413, b"", SENT)
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/models", 200), ("OPTIONS", "/", 200), ("OPTIONS", "/models", 405), ("GET", "/models/none", 404)],
+    [
+        ("GET", "/models", 200),
+        ("OPTIONS", "/", 200),
+        ("OPTIONS", "/models", 405),
+        ("GET", "/models/none", 404),
+    ],
 )
-def test_every_answer_of_the_management_port(management, method: str, path: str, status: int) -> None:
-    answer = management(**ALL)(method, path, b"", PREFLIGHT)
-    assert (answer.status, cors(answer.headers)) == (status, SENT)
+def test_cors_headers_of_the_management_port(management, method: str, path: str, status: int) -> None:
+    response = management(**ALL)(method, path, b"", PREFLIGHT)
+    assert (response.status, cors(response.headers)) == (status, SENT)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/nothing"])
-def test_every_answer_of_the_metrics_port(path: str) -> None:
+def test_cors_headers_of_the_metrics_port(path: str) -> None:
     async def render(names: object) -> bytes:
         return b""
 
@@ -77,20 +82,20 @@ def test_every_answer_of_the_metrics_port(path: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"cors_allowed_methods": "GET"}])
-def test_what_is_not_set_is_not_sent(inference, settings: dict[str, str]) -> None:
-    answer = inference(**settings)("GET", "/ping", b"", PREFLIGHT)
-    assert cors(answer.headers) == ({b"access-control-allow-methods": b"GET"} if settings else {})
+def test_unset_headers_are_not_sent(inference, settings: dict[str, str]) -> None:
+    response = inference(**settings)("GET", "/ping", b"", PREFLIGHT)
+    assert cors(response.headers) == ({b"access-control-allow-methods": b"GET"} if settings else {})
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_handlers_own_header_wins(inference, streamed: bool) -> None:
-    head = Reply(b"", headers=(("Access-Control-Allow-Origin", "mine"), ("X-Other", "1")))
+    head = InferenceResponse(b"", headers=(("Access-Control-Allow-Origin", "mine"), ("X-Other", "1")))
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"a"
 
-    async def reply(call: Call) -> Reply | ReplyStream:
-        return ReplyStream(head, pieces()) if streamed else head
+    async def reply(call: InferenceRequest) -> InferenceResponse | ResponseStream:
+        return ResponseStream(head, pieces()) if streamed else head
 
     app = inference(reply, **ALL)
     assert cors(app("POST", "/predictions/m").headers) == {**SENT, b"access-control-allow-origin": b"mine"}

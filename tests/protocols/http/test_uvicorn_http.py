@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from serve_app.doors import http
+from serve_app.protocols.http import uvicorn_http
 
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b"x" * 1000
@@ -47,12 +47,12 @@ class Noted(asyncio.Transport):
 
 
 def noted(app: Any, talk: Callable[[Any, Noted], Awaitable[Any]]) -> list[bytes]:
-    """What is written while ``talk(protocol, transport)`` goes on."""
+    """Return what is written while ``talk(protocol, transport)`` runs."""
 
     async def run() -> list[bytes]:
-        config = uvicorn.Config(app, http=http.Protocol, lifespan="off", log_config=None)
+        config = uvicorn.Config(app, http=uvicorn_http.HttpProtocol, lifespan="off", log_config=None)
         config.load()
-        protocol, transport = http.Protocol(config, ServerState(), {}), Noted()
+        protocol, transport = uvicorn_http.HttpProtocol(config, ServerState(), {}), Noted()
         protocol.connection_made(transport)
         await asyncio.wait_for(talk(protocol, transport), 60)
         return transport.writes
@@ -70,7 +70,7 @@ async def until(true: Callable[[], Any]) -> None:
         await asyncio.sleep(0)
 
 
-def test_an_answer_is_one_write() -> None:
+def test_response_is_one_write() -> None:
     async def talk(protocol: Any, transport: Noted) -> None:
         for count in (1, 2, 3):
             protocol.data_received(ASK)
@@ -80,7 +80,7 @@ def test_an_answer_is_one_write() -> None:
     assert all(one.startswith(b"HTTP/1.1 200 OK\r\n") and one.endswith(b"\r\n\r\n" + BODY) for one in written)
 
 
-def test_pipelined_answers_come_in_order_and_before_the_end() -> None:
+def test_pipelined_responses_are_sent_in_order_before_the_close() -> None:
     async def talk(protocol: Any, transport: Noted) -> None:
         protocol.data_received(ASK + ASK + b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
         await until(transport.is_closing)
@@ -89,7 +89,7 @@ def test_pipelined_answers_come_in_order_and_before_the_end() -> None:
     assert b"".join(answers).count(BODY) == 3 and b"".join(answers).endswith(BODY) and end == b"closed"
 
 
-def test_nothing_is_written_to_who_has_left() -> None:
+def test_nothing_is_written_after_a_disconnect() -> None:
     async def talk(protocol: Any, transport: Noted) -> None:
         protocol.transport.write(b"too late")
         transport.close()
@@ -100,7 +100,7 @@ def test_nothing_is_written_to_who_has_left() -> None:
     assert noted(whole, talk) == [b"closed"]
 
 
-def test_what_cannot_be_read_is_told_behind_the_answer_that_waits() -> None:
+def test_parse_error_follows_the_pending_response() -> None:
     async def unfinished(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         begun.set()
@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_told_behind_the_answer_that_waits() -> None:
     assert b"HTTP/1.1 400 Bad Request" in b"".join(written)
 
 
-def test_a_streams_head_does_not_wait_for_its_first_piece() -> None:
+def test_stream_head_is_sent_before_the_first_chunk() -> None:
     first = asyncio.Event()
 
     async def streams(scope: Any, receive: Any, send: Any) -> None:
@@ -134,10 +134,12 @@ def test_a_streams_head_does_not_wait_for_its_first_piece() -> None:
         first.set()
         await until(lambda: transport.writes[-1].endswith(b"0\r\n\r\n"))
 
-    assert noted(streams, talk)[1:] == [b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"]  # what is ready together leaves together
+    assert noted(streams, talk)[1:] == [
+        b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"
+    ]  # what is ready together leaves together
 
 
-def test_a_slow_streams_pieces_leave_one_by_one() -> None:
+def test_chunks_of_a_slow_stream_are_sent_one_by_one() -> None:
     ready: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def streams(scope: Any, receive: Any, send: Any) -> None:
@@ -157,7 +159,7 @@ def test_a_slow_streams_pieces_leave_one_by_one() -> None:
     assert noted(streams, talk)[1:] == [b"1\r\na\r\n", b"1\r\nb\r\n", b"0\r\n\r\n"]
 
 
-def test_much_is_not_gathered() -> None:
+def test_large_writes_are_not_buffered() -> None:
     async def large(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(100):
@@ -175,11 +177,11 @@ def test_much_is_not_gathered() -> None:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
-    http.install()
+    uvicorn_http.install()
 
 
 @pytest.mark.usefixtures("installed")
-def test_servers_of_this_process_speak_it() -> None:
+def test_servers_of_this_process_use_the_protocol() -> None:
     config = uvicorn.Config(whole)
     config.load()
-    assert config.http_protocol_class is http.Protocol
+    assert config.http_protocol_class is uvicorn_http.HttpProtocol

@@ -1,4 +1,4 @@
-"""The door that Prometheus comes in by, request by request."""
+"""The metrics route that Prometheus scrapes, request by request."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import json
 import httpx
 import pytest
 
-from serve_app.doors.app import App, metrics_app
+from serve_app.protocols.http_app import ASGIApp, metrics_app
 from serve_app.settings import Settings
-from serve_app.telemetry.metrics import Meters, Sum
+from serve_app.telemetry.metrics import Meters, MetricsAggregator
 
 
 class Page:
-    """The door over the sum of one process's meters."""
+    """The metrics route over the sum of one process's meters."""
 
     def __init__(self) -> None:
         self.meters = Meters()
-        self.asked: list[frozenset[str] | None] = []
-        self.app: App = metrics_app(self.render, Settings(), lambda: None, self.meters)
+        self.requested: list[frozenset[str] | None] = []
+        self.app: ASGIApp = metrics_app(self.render, Settings(), lambda: None, self.meters)
 
     async def render(self, names: frozenset[str] | None) -> bytes:
-        self.asked.append(names)
-        total = Sum(self.meters.torchserve.shown)
+        self.requested.append(names)
+        total = MetricsAggregator(self.meters.torchserve.initial)
         total.put("here", self.meters.report())
         return total.render(names)
 
@@ -44,46 +44,59 @@ def page() -> Page:
 @pytest.mark.parametrize("target", ["/metrics", "/metrics/", "/metrics/more"])
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
 def test_the_page_answers_to_every_method(page: Page, method: str, target: str) -> None:
-    answer = page.ask(method, target)
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert answer.headers["pragma"] == "no-cache" and len(answer.headers["x-request-id"]) == 36
-    assert "# TYPE Requests2XX counter\n" in answer.text
-    assert page.asked == [None]
+    response = page.ask(method, target)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert response.headers["pragma"] == "no-cache" and len(response.headers["x-request-id"]) == 36
+    assert "# TYPE Requests2XX counter\n" in response.text
+    assert page.requested == [None]
 
 
-def test_names_are_taken_as_often_as_they_stand_there(page: Page) -> None:
+def test_repeated_names_are_all_used(page: Page) -> None:
     page.ask("GET", "/metrics")
     some = page.ask("GET", "/metrics?name[]=Requests2XX&other=x&name%5B%5D=Requests4XX")
-    assert page.asked[1] == {"Requests2XX", "Requests4XX"}
+    assert page.requested[1] == {"Requests2XX", "Requests4XX"}
     assert some.text.count("# TYPE") == 1 and "\nRequests2XX{" in some.text
     assert page.ask("GET", "/metrics?name[]=").text == ""
-    assert page.asked[2] == {""}
+    assert page.requested[2] == {""}
     assert page.ask("GET", "/metrics?name=Requests2XX").text.count("# TYPE") > 20
-    assert page.asked[3] is None
+    assert page.requested[3] is None
 
 
-def test_what_the_door_answers_is_counted(page: Page) -> None:
+def test_responses_are_counted(page: Page) -> None:
     page.ask("GET", "/metrics")
     page.ask("GET", "/other")
     text = page.ask("GET", "/metrics?name[]=Requests2XX&name[]=Requests4XX").text
-    assert [line.rpartition(" ")[2] for line in text.splitlines() if not line.startswith("#")] == ["1.0", "1.0"]
+    assert [line.rpartition(" ")[2] for line in text.splitlines() if not line.startswith("#")] == [
+        "1.0",
+        "1.0",
+    ]
 
 
 @pytest.mark.parametrize(("method", "target"), [("OPTIONS", "/"), ("GET", "/api-description")])
-def test_the_door_describes_itself(page: Page, method: str, target: str) -> None:
-    answer = page.ask(method, target)
-    assert answer.status_code == 200
-    assert list(json.loads(answer.text)["paths"]) == ["/metrics"]
+def test_metrics_port_has_a_document(page: Page, method: str, target: str) -> None:
+    response = page.ask(method, target)
+    assert response.status_code == 200
+    assert list(json.loads(response.text)["paths"]) == ["/metrics"]
 
 
 @pytest.mark.parametrize(
     ("target", "code", "kind", "message"),
     [
-        ("/", 405, "MethodNotAllowedException", "Requested method is not allowed, please refer to API document."),
-        ("/models", 404, "ResourceNotFoundException", "Requested resource is not found, please refer to API document."),
+        (
+            "/",
+            405,
+            "MethodNotAllowedException",
+            "Requested method is not allowed, please refer to API document.",
+        ),
+        (
+            "/models",
+            404,
+            "ResourceNotFoundException",
+            "Requested resource is not found, please refer to API document.",
+        ),
     ],
 )
 def test_everything_else_is_refused(page: Page, target: str, code: int, kind: str, message: str) -> None:
-    answer = page.ask("GET", target)
-    assert (answer.status_code, answer.json()) == (code, {"code": code, "type": kind, "message": message})
+    response = page.ask("GET", target)
+    assert (response.status_code, response.json()) == (code, {"code": code, "type": kind, "message": message})

@@ -1,4 +1,6 @@
-"""A shadow as operators set and see it: real doors, ledger, database, data plane and mirror; models are functions."""
+"""Shadows through the HTTP API: real routes, state, database, data plane and mirror; models are
+functions.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,29 @@ import orjson
 import pytest
 import sqlalchemy as sa
 
-from serve_app.control import registry as change
-from serve_app.control.board import Board
-from serve_app.control.database import COMPARISONS, DISAGREEMENTS, Database
-from serve_app.control.vitals import Vitals
-from serve_app.dataplane import DataPlane, TableReader
-from serve_app.deployments.ledger import Ledger
-from serve_app.deployments.shadows import Shadows
-from serve_app.deployments.traffic import Traffic
+from serve_app.control import registry_changes
+from serve_app.control.persistence.database import SHADOW_MISMATCHES, SHADOW_STATS, Database
+from serve_app.control.replica_health import HealthTracker
+from serve_app.control.shadow.service import ShadowService
+from serve_app.control.state import AcknowledgementPolicy, StateStore
+from serve_app.control.table_publisher import TablePublisher
+from serve_app.control.traffic import TrafficService
+from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
+from serve_app.dataplane.shadow.mirror import ShadowMirror, ShadowPair
+from serve_app.dataplane.shadow.stats import ShadowStats
+from serve_app.domain.access import AccessTable, KeyGrant
+from serve_app.domain.model import ModelRef, ModelSpec
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
+from serve_app.domain.routing_table import RoutingTable, VersionRoute
+from serve_app.domain.traffic_policy import ShadowPolicy
 from serve_app.errors import HandlerFailed
-from serve_app.policy import Shadow
-from serve_app.shadow.figures import Figures
-from serve_app.shadow.mirror import Mirror, Pair
-from serve_app.telemetry.metrics import Meters, Sum
-from serve_app.types import Access, Call, Grant, Input, ModelRef, ModelSpec, Reply, Table, VersionRow
+from serve_app.telemetry.metrics import Meters, MetricsAggregator
 
 SHADOW = {"shadow": {"version": "2.0", "compare": {"kind": "label", "at": "digit"}}}
 
 
-def answers(version: str, digit: int) -> dict[str, Any]:
-    """The models: 2.0 takes every third digit for an eight, and stumbles over a nine; all of them over what is none."""
+def predict(version: str, digit: int) -> dict[str, Any]:
+    """Answer as the models: 2.0 returns 8 for every third digit and fails for 9; both fail below 0."""
     if digit < 0 or (version == "2.0" and digit == 9):
         raise HandlerFailed("traceback")
     return {"digit": 8 if version == "2.0" and digit % 3 == 0 else digit, "version": version}
@@ -46,9 +51,9 @@ class Cluster:
         self._folder = folder
         self._management = management
         self.loop = asyncio.new_event_loop()
-        self.reader = TableReader()
+        self.reader = RoutingTableReader()
         self.meters = Meters()
-        self.copies: list[Call] = []
+        self.copies: list[InferenceRequest] = []
         self._number = 0
         self.mirror = self.run(self._mirror())
         self.plane = DataPlane(self.reader, self.meters, self._remote, mirror=self.mirror)
@@ -56,46 +61,56 @@ class Cluster:
         for version in ("1.0", "2.0", "3.0"):
             self.put(version)
 
-    async def _mirror(self) -> Mirror:
-        return Mirror(lambda: self.reader.table, self._remote, self.meters)
+    async def _mirror(self) -> ShadowMirror:
+        return ShadowMirror(lambda: self.reader.table, self._remote, self.meters)
 
-    def _remote(self, ref: ModelRef, row: VersionRow) -> Any:
+    def _remote(self, ref: ModelRef, row: VersionRoute) -> Any:
         cluster = self
 
         class Target:
-            async def infer(self, call: Call) -> Reply:
+            async def infer(self, call: InferenceRequest) -> InferenceResponse:
                 if call.priority == "shadow":
                     cluster.copies.append(call)
-                return Reply(orjson.dumps(answers(ref.version, orjson.loads(call.inputs[0].value)["digit"])))
+                return InferenceResponse(
+                    orjson.dumps(predict(ref.version, orjson.loads(call.inputs[0].value)["digit"]))
+                )
 
         return Target()
 
     def run(self, what: Any) -> Any:
         return self.loop.run_until_complete(what)
 
-    def open(self, access: Access | None = None) -> None:
+    def open(self, access: AccessTable | None = None) -> None:
         """As a Management that begins; what another one kept is there."""
         self.database = Database(f"sqlite:///{self._folder / 'registry.db'}")
-        self.board = Board(Sum())
+        self.publisher = TablePublisher(MetricsAggregator())
 
         async def alive() -> set[str]:
             return set()
 
         registry = self.database.load()
-        self.ledger = Ledger(self.database, registry, self.board, Vitals(), None, alive, lambda: None, 0.01)
-        self.ledger.publish()
-        self.shadows = Shadows(self.ledger, self.database)
+        self.state = StateStore(
+            self.database,
+            registry,
+            self.publisher,
+            HealthTracker(),
+            None,
+            AcknowledgementPolicy(alive, 0.01),
+            lambda: None,
+        )
+        self.state.publish()
+        self.shadows = ShadowService(self.state, self.database)
         self.run(self.shadows.load())
-        traffic = Traffic(self.ledger)
+        traffic = TrafficService(self.state)
         self._app = self._management(access=access)
         self._app.loop = self.loop
         for owner, question in (
-            (self.shadows, "shadow"),
-            (self.shadows, "forget_shadow"),
-            (traffic, "traffic"),
+            (self.shadows, "get_shadow"),
+            (self.shadows, "reset_shadow"),
+            (traffic, "get_traffic"),
             (traffic, "set_traffic"),
         ):
-            setattr(self._app.shelf, question, getattr(owner, question))
+            setattr(self._app.control_api, question, getattr(owner, question))
 
     def close(self) -> None:
         self.run(self.shadows.close())
@@ -103,49 +118,53 @@ class Cluster:
 
     def put(self, version: str, digest: str = "d") -> None:
         spec = ModelSpec("m", version, "m.mar", digest * 64, "archive", min_workers=1, max_workers=1)
-        self.run(self.ledger.commit(change.put(self.ledger.registry, spec)))
+        self.run(self.state.commit(registry_changes.apply_archive(self.state.registry, spec)))
 
     def ask(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
-        answer = self._app(method, path, b"" if document is None else json.dumps(document).encode(), **more)
-        return answer.status, json.loads(answer.body) if answer.body else None
+        response = self._app(method, path, b"" if document is None else json.dumps(document).encode(), **more)
+        return response.status, json.loads(response.body) if response.body else None
 
     def set(self, document: Any = SHADOW) -> None:
-        status, said = self.ask("PUT", "/models/m/traffic", document)
-        assert status == 200, said
+        status, result = self.ask("PUT", "/models/m/traffic", document)
+        assert status == 200, result
 
     def calls(self, *digits: int, version: str | None = None, **more: Any) -> list[str]:
-        """The versions that answered; by then every copy has come to its end, and Management has heard of it."""
+        """Return the versions that answered, once every copy has finished and its report has arrived."""
         models = {
-            name: replace(row, versions={v: replace(r, phase="ready", replicas=1) for v, r in row.versions.items()})
-            for name, row in self.board.table.models.items()
+            name: replace(
+                row, versions={v: replace(r, phase="ready", replicas=1) for v, r in row.versions.items()}
+            )
+            for name, row in self.publisher.table.models.items()
         }
-        self.reader.put(Table(self.reader.table.generation + 1, models))
+        self.reader.update(RoutingTable(self.reader.table.generation + 1, models))
 
         async def ask(digit: int) -> str:
             body = orjson.dumps({"digit": digit, **more})
-            inputs = (Input("body", body, "application/json"),)
-            reply = await self.plane.infer(Call("m", version, inputs, request_id=f"r{digit}"))
+            inputs = (InputPart("body", body, "application/json"),)
+            reply = await self.plane.infer(InferenceRequest("m", version, inputs, request_id=f"r{digit}"))
             return orjson.loads(reply.body)["version"]
 
         async def main() -> list[str]:
-            said = [await ask(digit) for digit in digits]
+            result = [await ask(digit) for digit in digits]
             while self.mirror._tasks:
                 await asyncio.wait(self.mirror._tasks)
-            if (seen := self.mirror.take()) is not None:
+            if (seen := self.mirror.drain()) is not None:
                 self._number += 1
                 self.shadows.put("gateway", self._number, seen)
-            return said
+            return result
 
         return self.run(main())
 
     def known(self) -> Any:
-        status, said = self.ask("GET", "/models/m/shadow")
-        assert status == 200, said
-        return said
+        status, result = self.ask("GET", "/models/m/shadow")
+        assert status == 200, result
+        return result
 
     def rows(self) -> tuple[int, int]:
         with self.database.transaction() as connection:
-            counts = [sa.select(sa.func.count()).select_from(table) for table in (COMPARISONS, DISAGREEMENTS)]
+            counts = [
+                sa.select(sa.func.count()).select_from(table) for table in (SHADOW_STATS, SHADOW_MISMATCHES)
+            ]
             pairs, kept = (connection.execute(count).scalar_one() for count in counts)
         return pairs, kept
 
@@ -159,14 +178,14 @@ def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]
     cluster.loop.close()
 
 
-def test_a_shadow_is_set_and_says_how_it_agrees(cluster: Cluster) -> None:
+def test_shadow_comparison_is_reported(cluster: Cluster) -> None:
     cluster.set()
     assert set(cluster.calls(*range(10))) == {"1.0"}, "the shadow answers nobody, and breaks nothing"
-    said = cluster.known()
-    assert said["model"] == "m"
-    assert said["shadow"]["version"] == "2.0"
-    assert said["shadow"]["compare"]["kind"] == "label"
-    [pair] = said["against"]
+    result = cluster.known()
+    assert result["model"] == "m"
+    assert result["shadow"]["version"] == "2.0"
+    assert result["shadow"]["compare"]["kind"] == "label"
+    [pair] = result["against"]
     assert pair["since"] > 0
     assert pair["calls"] == {"agreed": 6, "disagreed": 3, "error": 1, "skipped": 0, "dropped": 0}
     assert pair["reasons"] == {"disagreed": {"label": 3}, "error": {"handler_failed": 1}}
@@ -178,7 +197,7 @@ def test_a_shadow_is_set_and_says_how_it_agrees(cluster: Cluster) -> None:
     assert set(pair["latency"]) == {"live", "shadow"}
     assert 0 < pair["latency"]["live"]["p50_ms"] <= pair["latency"]["live"]["p99_ms"]
     first = pair["disagreements"][0]
-    assert (first["request_id"], first["why"], first["distance"]) == ("r0", "label", 1.0)
+    assert (first["request_id"], first["reason"], first["distance"]) == ("r0", "label", 1.0)
     assert first["inputs"] == [{"name": "body", "content_type": "application/json", "json": {"digit": 0}}]
     assert first["live"] == {"status": 200, "json": {"digit": 0, "version": "1.0"}}
     assert first["shadow"] == {"status": 200, "json": {"digit": 8, "version": "2.0"}}
@@ -198,7 +217,7 @@ def test_only_calls_that_name_no_version_are_copied(cluster: Cluster) -> None:
     assert pair["calls"]["agreed"] == len(cluster.copies) == answered.count("3.0")
 
 
-def test_a_live_call_that_fails_is_not_copied(cluster: Cluster) -> None:
+def test_failed_live_request_is_not_copied(cluster: Cluster) -> None:
     cluster.set()
     with pytest.raises(HandlerFailed):
         cluster.calls(-1)
@@ -217,10 +236,12 @@ def test_live_calls_alone_are_counted_as_calls(cluster: Cluster) -> None:
     copies = {
         dict(labels)["outcome"]: value
         for name, labels, value in cluster.meters.samples()
-        if name == "torchrelay_shadow_calls_total"
+        if name == "torchrelay_shadow_requests_total"
     }
     assert copies == {"agreed": 6, "disagreed": 3, "error": 1}
-    flips = [value for name, _, value in cluster.meters.samples() if name == "torchrelay_shadow_label_flips_total"]
+    flips = [
+        value for name, _, value in cluster.meters.samples() if name == "torchrelay_shadow_label_flips_total"
+    ]
     assert flips == [3]
 
 
@@ -242,30 +263,33 @@ def test_figures_add_up_and_outlive_management(cluster: Cluster) -> None:
     assert cluster.rows() == (1, 3)
 
 
-def test_what_a_process_sends_again_counts_once(cluster: Cluster) -> None:
+def test_resent_reports_count_once(cluster: Cluster) -> None:
     cluster.set()
-    figures = Figures(20)
+    figures = ShadowStats(20)
     figures.count("agreed", calls=5)
-    shadow = cluster.ledger.registry.models["m"].policy.shadow
-    assert isinstance(shadow, Shadow)
+    shadow = cluster.state.registry.models["m"].policy.shadow
+    assert isinstance(shadow, ShadowPolicy)
     for number in (1, 1, 2, 1):
-        cluster.shadows.put("replica", number, [(Pair("m", "1.0", shadow), figures)])
+        cluster.shadows.put("replica", number, [(ShadowPair("m", "1.0", shadow), figures)])
     assert cluster.known()["against"][0]["calls"]["agreed"] == 10
 
 
 def test_what_comes_late_of_a_shadow_before_is_not_counted(cluster: Cluster) -> None:
     cluster.set()
-    before = cluster.ledger.registry.models["m"].policy.shadow
+    before = cluster.state.registry.models["m"].policy.shadow
     assert before is not None
     cluster.set({"shadow": {"version": "3.0"}})
-    figures = Figures(20)
+    figures = ShadowStats(20)
     figures.count("agreed")
-    cluster.shadows.put("replica", 1, [(Pair("m", "1.0", before), figures)])
-    assert cluster.shadows._accounts == {}
+    cluster.shadows.put("replica", 1, [(ShadowPair("m", "1.0", before), figures)])
+    assert cluster.shadows._records == {}
     cluster.calls(4)
     cluster.put("3.0", digest="e")  # the same number, another archive, and nobody has asked meanwhile
     cluster.calls(5)
-    assert cluster.known()["against"][0]["calls"]["agreed"] + cluster.known()["against"][0]["calls"]["disagreed"] == 1
+    assert (
+        cluster.known()["against"][0]["calls"]["agreed"] + cluster.known()["against"][0]["calls"]["disagreed"]
+        == 1
+    )
 
 
 def test_the_worst_are_bounded_and_redacted_where_they_are_stored(cluster: Cluster) -> None:
@@ -280,7 +304,7 @@ def test_the_worst_are_bounded_and_redacted_where_they_are_stored(cluster: Clust
     assert pair["disagreements"][0]["live"]["json"] == {"digit": 0, "version": "[redacted]"}
     cluster.run(cluster.shadows.close())
     with cluster.database.transaction() as connection:
-        stored = b"".join(row.document for row in connection.execute(sa.select(DISAGREEMENTS)))
+        stored = b"".join(row.document for row in connection.execute(sa.select(SHADOW_MISMATCHES)))
     assert b"Ann" not in stored
     assert stored.count(b"[redacted]") == 6
     cluster.set({"shadow": {**SHADOW["shadow"], "keep": 0}})
@@ -323,7 +347,7 @@ def test_what_is_of_a_version_that_is_removed_goes_with_it(cluster: Cluster) -> 
     cluster.set({})
     cluster.run(cluster.shadows.close())
     assert cluster.rows() == (1, 1)
-    cluster.run(cluster.ledger.commit(change.unregister(cluster.ledger.registry, "m", "2.0")[0]))
+    cluster.run(cluster.state.commit(registry_changes.unregister(cluster.state.registry, "m", "2.0")[0]))
     cluster.run(cluster.shadows.close())
     assert cluster.rows() == (0, 0)
 
@@ -334,7 +358,9 @@ def test_figures_that_cannot_be_read_keep_nobody_from_starting(cluster: Cluster)
     cluster.close()
     cluster.open()
     with cluster.database.transaction() as connection:
-        connection.execute(sa.update(COMPARISONS).values(document=b'{"shadow": {"version": "2.0", "colour": "blue"}}'))
+        connection.execute(
+            sa.update(SHADOW_STATS).values(document=b'{"shadow": {"version": "2.0", "colour": "blue"}}')
+        )
     cluster.close()
     cluster.open()
     assert cluster.known()["against"] == []
@@ -344,9 +370,9 @@ def test_figures_that_cannot_be_read_keep_nobody_from_starting(cluster: Cluster)
 
 
 def test_the_last_figures_stay_without_the_shadow_until_they_are_forgotten(cluster: Cluster) -> None:
-    status, said = cluster.ask("GET", "/models/m/shadow")
-    assert (status, said["type"]) == (404, "ResourceNotFoundException")
-    assert "PUT /models/m/traffic" in said["message"]
+    status, result = cluster.ask("GET", "/models/m/shadow")
+    assert (status, result["type"]) == (404, "ResourceNotFoundException")
+    assert "PUT /models/m/traffic" in result["message"]
     cluster.set()
     assert cluster.known()["against"] == [], "and one that was just set has none"
     cluster.calls(0, 1)
@@ -355,9 +381,9 @@ def test_the_last_figures_stay_without_the_shadow_until_they_are_forgotten(clust
     assert cluster.known()["against"][0]["calls"]["agreed"] == 1
     cluster.run(cluster.shadows.close())
     assert cluster.rows() == (1, 1)
-    status, said = cluster.ask("DELETE", "/models/m/shadow")
+    status, result = cluster.ask("DELETE", "/models/m/shadow")
     assert status == 200
-    assert "forgotten" in said["status"]
+    assert "deleted" in result["status"]
     assert cluster.rows() == (0, 0), "it is gone when the answer comes"
     assert cluster.ask("GET", "/models/m/shadow")[0] == 404
     cluster.set()
@@ -367,7 +393,7 @@ def test_the_last_figures_stay_without_the_shadow_until_they_are_forgotten(clust
     assert cluster.known()["against"][0]["calls"]["disagreed"] == 1
 
 
-def test_what_is_no_question_is_refused(cluster: Cluster) -> None:
+def test_other_methods_are_refused(cluster: Cluster) -> None:
     assert cluster.ask("GET", "/models/none/shadow")[0] == 404
     assert cluster.ask("DELETE", "/models/none/shadow")[0] == 404
     assert cluster.ask("POST", "/models/m/shadow", {})[0] == 405
@@ -375,10 +401,12 @@ def test_what_is_no_question_is_refused(cluster: Cluster) -> None:
 
 
 def test_keys_see_the_shadows_of_their_own_models(cluster: Cluster) -> None:
-    def access(*rights: Any, models: tuple[str, ...] = ("*",)) -> tuple[Access, dict[str, Any]]:
+    def access(*rights: Any, models: tuple[str, ...] = ("*",)) -> tuple[AccessTable, dict[str, Any]]:
         key = "-".join(rights)
-        grant = Grant(frozenset(rights), models)
-        return Access({sha256(key.encode()).digest(): grant}), {"headers": {"authorization": f"Bearer {key}"}}
+        grant = KeyGrant(frozenset(rights), models)
+        return AccessTable({sha256(key.encode()).digest(): grant}), {
+            "headers": {"authorization": f"Bearer {key}"}
+        }
 
     for rights, models, codes in (
         (("observe",), ("*",), (404, 400)),

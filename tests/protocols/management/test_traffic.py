@@ -1,4 +1,4 @@
-"""Traffic policies as operators set them and callers meet them: the real ledger and database behind the doors."""
+"""Traffic policies through the HTTP APIs of both ports, over the real state and database."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ from typing import Any
 
 import pytest
 
-from serve_app.control import registry as change
-from serve_app.control.board import Board
-from serve_app.control.database import Database
+from serve_app.control import registry_changes
+from serve_app.control.persistence.database import Database
 from serve_app.control.registry import Registry
-from serve_app.control.vitals import Vitals
-from serve_app.deployments.ledger import Ledger
-from serve_app.deployments.traffic import Traffic
-from serve_app.doors.torchserve import openapi
+from serve_app.control.replica_health import HealthTracker
+from serve_app.control.state import AcknowledgementPolicy, StateStore
+from serve_app.control.table_publisher import TablePublisher
+from serve_app.control.traffic import TrafficService
+from serve_app.domain.access import AccessTable, KeyGrant
+from serve_app.domain.experiment import Arm, Experiment, ExperimentMetric
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.rollout import Rollout, RolloutPlan
+from serve_app.domain.routing_table import VersionRoute
+from serve_app.domain.traffic_policy import StickyKey
 from serve_app.errors import QueueFull
-from serve_app.experiment import Arm, Experiment, Metric
-from serve_app.policy import Key
-from serve_app.rollout import Plan, Rollout
-from serve_app.telemetry.metrics import Sum
-from serve_app.types import Access, Call, Grant, ModelSpec, Reply, ReplyStream, VersionRow
+from serve_app.protocols.torchserve import openapi
+from serve_app.telemetry.metrics import MetricsAggregator
 
 NINETY_TEN = {"policy": "weighted", "versions": {"1.0": 9000, "2.0": 1000}}
-ALL_DEFAULT = {"policy": "default", "in_force": {"by": "policy", "default": "1.0", "versions": {"1.0": 10_000}}}
+ALL_DEFAULT = {
+    "policy": "default",
+    "active": {"by": "policy", "default": "1.0", "versions": {"1.0": 10_000}},
+}
 
 
 class Cluster:
-    """Management's and the inference port's doors over one ledger; ``late`` readers never get a new table."""
+    """Both ports' routes over one state; ``late`` readers never get a new table."""
 
     def __init__(self, folder: Path, management: Callable[..., Any], inference: Callable[..., Any]) -> None:
         self._folder = folder
@@ -44,30 +50,39 @@ class Cluster:
         specs = [("m", "1.0"), ("m", "2.0"), ("m", "3.0"), ("team-a", "1.0")]
         for name, version in specs:
             spec = ModelSpec(name, version, "m.mar", "d" * 64, "archive", min_workers=1, max_workers=1)
-            self.put(change.register(self.ledger.registry, spec))
+            self.put(registry_changes.register(self.state.registry, spec))
 
     def open(self) -> None:
         """As a Management that begins; what another one kept is there."""
         self.database = Database(f"sqlite:///{self._folder / 'registry.db'}")
-        self.board = Board(Sum())
+        self.publisher = TablePublisher(MetricsAggregator())
 
         async def alive() -> set[str]:
             return self.late
 
-        self.ledger = Ledger(
-            self.database, self.database.load(), self.board, Vitals(), None, alive, lambda: None, 0.01
+        self.state = StateStore(
+            self.database,
+            self.database.load(),
+            self.publisher,
+            HealthTracker(),
+            None,
+            AcknowledgementPolicy(alive, 0.01),
+            lambda: None,
         )
-        self.ledger.publish()
-        self.traffic = Traffic(self.ledger)
-        self.door(None)
+        self.state.publish()
+        self.traffic = TrafficService(self.state)
+        self.open_port(None)
 
-    def door(self, access: Access | None) -> None:
-        self._door = self._management(access=access)
-        self._door.shelf.traffic, self._door.shelf.set_traffic = self.traffic.traffic, self.traffic.set_traffic
+    def open_port(self, access: AccessTable | None) -> None:
+        self._routes = self._management(access=access)
+        self._routes.control_api.get_traffic, self._routes.control_api.set_traffic = (
+            self.traffic.get_traffic,
+            self.traffic.set_traffic,
+        )
 
-    async def _answer(self, call: Call) -> Reply | ReplyStream:
+    async def _answer(self, call: InferenceRequest) -> InferenceResponse | ResponseStream:
         """As the version that was chosen: at once, in pieces, or with an error, as the body asks."""
-        version = self.port.target.ref.version
+        version = self.port.backend.ref.version
         if call.inputs[0].value == b"full":
             raise QueueFull(call.model, call.version, "")
 
@@ -76,53 +91,65 @@ class Cluster:
 
         theirs = (("X-Model-Version", "theirs"), ("X-Torchrelay-Arm", "theirs"))
         if call.inputs[0].value == b"stream":
-            return ReplyStream(Reply(b"", "text/plain", headers=theirs, version=version), pieces())
-        return Reply(version.encode(), headers=theirs, version=version)
+            return ResponseStream(
+                InferenceResponse(b"", "text/plain", headers=theirs, version=version), pieces()
+            )
+        return InferenceResponse(version.encode(), headers=theirs, version=version)
 
     def put(self, registry: Registry) -> None:
-        asyncio.run(self.ledger.commit(registry))
+        asyncio.run(self.state.commit(registry))
 
     def manage(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
-        body = b"" if document is None else document if isinstance(document, bytes) else json.dumps(document).encode()
-        answer = self._door(method, path, body, **more)
-        return answer.status, json.loads(answer.body)
+        body = (
+            b""
+            if document is None
+            else document
+            if isinstance(document, bytes)
+            else json.dumps(document).encode()
+        )
+        response = self._routes(method, path, body, **more)
+        return response.status, json.loads(response.body)
 
     def infer(self, path: str = "/predictions/m", body: bytes = b"x", **headers: str) -> Any:
         # Whatever phase nobody looked at: each version has a replica.
-        table = self.board.table
+        table = self.publisher.table
         models = {
-            name: replace(row, versions={v: VersionRow(v, "ready", 1) for v in row.versions})
+            name: replace(row, versions={v: VersionRoute(v, "ready", 1) for v in row.versions})
             for name, row in table.models.items()
         }
-        self.port.reader.put(replace(table, models=models))
-        return self.port("POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+        self.port.reader.update(replace(table, models=models))
+        return self.port(
+            "POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()}
+        )
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, management: Callable[..., Any], inference: Callable[..., Any]) -> Iterator[Cluster]:
+def cluster(
+    tmp_path: Path, management: Callable[..., Any], inference: Callable[..., Any]
+) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path, management, inference)
     yield cluster
     cluster.database.close()
 
 
-def refused(answer: tuple[int, Any], status: int, kind: str, message: str) -> None:
-    code, said = answer
-    assert (code, said["code"], said["type"]) == (status, status, kind)
-    assert message in said["message"]
+def assert_refused(response: tuple[int, Any], status: int, kind: str, message: str) -> None:
+    code, result = response
+    assert (code, result["code"], result["type"]) == (status, status, kind)
+    assert message in result["message"]
 
 
 class TestTheManagementAPI:
     def test_set_read_and_reset(self, cluster: Cluster) -> None:
         assert cluster.manage("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
         in_force = {"by": "policy", "default": "1.0", "versions": {"1.0": 9000, "2.0": 1000}}
-        told = (200, {**NINETY_TEN, "in_force": in_force})
-        assert cluster.manage("PUT", "/models/m/traffic", NINETY_TEN) == told
-        assert cluster.manage("GET", "/models/m/traffic/") == told
-        assert cluster.board.table.models["m"].policy.versions == NINETY_TEN["versions"]
+        reported = (200, {**NINETY_TEN, "active": in_force})
+        assert cluster.manage("PUT", "/models/m/traffic", NINETY_TEN) == reported
+        assert cluster.manage("GET", "/models/m/traffic/") == reported
+        assert cluster.publisher.table.models["m"].policy.versions == NINETY_TEN["versions"]
         assert cluster.manage("DELETE", "/models/m/traffic") == (200, ALL_DEFAULT)
         assert cluster.manage("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
 
-    def test_everything_that_a_policy_may_say(self, cluster: Cluster) -> None:
+    def test_all_fields_of_a_policy(self, cluster: Cluster) -> None:
         document = {
             "policy": "sticky",
             "versions": {"1.0": 5000, "2.0": 5000, "3.0": 0},
@@ -132,22 +159,24 @@ class TestTheManagementAPI:
             "labels": {"stable": "1.0", "canary": "2.0"},
             "shadow": {"version": "3.0", "percent": 10.0},
         }
-        status, said = cluster.manage("PUT", "/models/m/traffic", document)
+        status, result = cluster.manage("PUT", "/models/m/traffic", document)
         assert status == 200
-        assert {**said, "shadow": {key: said["shadow"][key] for key in ("version", "percent")}} == {
+        assert {**result, "shadow": {key: result["shadow"][key] for key in ("version", "percent")}} == {
             **document,
-            "in_force": {"by": "policy", "default": "1.0", "versions": {"1.0": 5000, "2.0": 5000}},
+            "active": {"by": "policy", "default": "1.0", "versions": {"1.0": 5000, "2.0": 5000}},
         }
-        assert cluster.manage("PUT", "/models/m/traffic", said) == (200, said)
+        assert cluster.manage("PUT", "/models/m/traffic", result) == (200, result)
 
-    def test_it_outlives_management(self, cluster: Cluster) -> None:
-        _, said = cluster.manage("PUT", "/models/m/traffic", {**NINETY_TEN, "key": {"json": "$.u"}, "policy": "sticky"})
-        before = cluster.ledger.registry.models["m"]
+    def test_policy_survives_a_restart(self, cluster: Cluster) -> None:
+        _, result = cluster.manage(
+            "PUT", "/models/m/traffic", {**NINETY_TEN, "key": {"json": "$.u"}, "policy": "sticky"}
+        )
+        before = cluster.state.registry.models["m"]
         cluster.database.close()
         cluster.open()
-        assert cluster.manage("GET", "/models/m/traffic") == (200, said)
-        assert cluster.ledger.registry.models["m"].policy == before.policy
-        assert cluster.board.table.models["m"].policy == before.policy
+        assert cluster.manage("GET", "/models/m/traffic") == (200, result)
+        assert cluster.state.registry.models["m"].policy == before.policy
+        assert cluster.publisher.table.models["m"].policy == before.policy
 
     @pytest.mark.parametrize(
         ("document", "status", "kind", "message"),
@@ -157,56 +186,84 @@ class TestTheManagementAPI:
             ([1], 400, "BadRequestException", "A traffic policy is a JSON object"),
             ({"versions": {"1.0": 1}}, 400, "BadRequestException", "must sum to 10000"),
             ({"polcy": "default"}, 400, "BadRequestException", "unknown key 'polcy'; did you mean 'policy'?"),
-            ({"shadow": {"version": "1.0"}}, 400, "BadRequestException", "shadow.version 1.0 answers every call"),
-            ({"labels": {"2.0": "1.0"}}, 400, "BadRequestException", "the label '2.0' is a version's name too"),
-            ({"versions": {"9": 10_000}}, 404, "ModelVersionNotFoundException", "Model version: 9 does not exist"),
+            (
+                {"shadow": {"version": "1.0"}},
+                400,
+                "BadRequestException",
+                "shadow.version 1.0 answers every call",
+            ),
+            (
+                {"labels": {"2.0": "1.0"}},
+                400,
+                "BadRequestException",
+                "the label '2.0' is a version's name too",
+            ),
+            (
+                {"versions": {"9": 10_000}},
+                404,
+                "ModelVersionNotFoundException",
+                "Model version: 9 does not exist",
+            ),
         ],
     )
     def test_a_policy_is_never_half_applied(self, cluster, document, status, kind, message) -> None:
         cluster.manage("PUT", "/models/m/traffic", NINETY_TEN)
-        before = cluster.ledger.registry, cluster.board.table
-        refused(cluster.manage("PUT", "/models/m/traffic", document), status, kind, message)
-        assert (cluster.ledger.registry, cluster.board.table) == before
+        before = cluster.state.registry, cluster.publisher.table
+        assert_refused(cluster.manage("PUT", "/models/m/traffic", document), status, kind, message)
+        assert (cluster.state.registry, cluster.publisher.table) == before
         assert cluster.database.load() == before[0]
 
-    def test_a_model_that_is_not_there(self, cluster: Cluster) -> None:
+    def test_unknown_model_is_refused(self, cluster: Cluster) -> None:
         for method in ("GET", "PUT", "DELETE", "OPTIONS"):
-            answer = cluster.manage(method, "/models/none/traffic", {} if method == "PUT" else None)
-            refused(answer, 404, "ModelNotFoundException", "Model not found: none")
+            response = cluster.manage(method, "/models/none/traffic", {} if method == "PUT" else None)
+            assert_refused(response, 404, "ModelNotFoundException", "Model not found: none")
 
     def test_other_methods(self, cluster: Cluster) -> None:
-        assert cluster.manage("OPTIONS", "/models/m/traffic") == (200, openapi.management_of("m"))
+        assert cluster.manage("OPTIONS", "/models/m/traffic") == (200, openapi.describe_model_management("m"))
         for method in ("POST", "PATCH"):
-            refused(cluster.manage(method, "/models/m/traffic"), 405, "MethodNotAllowedException", "not allowed")
+            assert_refused(
+                cluster.manage(method, "/models/m/traffic"), 405, "MethodNotAllowedException", "not allowed"
+            )
 
     def test_a_change_that_is_late_somewhere_says_so(self, cluster: Cluster) -> None:
         cluster.late = {"a reader that sleeps"}
-        cluster.board.expect(cluster.late)
-        status, said = cluster.manage("PUT", "/models/m/traffic", NINETY_TEN)
-        assert (status, said) == (202, {"status": "Stored, and not yet in force at 1 of the replicas that run."})
+        cluster.publisher.expect_readers(cluster.late)
+        status, result = cluster.manage("PUT", "/models/m/traffic", NINETY_TEN)
+        assert (status, result) == (
+            202,
+            {"status": "Stored, and not yet in force at 1 of the replicas that run."},
+        )
         assert cluster.manage("GET", "/models/m/traffic")[1]["policy"] == "weighted"
 
     def test_an_experiment_or_a_rollout_is_in_force_in_its_place(self, cluster: Cluster) -> None:
         cluster.manage("PUT", "/models/m/traffic", NINETY_TEN)
-        plain = cluster.ledger.registry
+        plain = cluster.state.registry
         arms = {"a": Arm("1.0", 4000), "b": Arm("2.0", 3500), "c": Arm("1.0", 2500)}
-        experiment = Experiment("colours", arms, (Metric("t"),), "a", id="e1", model="m")
+        experiment = Experiment("colours", arms, (ExperimentMetric("t"),), "a", id="e1", model="m")
         cluster.put(replace(plain, experiments={"e1": experiment}))
         in_force = {"by": "experiment", "id": "e1", "default": "1.0", "versions": {"1.0": 6500, "2.0": 3500}}
-        assert cluster.manage("GET", "/models/m/traffic") == (200, {**NINETY_TEN, "in_force": in_force})
+        assert cluster.manage("GET", "/models/m/traffic") == (200, {**NINETY_TEN, "active": in_force})
         for method, document in (("PUT", NINETY_TEN), ("DELETE", None)):
-            answer = cluster.manage(method, "/models/m/traffic", document)
-            refused(answer, 409, "ConflictStatusException", "stop it first: DELETE /experiments/e1")
-        rollout = Rollout(Plan("2.0", steps=(5, 100)), "r1", "m", "1.0", "running", 0.0)
+            response = cluster.manage(method, "/models/m/traffic", document)
+            assert_refused(response, 409, "ConflictStatusException", "stop it first: DELETE /experiments/e1")
+        rollout = Rollout(RolloutPlan("2.0", steps=(5, 100)), "r1", "m", "1.0", "running", 0.0)
         cluster.put(replace(plain, rollouts={"m": rollout}))
         in_force = {"by": "rollout", "id": "r1", "default": "1.0", "versions": {"1.0": 9500, "2.0": 500}}
-        assert cluster.manage("GET", "/models/m/traffic")[1]["in_force"] == in_force
-        refused(cluster.manage("DELETE", "/models/m/traffic"), 409, "ConflictStatusException", "rollout of version 2.0")
+        assert cluster.manage("GET", "/models/m/traffic")[1]["active"] == in_force
+        assert_refused(
+            cluster.manage("DELETE", "/models/m/traffic"),
+            409,
+            "ConflictStatusException",
+            "rollout of version 2.0",
+        )
 
     def test_what_a_key_is_for(self, cluster: Cluster) -> None:
         rights = {"observe": {"observe"}, "manage": {"observe", "manage"}, "infer": {"infer"}}
-        grants = {sha256(name.encode()).digest(): Grant(frozenset(has), ("team-*",)) for name, has in rights.items()}
-        cluster.door(Access(grants))
+        grants = {
+            sha256(name.encode()).digest(): KeyGrant(frozenset(has), ("team-*",))
+            for name, has in rights.items()
+        }
+        cluster.open_port(AccessTable(grants))
 
         def status(method: str, key: str, model: str = "team-a") -> int:
             headers = {"Authorization": f"Bearer {key}"}
@@ -223,23 +280,29 @@ class TestTheManagementAPI:
 class TestWhatCallersMeet:
     def test_shares_and_the_version_that_answered(self, cluster: Cluster) -> None:
         cluster.manage("PUT", "/models/m/traffic", {"versions": {"1.0": 8000, "2.0": 2000}})
-        answers = [cluster.infer() for _ in range(100)]
-        given = Counter(answer["x-model-version"] for answer in answers)
+        responses = [cluster.infer() for _ in range(100)]
+        given = Counter(response["x-model-version"] for response in responses)
         assert set(given) == {"1.0", "2.0"} and abs(given["2.0"] - 20) <= 1
-        assert all(answer.body.decode() == answer["x-model-version"] for answer in answers)
-        assert {line[8] for line in cluster.port.access} == {"1.0", "2.0"}
+        assert all(response.body.decode() == response["x-model-version"] for response in responses)
+        assert {line[8] for line in cluster.port.access_log} == {"1.0", "2.0"}
 
-    def test_the_same_caller_stays(self, cluster: Cluster) -> None:
+    def test_sticky_key_keeps_its_version(self, cluster: Cluster) -> None:
         halves = {"1.0": 5000, "2.0": 5000}
         cluster.manage("PUT", "/models/m/traffic", {"key": {"header": "X-User"}, "versions": halves})
-        given = {who: {cluster.infer(x_user=who)["x-model-version"] for _ in range(5)} for who in "abcdefghijkl"}
+        given = {
+            who: {cluster.infer(x_user=who)["x-model-version"] for _ in range(5)} for who in "abcdefghijkl"
+        }
         assert {len(versions) for versions in given.values()} == {1}
         assert set.union(*given.values()) == {"1.0", "2.0"}
 
     def test_labels_and_testers(self, cluster: Cluster) -> None:
-        document = {"versions": {"1.0": 10_000}, "header": "X-Try", "labels": {"canary": "2.0", "next": "3.0"}}
+        document = {
+            "versions": {"1.0": 10_000},
+            "header": "X-Try",
+            "labels": {"canary": "2.0", "next": "3.0"},
+        }
         cluster.manage("PUT", "/models/m/traffic", document)
-        asked = [
+        requested = [
             cluster.infer(),
             cluster.infer("/predictions/m/canary"),
             cluster.infer("/explanations/m/next"),
@@ -249,47 +312,59 @@ class TestWhatCallersMeet:
             cluster.infer("/m/canary/predict"),
         ]
         versions = ["1.0", "2.0", "3.0", "2.0", "3.0", "1.0", "2.0"]
-        assert [answer["x-model-version"] for answer in asked] == versions
-        assert [line[8] for line in cluster.port.access] == versions
-        total = Sum()
+        assert [response["x-model-version"] for response in requested] == versions
+        assert [line[8] for line in cluster.port.access_log] == versions
+        total = MetricsAggregator()
         total.put("here", cluster.port.meters.report())
-        counted = {v: total.total("torchrelay_requests_total", version=v) for v in ("1.0", "2.0", "3.0", "canary")}
+        counted = {
+            v: total.total("torchrelay_requests_total", version=v) for v in ("1.0", "2.0", "3.0", "canary")
+        }
         assert counted == {"1.0": 2, "2.0": 3, "3.0": 2, "canary": 0}
 
-    def test_a_label_or_version_that_is_not_there(self, cluster: Cluster) -> None:
+    def test_unknown_label_or_version_is_refused(self, cluster: Cluster) -> None:
         cluster.manage("PUT", "/models/m/traffic", {"header": "x-try", "labels": {"canary": "2.0"}})
-        for answer in (cluster.infer("/predictions/m/beta"), cluster.infer(x_try="beta")):
-            assert answer.status == 404
-            assert json.loads(answer.body)["message"] == "Model version: beta does not exist for model: m"
-            assert answer["x-model-version"] is None
+        for response in (cluster.infer("/predictions/m/beta"), cluster.infer(x_try="beta")):
+            assert response.status == 404
+            assert json.loads(response.body)["message"] == "Model version: beta does not exist for model: m"
+            assert response["x-model-version"] is None
 
     @pytest.mark.parametrize("path", ["/predictions/m", "/predictions/m/canary"])
-    def test_errors_and_streams_say_their_version_too(self, cluster: Cluster, path: str) -> None:
+    def test_errors_and_streams_have_the_version_header(self, cluster: Cluster, path: str) -> None:
         cluster.manage("PUT", "/models/m/traffic", {"versions": {"2.0": 10_000}, "labels": {"canary": "2.0"}})
         full, stream = cluster.infer(path, b"full"), cluster.infer(path, b"stream")
         assert (full.status, full["x-model-version"]) == (503, "2.0")
         assert (stream.status, stream["x-model-version"], stream["ts_stream_next"]) == (200, "2.0", "true")
-        assert [line[8] for line in cluster.port.access] == ["2.0", "2.0"]
+        assert [line[8] for line in cluster.port.access_log] == ["2.0", "2.0"]
         assert full["x-torchrelay-arm"] is stream["x-torchrelay-arm"] is None
 
     @pytest.mark.parametrize(("body", "status"), [(b"x", 200), (b"stream", 200), (b"full", 503)])
-    def test_a_call_of_a_trial_is_told_its_arm(self, cluster: Cluster, body: bytes, status: int) -> None:
+    def test_response_of_an_experiment_names_its_arm(
+        self, cluster: Cluster, body: bytes, status: int
+    ) -> None:
         arms = {"a": Arm("1.0", 5000), "new idea": Arm("2.0", 5000)}
-        experiment = Experiment("e", arms, (Metric("t"),), "a", Key(header="x-user"), id="e1", model="m")
-        cluster.put(replace(cluster.ledger.registry, experiments={"e1": experiment}))
-        told = set()
+        experiment = Experiment(
+            "e", arms, (ExperimentMetric("t"),), "a", StickyKey(header="x-user"), id="e1", model="m"
+        )
+        cluster.put(replace(cluster.state.registry, experiments={"e1": experiment}))
+        reported = set()
         for who in "abcdefghijkl":
-            answer = cluster.infer(body=body, x_user=who)
-            assert answer.status == status
-            told.add((answer["x-model-version"], answer["x-torchrelay-arm"]))
-        assert told == {("1.0", "e1/a"), ("2.0", "e1/new idea")}
-        for answer in (cluster.infer(body=body), cluster.infer("/predictions/m/2.0", body, x_user="a")):
-            assert answer["x-torchrelay-arm"] is None
+            response = cluster.infer(body=body, x_user=who)
+            assert response.status == status
+            reported.add((response["x-model-version"], response["x-torchrelay-arm"]))
+        assert reported == {("1.0", "e1/a"), ("2.0", "e1/new idea")}
+        for response in (cluster.infer(body=body), cluster.infer("/predictions/m/2.0", body, x_user="a")):
+            assert response["x-torchrelay-arm"] is None
 
 
 class TestTheSettings:
-    def test_what_they_say_holds_from_the_start_on(self, cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-        asyncio.run(cluster.traffic.declare({"m": NINETY_TEN, "none": NINETY_TEN, "team-a": NINETY_TEN}))
+    def test_configured_policies_apply_at_startup(
+        self, cluster: Cluster, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        asyncio.run(
+            cluster.traffic.apply_declared_policies(
+                {"m": NINETY_TEN, "none": NINETY_TEN, "team-a": NINETY_TEN}
+            )
+        )
         assert cluster.manage("GET", "/models/m/traffic")[1]["policy"] == "weighted"
         assert caplog.messages == [
             "control.traffic.none is not in force: Model not found: none",
@@ -297,22 +372,24 @@ class TestTheSettings:
         ]
 
     def test_what_is_changed_later_stays_changed_over_starts(self, cluster: Cluster) -> None:
-        asyncio.run(cluster.traffic.declare({"m": NINETY_TEN}))
+        asyncio.run(cluster.traffic.apply_declared_policies({"m": NINETY_TEN}))
         cluster.manage("DELETE", "/models/m/traffic")
         cluster.database.close()
         cluster.open()
-        asyncio.run(cluster.traffic.declare({"m": NINETY_TEN}))
+        asyncio.run(cluster.traffic.apply_declared_policies({"m": NINETY_TEN}))
         assert cluster.manage("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
-        asyncio.run(cluster.traffic.declare({"m": {"labels": {"canary": "2.0"}}}))
+        asyncio.run(cluster.traffic.apply_declared_policies({"m": {"labels": {"canary": "2.0"}}}))
         assert cluster.manage("GET", "/models/m/traffic")[1]["labels"] == {"canary": "2.0"}
 
     def test_a_reader_that_is_late_does_not_keep_the_server_from_starting(self, cluster: Cluster) -> None:
         cluster.late = {"a reader that sleeps"}
-        cluster.board.expect(cluster.late)
-        asyncio.run(cluster.traffic.declare({"m": NINETY_TEN}))
+        cluster.publisher.expect_readers(cluster.late)
+        asyncio.run(cluster.traffic.apply_declared_policies({"m": NINETY_TEN}))
         assert cluster.manage("GET", "/models/m/traffic")[1]["policy"] == "weighted"
 
 
-def test_the_inference_port_offers_them_where_it_has_the_management_api(inference: Callable[..., Any]) -> None:
-    app = inference(also_management=True)
+def test_the_inference_port_offers_them_where_it_has_the_management_api(
+    inference: Callable[..., Any],
+) -> None:
+    app = inference(serve_management=True)
     assert "/models/{model_name}/traffic" in json.loads(app("OPTIONS", "/").body)["paths"]
