@@ -1,4 +1,4 @@
-"""What holds whichever door a call comes in by: splits, deadlines, priorities, keys, limits, and who is told what."""
+"""The same checks for every protocol: splits, deadlines, priorities, keys, limits and errors."""
 
 from __future__ import annotations
 
@@ -13,62 +13,69 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from serve_app.deferral import Request
-from serve_app.doors.app import replay
+from serve_app.domain.access import AccessTable, KeyGrant
+from serve_app.domain.async_prediction import StoredRequest
+from serve_app.domain.request import InferenceRequest, InferenceResponse
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.domain.traffic_policy import TrafficPolicy, allocate
 from serve_app.errors import DeadlineExceeded
-from serve_app.policy import Policy, allocate
 from serve_app.proto import inference_pb2, open_inference_grpc_pb2
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
 from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
+from serve_app.protocols.http_app import build_replayer
 from serve_app.settings import Settings
-from serve_app.types import Access, Call, Grant, ModelRow, Reply, Table, VersionRow
 
 LIMIT = 100_000  # bytes of a request
 WEIGHTS = {"1.0": 7500, "2.0": 2500}
-READY = {version: VersionRow(version, "ready", 1) for version in WEIGHTS}
-MAY = Access({sha256(b"good").digest(): Grant(frozenset(("infer",)), ("*",), None)})
+READY = {version: VersionRoute(version, "ready", 1) for version in WEIGHTS}
+MAY = AccessTable({sha256(b"good").digest(): KeyGrant(frozenset(("infer",)), ("*",), None)})
 
 
-class Told(NamedTuple):
+class Answered(NamedTuple):
     """An answer: its status, in the words of the dialect, what it says, and what stands beside it."""
 
     status: Any
-    said: str
+    text: str
     version: str | None
     reason: str | None
     limit: str | None = None
 
 
-def over_http(target: str, body: bytes, headers: dict[str, str]) -> Callable[..., Told]:
-    def ask(port: Any, more: dict[str, str]) -> Told:
+def over_http(target: str, body: bytes, headers: dict[str, str]) -> Callable[..., Answered]:
+    def ask(port: Any, more: dict[str, str]) -> Answered:
         answer = port("POST", target, body, {**headers, **more})
-        told = (answer.body.decode(), answer["x-model-version"], answer["x-torchrelay-reason"])
-        return Told(answer.status, *told, answer["x-torchrelay-limit"])
+        reported = (answer.body.decode(), answer["x-model-version"], answer["x-torchrelay-reason"])
+        return Answered(answer.status, *reported, answer["x-torchrelay-limit"])
 
     return ask
 
 
-def put_aside(target: str, body: bytes, headers: dict[str, str]) -> Callable[..., Told]:
+def put_aside(target: str, body: bytes, headers: dict[str, str]) -> Callable[..., Answered]:
     """As it is answered when its turn comes."""
 
-    def ask(port: Any, more: dict[str, str]) -> Told:
+    def ask(port: Any, more: dict[str, str]) -> Answered:
         lower = {name.lower(): value for name, value in {**headers, **more}.items()}
         path, _, query = target.partition("?")
-        said = lower.pop("x-request-timeout-seconds", None)
-        until = None if said is None else time.time() + float(said)
-        request = Request("m", None, "POST", path, query, tuple(lower.items()), body, "id", None, until)
+        result = lower.pop("x-request-timeout-seconds", None)
+        until = None if result is None else time.time() + float(result)
+        request = StoredRequest("m", None, "POST", path, query, tuple(lower.items()), body, "id", None, until)
         answer = asyncio.run(port.replay(request))
         kept = dict(answer.headers)
-        return Told(answer.status, answer.body.decode(), kept.get("x-model-version"), kept.get("x-torchrelay-reason"))
+        return Answered(
+            answer.status, answer.body.decode(), kept.get("x-model-version"), kept.get("x-torchrelay-reason")
+        )
 
     return ask
 
 
-def by_socket(target: str, body: bytes, headers: dict[str, str]) -> Callable[..., Told]:
+def by_socket(target: str, body: bytes, headers: dict[str, str]) -> Callable[..., Answered]:
     async def talk(app: Any, more: dict[str, str]) -> list[dict[str, Any]]:
         sent: list[dict[str, Any]] = []
         ended = asyncio.Event()
-        came = [{"type": "websocket.connect"}, {"type": "websocket.receive", "text": body.decode(), "bytes": None}]
+        came = [
+            {"type": "websocket.connect"},
+            {"type": "websocket.receive", "text": body.decode(), "bytes": None},
+        ]
 
         async def receive() -> dict[str, Any]:
             if came:
@@ -82,40 +89,48 @@ def by_socket(target: str, body: bytes, headers: dict[str, str]) -> Callable[...
                 ended.set()
 
         names = [(name.lower().encode(), value.encode()) for name, value in {**headers, **more}.items()]
-        scope = {"type": "websocket", "path": target, "query_string": b"", "headers": names, "http_version": "1.1"}
+        scope = {
+            "type": "websocket",
+            "path": target,
+            "query_string": b"",
+            "headers": names,
+            "http_version": "1.1",
+        }
         await app({**scope, "root_path": "", "extensions": {"websocket.http.response": {}}}, receive, send)
         return sent
 
-    def ask(port: Any, more: dict[str, str]) -> Told:
+    def ask(port: Any, more: dict[str, str]) -> Answered:
         sent = asyncio.run(talk(port.app, more))
         if sent[0]["type"] == "websocket.http.response.start":
             kept = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-            return Told(sent[0]["status"], sent[1]["body"].decode(), None, kept["x-torchrelay-reason"])
+            return Answered(sent[0]["status"], sent[1]["body"].decode(), None, kept["x-torchrelay-reason"])
         if sent[-1]["type"] == "websocket.close":
-            return Told(sent[-1]["code"], sent[-1]["reason"], None, None)
+            return Answered(sent[-1]["code"], sent[-1]["reason"], None, None)
         end = json.loads(sent[-1]["text"])["end"]
         pieces = "".join(message["text"] for message in sent[1:-1])
-        return Told(end["status"], pieces or json.dumps(end.get("error")), end["version"], end.get("reason"))
+        return Answered(
+            end["status"], pieces or json.dumps(end.get("error")), end["version"], end.get("reason")
+        )
 
     return ask
 
 
-def by_grpc(stub: Any, method: str, request: Any, text: Callable[[Any], str]) -> Callable[..., Told]:
-    def ask(port: Any, more: dict[str, str]) -> Told:
+def by_grpc(stub: Any, method: str, request: Any, text: Callable[[Any], str]) -> Callable[..., Answered]:
+    def ask(port: Any, more: dict[str, str]) -> Answered:
         metadata = [(name.lower(), value) for name, value in more.items()]
         call = getattr(stub(port.channel), method)
         try:
             if method == "StreamPredictions":
                 answers = call(request, metadata=metadata, timeout=60)
-                said, status = "".join(text(answer) for answer in answers), answers.code()
+                result, status = "".join(text(answer) for answer in answers), answers.code()
                 trailing = answers.trailing_metadata()
             else:
                 answer, done = call.with_call(request, metadata=metadata, timeout=60)
-                said, status, trailing = text(answer), done.code(), done.trailing_metadata()
+                result, status, trailing = text(answer), done.code(), done.trailing_metadata()
         except grpc.RpcError as error:
-            said, status, trailing = error.details(), error.code(), error.trailing_metadata()
+            result, status, trailing = error.details(), error.code(), error.trailing_metadata()
         kept = dict(trailing or ())
-        return Told(status.name, said, kept.get("x-model-version"), kept.get("x-torchrelay-reason"))
+        return Answered(status.name, result, kept.get("x-model-version"), kept.get("x-torchrelay-reason"))
 
     return ask
 
@@ -157,24 +172,29 @@ def generate(model: str, version: str, size: int) -> tuple[str, bytes, dict[str,
 
 
 def completions(model: str, version: str, size: int) -> tuple[str, bytes, dict[str, str]]:
-    said = {"model": f"{model}{version and ':' + version}", "prompt": "x" * size}
-    return "/v1/completions", json.dumps(said).encode(), {}
+    result = {"model": f"{model}{version and ':' + version}", "prompt": "x" * size}
+    return "/v1/completions", json.dumps(result).encode(), {}
 
 
 def chat(model: str, version: str, size: int) -> tuple[str, bytes, dict[str, str]]:
-    said = {"model": f"{model}{version and ':' + version}", "messages": [{"role": "user", "content": "x" * size}]}
-    return "/v1/chat/completions", json.dumps(said).encode(), {}
+    result = {
+        "model": f"{model}{version and ':' + version}",
+        "messages": [{"role": "user", "content": "x" * size}],
+    }
+    return "/v1/chat/completions", json.dumps(result).encode(), {}
 
 
-def predicted(method: str) -> Callable[..., Callable[..., Told]]:
-    def ask(model: str, version: str, size: int) -> Callable[..., Told]:
-        request = inference_pb2.PredictionsRequest(model_name=model, model_version=version, input={"data": b"x" * size})
+def predicted(method: str) -> Callable[..., Callable[..., Answered]]:
+    def ask(model: str, version: str, size: int) -> Callable[..., Answered]:
+        request = inference_pb2.PredictionsRequest(
+            model_name=model, model_version=version, input={"data": b"x" * size}
+        )
         return by_grpc(InferenceAPIsServiceStub, method, request, lambda answer: answer.prediction.decode())
 
     return ask
 
 
-def model_infer(model: str, version: str, size: int) -> Callable[..., Told]:
+def model_infer(model: str, version: str, size: int) -> Callable[..., Answered]:
     pb = open_inference_grpc_pb2
     request = pb.ModelInferRequest(model_name=model, model_version=version)
     tensor = request.inputs.add(name="x", datatype="BYTES", shape=[1])
@@ -214,7 +234,9 @@ TORCHSERVE_GRPC = Dialect(
     "INTERNAL",
     bool,
 )
-OIP_GRPC = TORCHSERVE_GRPC._replace(model="NOT_FOUND", version="NOT_FOUND", key=("UNAUTHENTICATED", "UNAUTHENTICATED"))
+OIP_GRPC = TORCHSERVE_GRPC._replace(
+    model="NOT_FOUND", version="NOT_FOUND", key=("UNAUTHENTICATED", "UNAUTHENTICATED")
+)
 SOCKET = TORCHSERVE._replace(large=1009)
 
 # A way in: what makes a request of it, how that is asked, its dialect, and whether a version can be named.
@@ -237,7 +259,9 @@ WAYS: dict[str, tuple[Any, Any, Dialect, bool]] = {
     "oip grpc": (model_infer, None, OIP_GRPC, True),
 }
 VERSIONED = [name for name, way in WAYS.items() if way[3]]
-LIVE = [name for name in WAYS if "asynchronous" not in name]  # what looks at keys and sizes: not what was taken in
+LIVE = [
+    name for name in WAYS if "asynchronous" not in name
+]  # what looks at keys and sizes: not what was taken in
 
 
 class Way:
@@ -246,10 +270,10 @@ class Way:
         self._port = port
 
     @property
-    def calls(self) -> list[Call]:
-        return self._port.target.calls
+    def calls(self) -> list[InferenceRequest]:
+        return self._port.backend.requests
 
-    def __call__(self, model: str = "m", version: str = "", size: int = 1, **headers: str) -> Told:
+    def __call__(self, model: str = "m", version: str = "", size: int = 1, **headers: str) -> Answered:
         made = self._make(model, version, size)
         ask = made if self._over is None else self._over(*made)
         return ask(self._port, {name.replace("_", "-"): value for name, value in headers.items()})
@@ -257,79 +281,79 @@ class Way:
 
 @pytest.fixture
 def open_way(inference: Any, over_grpc: Any) -> Callable[..., Way]:
-    def build(name: str, answers: Any = None, access: Access | None = None) -> Way:
-        split = Policy("weighted", WEIGHTS, allocation=allocate(WEIGHTS))
-        table = Table(1, {"m": ModelRow("1.0", READY, split)}, settled=True, access=access)
+    def build(name: str, answers: Any = None, access: AccessTable | None = None) -> Way:
+        split = TrafficPolicy("weighted", WEIGHTS, allocation=allocate(WEIGHTS))
+        table = RoutingTable(1, {"m": ModelRoute("1.0", READY, split)}, startup_complete=True, access=access)
 
-        async def version(call: Call) -> Reply:
-            chosen = port.target.ref.version
-            return Reply(b'{"choices": [{"text": "%s"}]}' % chosen.encode(), version=chosen)
+        async def version(call: InferenceRequest) -> InferenceResponse:
+            chosen = port.backend.ref.version
+            return InferenceResponse(b'{"choices": [{"text": "%s"}]}' % chosen.encode(), version=chosen)
 
         if WAYS[name][1] is None:
             port = over_grpc(answers or version, table, inference={"max_request_size": LIMIT})
         else:
             port = inference(answers or version, table, max_request_size=LIMIT)
-            port.replay = replay(port.plane, Settings())
+            port.replay = build_replayer(port.plane, Settings())
         return Way(name, port)
 
     return build
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_shares_of_a_split_are_kept_and_the_version_told(open_way: Any, name: str) -> None:
+def test_split_is_applied_and_the_version_returned(open_way: Any, name: str) -> None:
     way = open_way(name)
-    told = [way() for _ in range(200)]
-    assert {answer.status for answer in told} <= {200, "OK"}
-    assert all(answer.version in answer.said for answer in told), "what is told is what answered"
-    shares = Counter(answer.version for answer in told)
+    reported = [way() for _ in range(200)]
+    assert {answer.status for answer in reported} <= {200, "OK"}
+    assert all(answer.version in answer.text for answer in reported), "what is told is what answered"
+    shares = Counter(answer.version for answer in reported)
     assert set(shares) == set(WEIGHTS)
     assert abs(shares["2.0"] - 50) < 35  # more than five standard deviations
 
 
 @pytest.mark.parametrize("name", VERSIONED)
-def test_a_version_that_is_named_goes_before_a_split(open_way: Any, name: str) -> None:
+def test_named_version_overrides_a_split(open_way: Any, name: str) -> None:
     way = open_way(name)
     assert {way(version="2.0").version for _ in range(8)} == {"2.0"}
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_deadline_that_is_over(open_way: Any, name: str) -> None:
-    async def late(call: Call) -> Reply:
+def test_expired_deadline_is_refused(open_way: Any, name: str) -> None:
+    async def late(call: InferenceRequest) -> InferenceResponse:
         assert call.deadline is not None, "a call without end"
         await asyncio.sleep(call.deadline - time.time())
         raise DeadlineExceeded(call.model, 0.01)
 
     way = open_way(name, late)
-    told = way(x_request_timeout_seconds="0.01")
-    assert (told.status, told.reason) == (way.dialect.late, "deadline")
-    assert way.dialect.shape(told.said)
+    reported = way(x_request_timeout_seconds="0.01")
+    assert (reported.status, reported.reason) == (way.dialect.late, "deadline")
+    assert way.dialect.shape(reported.text)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_priority_reaches_the_call(open_way: Any, name: str) -> None:
+def test_priority_reaches_the_request(open_way: Any, name: str) -> None:
     way = open_way(name)
     for urgency in ("high", "low", "normal"):
         way(x_request_priority=urgency)
     assert [call.priority for call in way.calls] == ["high", "low", "normal"]
-    told = way(x_request_priority="urgent")
-    assert (told.status, told.reason) == (way.dialect.wrong, "bad_request")
+    reported = way(x_request_priority="urgent")
+    assert (reported.status, reported.reason) == (way.dialect.wrong, "bad_request")
     assert len(way.calls) == 3
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_model_that_is_not_there(open_way: Any, name: str) -> None:
+def test_unknown_model_is_refused(open_way: Any, name: str) -> None:
     way = open_way(name)
-    told = way("none")
-    assert (told.status, told.reason) == (way.dialect.model, "model_not_found")
-    assert "none" in told.said and way.dialect.shape(told.said)
+    reported = way("none")
+    assert (reported.status, reported.reason) == (way.dialect.model, "model_not_found")
+    assert "none" in reported.text and way.dialect.shape(reported.text)
 
 
 @pytest.mark.parametrize("name", VERSIONED)
-def test_a_version_that_is_not_there(open_way: Any, name: str) -> None:
+def test_unknown_version_is_refused(open_way: Any, name: str) -> None:
     way = open_way(name)
-    told = way(version="9.0")
-    assert (told.status, told.reason) == (way.dialect.version, "version_not_found")
-    assert way.dialect.shape(told.said)
+    reported = way(version="9.0")
+    assert (reported.status, reported.reason) == (way.dialect.version, "version_not_found")
+    assert way.dialect.shape(reported.text)
     assert not way.calls
 
 
@@ -339,7 +363,7 @@ def test_a_key(open_way: Any, name: str) -> None:
     without, wrong = way(), way(authorization="Bearer bad")
     assert (without.status, wrong.status) == way.dialect.key
     assert (without.reason, wrong.reason) == ("missing_token", "invalid_token")
-    assert way.dialect.shape(without.said) and way.dialect.shape(wrong.said)
+    assert way.dialect.shape(without.text) and way.dialect.shape(wrong.text)
     assert not way.calls
     assert way(authorization="Bearer good").status in (200, "OK")
 
@@ -347,32 +371,32 @@ def test_a_key(open_way: Any, name: str) -> None:
 @pytest.mark.parametrize("name", LIVE)
 def test_a_body_over_the_limit(open_way: Any, name: str) -> None:
     way = open_way(name)
-    told = way(size=LIMIT + 1)
-    assert told.status == way.dialect.large
+    reported = way(size=LIMIT + 1)
+    assert reported.status == way.dialect.large
     assert not way.calls
-    if told.status == "RESOURCE_EXHAUSTED":  # gRPC itself refuses a message, in words of its own
-        assert str(LIMIT) in told.said
+    if reported.status == "RESOURCE_EXHAUSTED":  # gRPC itself refuses a message, in words of its own
+        assert str(LIMIT) in reported.text
     else:
-        assert "max_request_size" in (told.limit or told.said)
+        assert "max_request_size" in (reported.limit or reported.text)
     assert way().status in (200, "OK"), "others are not harmed"
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_fault_of_the_server_is_told_without_its_words(open_way: Any, name: str) -> None:
-    async def broken(call: Call) -> Reply:
+def test_internal_error_hides_its_message(open_way: Any, name: str) -> None:
+    async def broken(call: InferenceRequest) -> InferenceResponse:
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "secret")  # it has a `reason` of its own
 
     way = open_way(name, broken)
-    told = way()
-    assert (told.status, told.reason) == (way.dialect.fault, "internal")
-    assert "secret" not in told.said and way.dialect.shape(told.said)
+    reported = way()
+    assert (reported.status, reported.reason) == (way.dialect.fault, "internal")
+    assert "secret" not in reported.text and way.dialect.shape(reported.text)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_version_is_told_also_where_its_handler_says_no(open_way: Any, name: str) -> None:
-    async def declines(call: Call) -> Reply:
-        return Reply(b"no", "text/plain", 418, version="2.0")
+def test_rejected_response_has_its_version(open_way: Any, name: str) -> None:
+    async def declines(call: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(b"no", "text/plain", 418, version="2.0")
 
-    told = open_way(name, declines)()
-    assert "no" in told.said
-    assert told.version == "2.0"
+    reported = open_way(name, declines)()
+    assert "no" in reported.text
+    assert reported.version == "2.0"

@@ -12,36 +12,36 @@ import httpx
 import pytest
 import uvicorn
 
-from serve_app.doors.exchange import uuid4
-from serve_app.errors import WorkerDied
-from serve_app.types import Call, Reply, ReplyStream
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.errors import ReplicaDied
+from serve_app.protocols.http.exchange import uuid4
 
 
 def test_lifespan_is_acknowledged(inference) -> None:
-    told = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
-    said = []
+    reported = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+    result = []
 
     async def receive():
-        return told.pop(0)
+        return reported.pop(0)
 
     async def send(message):
-        said.append(message["type"])
+        result.append(message["type"])
 
     asyncio.run(inference().app({"type": "lifespan"}, receive, send))
-    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    assert result == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
-def test_websockets_are_closed_where_nobody_speaks_them(management) -> None:
-    said = []
+def test_websocket_is_closed_where_unsupported(management) -> None:
+    result = []
 
     async def receive():
         return {"type": "websocket.connect"}
 
     async def send(message):
-        said.append(message["type"])
+        result.append(message["type"])
 
     asyncio.run(management().app({"type": "websocket", "path": "/"}, receive, send))
-    assert said == ["websocket.close"]
+    assert result == ["websocket.close"]
 
 
 def test_request_ids_are_random_version_4_uuids() -> None:
@@ -58,15 +58,22 @@ async def _post(app, path: str, body: bytes = b"") -> None:
     async def send(message):
         pass
 
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "http_version": "1.1"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [],
+        "http_version": "1.1",
+    }
     await app(scope, receive, send)
 
 
-def test_cancelling_the_request_cancels_its_call(inference) -> None:
+def test_cancellation_reaches_the_backend(inference) -> None:
     async def run() -> None:
         waiting, cancelled = asyncio.Event(), asyncio.Event()
 
-        async def wait(call: Call) -> Reply:
+        async def wait(call: InferenceRequest) -> InferenceResponse:
             waiting.set()
             try:
                 await asyncio.Event().wait()
@@ -82,7 +89,7 @@ def test_cancelling_the_request_cancels_its_call(inference) -> None:
         with pytest.raises(asyncio.CancelledError):
             await request
         assert cancelled.is_set()
-        assert [line[4] for line in app.access] == [499]
+        assert [line[4] for line in app.access_log] == [499]
         assert not [s for s in app.meters.samples() if s[0] == "torchrelay_http_responses_total"]
 
     asyncio.run(run())
@@ -100,8 +107,8 @@ def test_cancelling_the_request_closes_its_stream(inference) -> None:
             finally:
                 closed.set()
 
-        async def stream(call: Call) -> ReplyStream:
-            return ReplyStream(Reply(b""), pieces())
+        async def stream(call: InferenceRequest) -> ResponseStream:
+            return ResponseStream(InferenceResponse(b""), pieces())
 
         request = asyncio.ensure_future(_post(inference(stream).app, "/predictions/m"))
         await waiting.wait()
@@ -117,7 +124,9 @@ def test_cancelling_the_request_closes_its_stream(inference) -> None:
 async def serving(app) -> AsyncIterator[int]:
     """``app`` on a port of the loopback, behind the server that Ray Serve uses too."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="on", log_level="critical", access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(app, ws="none", lifespan="on", log_level="critical", access_log=False)
+    )
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
@@ -129,7 +138,7 @@ async def serving(app) -> AsyncIterator[int]:
 
 
 async def raw(port: int, request: bytes) -> bytes:
-    """What comes back on a connection until the server closes it."""
+    """Return the data of a connection until the server closes it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     try:
@@ -140,17 +149,25 @@ async def raw(port: int, request: bytes) -> bytes:
 
 
 def post(path: str, body: bytes = b"", *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: m", "Connection: close", f"Content-Length: {len(body)}", *headers, "", ""]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: m",
+        "Connection: close",
+        f"Content-Length: {len(body)}",
+        *headers,
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode() + body
 
 
-def test_a_real_server_sends_each_piece_as_one_chunk(inference) -> None:
+def test_real_server_sends_each_chunk_separately(inference) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for piece in (b"one", b"four"):
             yield piece
 
-    async def stream(call: Call) -> ReplyStream:
-        return ReplyStream(Reply(b""), pieces())
+    async def stream(call: InferenceRequest) -> ResponseStream:
+        return ResponseStream(InferenceResponse(b""), pieces())
 
     async def run() -> bytes:
         async with serving(inference(stream).app) as port:
@@ -166,10 +183,10 @@ def test_a_real_server_sends_each_piece_as_one_chunk(inference) -> None:
 def test_a_real_server_ends_a_broken_stream_without_its_last_chunk(inference) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         yield b"one"
-        raise WorkerDied("killed")
+        raise ReplicaDied("killed")
 
-    async def stream(call: Call) -> ReplyStream:
-        return ReplyStream(Reply(b""), pieces())
+    async def stream(call: InferenceRequest) -> ResponseStream:
+        return ResponseStream(InferenceResponse(b""), pieces())
 
     async def run() -> bytes:
         async with serving(inference(stream).app) as port:
@@ -180,7 +197,10 @@ def test_a_real_server_ends_a_broken_stream_without_its_last_chunk(inference) ->
 
 def test_a_real_server_answers_a_body_that_is_too_large_and_goes_on(inference) -> None:
     async def run() -> list[int]:
-        async with serving(inference(max_request_size=1000).app) as port, httpx.AsyncClient(trust_env=False) as client:
+        async with (
+            serving(inference(max_request_size=1000).app) as port,
+            httpx.AsyncClient(trust_env=False) as client,
+        ):
             url = f"http://127.0.0.1:{port}/predictions/m"
             refused = await client.post(url, content=b"x" * 200_000)
             assert refused.content == b""
@@ -191,8 +211,10 @@ def test_a_real_server_answers_a_body_that_is_too_large_and_goes_on(inference) -
 
 
 def test_a_real_server_takes_every_header_of_a_handler(inference) -> None:
-    async def reply(call: Call) -> Reply:
-        return Reply(b"hi", "text/plain\r\nx: y", 207, headers=(("X-Größe", "1"), ("X-Odd", "\r\na\x00b ü €")))
+    async def reply(call: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(
+            b"hi", "text/plain\r\nx: y", 207, headers=(("X-Größe", "1"), ("X-Odd", "\r\na\x00b ü €"))
+        )
 
     async def run() -> bytes:
         async with serving(inference(reply).app) as port:

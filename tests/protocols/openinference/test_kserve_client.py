@@ -1,4 +1,4 @@
-"""KServe's own client against the door; it runs in an environment of its own."""
+"""KServe's own client against the server; it runs in an environment of its own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ def test_kserve_rest_client(kserve_python: Path, models: Any, listening: Any) ->
     models.add("identity", lambda data, context: [dict(row) for row in data], form="arrays")
     models.add("asleep", lambda data, context: [], replicas=0)
     with listening(models.app()) as address:
-        ran = subprocess.run(
-            [kserve_python, SCRIPT, f"http://{address}"], capture_output=True, text=True, timeout=300, check=False
+        process = subprocess.run(
+            [kserve_python, SCRIPT, f"http://{address}"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
-    assert "every call was answered" in ran.stdout, ran.stderr
+    assert "every call was answered" in process.stdout, process.stderr
 
 
 def test_kserve_rest_client_of_the_first_protocol(kserve_python: Path, models: Any, listening: Any) -> None:
@@ -28,5 +32,5 @@ def test_kserve_rest_client_of_the_first_protocol(kserve_python: Path, models: A
     models.add("asleep", lambda data, context: [], replicas=0)
     with listening(models.app()) as address:
         command = [kserve_python, CLIENTS / "kserve_v1.py", f"http://{address}"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert "every call was answered" in ran.stdout, ran.stderr
+        process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert "every call was answered" in process.stdout, process.stderr

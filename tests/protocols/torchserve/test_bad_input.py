@@ -11,13 +11,15 @@ import pytest
 from parts import ECHO, make_archive
 
 from serve_app import errors
-from serve_app.control.admission import Admission
-from serve_app.settings import Settings, StoreSettings
-from serve_app.types import Access, Call, ModelSpec, Reply
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.domain.access import AccessTable
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.request import InferenceRequest, InferenceResponse
+from serve_app.settings import ModelStoreSettings, Settings
 
 NO_WORKER = (
     " has no worker to serve inference request. Please use scale workers API to add workers. "
-    "If this is a sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+    "If this is a sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"  # noqa: E501
 )
 NOT_ALLOWED = "Requested method is not allowed, please refer to API document."
 NO_ROUTE = "Requested resource is not found, please refer to API document."
@@ -27,12 +29,12 @@ JSON = {"Content-Type": "application/json"}
 
 
 def refused(answer: Any) -> tuple[int, str, str]:
-    """What a client reads; every such answer names its own status, and a reason for machines."""
-    said = json.loads(answer.body)
-    assert said["code"] == answer.status
+    """Return status, type and message of an error, which has its status and a reason in it."""
+    result = json.loads(answer.body)
+    assert result["code"] == answer.status
     assert answer["content-type"] == "application/json"
     assert answer["x-torchrelay-reason"]
-    return answer.status, said["type"], said["message"]
+    return answer.status, result["type"], result["message"]
 
 
 # On the inference port
@@ -54,30 +56,49 @@ def refused(answer: Any) -> tuple[int, str, str]:
         ("PUT", "/", 405, "MethodNotAllowedException", NOT_ALLOWED),
     ],
 )
-def test_a_wrong_call(inference, method: str, path: str, status: int, type_: str, message: str) -> None:
+def test_invalid_request_is_refused(
+    inference, method: str, path: str, status: int, type_: str, message: str
+) -> None:
     assert refused(inference()(method, path, b"x")) == (status, type_, message)
 
 
 @pytest.mark.parametrize(
     ("error", "status", "type_", "message"),
     [
-        (errors.NoWorker("m", None, "why"), 503, "ServiceUnavailableException", f'Model "m"{NO_WORKER}'),
+        (errors.NoReplica("m", None, "why"), 503, "ServiceUnavailableException", f'Model "m"{NO_WORKER}'),
         # With a version the closing quote stands behind it, and no other.
-        (errors.NoWorker("m", "1.0", "why"), 503, "ServiceUnavailableException", f'Model "m" Version 1.0"{NO_WORKER}'),
+        (
+            errors.NoReplica("m", "1.0", "why"),
+            503,
+            "ServiceUnavailableException",
+            f'Model "m" Version 1.0"{NO_WORKER}',
+        ),
         (errors.QueueFull("m", None, "why"), 503, "ServiceUnavailableException", f'Model "m"{NO_WORKER}'),
-        (errors.WorkerDied("why"), 500, "InternalServerException", "Worker died."),
+        (errors.ReplicaDied("why"), 500, "InternalServerException", "Worker died."),
         (errors.HandlerFailed("why"), 503, "InternalServerException", "Prediction failed"),
         (errors.InvalidOutput("why"), 503, "InternalServerException", "Invalid model predict output"),
-        (errors.CountMismatch("why"), 503, "InternalServerException", "number of batch response mismatched"),
-        (errors.UnsupportedOutput("why"), 503, "InternalServerException", "Unsupported model output data type."),
-        (errors.OutOfResources("why"), 507, "InternalServerException", "Out of resources"),
-        (errors.HandlerSaid("my words", 599), 599, "InternalServerException", "my words"),
-        (errors.HandlerSaid("too large", 413), 507, "InternalServerException", "too large"),
+        (
+            errors.BatchSizeMismatch("why"),
+            503,
+            "InternalServerException",
+            "number of batch response mismatched",
+        ),
+        (
+            errors.UnsupportedOutput("why"),
+            503,
+            "InternalServerException",
+            "Unsupported model output data type.",
+        ),
+        (errors.HandlerOutOfMemory("why"), 507, "InternalServerException", "Out of resources"),
+        (errors.HandlerRejected("my words", 599), 599, "InternalServerException", "my words"),
+        (errors.HandlerRejected("too large", 413), 507, "InternalServerException", "too large"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_a_call_that_goes_wrong(inference, error: Exception, status: int, type_: str, message: str) -> None:
-    async def fail(call: Call) -> Reply:
+def test_failed_request_is_reported(
+    inference, error: Exception, status: int, type_: str, message: str
+) -> None:
+    async def fail(call: InferenceRequest) -> InferenceResponse:
         raise error
 
     answer = inference(fail)("POST", "/predictions/m", b"x")
@@ -85,8 +106,11 @@ def test_a_call_that_goes_wrong(inference, error: Exception, status: int, type_:
     assert b"why" not in answer.body, "what an operator reads is not for callers"
 
 
-def test_a_body_over_the_limit_has_an_empty_answer(inference, management) -> None:
-    for app, path in ((inference(max_request_size=3), "/predictions/m"), (management(max_request_size=3), "/models")):
+def test_body_over_the_limit_has_an_empty_response(inference, management) -> None:
+    for app, path in (
+        (inference(max_request_size=3), "/predictions/m"),
+        (management(max_request_size=3), "/models"),
+    ):
         answer = app("POST", path, b"four")
         assert (answer.status, answer.body, answer["content-type"]) == (413, b"", None)
 
@@ -105,8 +129,20 @@ def test_a_body_over_the_limit_has_an_empty_answer(inference, management) -> Non
             "BadRequestException",
             "max_worker cannot be less than min_worker.",
         ),
-        ("DELETE", "/models/m/1.0", 403, "InvalidModelVersionException", "Cannot remove default version for model m"),
-        ("DELETE", "/models/m", 403, "InvalidModelVersionException", "Cannot remove default version for model m"),
+        (
+            "DELETE",
+            "/models/m/1.0",
+            403,
+            "InvalidModelVersionException",
+            "Cannot remove default version for model m",
+        ),
+        (
+            "DELETE",
+            "/models/m",
+            403,
+            "InvalidModelVersionException",
+            "Cannot remove default version for model m",
+        ),
         ("POST", "/models?url=", 404, "ModelNotFoundException", "empty url"),
         ("GET", "/models/none", 404, "ModelNotFoundException", "Model not found: none"),
         ("PUT", "/models/none/1.0/set-default", 404, "ModelNotFoundException", "Model not found: none"),
@@ -142,12 +178,14 @@ def test_a_body_over_the_limit_has_an_empty_answer(inference, management) -> Non
         ),
     ],
 )
-def test_a_wrong_change(management, method: str, path: str, status: int, type_: str, message: str) -> None:
+def test_invalid_change_is_refused(
+    management, method: str, path: str, status: int, type_: str, message: str
+) -> None:
     app = management()
-    app.shelf.put(ModelSpec("m", "1.0", "m-1.0.mar", "sha256", "archive"))
-    app.shelf.put(ModelSpec("m", "2.0", "m-2.0.mar", "sha256", "archive"))
+    app.control_api.put(ModelSpec("m", "1.0", "m-1.0.mar", "sha256", "archive"))
+    app.control_api.put(ModelSpec("m", "2.0", "m-2.0.mar", "sha256", "archive"))
     assert refused(app(method, path)) == (status, type_, message)
-    assert sorted(app.shelf.specs["m"]) == ["1.0", "2.0"]
+    assert sorted(app.control_api.specs["m"]) == ["1.0", "2.0"]
 
 
 def test_without_the_model_api(management) -> None:
@@ -160,21 +198,25 @@ def test_without_the_model_api(management) -> None:
     ("path", "message"), [("/models", NO_KEY), ("/models/m", NO_KEY), ("/token?type=inference", NO_TOKEN)]
 )
 def test_without_a_key(management, path: str, message: str) -> None:
-    app = management(access=Access({}))
+    app = management(access=AccessTable({}))
     assert refused(app("GET", path)) == (400, "InvalidKeyException", message)
-    assert refused(app("GET", path, b"", {"Authorization": "Bearer x"})) == (400, "InvalidKeyException", message)
+    assert refused(app("GET", path, b"", {"Authorization": "Bearer x"})) == (
+        400,
+        "InvalidKeyException",
+        message,
+    )
 
 
 @pytest.mark.parametrize("model", ["/models/m", "/models/m/1.0"])
-def test_workers_that_do_not_start(management, model: str) -> None:
+def test_failed_worker_start_is_reported(management, model: str) -> None:
     app = management()
-    app.shelf.put(ModelSpec("m", "1.0", "m-1.0.mar", "sha256", "archive"))
+    app.control_api.put(ModelSpec("m", "1.0", "m-1.0.mar", "sha256", "archive"))
     named = "1.0" if model.endswith("1.0") else "null"
     for error, status in ((errors.StartFailed, 500), (errors.StartOutOfMemory, 507)):
-        app.shelf.fails = error("m", "1.0", "Traceback")
+        app.control_api.error = error("m", "1.0", "Traceback")
         answer = app("PUT", f"{model}?synchronous=true")
-        said = f"Failed to start workers for model m version: {named}"
-        assert refused(answer) == (status, "InternalServerException", said)
+        result = f"Failed to start workers for model m version: {named}"
+        assert refused(answer) == (status, "InternalServerException", result)
 
 
 # Archives, which really are fetched and looked at
@@ -183,13 +225,13 @@ def test_workers_that_do_not_start(management, model: str) -> None:
 @pytest.fixture
 def register(management, tmp_path: Path) -> Callable[..., Any]:
     """Register an archive of the store that is in ``tmp_path``."""
-    store = StoreSettings(model_store="store", allowed_urls=("file://.*", "http://127.*"))
+    store = ModelStoreSettings(model_store="store", allowed_urls=("file://.*", "http://127.*"))
     settings = Settings(home=str(tmp_path), store=store)
     settings.model_store.mkdir()
     make_archive(settings.model_store, "m", ECHO)
     (settings.model_store / "text.mar").write_text("no archive")
     app = management()
-    app.shelf.admission = Admission(settings)
+    app.control_api.ingestor = ArchiveIngestor(settings)
 
     def post(**parameters: str) -> Any:
         return app("POST", "/models", json.dumps(parameters).encode(), JSON)
@@ -203,8 +245,18 @@ NOWHERE = "http://127.0.0.1:1/m.mar"  # a port that nobody listens on
 @pytest.mark.parametrize(
     ("parameters", "status", "type_", "message"),
     [
-        ({"url": "m-1.0.mar", "runtime": "perl"}, 400, "BadRequestException", "Invalid RuntimeType value: perl"),
-        ({"url": "m-1.0.mar", "runtime": "PYTHON"}, 400, "BadRequestException", "Invalid RuntimeType value: PYTHON"),
+        (
+            {"url": "m-1.0.mar", "runtime": "perl"},
+            400,
+            "BadRequestException",
+            "Invalid RuntimeType value: perl",
+        ),
+        (
+            {"url": "m-1.0.mar", "runtime": "PYTHON"},
+            400,
+            "BadRequestException",
+            "Invalid RuntimeType value: PYTHON",
+        ),
         ({"url": NOWHERE}, 400, "DownloadArchiveException", f"Failed to download archive from: {NOWHERE}"),
         ({"url": "none.mar"}, 404, "ModelNotFoundException", "Model not found at: none.mar"),
         ({"url": "../m.mar"}, 404, "ModelNotFoundException", "Relative path is not allowed in url: ../m.mar"),
@@ -222,30 +274,30 @@ NOWHERE = "http://127.0.0.1:1/m.mar"  # a port that nobody listens on
         ),
     ],
 )
-def test_an_archive_that_cannot_be_had(
+def test_unavailable_archive_is_refused(
     register, parameters: dict[str, str], status: int, type_: str, message: str
 ) -> None:
     assert refused(register(**parameters)) == (status, type_, message)
 
 
-def test_a_file_that_is_no_archive(register) -> None:
+def test_invalid_archive_is_refused(register) -> None:
     status, type_, message = refused(register(url="text.mar"))
     assert (status, type_) == (400, "InvalidModelException")
     assert message.startswith("text.mar: ")
 
 
-def test_the_same_version_twice(register) -> None:
+def test_duplicate_version_is_refused(register) -> None:
     assert register(url="m-1.0.mar").status == 200
     taken = (409, "ConflictStatusException", "Model version 1.0 is already registered for model m")
     assert refused(register(url="m-1.0.mar")) == taken
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"null", b'{"url": "m.mar", "batch_size": "many"}'])
-def test_json_that_is_none(management, body: bytes) -> None:
+def test_invalid_json_is_refused(management, body: bytes) -> None:
     assert refused(management()("POST", "/models", body, JSON))[:2] == (400, "JsonSyntaxException")
 
 
-def test_a_number_in_a_query_that_is_none_is_no_error(management) -> None:
+def test_invalid_number_in_a_query_is_ignored(management) -> None:
     app = management()
     assert app("POST", "/models?url=m.mar&batch_size=many&initial_workers=x").status == 200
-    assert app.shelf.asked[0][1].batch_size is None
+    assert app.control_api.operations[0][1].batch_size is None

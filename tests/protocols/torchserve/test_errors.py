@@ -8,18 +8,18 @@ import pickle
 import pytest
 
 from serve_app import errors
-from serve_app.doors.torchserve.errors import (
+from serve_app.protocols.torchserve.errors import (
     TABLE,
     JsonSyntaxError,
-    NodeFailed,
-    TokenRefused,
-    document,
+    TokenNotIssued,
+    WorkflowNodeFailed,
+    encode_json,
     look_up,
-    pretty,
+    to_document,
 )
 
 NO_WORKER = (
-    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
+    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "  # noqa: E501
     "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
 )
 NO_KEY = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
@@ -28,16 +28,16 @@ REFUSED = [
     errors.MissingToken(),
     errors.InvalidToken(),
     errors.ExpiredToken(),
-    errors.WrongRole("infer"),
-    errors.WrongModel("m"),
+    errors.MissingPermission("infer"),
+    errors.ModelNotAllowed("m"),
 ]
-STEP = ("w", "s", "no", "handler_said", 418, "secret")
+STEP = ("w", "s", "no", "handler_rejected", 418, "secret")
 STEP_SAYS = "Step s of workflow w failed: no"
 # One instance of every class that a caller can be told: status, type, message as TorchServe has them.
-SAID = [
+EXPECTED = [
     (errors.BadRequest("no"), 400, "BadRequestException", "no"),
     (
-        errors.CallerTooSlow(9),
+        errors.ClientTooSlow(9),
         400,
         "BadRequestException",
         "The answer was ended: its caller is more than 9 bytes behind in reading it.",
@@ -48,7 +48,12 @@ SAID = [
     (JsonSyntaxError("no"), 400, "JsonSyntaxException", "no"),
     (errors.InvalidArchive("a.mar", "no"), 400, "InvalidModelException", "a.mar: no"),
     (errors.DownloadFailed("u", "w"), 400, "DownloadArchiveException", "Failed to download archive from: u"),
-    (errors.InstallFailed("m", "no"), 400, "ModelException", "Custom pip package installation failed for model m"),
+    (
+        errors.InstallFailed("m", "no"),
+        400,
+        "ModelException",
+        "Custom pip package installation failed for model m",
+    ),
     (errors.ConfigurationError("f", "no"), 400, "BadRequestException", "f: no"),
     (errors.Forbidden("no"), 403, "IllegalArgumentException", "no"),
     (
@@ -58,7 +63,12 @@ SAID = [
         "Cannot remove default version for model m",
     ),
     *((refused, 400, "InvalidKeyException", NO_KEY) for refused in REFUSED),
-    (TokenRefused("missing_token"), 400, "InvalidKeyException", NO_KEY.replace("Authorization", "Authentication")),
+    (
+        TokenNotIssued("missing_token"),
+        400,
+        "InvalidKeyException",
+        NO_KEY.replace("Authorization", "Authentication"),
+    ),
     (errors.NotFound("no"), 404, "ResourceNotFoundException", "no"),
     (errors.ModelNotFound("m"), 404, "ModelNotFoundException", "Model not found: m"),
     (
@@ -68,7 +78,7 @@ SAID = [
         "Model version: 3 does not exist for model: m",
     ),
     (
-        errors.UnknownDefault("m", "3"),
+        errors.DefaultVersionNotFound("m", "3"),
         404,
         "ModelVersionNotFoundException",
         "Model version 3 does not exist for model m",
@@ -86,7 +96,7 @@ SAID = [
         "MethodNotAllowedException",
         "Requested method is not allowed, please refer to API document.",
     ),
-    (errors.InUse("no"), 409, "ConflictStatusException", "no"),
+    (errors.Conflict("no"), 409, "ConflictStatusException", "no"),
     (
         errors.RolloutNotFound("m"),
         404,
@@ -95,7 +105,7 @@ SAID = [
     ),
     (errors.ExperimentNotFound("e"), 404, "ResourceNotFoundException", "Experiment not found: e"),
     (
-        errors.UnknownUnit("u", "e"),
+        errors.ExposureNotFound("u", "e"),
         404,
         "ResourceNotFoundException",
         "Experiment e has assigned nobody of the request id or key 'u'; "
@@ -107,9 +117,9 @@ SAID = [
         "ConflictStatusException",
         "Model version 1.0 is already registered for model m",
     ),
-    (errors.NoWorker("m", None), 503, "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
+    (errors.NoReplica("m", None), 503, "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
     (errors.QueueFull("m", "1.0"), 503, "ServiceUnavailableException", f'Model "m" Version 1.0" {NO_WORKER}'),
-    (errors.Loading("m", None), 503, "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
+    (errors.ModelLoading("m", None), 503, "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
     (errors.Unavailable("no"), 503, "ServiceUnavailableException", "no"),
     (
         errors.TooManySequences("m", "1.0", 4),
@@ -119,48 +129,48 @@ SAID = [
         "End one, or come again when one has ended.",
     ),
     (
-        errors.NoRoomForDeferrals("asynchronous.max_bytes", 10),
+        errors.AsyncQueueFull("async_predictions.max_bytes", 10),
         503,
         "ServiceUnavailableException",
-        "No more asynchronous predictions are taken now: asynchronous.max_bytes (10) is reached. "
+        "No more asynchronous predictions are taken now: async_predictions.max_bytes (10) is reached. "
         "Fetch and DELETE what has ended, or raise the setting.",
     ),
     (
-        errors.KeyReused("k", "m"),
+        errors.IdempotencyKeyReused("k", "m"),
         422,
         "IdempotencyKeyException",
         "Idempotency-Key 'k' was used for another request to model m; send the same request, or another key.",
     ),
     (
-        errors.DeferralNotFound("1f"),
+        errors.PredictionNotFound("1f"),
         404,
         "ResourceNotFoundException",
         "No asynchronous prediction 1f is kept here. One is kept until its document's time expires "
-        "(asynchronous.keep seconds after it ended).",
+        "(async_predictions.retention_s seconds after it ended).",
     ),
     (
-        errors.DeferralCancelled("1f"),
+        errors.PredictionCancelled("1f"),
         410,
         "PredictionCancelledException",
         "Asynchronous prediction 1f was cancelled and has no answer.",
     ),
     (
-        errors.DeferralLost("1f", "it is gone."),
+        errors.PredictionLost("1f", "it is gone."),
         410,
         "PredictionLostException",
         "Asynchronous prediction 1f has no answer: it is gone. Send the request again.",
     ),
     (
-        errors.ResultsUnreachable("s3://a/b", "it is down; start it"),
+        errors.ResultStoreUnavailable("s3://a/b", "it is down; start it"),
         503,
         "ServiceUnavailableException",
-        "asynchronous.results (s3://a/b) cannot be used now: it is down; start it",
+        "async_predictions.results (s3://a/b) cannot be used now: it is down; start it",
     ),
     (
         errors.ResultTooLarge(10),
         503,
         "InternalServerException",
-        "The model's answer is larger than asynchronous.max_result_size (10 bytes).",
+        "The model's answer is larger than async_predictions.max_result_size (10 bytes).",
     ),
     (
         errors.SequenceLost("m", "s", "it has ended"),
@@ -173,7 +183,7 @@ SAID = [
         errors.QuotaExceeded("m", "1.0", 4),
         429,
         "TooManyRequestsException",
-        'Model "m" Version 1.0 answers 4 requests at once (maxConcurrentRequests) and has no room for this one.',
+        'Model "m" Version 1.0 answers 4 requests at once (maxConcurrentRequests) and has no room for this one.',  # noqa: E501
     ),
     (
         errors.DeadlineExceeded("m", 1.0),
@@ -185,7 +195,7 @@ SAID = [
         errors.CannotMeetDeadline("m", 0.0, 2.5, 1.25),
         504,
         "RequestTimeoutException",
-        "Model m cannot answer within the deadline of this request: about 2.5 s are needed and 1.25 s are left.",
+        "Model m cannot answer within the deadline of this request: about 2.5 s are needed and 1.25 s are left.",  # noqa: E501
     ),
     (
         errors.ClientTimeout("m", 1.0),
@@ -193,7 +203,7 @@ SAID = [
         "RequestTimeoutException",
         "The deadline of this request passed before model m answered.",
     ),
-    (errors.WorkerDied("why"), 500, "InternalServerException", "Worker died."),
+    (errors.ReplicaDied("why"), 500, "InternalServerException", "Worker died."),
     (errors.ResponseTimeout("why"), 500, "InternalServerException", "Worker died."),
     (
         errors.StartFailed("m", "1.0", ""),
@@ -225,11 +235,11 @@ SAID = [
         "Workflow w version 2.0 is already registered.",
     ),
     (errors.StepFailed(*STEP), 503, "InternalServerException", STEP_SAYS),
-    (errors.StepSaid(*STEP), 418, "InternalServerException", STEP_SAYS),
-    (errors.StepRefused(*STEP), 400, "BadRequestException", STEP_SAYS),
+    (errors.StepRejected(*STEP), 418, "InternalServerException", STEP_SAYS),
+    (errors.StepBadRequest(*STEP), 400, "BadRequestException", STEP_SAYS),
     (errors.StepUnavailable(*STEP), 503, "ServiceUnavailableException", STEP_SAYS),
     (errors.StepTimeout(*STEP), 504, "RequestTimeoutException", STEP_SAYS),
-    (NodeFailed(*STEP), 500, "InternalServerException", "Error executing s"),
+    (WorkflowNodeFailed(*STEP), 500, "InternalServerException", "Error executing s"),
     (errors.HandlerFailed("traceback"), 503, "InternalServerException", "Prediction failed"),
     (errors.InvalidOutput(), 503, "InternalServerException", "Invalid model predict output"),
     (
@@ -239,73 +249,86 @@ SAID = [
         "The model's answer of 2000 bytes is larger than max_response_size (1000 bytes). "
         "Raise runtime.max_response_size, or let the handler answer with less.",
     ),
-    (errors.CountMismatch(), 503, "InternalServerException", "number of batch response mismatched"),
+    (errors.BatchSizeMismatch(), 503, "InternalServerException", "number of batch response mismatched"),
     (errors.UnsupportedOutput(), 503, "InternalServerException", "Unsupported model output data type."),
-    (errors.OutOfResources("traceback"), 507, "InternalServerException", "Out of resources"),
-    (errors.HandlerSaid("my words", 418), 418, "InternalServerException", "my words"),
-    (errors.HandlerSaid("my words", 413), 507, "InternalServerException", "my words"),
-    (errors.HandlerSaid("my words", 42), 500, "InternalServerException", "my words"),
+    (errors.HandlerOutOfMemory("traceback"), 507, "InternalServerException", "Out of resources"),
+    (errors.HandlerRejected("my words", 418), 418, "InternalServerException", "my words"),
+    (errors.HandlerRejected("my words", 413), 507, "InternalServerException", "my words"),
+    (errors.HandlerRejected("my words", 42), 500, "InternalServerException", "my words"),
 ]
 
 
 def tree(cls: type) -> set[type]:
-    return {cls}.union(*(tree(child) for child in cls.__subclasses__() if child.__module__ == errors.__name__))
+    return {cls}.union(
+        *(tree(child) for child in cls.__subclasses__() if child.__module__ == errors.__name__)
+    )
 
 
-@pytest.mark.parametrize(("error", "status", "name", "message"), SAID, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(("error", "status", "name", "message"), EXPECTED, ids=lambda v: type(v).__name__)
 def test_error_answers_as_torchserve_does(error: Exception, status: int, name: str, message: str) -> None:
     assert look_up(error) == (status, name)
-    said = document(error)
-    assert said is not None
-    assert {key: said[key] for key in ("code", "type", "message")} == {
+    result = to_document(error)
+    assert result is not None
+    assert {key: result[key] for key in ("code", "type", "message")} == {
         "code": status,
         "type": name,
         "message": message,
     }
 
 
-@pytest.mark.parametrize("error", [error for error, *_ in SAID], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [error for error, *_ in EXPECTED], ids=lambda error: type(error).__name__)
 def test_an_error_crosses_processes_with_what_was_put_on_it(error: errors.RelayError) -> None:
     sent = type(error)(*error.args)
-    sent.version, sent.retry_after = "2.0", 17
+    sent.selected_version, sent.retry_after = "2.0", 17
     got = pickle.loads(pickle.dumps(sent))
-    assert (type(got), str(got), got.version, got.retry_after) == (type(error), str(error), "2.0", 17)
+    assert (type(got), str(got), got.selected_version, got.retry_after) == (
+        type(error),
+        str(error),
+        "2.0",
+        17,
+    )
 
 
 def test_every_class_of_the_tree_is_in_the_examples() -> None:
-    shown = {type(error) for error, *_ in SAID} | {errors.TooLarge, errors.NotYet, errors.RelayError}
+    shown = {type(error) for error, *_ in EXPECTED} | {
+        errors.RequestTooLarge,
+        errors.InProgress,
+        errors.RelayError,
+    }
     named = {cls for cls in tree(errors.RelayError) if not cls.__name__.startswith("_")}
     assert named <= shown
 
 
-@pytest.mark.parametrize("cls", sorted(tree(errors.RelayError), key=lambda c: c.__name__), ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", sorted(tree(errors.RelayError), key=lambda c: c.__name__), ids=lambda c: c.__name__
+)
 def test_every_class_finds_a_line_of_its_own_tree(cls: type) -> None:
     found = next(c for c in cls.__mro__ if c in TABLE)
     assert found is not Exception or cls is errors.RelayError
 
 
 def test_body_is_pretty_json_with_a_line_end() -> None:
-    assert pretty(document(errors.ModelNotFound("m"))) == (
+    assert encode_json(to_document(errors.ModelNotFound("m"))) == (
         b'{\n  "code": 404,\n  "type": "ModelNotFoundException",\n  "message": "Model not found: m"\n}\n'
     )
 
 
 def test_too_large_has_no_body_and_not_yet_is_a_status() -> None:
-    assert look_up(errors.TooLarge(10))[0] == 413
-    assert document(errors.TooLarge(10)) is None
-    assert look_up(errors.NotYet("nearly"))[0] == 202
-    assert document(errors.NotYet("nearly")) == {"status": "nearly"}
+    assert look_up(errors.RequestTooLarge(10))[0] == 413
+    assert to_document(errors.RequestTooLarge(10)) is None
+    assert look_up(errors.InProgress("nearly"))[0] == 202
+    assert to_document(errors.InProgress("nearly")) == {"status": "nearly"}
 
 
 def test_a_failed_start_brings_the_handlers_traceback() -> None:
-    said = document(errors.StartFailed("m", "1.0", "Traceback: no module named foo"))
-    assert said is not None
-    assert said["detail"] == "Traceback: no module named foo"
-    assert said["message"] == "Failed to start workers for model m version: 1.0"
+    result = to_document(errors.StartFailed("m", "1.0", "Traceback: no module named foo"))
+    assert result is not None
+    assert result["detail"] == "Traceback: no module named foo"
+    assert result["message"] == "Failed to start workers for model m version: 1.0"
 
 
 @pytest.mark.parametrize(
-    "error", [errors.HandlerFailed("secret"), errors.NoWorker("m", None, "secret"), OSError("secret")]
+    "error", [errors.HandlerFailed("secret"), errors.NoReplica("m", None, "secret"), OSError("secret")]
 )
-def test_no_other_error_tells_what_is_inside(error: Exception) -> None:
-    assert "secret" not in json.dumps(document(error))
+def test_other_errors_hide_their_detail(error: Exception) -> None:
+    assert "secret" not in json.dumps(to_document(error))

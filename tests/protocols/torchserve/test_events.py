@@ -1,4 +1,4 @@
-"""How a model comes up, as server-sent events: a real story behind the door."""
+"""Registration events as server-sent events, from a real event log."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from typing import Any
 
 import pytest
 
-from serve_app.control.events import Events
-from serve_app.doors.torchserve import events as door
+from serve_app.control.lifecycle_events import EventLog
 from serve_app.errors import ModelNotFound
+from serve_app.protocols.torchserve import events as route
 
 
 @pytest.fixture
 def app(management):
-    """The management app over a shelf that keeps stories; each entry of ``next`` is told when somebody waits."""
+    """Return the management app over an event log; each entry of ``next`` is called when a client waits."""
     app = management()
     app.log = None
     app.next = []
 
-    async def events(model: str, registration: str | None, since: int | None, patience: float) -> list[Any]:
+    async def poll_events(
+        model: str, registration: str | None, since: int | None, timeout: float
+    ) -> list[Any]:
         if app.log is None:
-            app.log = Events()
-            app.story = app.log.begin("m", "mine", version="1.0", url="m.mar")
-        if not app.log.knows(model, registration) and registration is None:
+            app.log = EventLog()
+            app.history = app.log.open("m", "mine", version="1.0", url="m.mar")
+        if not app.log.has_events(model, registration) and registration is None:
             raise ModelNotFound(model)
-        if patience and app.next:
-            app.log.put(app.story, *app.next[0][:1], **app.next.pop(0)[1])
-        return await app.log.after(model, registration, since, min(patience, 0.01))
+        if timeout and app.next:
+            app.log.append(app.history, *app.next[0][:1], **app.next.pop(0)[1])
+        return await app.log.wait_for_events(model, registration, since, min(timeout, 0.01))
 
-    app.shelf.events = events
+    app.control_api.poll_events = poll_events
     return app
 
 
@@ -47,42 +49,42 @@ def read(body: bytes) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_a_story_to_its_end(app) -> None:
+def test_events_end_with_the_final_stage(app) -> None:
     app.next = [("installing", {"line": "Collecting a\nb"}), ("ready", {"workers": 1})]
-    answer = app("GET", "/models/m/events")
-    assert (answer.status, answer["content-type"], answer.ended) == (200, "text/event-stream", True)
-    told = read(answer.body)
-    assert [name for name, _ in told] == ["accepted", "installing", "ready"]
-    assert told[0][1] | {"time": 0} == {
+    response = app("GET", "/models/m/events")
+    assert (response.status, response["content-type"], response.ended) == (200, "text/event-stream", True)
+    reported = read(response.body)
+    assert [name for name, _ in reported] == ["accepted", "installing", "ready"]
+    assert reported[0][1] | {"time": 0} == {
         "model": "m",
         "version": "1.0",
         "registration": "mine",
         "time": 0,
         "url": "m.mar",
     }
-    assert told[1][1]["line"] == "Collecting a\nb"
+    assert reported[1][1]["line"] == "Collecting a\nb"
 
 
 def test_a_failure_ends_it_with_its_traceback(app) -> None:
     app.next = [("failed", {"message": "no", "detail": "Traceback\n  ..."})]
-    told = read(app("GET", "/models/m/events?registration=mine").body)
-    assert told[-1][0] == "failed"
-    assert told[-1][1]["detail"] == "Traceback\n  ..."
+    reported = read(app("GET", "/models/m/events?registration=mine").body)
+    assert reported[-1][0] == "failed"
+    assert reported[-1][1]["detail"] == "Traceback\n  ..."
 
 
-def test_silence_is_broken_by_a_comment(app, monkeypatch) -> None:
-    monkeypatch.setattr(door, "HEARTBEAT", 0.001)
+def test_comment_is_sent_while_idle(app, monkeypatch) -> None:
+    monkeypatch.setattr(route, "HEARTBEAT_INTERVAL_S", 0.001)
     waits = 0
-    told = app.shelf.events
+    reported = app.control_api.poll_events
 
-    async def late(*asked):
+    async def late(*requested):
         nonlocal waits
-        waits += asked[-1] > 0
+        waits += requested[-1] > 0
         if waits == 3:
             app.next = [("ready", {})]
-        return await told(*asked)
+        return await reported(*requested)
 
-    app.shelf.events = late
+    app.control_api.poll_events = late
     assert [name for name, _ in read(app("GET", "/models/m/events").body)] == ["accepted", "", "", "ready"]
 
 
@@ -90,45 +92,45 @@ def test_silence_is_broken_by_a_comment(app, monkeypatch) -> None:
 def test_since_an_event(app, how) -> None:
     app.next = [("ready", {})]
     first = int(app("GET", "/models/m/events").body.split(b"\n")[0].removeprefix(b"id: "))
-    answer = (
+    response = (
         app("GET", f"/models/m/events?since={first}")
         if how == "query"
         else app("GET", "/models/m/events", headers={"Last-Event-ID": str(first)})
     )
-    assert [name for name, _ in read(answer.body)] == ["ready"]
+    assert [name for name, _ in read(response.body)] == ["ready"]
 
 
-def test_bad_questions(app) -> None:
+def test_invalid_queries_are_refused(app) -> None:
     assert app("GET", "/models/none/events").status == 404
     assert app("GET", "/models/m/events?since=x").status == 400
     assert app("DELETE", "/models/m/events").status == 404  # the version of that name
 
 
-def test_a_registration_that_never_begins_ends_the_answer(app) -> None:
-    answer = app("GET", "/models/m/events?registration=none")
-    assert (answer.status, answer.body, answer.ended) == (200, b"", True)
+def test_unstarted_registration_ends_the_stream(app) -> None:
+    response = app("GET", "/models/m/events?registration=none")
+    assert (response.status, response.body, response.ended) == (200, b"", True)
 
 
-def test_a_follower_hears_what_comes_after_the_end(app) -> None:
+def test_follow_continues_after_the_final_stage(app) -> None:
     app.next = [("ready", {}), ("failed", {})]
-    heard = threading.Event()
-    told = app.shelf.events
+    received = threading.Event()
+    reported = app.control_api.poll_events
 
-    async def two_stories(*asked):
-        if asked[-1] and not app.next:
-            heard.set()
+    async def two_stories(*requested):
+        if requested[-1] and not app.next:
+            received.set()
             raise RuntimeError("the caller has seen enough")
-        if asked[-1] and len(app.next) == 1:
-            app.story = app.log.begin("m", version="2.0")
-        return await told(*asked)
+        if requested[-1] and len(app.next) == 1:
+            app.history = app.log.open("m", version="2.0")
+        return await reported(*requested)
 
-    app.shelf.events = two_stories
-    answer = app("GET", "/models/m/events?follow=true", raises=True)
-    assert [name for name, _ in read(answer.body)] == ["accepted", "ready", "accepted", "failed"]
-    assert heard.is_set()
+    app.control_api.poll_events = two_stories
+    response = app("GET", "/models/m/events?follow=true", raises=True)
+    assert [name for name, _ in read(response.body)] == ["accepted", "ready", "accepted", "failed"]
+    assert received.is_set()
 
 
-def test_a_listener_that_leaves_is_no_fault(app) -> None:
-    answer = app("GET", "/models/m/events", leaves=True)
-    assert [name for name, _ in read(answer.body)][0] == "accepted"
-    assert not answer.ended
+def test_disconnect_is_not_an_error(app) -> None:
+    response = app("GET", "/models/m/events", disconnects=True)
+    assert next(name for name, _ in read(response.body)) == "accepted"
+    assert not response.ended

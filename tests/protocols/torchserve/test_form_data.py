@@ -1,4 +1,4 @@
-"""Bodies as inputs: what a handler gets, byte for byte."""
+"""Request bodies as a handler's inputs, byte for byte."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 import httpx
 import pytest
 
-from serve_app.doors.torchserve.forms import inputs
+from serve_app.domain.request import InputPart
 from serve_app.errors import InvalidBody
-from serve_app.types import Input
+from serve_app.protocols.torchserve.form_data import parse_body
 
 FORM = "multipart/form-data; boundary=XX"
 
 
-def encoded(**form: object) -> tuple[str, bytes]:
+def encode(**form: object) -> tuple[str, bytes]:
     request = httpx.Request("POST", "http://m", **form)
     return request.headers["content-type"], request.read()
 
 
 @pytest.mark.parametrize(
-    ("content_type", "kept"),
+    ("content_type", "expected"),
     [
         (None, None),
         ("", None),
@@ -30,45 +30,51 @@ def encoded(**form: object) -> tuple[str, bytes]:
         ("multipart/mixed; boundary=x", "multipart/mixed"),
     ],
 )
-def test_a_raw_body_is_one_input(content_type: str | None, kept: str | None) -> None:
-    assert inputs(content_type, b"\x00\xff") == (Input("body", b"\x00\xff", kept),)
+def test_a_raw_body_is_one_input(content_type: str | None, expected: str | None) -> None:
+    assert parse_body(content_type, b"\x00\xff") == (InputPart("body", b"\x00\xff", expected),)
 
 
 def test_multipart_keeps_the_type_of_files_only() -> None:
-    content_type, body = encoded(data={"target": "1"}, files={"data": ("a.json", b"{}", "application/json; x=y")})
-    assert inputs(content_type, body) == (Input("target", b"1"), Input("data", b"{}", "application/json"))
+    content_type, body = encode(
+        data={"target": "1"}, files={"data": ("a.json", b"{}", "application/json; x=y")}
+    )
+    assert parse_body(content_type, body) == (
+        InputPart("target", b"1"),
+        InputPart("data", b"{}", "application/json"),
+    )
 
 
 def test_a_plain_field_loses_its_content_type() -> None:
     body = (
-        b'--XX\r\nContent-Disposition: form-data; name="data"\r\nContent-Type: application/json\r\n\r\n{}\r\n--XX--\r\n'
+        b'--XX\r\nContent-Disposition: form-data; name="data"\r\n'
+        b"Content-Type: application/json\r\n\r\n{}\r\n--XX--\r\n"
     )
-    assert inputs(FORM, body) == (Input("data", b"{}"),)
+    assert parse_body(FORM, body) == (InputPart("data", b"{}"),)
 
 
 def test_a_file_without_a_type_is_an_octet_stream() -> None:
     body = b'--XX\r\nContent-Disposition: form-data; name="data"; filename=""\r\n\r\nx\r\n--XX--\r\n'
-    assert inputs(FORM, body) == (Input("data", b"x", "application/octet-stream"),)
+    assert parse_body(FORM, body) == (InputPart("data", b"x", "application/octet-stream"),)
 
 
 def test_multipart_is_binary_safe() -> None:
     for data in (os.urandom(100_000), b"\r\n--", b"\r\n\r\n--X\r\n", bytes(range(256)), b""):
-        content_type, body = encoded(files={"data": ("x.bin", data, "image/png")})
-        assert inputs(content_type, body) == (Input("data", data, "image/png"),)
+        content_type, body = encode(files={"data": ("x.bin", data, "image/png")})
+        assert parse_body(content_type, body) == (InputPart("data", data, "image/png"),)
 
 
 def test_repeated_fields_all_arrive_in_order() -> None:
-    content_type, body = encoded(files=[("data", ("a", b"1")), ("data", ("b", b"2"))])
-    assert [(i.name, i.value) for i in inputs(content_type, body)] == [("data", b"1"), ("data", b"2")]
+    content_type, body = encode(files=[("data", ("a", b"1")), ("data", ("b", b"2"))])
+    assert [(i.name, i.value) for i in parse_body(content_type, body)] == [("data", b"1"), ("data", b"2")]
 
 
-def test_a_name_outside_ascii() -> None:
+def test_field_names_may_be_outside_ascii() -> None:
     body = '--XX\r\nContent-Disposition: form-data; name="größe"\r\n\r\n1\r\n--XX--\r\n'.encode()
-    assert inputs(FORM, body) == (Input("größe", b"1"),)
+    assert parse_body(FORM, body) == (InputPart("größe", b"1"),)
 
 
 @pytest.mark.parametrize(
-    ("content_type", "body", "says"),
+    ("content_type", "body", "message"),
     [
         ("multipart/form-data", b"x", "no boundary"),
         (FORM, b"", "before its closing boundary"),
@@ -80,17 +86,17 @@ def test_a_name_outside_ascii() -> None:
         ("multipart/form-data; boundary=" + "x" * 1000, b"x", "malformed"),
     ],
 )
-def test_malformed_multipart_is_refused(content_type: str, body: bytes, says: str) -> None:
-    with pytest.raises(InvalidBody, match=says):
-        inputs(content_type, body)
+def test_malformed_multipart_is_refused(content_type: str, body: bytes, message: str) -> None:
+    with pytest.raises(InvalidBody, match=message):
+        parse_body(content_type, body)
 
 
 def test_urlencoded_fields_are_decoded_to_bytes() -> None:
     body = b"data=a+b%26%FF&flag&data=2&gr%C3%B6%C3%9Fe=1&&x=a=b\r\n"
-    assert inputs("application/x-www-form-urlencoded; charset=utf-8", body) == (
-        Input("data", b"a b&\xff"),
-        Input("flag", b""),
-        Input("data", b"2"),
-        Input("größe", b"1"),
-        Input("x", b"a=b"),
+    assert parse_body("application/x-www-form-urlencoded; charset=utf-8", body) == (
+        InputPart("data", b"a b&\xff"),
+        InputPart("flag", b""),
+        InputPart("data", b"2"),
+        InputPart("größe", b"1"),
+        InputPart("x", b"a=b"),
     )
