@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from serve_app.errors import HandlerFailed, HandlerSaid, NoWorker, QueueFull, WorkerDied
-from serve_app.types import Call, Input, ModelRow, Reply, ReplyStream, Table, Timings, VersionRow
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream, Timings
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.errors import HandlerFailed, HandlerRejected, NoReplica, QueueFull, ReplicaDied
 
 NOT_FOUND = (
     b'{\n  "code": 404,\n  "type": "ResourceNotFoundException",\n'
@@ -21,17 +22,19 @@ NOT_ALLOWED = (
 )
 
 
-def table(*rows: VersionRow, generation: int = 1, settled: bool = True) -> Table:
-    return Table(generation, {"m": ModelRow(rows[0].version, {row.version: row for row in rows})}, settled)
+def table(*rows: VersionRoute, generation: int = 1, settled: bool = True) -> RoutingTable:
+    return RoutingTable(
+        generation, {"m": ModelRoute(rows[0].version, {row.version: row for row in rows})}, settled
+    )
 
 
 def test_a_prediction_to_the_byte(inference) -> None:
-    answer = inference()("POST", "/predictions/m", b'{"x": 1}', {"Content-Type": "application/json"})
-    assert answer.status == 200
-    assert answer.body == b'{"x": 1}'
-    headers = dict(answer.headers)
+    response = inference()("POST", "/predictions/m", b'{"x": 1}', {"Content-Type": "application/json"})
+    assert response.status == 200
+    assert response.body == b'{"x": 1}'
+    headers = dict(response.headers)
     request_id = headers.pop(b"x-request-id").decode()
-    assert len(headers) == len(answer.headers) - 1
+    assert len(headers) == len(response.headers) - 1
     assert headers == {
         b"content-length": b"8",
         b"pragma": b"no-cache",
@@ -44,13 +47,13 @@ def test_a_prediction_to_the_byte(inference) -> None:
     assert request_id[19] in "89ab"
 
 
-def test_the_call_carries_the_request(inference) -> None:
+def test_request_is_passed_to_the_backend(inference) -> None:
     app = inference()
     headers = {"Content-Type": "text/plain; charset=utf-8", "X-Who": "me", "x-request-id": "theirs"}
-    answer = app("POST", "/predictions/m/2.0/v1/chat/completions", [b"hel", b"lo"], headers)
-    [call] = app.target.calls
+    response = app("POST", "/predictions/m/2.0/v1/chat/completions", [b"hel", b"lo"], headers)
+    [call] = app.backend.requests
     assert (call.model, call.version, call.kind, call.deadline) == ("m", "2.0", "predict", None)
-    assert call.inputs == (Input("body", b"hello", "text/plain"),)
+    assert call.inputs == (InputPart("body", b"hello", "text/plain"),)
     assert call.headers == {
         "content-type": "text/plain; charset=utf-8",
         "x-who": "me",
@@ -58,19 +61,19 @@ def test_the_call_carries_the_request(inference) -> None:
         "url_path": "v1/chat/completions",
         "explain": "False",
     }
-    assert call.request_id == answer["x-request-id"] != "theirs"
+    assert call.request_id == response["x-request-id"] != "theirs"
 
 
 def test_a_client_cannot_set_what_the_server_injects(inference) -> None:
     app = inference()
     app("POST", "/predictions/m", b"", {"url_path": "secret", "explain": "True"})
-    assert app.target.calls[0].headers == {"url_path": "", "explain": "False"}
+    assert app.backend.requests[0].headers == {"url_path": "", "explain": "False"}
 
 
 def test_explanations_are_a_kind_of_their_own(inference) -> None:
     app = inference()
     app("POST", "/explanations/m/2.0", b"x")
-    [call] = app.target.calls
+    [call] = app.backend.requests
     assert (call.kind, call.version, call.headers["explain"]) == ("explain", "2.0", "True")
 
 
@@ -98,13 +101,13 @@ def test_trailing_slashes_do_not_matter(inference, path: str) -> None:
             "POST",
             "/predictions/none",
             404,
-            b'{\n  "code": 404,\n  "type": "ModelNotFoundException",\n  "message": "Model not found: none"\n}\n',
+            b'{\n  "code": 404,\n  "type": "ModelNotFoundException",\n  "message": "Model not found: none"\n}\n',  # noqa: E501
         ),
         (
             "OPTIONS",
             "/predictions/none",
             404,
-            b'{\n  "code": 404,\n  "type": "ModelNotFoundException",\n  "message": "Model not found: none"\n}\n',
+            b'{\n  "code": 404,\n  "type": "ModelNotFoundException",\n  "message": "Model not found: none"\n}\n',  # noqa: E501
         ),
         (
             "POST",
@@ -116,48 +119,54 @@ def test_trailing_slashes_do_not_matter(inference, path: str) -> None:
     ],
 )
 def test_refusals_to_the_byte(inference, method: str, path: str, status: int, body: bytes) -> None:
-    answer = inference()(method, path)
-    assert (answer.status, answer.body) == (status, body)
-    assert answer["content-type"] == "application/json"
-    assert answer["content-length"] == str(len(body))
-    assert answer["x-request-id"]
+    response = inference()(method, path)
+    assert (response.status, response.body) == (status, body)
+    assert response["content-type"] == "application/json"
+    assert response["content-length"] == str(len(body))
+    assert response["x-request-id"]
 
 
 @pytest.mark.parametrize(
     ("error", "status", "reason", "retry"),
     [
-        (NoWorker("m", None), 503, "no_replica", "10"),
+        (NoReplica("m", None), 503, "no_replica", "10"),
         (QueueFull("m", None), 503, "queue_full", "1"),
         (HandlerFailed("Traceback: secret"), 503, "handler_failed", None),
-        (HandlerSaid("my words", 418), 418, "handler_said", None),
-        (WorkerDied("killed"), 500, "worker_died", None),
+        (HandlerRejected("my words", 418), 418, "handler_rejected", None),
+        (ReplicaDied("killed"), 500, "replica_died", None),
         (ZeroDivisionError("secret"), 500, "internal", None),
     ],
 )
-def test_errors_carry_their_reason(inference, error: Exception, status: int, reason: str, retry: str | None) -> None:
-    async def fail(call: Call) -> Reply:
+def test_errors_carry_their_reason(
+    inference, error: Exception, status: int, reason: str, retry: str | None
+) -> None:
+    async def fail(call: InferenceRequest) -> InferenceResponse:
         raise error
 
-    answer = inference(fail)("POST", "/predictions/m")
-    assert (answer.status, answer["x-torchrelay-reason"], answer["retry-after"]) == (status, reason, retry)
-    assert json.loads(answer.body)["code"] == status
-    assert b"secret" not in answer.body
+    response = inference(fail)("POST", "/predictions/m")
+    assert (response.status, response["x-torchrelay-reason"], response["retry-after"]) == (
+        status,
+        reason,
+        retry,
+    )
+    assert json.loads(response.body)["code"] == status
+    assert b"secret" not in response.body
 
 
-def test_a_fault_of_ours_is_logged_with_its_traceback(inference, caplog) -> None:
-    async def fail(call: Call) -> Reply:
+def test_internal_error_is_logged_with_its_traceback(inference, caplog) -> None:
+    async def fail(call: InferenceRequest) -> InferenceResponse:
         raise ZeroDivisionError("secret")
 
-    answer = inference(fail)("POST", "/predictions/m")
-    assert json.loads(answer.body)["type"] == "InternalServerException"
-    assert answer["x-request-id"] in json.loads(answer.body)["message"]
+    response = inference(fail)("POST", "/predictions/m")
+    assert json.loads(response.body)["type"] == "InternalServerException"
+    assert response["x-request-id"] in json.loads(response.body)["message"]
     [record] = caplog.records
     assert "ZeroDivisionError: secret" in caplog.text
-    assert answer["x-request-id"] in record.getMessage()
+    assert response["x-request-id"] in record.getMessage()
 
 
-def test_what_the_handler_set_goes_out(inference) -> None:
-    async def reply(call: Call) -> Reply:
+def test_handler_headers_are_sent(inference) -> None:
+    async def reply(call: InferenceRequest) -> InferenceResponse:
         headers = (
             ("X-Mine", "1"),
             ("Pragma", "cache"),
@@ -165,89 +174,97 @@ def test_what_the_handler_set_goes_out(inference) -> None:
             ("bad name", "x"),
             ("X-Two", "a\r\nb: c"),
         )
-        return Reply(b"hi", "text/plain", 599, "Odd", headers)
+        return InferenceResponse(b"hi", "text/plain", 599, "Odd", headers)
 
-    answer = inference(reply)("POST", "/predictions/m")
-    assert answer.status == 599
-    assert answer.headers[:3] == [(b"content-type", b"text/plain"), (b"x-mine", b"1"), (b"x-two", b"a  b: c")]
-    assert (answer["pragma"], answer["content-length"], answer["bad name"]) == ("no-cache", "2", None)
+    response = inference(reply)("POST", "/predictions/m")
+    assert response.status == 599
+    assert response.headers[:3] == [
+        (b"content-type", b"text/plain"),
+        (b"x-mine", b"1"),
+        (b"x-two", b"a  b: c"),
+    ]
+    assert (response["pragma"], response["content-length"], response["bad name"]) == ("no-cache", "2", None)
 
 
 def test_a_content_type_among_the_handlers_headers_wins(inference) -> None:
-    async def reply(call: Call) -> Reply:
-        return Reply(b"", "text/plain", headers=(("Content-Type", "text/html"),))
+    async def reply(call: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(b"", "text/plain", headers=(("Content-Type", "text/html"),))
 
     assert inference(reply)("POST", "/predictions/m")["content-type"] == "text/html"
 
 
 @pytest.mark.parametrize(("set_", "sent"), [(204, 204), (304, 304), (100, 500), (700, 500)])
-def test_statuses_that_http_has_its_own_rules_for(inference, set_: int, sent: int) -> None:
-    async def reply(call: Call) -> Reply:
-        return Reply(b"hi", status=set_)
+def test_special_http_statuses(inference, set_: int, sent: int) -> None:
+    async def reply(call: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(b"hi", status=set_)
 
-    answer = inference(reply)("POST", "/predictions/m")
-    assert answer.status == sent
-    assert (answer.body, answer["content-length"]) == ((b"", None) if sent < 400 else (b"hi", "2"))
+    response = inference(reply)("POST", "/predictions/m")
+    assert response.status == sent
+    assert (response.body, response["content-length"]) == ((b"", None) if sent < 400 else (b"hi", "2"))
 
 
 def test_timings_are_shown(inference) -> None:
-    async def reply(call: Call) -> Reply:
-        return Reply(b"", timings=Timings(0.0015, 0.25, 4))
+    async def reply(call: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(b"", timings=Timings(0.0015, 0.25, 4))
 
-    answer = inference(reply)("POST", "/predictions/m")
-    assert answer["server-timing"] == "queue;dur=1.500, inference;dur=250.000, batch;desc=4"
+    response = inference(reply)("POST", "/predictions/m")
+    assert response["server-timing"] == "queue;dur=1.500, inference;dur=250.000, batch;desc=4"
 
 
 def test_a_form_reaches_the_handler_by_field(inference) -> None:
     app = inference()
     app("POST", "/predictions/m", b"data=1&target=2", {"Content-Type": "application/x-www-form-urlencoded"})
-    assert app.target.calls[0].inputs == (Input("data", b"1"), Input("target", b"2"))
+    assert app.backend.requests[0].inputs == (InputPart("data", b"1"), InputPart("target", b"2"))
 
 
 def test_a_malformed_form_is_refused(inference) -> None:
-    answer = inference()("POST", "/predictions/m", b"x", {"Content-Type": "multipart/form-data; boundary=XX"})
-    assert (answer.status, answer["x-torchrelay-reason"]) == (400, "invalid_body")
-    assert json.loads(answer.body)["type"] == "BadRequestException"
+    response = inference()(
+        "POST", "/predictions/m", b"x", {"Content-Type": "multipart/form-data; boundary=XX"}
+    )
+    assert (response.status, response["x-torchrelay-reason"]) == (400, "invalid_body")
+    assert json.loads(response.body)["type"] == "BadRequestException"
 
 
 @pytest.mark.parametrize(
     ("body", "headers"), [(b"x" * 11, {}), ([b"x" * 6, b"x" * 5], {}), (b"", {"Content-Length": "11"})]
 )
-def test_a_body_over_the_limit_is_refused_without_a_word(inference, body: bytes | list[bytes], headers: dict) -> None:
+def test_body_over_the_limit_is_refused_with_an_empty_body(
+    inference, body: bytes | list[bytes], headers: dict
+) -> None:
     app = inference(max_request_size=10)
-    answer = app("POST", "/predictions/m", body, headers)
-    assert (answer.status, answer.body, answer["content-length"]) == (413, b"", "0")
-    assert answer["content-type"] is None
-    assert app.target.calls == []
+    response = app("POST", "/predictions/m", body, headers)
+    assert (response.status, response.body, response["content-length"]) == (413, b"", "0")
+    assert response["content-type"] is None
+    assert app.backend.requests == []
 
 
 def test_a_body_at_the_limit_is_served(inference) -> None:
-    answer = inference(max_request_size=10)("POST", "/predictions/m", b"x" * 10, {"Content-Length": "10"})
-    assert answer.status == 200
+    response = inference(max_request_size=10)("POST", "/predictions/m", b"x" * 10, {"Content-Length": "10"})
+    assert response.status == 200
 
 
-def test_a_client_that_leaves_in_its_body_is_not_answered(inference) -> None:
+def test_disconnect_during_the_body_gets_no_response(inference) -> None:
     app = inference()
     scope = {"path": "/predictions/m"}
-    answer = app("POST", "/predictions/m", [], scope=scope, leaves=True)
-    assert answer.status == 0
-    assert app.target.calls == []
-    assert app.access[0][4] == 499
+    response = app("POST", "/predictions/m", [], scope=scope, disconnects=True)
+    assert response.status == 0
+    assert app.backend.requests == []
+    assert app.access_log[0][4] == 499
 
 
-def test_the_callers_deadline_reaches_the_call(inference) -> None:
+def test_client_deadline_reaches_the_request(inference) -> None:
     app = inference()
     before = time.time()
     app("POST", "/predictions/m", b"", {"x-request-timeout-seconds": "2.5"})
-    assert before + 2.5 <= app.target.calls[0].deadline <= time.time() + 2.5
+    assert before + 2.5 <= app.backend.requests[0].deadline <= time.time() + 2.5
 
 
-def test_the_callers_priority_reaches_the_call(inference) -> None:
-    seen: list[Call] = []
+def test_client_priority_reaches_the_request(inference) -> None:
+    seen: list[InferenceRequest] = []
 
-    async def note(call: Call) -> Reply:
+    async def note(call: InferenceRequest) -> InferenceResponse:
         seen.append(call)
-        return Reply(b"")
+        return InferenceResponse(b"")
 
     app = inference(note)
     for headers in ({}, *({"x-request-priority": word} for word in ("high", "normal", "low"))):
@@ -256,45 +273,50 @@ def test_the_callers_priority_reaches_the_call(inference) -> None:
     for word in ("urgent", "shadow", "", "HIGH"):
         refused = app("POST", "/predictions/m", b"", {"x-request-priority": word})
         assert (refused.status, refused["x-torchrelay-reason"]) == (400, "bad_request")
-        assert f"x-request-priority must be high, normal or low; got {word!r}." in json.loads(refused.body)["message"]
+        assert (
+            f"x-request-priority must be high, normal or low; got {word!r}."
+            in json.loads(refused.body)["message"]
+        )
 
 
 def test_the_models_client_timeout_is_a_deadline_too(inference) -> None:
-    app = inference(table=table(VersionRow("1.0", "ready", 1, client_timeout=500), VersionRow("2.0", "ready", 1)))
+    app = inference(
+        table=table(VersionRoute("1.0", "ready", 1, client_timeout=500), VersionRoute("2.0", "ready", 1))
+    )
     before = time.time()
     app("POST", "/predictions/m", b"", {"x-request-timeout-seconds": "10"})
     app("POST", "/predictions/m/1.0")
     app("POST", "/predictions/m/2.0")
-    first, second, third = (call.deadline for call in app.target.calls)
+    first, second, third = (call.deadline for call in app.backend.requests)
     assert before + 0.5 <= first <= second <= time.time() + 0.5
     assert third is None
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", ""])
-def test_a_deadline_that_is_no_number_is_named(inference, value: str) -> None:
-    answer = inference()("POST", "/predictions/m", b"", {"x-request-timeout-seconds": value})
-    assert answer.status == 400
-    assert json.loads(answer.body)["message"] == (
+def test_invalid_deadline_is_refused(inference, value: str) -> None:
+    response = inference()("POST", "/predictions/m", b"", {"x-request-timeout-seconds": value})
+    assert response.status == 400
+    assert json.loads(response.body)["message"] == (
         f"Header x-request-timeout-seconds must be a number of seconds, 0 for no limit; got {value!r}."
     )
 
 
 def test_a_deadline_that_passes_is_answered(inference) -> None:
-    answer = inference()("POST", "/predictions/m", b"", {"x-request-timeout-seconds": "1e-12"})
-    assert (answer.status, answer["x-torchrelay-reason"]) == (504, "deadline")
-    assert json.loads(answer.body)["type"] == "RequestTimeoutException"
+    response = inference()("POST", "/predictions/m", b"", {"x-request-timeout-seconds": "1e-12"})
+    assert (response.status, response["x-torchrelay-reason"]) == (504, "deadline")
+    assert json.loads(response.body)["type"] == "RequestTimeoutException"
 
 
 class Pieces:
     """A stream of ``pieces`` that says whether it was closed; an exception among them is raised."""
 
-    def __init__(self, *pieces: bytes | Exception, head: Reply | None = None) -> None:
+    def __init__(self, *pieces: bytes | Exception, head: InferenceResponse | None = None) -> None:
         self._pieces = pieces
-        self._head = head or Reply(b"")
+        self._head = head or InferenceResponse(b"")
         self.closed = False
 
-    async def infer(self, call: Call) -> ReplyStream:
-        return ReplyStream(self._head, self._iterate())
+    async def infer(self, call: InferenceRequest) -> ResponseStream:
+        return ResponseStream(self._head, self._iterate())
 
     async def _iterate(self) -> AsyncIterator[bytes]:
         try:
@@ -306,58 +328,62 @@ class Pieces:
             self.closed = True
 
 
-def test_each_piece_of_a_stream_is_one_message(inference) -> None:
-    stream = Pieces(b"a", b"", b"bc", head=Reply(b"", "text/plain", headers=(("X-Mine", "1"),)))
+def test_each_chunk_is_one_body_message(inference) -> None:
+    stream = Pieces(b"a", b"", b"bc", head=InferenceResponse(b"", "text/plain", headers=(("X-Mine", "1"),)))
     app = inference(stream.infer)
-    answer = app("POST", "/predictions/m")
-    assert answer.pieces == [b"a", b"", b"bc", b""]
-    assert answer.ended
-    assert answer.headers[:3] == [(b"content-type", b"text/plain"), (b"x-mine", b"1"), (b"ts_stream_next", b"true")]
-    assert answer["content-length"] is None
-    assert answer["x-request-id"]
+    response = app("POST", "/predictions/m")
+    assert response.chunks == [b"a", b"", b"bc", b""]
+    assert response.ended
+    assert response.headers[:3] == [
+        (b"content-type", b"text/plain"),
+        (b"x-mine", b"1"),
+        (b"ts_stream_next", b"true"),
+    ]
+    assert response["content-length"] is None
+    assert response["x-request-id"]
     assert stream.closed
 
 
-@pytest.mark.parametrize("error", [WorkerDied("killed"), OSError("ours")])
+@pytest.mark.parametrize("error", [ReplicaDied("killed"), OSError("ours")])
 def test_an_error_in_mid_stream_leaves_the_body_without_an_end(inference, error: Exception, caplog) -> None:
     stream = Pieces(b"a", error)
-    answer = inference(stream.infer)("POST", "/predictions/m", raises=True)
-    assert answer.error is error
-    assert answer.pieces == [b"a"]
-    assert not answer.ended
-    assert answer["x-request-id"] in caplog.text
+    response = inference(stream.infer)("POST", "/predictions/m", raises=True)
+    assert response.error is error
+    assert response.chunks == [b"a"]
+    assert not response.ended
+    assert response["x-request-id"] in caplog.text
 
 
 @pytest.mark.parametrize(("healthy", "status", "word"), [(True, 200, "Healthy"), (False, 500, "Unhealthy")])
 def test_ping(inference, healthy: bool, status: int, word: str) -> None:
-    answer = inference(table=table(VersionRow("1.0", "ready", 1, healthy=healthy)))("GET", "/ping")
-    assert (answer.status, answer.body) == (status, b'{\n  "status": "%s"\n}\n' % word.encode())
+    response = inference(table=table(VersionRoute("1.0", "ready", 1, healthy=healthy)))("GET", "/ping")
+    assert (response.status, response.body) == (status, b'{\n  "status": "%s"\n}\n' % word.encode())
 
 
 def test_live(inference) -> None:
-    answer = inference(table=Table())("GET", "/health/live")
-    assert (answer.status, json.loads(answer.body)) == (200, {"live": True})
+    response = inference(table=RoutingTable())("GET", "/health/live")
+    assert (response.status, json.loads(response.body)) == (200, {"live": True})
 
 
-def test_ready_names_what_is_not_there_yet(inference) -> None:
+def test_readiness_names_loading_and_failed_versions(inference) -> None:
     rows = [
-        VersionRow("1.0", "loading", 0),
-        VersionRow("2.0", "failed", 0, last_error="secret"),
-        VersionRow("3.0", "ready", 1),
+        VersionRoute("1.0", "loading", 0),
+        VersionRoute("2.0", "failed", 0, last_error="secret"),
+        VersionRoute("3.0", "ready", 1),
     ]
-    answer = inference(table=table(*rows, settled=False))("GET", "/health/ready")
-    assert answer.status == 503
-    assert json.loads(answer.body) == {"ready": False, "loading": ["m/1.0"], "failed": ["m/2.0"]}
-    answer = inference(table=table(*rows))("GET", "/health/ready")
-    assert (answer.status, json.loads(answer.body)["ready"]) == (200, True)
-    answer = inference(table=Table())("GET", "/health/ready")
-    assert answer.status == 503
-    assert json.loads(answer.body)["reason"] == "no routing table has reached this process yet"
+    response = inference(table=table(*rows, settled=False))("GET", "/health/ready")
+    assert response.status == 503
+    assert json.loads(response.body) == {"ready": False, "loading": ["m/1.0"], "failed": ["m/2.0"]}
+    response = inference(table=table(*rows))("GET", "/health/ready")
+    assert (response.status, json.loads(response.body)["ready"]) == (200, True)
+    response = inference(table=RoutingTable())("GET", "/health/ready")
+    assert response.status == 503
+    assert json.loads(response.body)["reason"] == "no routing table has reached this process yet"
 
 
 def test_every_answer_is_counted_and_logged(inference) -> None:
     app = inference()
-    answer = app("POST", "/predictions/m?a=b", b"x")
+    response = app("POST", "/predictions/m?a=b", b"x")
     app("GET", "/nothing")
     counts = {
         dict(labels)["code"]: value
@@ -365,16 +391,24 @@ def test_every_answer_is_counted_and_logged(inference) -> None:
         if name == "torchrelay_http_responses_total"
     }
     assert counts == {"200": 1.0, "404": 1.0}
-    client, method, path, http_version, status, milliseconds, request_id, model, version, _ = app.access[0]
-    assert (client, method, path, http_version, status) == ("127.0.0.1:40000", "POST", "/predictions/m?a=b", "1.1", 200)
+    client, method, path, http_version, status, milliseconds, request_id, model, version, _ = app.access_log[
+        0
+    ]
+    assert (client, method, path, http_version, status) == (
+        "127.0.0.1:40000",
+        "POST",
+        "/predictions/m?a=b",
+        "1.1",
+        200,
+    )
     assert 0 < milliseconds < 1000
-    assert (request_id, model, version) == (answer["x-request-id"], "m", "1.0")
-    assert app.access[1][4] == 404
-    assert app.access[1][7:9] == ("", "")
+    assert (request_id, model, version) == (response["x-request-id"], "m", "1.0")
+    assert app.access_log[1][4] == 404
+    assert app.access_log[1][7:9] == ("", "")
 
 
-def test_the_access_log_says_which_version_failed(inference) -> None:
-    async def fails(call: Call) -> Reply:
+def test_access_log_has_the_failed_version(inference) -> None:
+    async def fails(call: InferenceRequest) -> InferenceResponse:
         raise HandlerFailed("a traceback")
 
     app = inference(fails)
@@ -382,4 +416,4 @@ def test_the_access_log_says_which_version_failed(inference) -> None:
     app("POST", "/predictions/m/2.0", b"x")
     app("POST", "/predictions/m/9", b"x")
     app("POST", "/predictions/none", b"x")
-    assert [line[7:9] for line in app.access] == [("m", "1.0"), ("m", "2.0"), ("m", "9"), ("none", "")]
+    assert [line[7:9] for line in app.access_log] == [("m", "1.0"), ("m", "2.0"), ("m", "9"), ("none", "")]

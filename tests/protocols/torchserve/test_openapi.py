@@ -11,10 +11,11 @@ import pytest
 from openapi_spec_validator import OpenAPIV30SpecValidator
 
 import serve_app
-from serve_app import graph
-from serve_app.doors.torchserve import openapi
-from serve_app.policy import Policy
-from serve_app.types import ModelRow, ModelSpec, Table, VersionRow
+from serve_app.domain import workflow_graph
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.domain.traffic_policy import TrafficPolicy
+from serve_app.protocols.torchserve import openapi
 
 # What a client generated from TorchServe 0.12.0's documents calls: id, method and path, parameters
 # (* is required), statuses. Its 210 is 206 here, which is what both servers send.
@@ -27,7 +28,7 @@ predictions         | post /predictions/{model_name} | model_name* | 200 404 500
 version_predictions | post /predictions/{model_name}/{model_version} | model_name* model_version* | 200 404 500 503
 api-description     | get /api-description | | 200 500
 metrics             | get /metrics | name[] | 200 500
-"""
+"""  # noqa: E501
 MANAGEMENT = """
 apiDescription | options / | | 200 500
 listModels | get /models | limit=100 next_page_token | 200 500
@@ -56,8 +57,8 @@ DOCUMENTS = {
     "management": (openapi.MANAGEMENT, MANAGEMENT, 0),
     "metrics": (openapi.METRICS, METRICS, 0),
     "both": (openapi.BOTH, BOTH, 2),
-    "model": (openapi.of_model("m"), MODEL, 2),
-    "management of a model": (openapi.management_of("m"), MODELS_MANAGEMENT, 0),
+    "model": (openapi.describe_model("m"), MODEL, 2),
+    "management of a model": (openapi.describe_model_management("m"), MODELS_MANAGEMENT, 0),
 }
 
 
@@ -66,13 +67,17 @@ def operations(document: dict[str, Any]) -> list[list[str]]:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             parameters = " ".join(map(parameter, operation["parameters"]))
-            found.append([operation["operationId"], f"{method} {path}", parameters, " ".join(operation["responses"])])
+            found.append(
+                [operation["operationId"], f"{method} {path}", parameters, " ".join(operation["responses"])]
+            )
     return found
 
 
-def parameter(said: dict[str, Any]) -> str:
-    default = said["schema"].get("default")
-    return said["name"] + ("*" if said["required"] else "") + (f"={default}" if default is not None else "")
+def parameter(result: dict[str, Any]) -> str:
+    default = result["schema"].get("default")
+    return (
+        result["name"] + ("*" if result["required"] else "") + (f"={default}" if default is not None else "")
+    )
 
 
 @pytest.mark.parametrize("which", DOCUMENTS)
@@ -89,7 +94,9 @@ def test_torchserves_operations_come_first_and_in_its_order(which: str) -> None:
 
 @pytest.mark.parametrize("which", DOCUMENTS)
 def test_the_documents_are_valid(which: str) -> None:
-    """But for the ids that TorchServe gives to more than one operation, which its clients are generated with."""
+    """But for the ids that TorchServe gives to more than one operation, which its clients are generated
+    with.
+    """
     document, _, doubles = DOCUMENTS[which]
     found = [type(error).__name__ for error in OpenAPIV30SpecValidator(document).iter_errors()]
     assert found == ["DuplicateOperationIDError"] * doubles
@@ -114,19 +121,25 @@ def test_the_apis_describe_themselves(app: str, path: str, request: pytest.Fixtu
 
 
 def test_a_port_with_both_apis_describes_both(inference) -> None:
-    assert json.loads(inference(also_management=True)("OPTIONS", "/").body) == openapi.BOTH
+    assert json.loads(inference(serve_management=True)("OPTIONS", "/").body) == openapi.BOTH
 
 
 def test_every_inference_route_is_served(inference) -> None:
-    rows = {version: VersionRow(version, "ready", 1) for version in ("1.0", "2.0")}
-    steps = graph.read({"steps": {"a": {"model": "m"}}})
-    workflow = ModelRow("1.0", {"1.0": VersionRow("1.0", "ready", 0, graph=steps)})
-    app = inference(table=Table(1, {"m": ModelRow("1.0", rows), "w": workflow}, settled=True))
+    rows = {version: VersionRoute(version, "ready", 1) for version in ("1.0", "2.0")}
+    steps = workflow_graph.read({"steps": {"a": {"model": "m"}}})
+    workflow = ModelRoute("1.0", {"1.0": VersionRoute("1.0", "ready", 0, graph=steps)})
+    app = inference(
+        table=RoutingTable(1, {"m": ModelRoute("1.0", rows), "w": workflow}, startup_complete=True)
+    )
     for name, route, _, statuses in operations(openapi.INFERENCE):
         method, path = route.split()
         if path == "/metrics" or path.startswith("/async/"):
             continue  # on its own port, unless the ports are one; beside what it is about
-        path = path.replace("{model_name}", "m").replace("{model_version}", "2.0").replace("{workflow_name}", "w")
+        path = (
+            path.replace("{model_name}", "m")
+            .replace("{model_version}", "2.0")
+            .replace("{workflow_name}", "w")
+        )
         if name == "invocations":
             path += "?model_name=m"
         answer = app(method.upper(), path, b'{"inputs": []}' if path == "/v2/models/m/infer" else b"")
@@ -154,8 +167,8 @@ def test_every_management_route_is_served(management) -> None:
         method, path = route.split()
         if path in ("/metrics", "/token", "/models/{model_name}/events"):
             continue  # on its own port; only where keys are wanted; see test_events.py
-        app.shelf.specs.clear()
-        app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
+        app.control_api.specs.clear()
+        app.control_api.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
         path = path.replace("{model_name}", "m").replace("{model_version}", "1.0")
         path = path.replace("{experiment_id}", "e1")
         path = path.replace("{workflow_name}", "w").replace("{workflow_version}", "1.0")
@@ -175,7 +188,7 @@ def test_a_document_of_each_kind_is_what_the_schema_says() -> None:
                 body = BODIES[operation["operationId"]]
                 assert set(schema.get("required", ())) <= body.keys() <= set(schema["properties"])
     policy = openapi.MANAGEMENT["paths"]["/models/{model_name}/traffic"]["put"]["requestBody"]["content"]
-    fields = {field.name for field in dataclasses.fields(Policy)} - {"allocation"}
+    fields = {field.name for field in dataclasses.fields(TrafficPolicy)} - {"allocation"}
     assert set(policy["application/json"]["schema"]["properties"]) == fields
 
 
@@ -195,17 +208,17 @@ ASK = [
 def test_a_model_describes_itself_on_every_route_of_its_own(inference, path: str) -> None:
     app = inference()
     answer = app("OPTIONS", path)
-    assert json.loads(answer.body) == openapi.of_model("m")
-    assert app.target.calls == []
+    assert json.loads(answer.body) == openapi.describe_model("m")
+    assert app.backend.requests == []
 
 
 @pytest.mark.parametrize("path", [p.replace("m", "none") for p in ("/predictions/m", "/m/predict")])
-def test_nobody_describes_a_model_that_is_not_there(inference, path: str) -> None:
+def test_unknown_model_has_no_document(inference, path: str) -> None:
     answer = inference()("OPTIONS", path)
     assert (answer.status, json.loads(answer.body)["message"]) == (404, "Model not found: none")
 
 
-def test_nobody_describes_a_version_that_is_not_there(inference) -> None:
+def test_unknown_version_has_no_document(inference) -> None:
     answer = inference()("OPTIONS", "/predictions/m/9")
     assert json.loads(answer.body)["message"] == "Model version: 9 does not exist for model: m"
 
@@ -213,8 +226,8 @@ def test_nobody_describes_a_version_that_is_not_there(inference) -> None:
 @pytest.mark.parametrize("path", ["/models/m", "/models/m/1.0", "/models/m/1.0/set-default"])
 def test_a_model_describes_its_management(management, path: str) -> None:
     app = management()
-    app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
-    assert json.loads(app("OPTIONS", path).body) == openapi.management_of("m")
+    app.control_api.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
+    assert json.loads(app("OPTIONS", path).body) == openapi.describe_model_management("m")
     missing = re.sub(r"^/models/m", "/models/none", path)
     assert json.loads(app("OPTIONS", missing).body)["message"] == "Model not found: none"
 
@@ -222,9 +235,9 @@ def test_a_model_describes_its_management(management, path: str) -> None:
 def test_a_descriptions_fields_are_those_of_the_schema(management) -> None:
     app = management()
     folder = {"task": "text-generation"}
-    app.shelf.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive", max_workers=2, config=folder))
-    [said] = json.loads(app("GET", "/models/m").body)
+    app.control_api.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive", max_workers=2, config=folder))
+    [result] = json.loads(app("GET", "/models/m").body)
     answer = openapi.MANAGEMENT["paths"]["/models/{model_name}"]["get"]["responses"]["200"]
     schema = answer["content"]["application/json"]["schema"]["items"]
-    assert set(schema["required"]) <= set(said)
-    assert {key for key in schema["properties"] if not key.startswith("lastError")} <= set(said)
+    assert set(schema["required"]) <= set(result)
+    assert {key for key in schema["properties"] if not key.startswith("lastError")} <= set(result)

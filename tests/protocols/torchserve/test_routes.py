@@ -6,17 +6,18 @@ import json
 
 import pytest
 
-from serve_app.policy import Policy, allocate
-from serve_app.types import Call, Input, ModelRow, Reply, Table, VersionRow
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.domain.traffic_policy import TrafficPolicy, allocate
 
 FORM = "application/x-www-form-urlencoded"
 MULTIPART = "multipart/form-data; boundary=XX"
 PART = b'--XX\r\nContent-Disposition: form-data; name="model_name"\r\n\r\nm\r\n--XX--\r\n'
 
 
-def message(answer) -> tuple[int, str, str]:
-    said = json.loads(answer.body)
-    return answer.status, said["type"], said["message"]
+def message(response) -> tuple[int, str, str]:
+    result = json.loads(response.body)
+    return response.status, result["type"], result["message"]
 
 
 NOT_FOUND = (
@@ -39,24 +40,24 @@ NO_NAME = (400, "BadRequestException", "Parameter model_name is required.")
         ("/invocations?model_name=m", None, "predict"),
     ],
 )
-def test_each_way_asks_the_model(inference, path: str, version: str | None, kind: str) -> None:
+def test_every_route_runs_the_model(inference, path: str, version: str | None, kind: str) -> None:
     app = inference()
-    answer = app("POST", path, b'{"instances": [1]}', {"Content-Type": "application/json", "X-Who": "me"})
-    assert answer.status == 200
-    [call] = app.target.calls
+    response = app("POST", path, b'{"instances": [1]}', {"Content-Type": "application/json", "X-Who": "me"})
+    assert response.status == 200
+    [call] = app.backend.requests
     assert (call.model, call.version, call.kind) == ("m", version, kind)
-    assert call.inputs[-1] == Input("body", b'{"instances": [1]}', "application/json")
+    assert call.inputs[-1] == InputPart("body", b'{"instances": [1]}', "application/json")
     assert call.headers["x-who"] == "me"
     assert call.headers["explain"] == str(kind == "explain")
     assert "url_path" not in call.headers
-    assert app.access[0][7:9] == ("m", version or "1.0")
+    assert app.access_log[0][7:9] == ("m", version or "1.0")
 
 
 @pytest.mark.parametrize("path", ["/predictions/m", "/v1/models/m:predict", "/v2/models/m/explain"])
-def test_a_query_is_no_input_where_it_is_none_with_torchserve(inference, path: str) -> None:
+def test_query_is_ignored_where_torchserve_ignores_it(inference, path: str) -> None:
     app = inference()
     app("GET", f"{path}?a=1", b"x")
-    assert app.target.calls[0].inputs == (Input("body", b"x"),)
+    assert app.backend.requests[0].inputs == (InputPart("body", b"x"),)
 
 
 @pytest.mark.parametrize("path", ["/models/m/invoke", "/m/predict", "/m/1.0/predict"])
@@ -65,11 +66,11 @@ def test_the_query_comes_before_the_body(inference, path: str) -> None:
     app("POST", f"{path}?a=1&b=%20c+d&a=2&e", b"x")
     app("POST", f"{path}?a=1", b"f=2", {"Content-Type": FORM})
     app("GET", path)
-    given = (Input("a", b"1"), Input("b", b" c d"), Input("a", b"2"), Input("e", b""))
-    assert [call.inputs for call in app.target.calls] == [
-        (*given, Input("body", b"x")),
-        (Input("a", b"1"), Input("f", b"2")),
-        (Input("body", b""),),
+    given = (InputPart("a", b"1"), InputPart("b", b" c d"), InputPart("a", b"2"), InputPart("e", b""))
+    assert [call.inputs for call in app.backend.requests] == [
+        (*given, InputPart("body", b"x")),
+        (InputPart("a", b"1"), InputPart("f", b"2")),
+        (InputPart("body", b""),),
     ]
 
 
@@ -86,19 +87,24 @@ def test_an_invocation_names_its_model(inference, query: str, body: bytes, conte
     app = inference()
     headers = {"Content-Type": content_type} if content_type else {}
     assert app("POST", f"/invocations{query}", body, headers).status == 200
-    assert app.target.calls[0].model == "m"
+    assert app.backend.requests[0].model == "m"
 
 
-def table(**loaded_at_startup: bool) -> Table:
-    rows = {name: VersionRow("1.0", "ready", 1, loaded_at_startup=flag) for name, flag in loaded_at_startup.items()}
-    return Table(1, {name: ModelRow("1.0", {"1.0": row}) for name, row in rows.items()}, settled=True)
+def table(**loaded_at_startup: bool) -> RoutingTable:
+    rows = {
+        name: VersionRoute("1.0", "ready", 1, loaded_at_startup=flag)
+        for name, flag in loaded_at_startup.items()
+    }
+    return RoutingTable(
+        1, {name: ModelRoute("1.0", {"1.0": row}) for name, row in rows.items()}, startup_complete=True
+    )
 
 
 def test_an_invocation_without_a_name_is_for_the_one_model_of_start_up(inference) -> None:
     app = inference(table=table(m=True, n=False))
     assert app("POST", "/invocations", b"model_name is no field of this").status == 200
     assert app("POST", "/invocations", b"model_name=n", {"Content-Type": FORM}).status == 200
-    assert [call.model for call in app.target.calls] == ["m", "n"]
+    assert [call.model for call in app.backend.requests] == ["m", "n"]
 
 
 @pytest.mark.parametrize("loaded", [{"m": False}, {"m": True, "n": True}, {}])
@@ -106,7 +112,7 @@ def test_an_invocation_that_could_be_for_any_model(inference, loaded: dict[str, 
     app = inference(table=table(**loaded))
     for method in ("POST", "OPTIONS"):
         assert message(app(method, "/invocations", b'{"model_name": "m"}')) == NO_NAME
-    assert app.target.calls == []
+    assert app.backend.requests == []
 
 
 @pytest.mark.parametrize(
@@ -126,10 +132,10 @@ def test_an_invocation_that_could_be_for_any_model(inference, loaded: dict[str, 
         "/wfpredict",
     ],
 )
-def test_what_is_no_route(inference, path: str) -> None:
+def test_unknown_routes_are_404(inference, path: str) -> None:
     app = inference()
     assert message(app("POST", path, b"x")) == NOT_FOUND
-    assert app.target.calls == []
+    assert app.backend.requests == []
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def test_what_is_no_route(inference, path: str) -> None:
         ("/invocations?model_name=none", "none"),
     ],
 )
-def test_models_that_are_not_there(inference, path: str, model: str) -> None:
+def test_unknown_models_are_404(inference, path: str, model: str) -> None:
     assert message(inference()("POST", path)) == (404, "ModelNotFoundException", f"Model not found: {model}")
 
 
@@ -154,16 +160,18 @@ def test_models_that_are_not_there(inference, path: str, model: str) -> None:
 )
 def test_every_way_without_a_version_goes_by_the_policy(inference, path: str) -> None:
     shares = {"1.0": 5000, "2.0": 5000}
-    split = Policy("weighted", shares, allocation=allocate(shares))
-    rows = {version: VersionRow(version, "ready", 1) for version in shares}
+    split = TrafficPolicy("weighted", shares, allocation=allocate(shares))
+    rows = {version: VersionRoute(version, "ready", 1) for version in shares}
 
-    async def answers(call: Call) -> Reply:
-        return Reply(call.headers["x-request-priority"].encode(), version=app.target.ref.version)
+    async def respond(call: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(call.headers["x-request-priority"].encode(), version=app.backend.ref.version)
 
-    app = inference(answers, table=Table(1, {"m": ModelRow("1.0", rows, split)}, settled=True))
-    said = [app("POST", path, b"x", {"x-request-priority": "high"}) for _ in range(40)]
-    assert abs(sum(answer["x-model-version"] == "2.0" for answer in said) - 20) <= 3
-    assert {call.priority for call in app.target.calls} == {"high"}
+    app = inference(
+        respond, table=RoutingTable(1, {"m": ModelRoute("1.0", rows, split)}, startup_complete=True)
+    )
+    responses = [app("POST", path, b"x", {"x-request-priority": "high"}) for _ in range(40)]
+    assert abs(sum(response["x-model-version"] == "2.0" for response in responses) - 20) <= 3
+    assert {call.priority for call in app.backend.requests} == {"high"}
     late = app("POST", path, b"x", {"x-request-timeout-seconds": "0.000001"})
     assert late.status == 504
 
@@ -174,7 +182,7 @@ def test_the_first_segment_decides(inference, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "reason"),
+    ("path", "requested", "reason"),
     [
         ("/models", False, None),
         ("/models/m", False, "model_not_found"),  # by management, which has none here
@@ -185,7 +193,9 @@ def test_the_first_segment_decides(inference, path: str) -> None:
         ("/nothing", False, "no_route"),
     ],
 )
-def test_the_path_decides_where_one_port_has_both_apis(inference, path: str, asked: bool, reason: str | None) -> None:
-    app = inference(also_management=True)
-    answer = app("GET", path, b"x")
-    assert (len(app.target.calls), answer["x-torchrelay-reason"]) == (asked, reason)
+def test_the_path_decides_where_one_port_has_both_apis(
+    inference, path: str, requested: bool, reason: str | None
+) -> None:
+    app = inference(serve_management=True)
+    response = app("GET", path, b"x")
+    assert (len(app.backend.requests), response["x-torchrelay-reason"]) == (requested, reason)

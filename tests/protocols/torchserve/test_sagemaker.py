@@ -14,7 +14,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture
 def endpoint(inference: Any, management: Any) -> Any:
-    app = inference(keeper=management().shelf, also_management=True)
+    app = inference(control_api=management().control_api, serve_management=True)
     return app
 
 
@@ -31,14 +31,14 @@ def test_a_model_is_loaded_listed_invoked_and_unloaded(endpoint: Any) -> None:
     [described] = json.loads(endpoint("GET", "/models/m").body)
     assert (described["modelName"], described["modelUrl"]) == ("m", "m-1.0.mar")
     target = {"x-amzn-sagemaker-target-model": "m.tar.gz", "content-type": "application/octet-stream"}
-    answer = endpoint("POST", "/models/m/invoke", b"hello", target)
-    assert (answer.status, answer.body) == (200, b"hello")
+    response = endpoint("POST", "/models/m/invoke", b"hello", target)
+    assert (response.status, response.body) == (200, b"hello")
     assert endpoint("DELETE", "/models/m").status == 200
     assert endpoint("DELETE", "/models/m").status == endpoint("GET", "/models/m").status == 404
     assert endpoint("POST", "/models/none/invoke", b"x").status == 404
 
 
 def test_a_model_without_room_in_memory_is_507(inference: Any, management: Any) -> None:
-    shelf = management().shelf
-    shelf.fails = StartOutOfMemory("m", "1.0", "MemoryError")
-    assert load(inference(keeper=shelf, also_management=True)).status == 507
+    control_api = management().control_api
+    control_api.error = StartOutOfMemory("m", "1.0", "MemoryError")
+    assert load(inference(control_api=control_api, serve_management=True)).status == 507

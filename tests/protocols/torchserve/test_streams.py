@@ -1,4 +1,6 @@
-"""Streamed predictions as server-sent events, and over a WebSocket, against a real server and real clients."""
+"""Streamed predictions as server-sent events, and over a WebSocket, against a real server and real
+clients.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,26 @@ import uvicorn
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync import client
 
-from serve_app.doors import middleware, streaming, websocket
-from serve_app.doors.streaming import event
-from serve_app.errors import HandlerSaid, QueueFull
-from serve_app.types import Access, Call, Grant, ModelRow, Reply, ReplyStream, Table, VersionRow
+from serve_app.domain.access import AccessTable, KeyGrant
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.errors import HandlerRejected, QueueFull
+from serve_app.protocols.http import ray_bypass, sse, uvicorn_websocket
+from serve_app.protocols.http.sse import encode_event
 
 connect = partial(client.connect, open_timeout=60)
 EVENTS = {"accept": "text/event-stream"}
 
 
 def streams(*pieces: bytes, error: Exception | None = None, content_type: str | None = None) -> Any:
-    async def infer(call: Call) -> ReplyStream:
-        async def told() -> AsyncIterator[bytes]:
+    async def infer(call: InferenceRequest) -> ResponseStream:
+        async def reported() -> AsyncIterator[bytes]:
             for piece in pieces:
                 yield piece
             if error is not None:
                 raise error
 
-        return ReplyStream(Reply(b"", content_type, version="1.0"), told())
+        return ResponseStream(InferenceResponse(b"", content_type, version="1.0"), reported())
 
     return infer
 
@@ -60,17 +64,31 @@ def read(body: bytes) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "piece",
-    [b"one ", b" a\nb\n\n", b"\n", "é…".encode(), b"\xff\x00", b"a\r\nb", b"a\0b", b"data: x", bytes(range(256))],
+    [
+        b"one ",
+        b" a\nb\n\n",
+        b"\n",
+        "é…".encode(),
+        b"\xff\x00",
+        b"a\r\nb",
+        b"a\0b",
+        b"data: x",
+        bytes(range(256)),
+    ],
 )
-def test_a_piece_comes_back_unchanged(piece: bytes) -> None:
-    [(name, data)] = read(event(piece))
+def test_chunk_survives_event_encoding(piece: bytes) -> None:
+    [(name, data)] = read(encode_event(piece))
     assert (base64.b64decode(data) if name == "base64" else data.encode()) == piece
 
 
-def test_pieces_as_events(inference: Any) -> None:
+def test_chunks_are_sent_as_events(inference: Any) -> None:
     app = inference(streams(b"one ", b"", b"two\nthree", b"\xff"))
     answer = app("POST", "/predictions/m", b"x", EVENTS)
-    assert (answer.status, answer["content-type"], answer["x-model-version"]) == (200, "text/event-stream", "1.0")
+    assert (answer.status, answer["content-type"], answer["x-model-version"]) == (
+        200,
+        "text/event-stream",
+        "1.0",
+    )
     end = {"request_id": answer["x-request-id"], "version": "1.0"}
     assert read(answer.body) == [
         ("message", "one "),
@@ -78,20 +96,22 @@ def test_pieces_as_events(inference: Any) -> None:
         ("base64", base64.b64encode(b"\xff").decode()),
         ("end", json.dumps(end, separators=(",", ":"))),
     ]
-    assert len(answer.pieces) == 5, "each piece leaves by itself, and then the end of the body"
+    assert len(answer.chunks) == 5, "each piece leaves by itself, and then the end of the body"
     plain = app("POST", "/predictions/m", b"x", {"accept": "*/*"})
     assert (plain.body, plain["ts_stream_next"]) == (b"one two\nthree\xff", "true")
 
 
 def test_an_error_in_mid_stream_is_an_event(inference: Any) -> None:
-    answer = inference(streams(b"one", error=HandlerSaid("no more", 503)))("POST", "/predictions/m/1.0", b"x", EVENTS)
+    answer = inference(streams(b"one", error=HandlerRejected("no more", 503)))(
+        "POST", "/predictions/m/1.0", b"x", EVENTS
+    )
     first, (name, data) = read(answer.body)
     assert (first, name, answer.ended) == (("message", "one"), "error", True)
     assert json.loads(data) == {"code": 503, "type": "InternalServerException", "message": "no more"}
 
 
-def test_an_error_before_it_is_an_answer_as_ever(inference: Any) -> None:
-    async def full(call: Call) -> Reply:
+def test_error_before_the_stream_is_an_ordinary_response(inference: Any) -> None:
+    async def full(call: InferenceRequest) -> InferenceResponse:
         raise QueueFull("m", None)
 
     answer = inference(full)("POST", "/predictions/m", b"x", EVENTS)
@@ -99,29 +119,31 @@ def test_an_error_before_it_is_an_answer_as_ever(inference: Any) -> None:
     assert json.loads(answer.body)["type"] == "ServiceUnavailableException"
 
 
-def test_one_answer_as_events_only_where_nothing_else_is_read(inference: Any) -> None:
+def test_single_response_is_an_event_only_where_nothing_else_is_accepted(inference: Any) -> None:
     app = inference()
     assert read(app("POST", "/predictions/m", b"hi", EVENTS).body)[0] == ("message", "hi")
-    assert app("POST", "/predictions/m", b"hi", {"accept": "application/json, text/event-stream"}).body == b"hi"
+    assert (
+        app("POST", "/predictions/m", b"hi", {"accept": "application/json, text/event-stream"}).body == b"hi"
+    )
 
 
-def test_a_handlers_own_events_pass(inference: Any) -> None:
+def test_handler_events_are_sent_unchanged(inference: Any) -> None:
     app = inference(streams(b"data: 1\n\n", content_type="text/event-stream"))
     assert app("POST", "/predictions/m", b"x", EVENTS).body == b"data: 1\n\n"
 
 
-def test_silence_is_broken_by_comments(inference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming.Alive.__init__, "__defaults__", (0.005,))
+def test_comments_are_sent_while_idle(inference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse.KeepAlive.__init__, "__defaults__", (0.005,))
 
-    async def slow(call: Call) -> ReplyStream:
+    async def slow(call: InferenceRequest) -> ResponseStream:
         async def pieces() -> AsyncIterator[bytes]:
             await asyncio.sleep(0.03)
             yield b"late"
 
-        return ReplyStream(Reply(b"", version="1.0"), pieces())
+        return ResponseStream(InferenceResponse(b"", version="1.0"), pieces())
 
     answer = inference(slow)("POST", "/predictions/m", b"x", EVENTS)
-    assert answer.pieces[0] == b": still here\n\n"
+    assert answer.chunks[0] == b": still here\n\n"
     assert [name for name, _ in read(answer.body)] == ["message", "end"]
 
 
@@ -130,9 +152,11 @@ def test_silence_is_broken_by_comments(inference: Any, monkeypatch: pytest.Monke
 
 @contextlib.contextmanager
 def listening(app: Any) -> Iterator[str]:
-    """The app on a port of its own; gives its address."""
+    """Serve the app on a port of its own; return the address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -143,8 +167,8 @@ def listening(app: Any) -> Iterator[str]:
         listener.close()
 
 
-def heard(line: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The pieces of one answer, and its end."""
+def received(line: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return the chunks of one response, and its end message."""
     pieces: list[Any] = []
     while True:
         message = line.recv(60)
@@ -153,54 +177,60 @@ def heard(line: Any) -> tuple[list[Any], dict[str, Any]]:
         pieces.append(message)
 
 
-async def echo(call: Call) -> Reply | ReplyStream:
+async def echo(call: InferenceRequest) -> InferenceResponse | ResponseStream:
     part = call.inputs[0]
     if part.content_type == "application/json":
-        return await streams(*(str(number).encode() for number in range(json.loads(part.value)["count"])))(call)
+        return await streams(*(str(number).encode() for number in range(json.loads(part.value)["count"])))(
+            call
+        )
     if part.value == b"wrong":
-        raise HandlerSaid("that was wrong", 422)
+        raise HandlerRejected("that was wrong", 422)
     if part.value == b"half":
         return await streams(b"one", error=QueueFull("m", None))(call)
-    return Reply(part.value + (part.content_type or "").encode(), version=call.version or "1.0")
+    return InferenceResponse(part.value + (part.content_type or "").encode(), version=call.version or "1.0")
 
 
-def test_requests_one_after_the_other(inference: Any) -> None:
+def test_websocket_requests_are_processed_in_order(inference: Any) -> None:
     app = inference(echo)
     with listening(app.app) as address, connect(f"{address}/predictions/m") as line:
         line.send("hello")
-        pieces, end = heard(line)
-        assert (pieces, end["status"], end["version"], end["pieces"]) == (["hellotext/plain"], 200, "1.0", 1)
+        pieces, end = received(line)
+        assert (pieces, end["status"], end["version"], end["chunks"]) == (["hellotext/plain"], 200, "1.0", 1)
         line.send(b"\xff")
-        assert heard(line)[0] == [b"\xff"], "bytes stay bytes"
+        assert received(line)[0] == [b"\xff"], "bytes stay bytes"
         for count in (3, 2):
             line.send(json.dumps({"count": count}))  # not waiting for the one before
-        first, second = heard(line), heard(line)
+        first, second = received(line), received(line)
         assert (first[0], second[0]) == (["0", "1", "2"], ["0", "1"])
         assert len({end["request_id"], first[1]["request_id"], second[1]["request_id"]}) == 3
         line.send("wrong")
-        pieces, end = heard(line)
-        assert (pieces, end["status"], end["reason"]) == ([], 422, "handler_said")
+        pieces, end = received(line)
+        assert (pieces, end["status"], end["reason"]) == ([], 422, "handler_rejected")
         assert end["error"] == {"code": 422, "type": "InternalServerException", "message": "that was wrong"}
         line.send("half")
-        pieces, end = heard(line)
+        pieces, end = received(line)
         assert (pieces, end["status"], end["reason"], end["retry_after"]) == (["one"], 503, "queue_full", 1)
-    assert [call.headers["url_path"] for call in app.target.calls] == [""] * 6
-    assert [line[1:3] + line[4:5] for line in app.access] == [
+    assert [call.headers["url_path"] for call in app.backend.requests] == [""] * 6
+    assert [line[1:3] + line[4:5] for line in app.access_log] == [
         ("WEBSOCKET", "/predictions/m", status) for status in (200, 200, 200, 200, 422, 503)
     ]
 
 
 def test_a_version_and_the_handshakes_headers(inference: Any) -> None:
     app = inference(echo)
-    headers = {"Content-Type": "application/x-own", "X-Request-Priority": "low", "X-Request-Timeout-Seconds": "30"}
+    headers = {
+        "Content-Type": "application/x-own",
+        "X-Request-Priority": "low",
+        "X-Request-Timeout-Seconds": "30",
+    }
     with (
         listening(app.app) as address,
         connect(f"{address}/predictions/m/2.0/deep/er", additional_headers=headers) as line,
     ):
         line.send("a")
-        assert heard(line)[0] == ["aapplication/x-own"]
-    [call] = app.target.calls
-    assert (app.target.ref.version, call.priority, call.headers["url_path"]) == ("2.0", "low", "deep/er")
+        assert received(line)[0] == ["aapplication/x-own"]
+    [call] = app.backend.requests
+    assert (app.backend.ref.version, call.priority, call.headers["url_path"]) == ("2.0", "low", "deep/er")
     assert call.deadline is not None
 
 
@@ -215,7 +245,7 @@ def test_a_version_and_the_handshakes_headers(inference: Any) -> None:
         ("/predictions/m", {"Origin": "https://elsewhere.example"}, 403, "forbidden"),
     ],
 )
-def test_a_handshake_that_is_refused(
+def test_handshake_is_refused(
     inference: Any, path: str, headers: dict[str, str], status: int, reason: str
 ) -> None:
     with (
@@ -229,42 +259,42 @@ def test_a_handshake_that_is_refused(
     assert json.loads(answer.body)["code"] == status
 
 
-def test_pages_that_may_connect(inference: Any) -> None:
+def test_origin_is_checked(inference: Any) -> None:
     app = inference(echo, cors_allowed_origin="https://ours.example")
     with listening(app.app) as address:
         for origin in ("https://ours.example", address.replace("ws", "http")):
             with connect(f"{address}/predictions/m", additional_headers={"Origin": origin}) as line:
                 line.send("a")
-                assert heard(line)[1]["status"] == 200
+                assert received(line)[1]["status"] == 200
 
 
-def test_a_key_is_wanted_at_the_handshake_and_with_every_message(inference: Any) -> None:
-    rows = {"1.0": VersionRow("1.0", "ready", 1)}
-    access = Access({sha256(b"good").digest(): Grant(frozenset(("infer",)), ("m",))})
-    table = Table(1, {"m": ModelRow("1.0", rows), "n": ModelRow("1.0", rows)}, access=access)
+def test_key_is_checked_at_the_handshake_and_for_every_message(inference: Any) -> None:
+    rows = {"1.0": VersionRoute("1.0", "ready", 1)}
+    access = AccessTable({sha256(b"good").digest(): KeyGrant(frozenset(("infer",)), ("m",))})
+    table = RoutingTable(1, {"m": ModelRoute("1.0", rows), "n": ModelRoute("1.0", rows)}, access=access)
     app = inference(echo, table=table)
     key = {"Authorization": "Bearer good"}
     with listening(app.app) as address:
         for path, headers, reason in (
             ("/predictions/m", {}, "missing_token"),
-            ("/predictions/n", key, "wrong_model"),
+            ("/predictions/n", key, "model_not_allowed"),
         ):
             with pytest.raises(InvalidStatus) as refused, connect(address + path, additional_headers=headers):
                 pass
             assert refused.value.response.headers["x-torchrelay-reason"] == reason
         with connect(f"{address}/predictions/m", additional_headers=key) as line:
             line.send("a")
-            assert heard(line)[1]["status"] == 200
-            assert "authorization" not in app.target.calls[0].headers
-            app.reader.put(replace(table, generation=2, access=Access({})))
+            assert received(line)[1]["status"] == 200
+            assert "authorization" not in app.backend.requests[0].headers
+            app.reader.update(replace(table, generation=2, access=AccessTable({})))
             line.send("a")
-            assert heard(line)[1]["reason"] == "invalid_token"
+            assert received(line)[1]["reason"] == "invalid_token"
 
 
-def test_closing_cancels_what_is_under_way(inference: Any) -> None:
+def test_closing_cancels_the_running_request(inference: Any) -> None:
     cancelled = threading.Event()
 
-    async def endless(call: Call) -> ReplyStream:
+    async def endless(call: InferenceRequest) -> ResponseStream:
         async def pieces() -> AsyncIterator[bytes]:
             try:
                 while True:
@@ -273,7 +303,7 @@ def test_closing_cancels_what_is_under_way(inference: Any) -> None:
             finally:
                 cancelled.set()
 
-        return ReplyStream(Reply(b"", version="1.0"), pieces())
+        return ResponseStream(InferenceResponse(b"", version="1.0"), pieces())
 
     app = inference(endless)
     with listening(app.app) as address:
@@ -281,25 +311,25 @@ def test_closing_cancels_what_is_under_way(inference: Any) -> None:
             line.send("go")
             assert line.recv(60) == "again"
         assert cancelled.wait(60)
-    assert [line[4] for line in app.access] == [499]
+    assert [line[4] for line in app.access_log] == [499]
 
 
 @pytest.fixture
 def rays_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes of the tests' servers what Ray Serve's are, for as long as a test runs."""
+    """Install the protocols of Ray Serve's servers in those of a test."""
     monkeypatch.setitem(uvicorn.config.WS_PROTOCOLS, "auto", uvicorn.config.WS_PROTOCOLS["auto"])
     monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
-    monkeypatch.setattr(websocket, "_limit", None)
-    monkeypatch.setattr(middleware, "_doors", None)
-    middleware.build()
+    monkeypatch.setattr(uvicorn_websocket, "_max_message_size", None)
+    monkeypatch.setattr(ray_bypass, "_app", None)
+    ray_bypass.build()
 
 
 @pytest.mark.usefixtures("rays_server")
 @pytest.mark.parametrize("limit", [100, 17 << 20])
-def test_a_message_is_as_large_as_the_setting_says(inference: Any, limit: int) -> None:
+def test_message_size_is_limited_by_the_setting(inference: Any, limit: int) -> None:
     app = inference(echo, max_request_size=limit).app
-    middleware.answer_with(app, limit)
-    with listening(middleware.ShortWay(app)) as address:
+    ray_bypass.set_app(app, limit)
+    with listening(ray_bypass.BypassMiddleware(app)) as address:
         with connect(f"{address}/predictions/m", compression=None, max_size=None) as line:
             line.send(b"x" * limit)
             assert len(line.recv(30)) == limit
@@ -313,10 +343,10 @@ def test_a_message_is_as_large_as_the_setting_says(inference: Any, limit: int) -
 
 
 @pytest.mark.usefixtures("rays_server")
-def test_other_ends_of_a_connection_are_the_servers_own(inference: Any) -> None:
+def test_other_closes_use_the_server_defaults(inference: Any) -> None:
     app = inference(echo, max_request_size=100).app
-    middleware.answer_with(app, 100)
-    with listening(middleware.ShortWay(app)) as address, connect(f"{address}/predictions/m") as line:
+    ray_bypass.set_app(app, 100)
+    with listening(ray_bypass.BypassMiddleware(app)) as address, connect(f"{address}/predictions/m") as line:
         line.socket.sendall(b"\x8f\x80\0\0\0\0")  # no frame of the protocol's
         with pytest.raises(ConnectionClosed) as closed:
             line.recv(60)
@@ -324,12 +354,12 @@ def test_other_ends_of_a_connection_are_the_servers_own(inference: Any) -> None:
     assert closed.value.rcvd.code == 1002
 
 
-def test_what_is_too_much_closes_the_connection(inference: Any) -> None:
+def test_exceeded_limits_close_the_connection(inference: Any) -> None:
     never = threading.Event()
 
-    async def waits(call: Call) -> Reply:
+    async def waits(call: InferenceRequest) -> InferenceResponse:
         await asyncio.to_thread(never.wait, 60)
-        return Reply(b"", version="1.0")
+        return InferenceResponse(b"", version="1.0")
 
     app = inference(waits, max_request_size=100)
     with listening(app.app) as address:
@@ -350,13 +380,13 @@ def test_what_is_too_much_closes_the_connection(inference: Any) -> None:
             never.set()
 
 
-def test_a_client_that_does_not_read_stops_the_stream_and_nobody_else(inference: Any) -> None:
+def test_slow_reader_stops_only_its_own_stream(inference: Any) -> None:
     sent = 0
 
-    async def floods(call: Call) -> Reply | ReplyStream:
+    async def floods(call: InferenceRequest) -> InferenceResponse | ResponseStream:
         nonlocal sent
         if call.inputs[0].value == b"other":
-            return Reply(b"here", version="1.0")
+            return InferenceResponse(b"here", version="1.0")
 
         async def pieces() -> AsyncIterator[bytes]:
             nonlocal sent
@@ -364,15 +394,17 @@ def test_a_client_that_does_not_read_stops_the_stream_and_nobody_else(inference:
                 sent += 1
                 yield b"x" * 100_000
 
-        return ReplyStream(Reply(b"", version="1.0"), pieces())
+        return ResponseStream(InferenceResponse(b"", version="1.0"), pieces())
 
     app = inference(floods)
     with listening(app.app) as address:
         host, port = address.removeprefix("ws://").split(":")
         with socket.create_connection((host, int(port))) as line:
-            asked = "GET /predictions/m HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            asked += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-            line.sendall(asked.encode())
+            requested = (
+                "GET /predictions/m HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            )
+            requested += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+            line.sendall(requested.encode())
             assert line.recv(4096).startswith(b"HTTP/1.1 101")
             line.sendall(b"\x81\x82\0\0\0\0go")  # one masked frame of text; nothing is read after it
             before = 0
@@ -382,4 +414,4 @@ def test_a_client_that_does_not_read_stops_the_stream_and_nobody_else(inference:
             assert sent < 1000
             with connect(f"{address}/predictions/m") as other:
                 other.send("other")
-                assert heard(other)[0] == ["here"]
+                assert received(other)[0] == ["here"]
