@@ -1,0 +1,47 @@
+import threading
+
+import pytest
+
+from serve_app.runtime.handler_thread import HandlerThread
+
+
+@pytest.fixture
+def handler_thread():
+    handler_thread = HandlerThread()
+    yield handler_thread
+    handler_thread.shutdown()
+
+
+def test_everything_runs_in_one_thread_in_order(handler_thread):
+    futures = [handler_thread.submit(lambda i=i: (i, threading.get_ident())) for i in range(50)]
+    assert [f.result(60) for f in futures] == [(i, handler_thread.ident) for i in range(50)]
+
+
+def test_what_a_task_raises_reaches_its_caller_and_the_thread_goes_on(handler_thread, caplog):
+    def leave():
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        handler_thread.submit(leave).result(60)
+    handler_thread.post(leave)
+    assert handler_thread.submit(int, "7").result(60) == 7
+    assert "a task of the author's thread failed" in caplog.text
+
+
+def test_a_task_that_was_cancelled_before_its_turn_does_not_run(handler_thread):
+    gate, ran = threading.Event(), []
+    handler_thread.post(gate.wait, 10)
+    later = handler_thread.submit(ran.append, 1)
+    assert later.cancel()
+    gate.set()
+    handler_thread.submit(int).result(60)
+    assert ran == []
+
+
+def test_shutdown_runs_what_was_given_before_and_refuses_more():
+    handler_thread, ran = HandlerThread(), []
+    handler_thread.post(ran.append, 1)
+    handler_thread.shutdown()
+    assert ran == [1]
+    with pytest.raises(RuntimeError):
+        handler_thread.submit(int)
