@@ -5,19 +5,19 @@ import sys
 
 import pytest
 
+from serve_app.domain.model import ModelSpec
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
-from serve_app.types import ModelSpec
 
 
 @pytest.fixture
 def own_process():
-    """What loading a model changes for its process is put back: this one has more tests to run."""
-    where, path, finders, modules = os.getcwd(), list(sys.path), list(sys.meta_path), set(sys.modules)
-    turn = sys.getswitchinterval()
+    """Undo the changes that loading a model makes to the process, for the tests that follow."""
+    folder, path, finders, modules = os.getcwd(), list(sys.path), list(sys.meta_path), set(sys.modules)
+    execution = sys.getswitchinterval()
     yield
-    sys.setswitchinterval(turn)
-    os.chdir(where)
+    sys.setswitchinterval(execution)
+    os.chdir(folder)
     sys.path[:] = path
     sys.meta_path[:] = finders
     for name in set(sys.modules) - modules:
@@ -29,9 +29,9 @@ def own_process():
 
 @pytest.fixture
 def make_runner(tmp_path, own_process):
-    """A Runner over a real archive directory: ``files`` is name -> text, ``code`` that of handler.py.
+    """Return a function that makes a Runner over a real archive directory.
 
-    ``model`` is what the manifest says beside the name and the handler.
+    ``files`` maps names to texts, ``code`` is that of handler.py, and ``model`` the manifest's further keys.
     """
 
     def make(code, files=None, settings=None, gpu_id=None, model=None, **spec):
@@ -40,9 +40,23 @@ def make_runner(tmp_path, own_process):
             file = directory / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        manifest = {"model": {"modelName": "m", "modelVersion": "1.0", "handler": "handler.py", **(model or {})}}
+        manifest = {
+            "model": {"modelName": "m", "modelVersion": "1.0", "handler": "handler.py", **(model or {})}
+        }
         known = ModelSpec("m", "1.0", url="m.mar", digest="", archive="")
         return Runner(known.with_(**spec), directory, manifest, settings or RuntimeSettings(), gpu_id)
+
+    return make
+
+
+@pytest.fixture
+def load_runner(make_runner):
+    """Return a function that makes a runner and loads its handler."""
+
+    def make(*args, **kwargs):
+        runner = make_runner(*args, **kwargs)
+        runner.load()
+        return runner
 
     return make
 

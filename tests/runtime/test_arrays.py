@@ -5,11 +5,11 @@ import json
 import numpy
 import pytest
 
-from serve_app import tensors
-from serve_app.errors import CountMismatch, HandlerSaid, InvalidOutput, UnsupportedOutput
-from serve_app.runtime import answer_json
+from serve_app.domain import tensors
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
+from serve_app.errors import BatchSizeMismatch, HandlerRejected, InvalidOutput, UnsupportedOutput
+from serve_app.runtime import json_encoder
 from serve_app.settings import RuntimeSettings
-from serve_app.types import Call, Input, Reply
 
 MODEL = """
 import torch
@@ -50,27 +50,35 @@ def handle(data, context):
 """
 
 
-def call(value, **fields):
-    return Call("m", inputs=(Input("body", json.dumps(value).encode(), "application/json"),), **fields)
+def make_request(value, **fields):
+    return InferenceRequest(
+        "m", inputs=(InputPart("body", json.dumps(value).encode(), "application/json"),), **fields
+    )
 
 
-def nowhere(index, piece):
+def nowhere(index, chunk):
     raise AssertionError("nothing streams here")
 
 
 @pytest.fixture
 def run(make_runner, monkeypatch):
-    """``run(code, values, **runner's)``: the bodies of the answers, and how many rows were written out of an array."""
+    """``run(code, values, **runner's)``: the bodies of the answers, and how many rows were written out of
+    an array.
+    """
     counted = []
-    dumps_rows = answer_json.dumps_rows
-    monkeypatch.setattr(answer_json, "dumps_rows", lambda array: counted.append(len(array)) or dumps_rows(array))
+    dumps_rows = json_encoder.dumps_rows
+    monkeypatch.setattr(
+        json_encoder, "dumps_rows", lambda array: counted.append(len(array)) or dumps_rows(array)
+    )
 
     def ask(code, values, **known):
         runner = make_runner(code, {"model.py": MODEL}, model={"modelFile": "model.py"}, **known)
         runner.load()
         counted.clear()
-        answers = runner.run([call(value) for value in values], nowhere)
-        return [answer.body if isinstance(answer, Reply) else answer for answer in answers], sum(counted)
+        answers = runner.run([make_request(value) for value in values], nowhere)
+        return [answer.body if isinstance(answer, InferenceResponse) else answer for answer in answers], sum(
+            counted
+        )
 
     return ask
 
@@ -95,14 +103,16 @@ def test_an_author_who_reads_answers_reads_lists(run, code):
 
 
 def test_an_envelope_reads_lists(run):
-    answers, written = run(PLAIN, [{"instances": [[1, 2]]}], settings=RuntimeSettings(service_envelope="json"))
+    answers, written = run(
+        PLAIN, [{"instances": [[1, 2]]}], settings=RuntimeSettings(service_envelope="json")
+    )
     assert json.loads(answers[0]) == {"predictions": [json.loads(lists([1, 2])[0])]} and written == 0
 
 
 def test_a_rejected_row_leaves_the_others_as_they_are(run):
     answers, _ = run(PLAIN, [VALUES[0], "no numbers", VALUES[1]])
     assert [answers[0], answers[2]] == lists(*VALUES)
-    assert isinstance(answers[1], HandlerSaid)
+    assert isinstance(answers[1], HandlerRejected)
 
 
 def test_micro_batches_come_together(run):
@@ -116,11 +126,13 @@ def test_a_call_of_tensors_gets_the_arrays_own_number_format(make_runner):
     code = "import numpy\n\ndef handle(data, context):\n    return numpy.ones((len(data or ()), 2), 'f4')"
     runner = make_runner(code)
     runner.load()
-    given = tensors.of("x", numpy.ones(1, "f4"), None)
-    asked = Call("m", inputs=(Input(given.name, bytes(given.data), given.content_type),), kind="tensors")
-    [packed] = runner.run([asked], nowhere)
+    given = tensors.from_array("x", numpy.ones(1, "f4"), None)
+    requested = InferenceRequest(
+        "m", inputs=(InputPart(given.name, bytes(given.data), given.content_type),), kind="tensors"
+    )
+    [packed] = runner.run([requested], nowhere)
     [tensor] = tensors.unpack(packed.body)
-    assert (tensor.datatype, tensor.values()) == ("FP32", [1.0, 1.0])
+    assert (tensor.datatype, tensor.to_list()) == ("FP32", [1.0, 1.0])
 
 
 def test_stopping_criteria_read_the_rows(make_runner):
@@ -136,7 +148,7 @@ def handle(data, context):
         continuous_batching=True,
     )
     runner.load()
-    goes_on, ends = runner.run([call(1), call(2)], nowhere)
+    goes_on, ends = runner.run([make_request(1), make_request(2)], nowhere)
     assert (goes_on.last, ends.last) == (False, True)
     assert [json.loads(chunk.body) for chunk in (goes_on, ends)] == [[0.5, 0.25], [2.0, 1.0]]
 
@@ -146,7 +158,7 @@ def handle(data, context):
     [
         ("[[1, 2], [3, 4]]", 2, [[1.0, 2.0], [3.0, 4.0]]),
         ("[1, 2]", 2, [1.0, 2.0]),
-        ("[[1, 2]]", 2, CountMismatch),
+        ("[[1, 2]]", 2, BatchSizeMismatch),
         ("1", 1, InvalidOutput),
     ],
 )
@@ -159,7 +171,10 @@ def test_an_author_may_return_an_array_of_rows(run, value, count, answers):
 
 
 def test_a_row_of_an_array_that_cannot_be_sent_fails_alone(run):
-    code = "import numpy\n\ndef handle(data, context):\n    return data and numpy.array([[1, 2], [1j, 2]], object)"
+    code = (
+        "import numpy\n\ndef handle(data, context):\n    return data and numpy.array([[1, 2], [1j, 2]],"
+        " object)"
+    )
     (sound, bad), _ = run(code, [1, 2])
     assert json.loads(sound) == [1, 2]
     assert isinstance(bad, UnsupportedOutput)

@@ -14,16 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.errors import UnsupportedOutput
-from serve_app.runtime import answer_json, rows
-from serve_app.runtime.row_form import RowForm
-from serve_app.types import Call, Input
+from serve_app.runtime import codec, json_encoder
+from serve_app.runtime.tensor_codec import TensorRowCodec
 
 # What json.dumps writes
 
 
 def same(value):
-    assert rows.encode(value) == json.dumps(value, indent=2).encode()
+    assert codec.encode(value) == json.dumps(value, indent=2).encode()
 
 
 scalars = st.one_of(
@@ -44,7 +44,11 @@ values = st.recursive(
 )
 
 
-@given(st.one_of(st.lists(values), st.dictionaries(keys, values), scalars.filter(lambda v: not isinstance(v, str))))
+@given(
+    st.one_of(
+        st.lists(values), st.dictionaries(keys, values), scalars.filter(lambda v: not isinstance(v, str))
+    )
+)
 @settings(max_examples=250, deadline=None, database=None)
 def test_json_is_json_dumps_to_the_byte(value):
     same(value)
@@ -86,16 +90,16 @@ def test_the_usual_answer_takes_the_fast_way(monkeypatch):
     answer = {"class": 3, "label": "eel", "logits": [1.25, -0.5, 1234.5, 0.001], "ok": True}
     expected = json.dumps(answer, indent=2).encode()
     monkeypatch.setattr(json, "dumps", None)
-    assert rows.encode(answer) == expected
+    assert codec.encode(answer) == expected
 
 
 def test_bytes_text_and_tensors_have_their_own_form():
-    assert rows.encode(b"\x00raw") == b"\x00raw"
-    assert rows.encode(bytearray(b"raw")) == b"raw"
-    assert type(rows.encode(bytearray(b"raw"))) is bytes
-    assert rows.encode("é") == "é".encode()
+    assert codec.encode(b"\x00raw") == b"\x00raw"
+    assert codec.encode(bytearray(b"raw")) == b"raw"
+    assert type(codec.encode(bytearray(b"raw"))) is bytes
+    assert codec.encode("é") == "é".encode()
     tensor = torch.arange(6.0).reshape(2, 3)
-    assert torch.equal(torch.load(io.BytesIO(rows.encode(tensor))), tensor)
+    assert torch.equal(torch.load(io.BytesIO(codec.encode(tensor))), tensor)
 
 
 @dataclasses.dataclass
@@ -130,23 +134,25 @@ CIRCULAR.append(CIRCULAR)
 )
 def test_what_json_dumps_refuses_is_unsupported_and_named(value):
     with pytest.raises(UnsupportedOutput, match="Unsupported model output data type") as caught:
-        rows.encode(value)
+        codec.encode(value)
     assert type(value).__name__ in caught.value.detail
 
 
 @pytest.mark.parametrize("value", [uuid.UUID(int=1), enum.Enum("Colour", "red").red], ids=["uuid", "enum"])
 def test_uuids_and_enums_go_through_where_torchserve_refuses(value):
-    assert rows.encode([value]) == orjson.dumps([value], option=orjson.OPT_INDENT_2)
+    assert codec.encode([value]) == orjson.dumps([value], option=orjson.OPT_INDENT_2)
 
 
 # What a handler sees
 
 
 def seen(value, content_type):
-    return rows.decode(Input("body", value, content_type))
+    return codec.decode(InputPart("body", value, content_type))
 
 
-@pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
+)
 def test_json_becomes_an_object(content_type):
     assert seen(b'{"a": [1, 2.5, null]}', content_type) == {"a": [1, 2.5, None]}
 
@@ -171,7 +177,9 @@ def test_text_becomes_str_and_stays_raw_where_it_is_not_utf8():
     assert seen(b"\xff", "text/plain") == bytearray(b"\xff")
 
 
-@pytest.mark.parametrize("content_type", [None, "", "image/png", "application/octet-stream", "application/x-ndjson"])
+@pytest.mark.parametrize(
+    "content_type", [None, "", "image/png", "application/octet-stream", "application/x-ndjson"]
+)
 def test_everything_else_is_a_bytearray(content_type):
     got = seen(b"{}", content_type)
     assert got == b"{}"
@@ -179,17 +187,28 @@ def test_everything_else_is_a_bytearray(content_type):
 
 
 def test_a_row_has_its_inputs_by_name():
-    call = Call("m", inputs=(Input("a", b"1", "application/json"), Input("b", b"x", "text/plain")))
-    assert rows.row(call) == {"a": 1, "b": "x"}
-    assert rows.row(call, decoded=False) == {"a": bytearray(b"1"), "b": bytearray(b"x")}
-    assert rows.parameters(call) == {"a": {"content-type": "application/json"}, "b": {"content-type": "text/plain"}}
+    request = InferenceRequest(
+        "m", inputs=(InputPart("a", b"1", "application/json"), InputPart("b", b"x", "text/plain"))
+    )
+    assert codec.read_row(request) == {"a": 1, "b": "x"}
+    assert codec.read_row(request, decoded=False) == {"a": bytearray(b"1"), "b": bytearray(b"x")}
+    assert codec.parameters(request) == {
+        "a": {"content-type": "application/json"},
+        "b": {"content-type": "text/plain"},
+    }
 
 
 def test_the_kind_of_call_is_a_header_as_torchserve_injects_it():
     sent = {"X-Mine": "1"}
-    assert rows.headers(Call("m", headers=sent)) == {"X-Mine": "1", "explain": "False"}
-    assert rows.headers(Call("m", headers=sent, kind="explain")) == {"X-Mine": "1", "explain": "True"}
-    assert rows.headers(Call("m", headers=sent, kind="describe")) == {"X-Mine": "1", "describe": "True"}
+    assert codec.headers(InferenceRequest("m", headers=sent)) == {"X-Mine": "1", "explain": "False"}
+    assert codec.headers(InferenceRequest("m", headers=sent, kind="explain")) == {
+        "X-Mine": "1",
+        "explain": "True",
+    }
+    assert codec.headers(InferenceRequest("m", headers=sent, kind="describe")) == {
+        "X-Mine": "1",
+        "describe": "True",
+    }
     assert sent == {"X-Mine": "1"}
 
 
@@ -208,14 +227,14 @@ def test_the_kind_of_call_is_a_header_as_torchserve_injects_it():
     ],
 )
 def test_small_floats_are_json_dumps_whatever_stands_beside_them(value):
-    assert rows.encode(value) == json.dumps(value, indent=2).encode()
+    assert codec.encode(value) == json.dumps(value, indent=2).encode()
 
 
 def test_a_vector_with_small_numbers_takes_the_fast_way(monkeypatch):
     vector = [0.05, -0.00001, 3e-07] * 100
     expected = json.dumps(vector, indent=2).encode()
     monkeypatch.setattr(json, "dumps", None)
-    assert rows.encode(vector) == expected
+    assert codec.encode(vector) == expected
 
 
 # Arrays of numpy
@@ -235,7 +254,7 @@ def test_a_vector_with_small_numbers_takes_the_fast_way(monkeypatch):
     ids=repr,
 )
 def test_an_array_is_its_list(value):
-    assert rows.encode(value) == json.dumps(value, indent=2, default=lambda held: held.tolist()).encode()
+    assert codec.encode(value) == json.dumps(value, indent=2, default=lambda held: held.tolist()).encode()
 
 
 def test_each_number_format_is_written_as_its_list():
@@ -243,17 +262,17 @@ def test_each_number_format_is_written_as_its_list():
         array = numpy.array([[0, 1, 1], [1, 0, 1]]).astype(kind)
         if kind == "g":  # numpy has no number of Python's for it
             with pytest.raises(UnsupportedOutput):
-                [rows.encode(row) for row in written_rows(array)]
+                [codec.encode(row) for row in written_rows(array)]
         else:
             same_rows(array)
 
 
 def written_rows(array):
-    return RowForm().rows([], array)
+    return TensorRowCodec().rows([], array)
 
 
 def same_rows(array):
-    written = [rows.encode(row) for row in written_rows(array)]
+    written = [codec.encode(row) for row in written_rows(array)]
     assert written == [json.dumps(row, indent=2).encode() for row in array.tolist()]
 
 
@@ -265,7 +284,9 @@ def test_rows_of_all_bit_patterns_are_json_dumps(bits, kind):
 
 @given(
     st.lists(
-        st.one_of(st.floats(-1e-4, 1e-4), st.floats(-1, 1), st.sampled_from((0.0, -0.0, 1e-5, 1.2e-5, 1e15, 1e16))),
+        st.one_of(
+            st.floats(-1e-4, 1e-4), st.floats(-1, 1), st.sampled_from((0.0, -0.0, 1e-5, 1.2e-5, 1e15, 1e16))
+        ),
         min_size=24,
         max_size=24,
     ),
@@ -292,6 +313,6 @@ def test_numbers_that_orjson_writes_in_another_way_are_json_dumps_all_the_same(m
     array = numpy.array([[1e-5, 0.5], [0.25, 2e-7]])
     expected = [json.dumps(row, indent=2).encode() for row in array.tolist()]
     monkeypatch.setattr(orjson, "dumps", alone)
-    assert answer_json.dumps_rows(array) is None
+    assert json_encoder.dumps_rows(array) is None
     monkeypatch.undo()
-    assert [rows.encode(row) for row in written_rows(array)] == expected
+    assert [codec.encode(row) for row in written_rows(array)] == expected

@@ -1,4 +1,4 @@
-"""Explanations through the runtime's front door: what is attributed sums to what the model says more."""
+"""Explanations through the runtime: attributions sum to the difference of the model's scores."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from serve_app.errors import HandlerSaid
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.request import InferenceRequest, InputPart
+from serve_app.errors import HandlerRejected
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
-from serve_app.types import Call, Input, ModelSpec
 
 pytest.importorskip("captum")
 
@@ -25,12 +26,13 @@ class Net(torch.nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)
         super().__init__(
-            torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(72, 5)
+            torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten(),
+            torch.nn.Linear(72, 5)
         )
 """
 RAW = """
 import torch
-from handlers.image_classifier import ImageClassifier
+from handlers.builtin.image_classifier import ImageClassifier
 
 class Raw(ImageClassifier):
     def postprocess(self, data):
@@ -71,7 +73,7 @@ class Net(torch.nn.Module):
 """
 TOKENS = """
 import torch
-from handlers import explanations
+from handlers.explain import attributions
 from handlers.base import BaseHandler
 
 class Tokenizer:
@@ -81,7 +83,8 @@ class Tokenizer:
         ids = torch.tensor([[1, *(3 + sum(map(ord, word)) % 47 for word in text.split()), 2]])
         special = torch.zeros_like(ids)
         special[0, [0, -1]] = 1
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "special_tokens_mask": special, "more": ids}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "special_tokens_mask": special,
+        "more": ids}
 
     def convert_ids_to_tokens(self, ids):
         return [{1: "<s>", 2: "</s>"}.get(i, "word") for i in ids]
@@ -94,13 +97,16 @@ class Texts(BaseHandler):
         return self._insights_by_row(data_preprocess, raw_data)
 
     def get_insights(self, text, raw, target=0):
-        return [explanations.of_text(self.model, Tokenizer(), text, self.question.of(self.asked, target))]
+        return [attributions.attribute_text(self.model, Tokenizer(), text,
+        self.explanation_options.for_row(self.explained_row, target))]
 """
 
 
 @pytest.fixture
 def ask(tmp_path: Path, own_process: None) -> Callable[..., Callable[..., Any]]:
-    """``ask(handler, model)``: a function from a kind of call and form fields to the answer, or to the error."""
+    """``ask(handler, model)``: a function from a kind of call and form fields to the answer, or to the
+    error.
+    """
 
     def loaded(handler: str, model: str, **config: Any) -> Callable[..., Any]:
         (tmp_path / "model.py").write_text(model)
@@ -108,16 +114,22 @@ def ask(tmp_path: Path, own_process: None) -> Callable[..., Callable[..., Any]]:
         if "\n" in handler:
             (tmp_path / "handler.py").write_text(handler)
             handler = "handler.py"
-        manifest = {"model": {"modelName": "m", "modelVersion": "1.0", "handler": handler, "modelFile": "model.py"}}
+        manifest = {
+            "model": {"modelName": "m", "modelVersion": "1.0", "handler": handler, "modelFile": "model.py"}
+        }
         spec = ModelSpec("m", "1.0", url="m.mar", digest="", archive="", handler=handler, config=config)
         runner = Runner(spec, tmp_path, manifest, RuntimeSettings())
         runner.load()
 
         def answer(kind: str, **fields: str) -> Any:
-            lists = [Input(name, text.encode(), "application/json") for name, text in fields.items() if "[" in text]
-            plain = [Input(name, text.encode()) for name, text in fields.items() if "[" not in text]
-            call = Call("m", inputs=(*lists, *plain), kind=kind, request_id="id")
-            [reply] = runner.run([call], lambda *_: None)
+            lists = [
+                InputPart(name, text.encode(), "application/json")
+                for name, text in fields.items()
+                if "[" in text
+            ]
+            plain = [InputPart(name, text.encode()) for name, text in fields.items() if "[" not in text]
+            request = InferenceRequest("m", inputs=(*lists, *plain), kind=kind, request_id="id")
+            [reply] = runner.run([request], lambda *_: None)
             return reply if isinstance(reply, Exception) else json.loads(reply.body)
 
         return answer
@@ -125,11 +137,18 @@ def ask(tmp_path: Path, own_process: None) -> Callable[..., Callable[..., Any]]:
     return loaded
 
 
-@pytest.mark.parametrize("how, tolerance", [({}, 0.02), ({"steps": "200", "internal_batch_size": "16"}, 0.001)])
-def test_an_image_s_attributions_sum_to_the_difference(ask: Any, how: dict[str, str], tolerance: float) -> None:
+@pytest.mark.parametrize(
+    "how, tolerance", [({}, 0.02), ({"steps": "200", "internal_batch_size": "16"}, 0.001)]
+)
+def test_an_image_s_attributions_sum_to_the_difference(
+    ask: Any, how: dict[str, str], tolerance: float
+) -> None:
     answer = ask(RAW, IMAGES)
     image = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(1))
-    scores, nothing = answer("predict", data=str(image.tolist())), answer("predict", data=str((0 * image).tolist()))
+    scores, nothing = (
+        answer("predict", data=str(image.tolist())),
+        answer("predict", data=str((0 * image).tolist())),
+    )
     for target in range(5):
         found = np.array(answer("explain", data=str(image.tolist()), target=str(target), **how))
         assert found.shape == (1, 8, 8)
@@ -139,7 +158,9 @@ def test_an_image_s_attributions_sum_to_the_difference(ask: Any, how: dict[str, 
 
 
 @pytest.mark.parametrize("method, tolerance", [("integrated_gradients", 0.01), ("shapley", 1e-5)])
-@pytest.mark.parametrize("handler, model", [("text_classifier", BAGS), (TOKENS, ENCODER)], ids=["bag", "encoder"])
+@pytest.mark.parametrize(
+    "handler, model", [("text_classifier", BAGS), (TOKENS, ENCODER)], ids=["bag", "encoder"]
+)
 def test_a_text_s_attributions_sum_to_the_difference(
     ask: Any, handler: str, model: str, method: str, tolerance: float
 ) -> None:
@@ -163,6 +184,9 @@ def test_what_a_tokenizer_adds_is_in_the_baseline_too(ask: Any) -> None:
 def test_a_question_that_cannot_be_answered_is_the_request_s_error(ask: Any) -> None:
     answer = ask(RAW, IMAGES)
     image = str(torch.zeros(1, 8, 8).tolist())
-    for fields, why in (({"target": "9"}, "no output 9"), ({"method": "guess"}, "there are integrated_gradients")):
+    for fields, why in (
+        ({"target": "9"}, "no output 9"),
+        ({"method": "guess"}, "there are integrated_gradients"),
+    ):
         refused = answer("explain", data=image, **fields)
-        assert isinstance(refused, HandlerSaid) and why in str(refused)
+        assert isinstance(refused, HandlerRejected) and why in str(refused)

@@ -1,4 +1,6 @@
-"""Files of weights as a replica meets them: what runs, in how many threads, and what is refused with its cure."""
+"""Files of weights as a replica meets them: what runs, in how many threads, and what is refused with its
+cure.
+"""
 
 import io
 import json
@@ -11,11 +13,12 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from serve_app.errors import HandlerSaid, StartFailed
-from serve_app.runtime import threads
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.request import InferenceRequest, InputPart
+from serve_app.errors import HandlerRejected, StartFailed
+from serve_app.runtime.host import thread_limits
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
-from serve_app.types import Call, Input, ModelSpec
 
 NET = """
 import torch
@@ -45,12 +48,15 @@ def runner(tmp_path, own_process):
 
 
 def ask(runner, *values):
-    calls = [Call("m", inputs=(Input("body", json.dumps(value).encode(), "application/json"),)) for value in values]
-    return runner.run(calls, emit=None)
+    requests = [
+        InferenceRequest("m", inputs=(InputPart("body", json.dumps(value).encode(), "application/json"),))
+        for value in values
+    ]
+    return runner.run(requests, emit=None)
 
 
 def doubling() -> bytes:
-    """x twice; a row of it are two numbers."""
+    """X twice; a row of it are two numbers."""
     put, out = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "g", [put], [out])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
@@ -63,7 +69,7 @@ def test_an_onnx_file_needs_no_code(runner):
     ran.load()
     good, wrong, other = ask(ran, [1, 2], [1, 2, 3], [0.5, -1])
     assert [json.loads(reply.body) for reply in (good, other)] == [[2, 4], [1, -2]]
-    assert isinstance(wrong, HandlerSaid) and wrong.code == 400
+    assert isinstance(wrong, HandlerRejected) and wrong.code == 400
     assert "has the shape [3]. The model takes x: float[n, 2]" in str(wrong)
 
 
@@ -107,7 +113,7 @@ class Counts:
 """
 
 
-def test_the_threads_that_were_asked_for(runner, monkeypatch):
+def test_the_configured_number_of_threads(runner, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     try:
@@ -131,7 +137,7 @@ def test_the_threads_that_were_asked_for(runner, monkeypatch):
 )
 def test_tokenizers_keep_to_the_threads_of_the_process(monkeypatch, given, then):
     monkeypatch.setattr(os, "environ", dict(given))
-    threads.limit_tokenizers()
+    thread_limits.limit_tokenizers()
     assert {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} == then
 
 
@@ -154,12 +160,13 @@ import sys
 from handlers.context import Context
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
-from serve_app.types import Call, Input, ModelSpec
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.request import InferenceRequest, InputPart
 
 spec = ModelSpec("m", "1.0", url="m.mar", digest="", archive="", handler="counts.py", config={"threads": 1})
 runner = Runner(spec, sys.argv[1], {"model": {"handler": "counts.py"}}, RuntimeSettings())
 runner.load()
-[reply] = runner.run([Call("m", inputs=(Input("body", b"x"),))], emit=None)
+[reply] = runner.run([InferenceRequest("m", inputs=(InputPart("body", b"x"),))], emit=None)
 print(reply.body.decode())
 """
 
@@ -174,7 +181,7 @@ def test_a_batch_of_texts_wakes_no_threads_where_the_model_has_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "workers", "number"),
+    ("requested", "workers", "number"),
     [
         (None, (1, 1), None),
         (2, (4, 4), 2),
@@ -185,6 +192,6 @@ def test_a_batch_of_texts_wakes_no_threads_where_the_model_has_one(tmp_path):
         ("auto", (0, 0), 8),
     ],
 )
-def test_the_cores_are_divided_among_the_replicas(asked, workers, number):
-    spec = SPEC.with_(config={"threads": asked}, min_workers=workers[0], max_workers=workers[1])
-    assert threads.intra_op(spec, cores=8) == number
+def test_the_cores_are_divided_among_the_replicas(requested, workers, number):
+    spec = SPEC.with_(config={"threads": requested}, min_workers=workers[0], max_workers=workers[1])
+    assert thread_limits.intra_op_threads(spec, cores=8) == number

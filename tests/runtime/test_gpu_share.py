@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from serve_app.errors import OutOfResources
-from serve_app.types import Call, Input
+from serve_app.domain.request import InferenceRequest, InputPart
+from serve_app.errors import HandlerOutOfMemory
 
 HANDLER = """
 import torch
@@ -28,11 +28,13 @@ Make = Callable[..., Any]
 def test_only_a_part_is_capped(
     make_runner: Make, monkeypatch: pytest.MonkeyPatch, num_gpus: float, gpu_id: int | None, capped: list[Any]
 ) -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *said: told.append(said))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *result: reported.append(result)
+    )
     make_runner(HANDLER, num_gpus=num_gpus, gpu_id=gpu_id).load()
-    assert told == capped
+    assert reported == capped
 
 
 @pytest.mark.gpu
@@ -40,6 +42,9 @@ def test_more_than_the_part_runs_out_of_memory(make_runner: Make) -> None:
     part = make_runner(HANDLER, num_gpus=0.05, gpu_id=0)
     part.load()
     whole = torch.cuda.get_device_properties(0).total_memory
-    small, large = (Call("m", inputs=(Input("body", b"%d" % size),)) for size in (whole // 100, whole // 10))
+    small, large = (
+        InferenceRequest("m", inputs=(InputPart("body", b"%d" % size),))
+        for size in (whole // 100, whole // 10)
+    )
     assert part.run([small], lambda *_: None)[0].body == b"allocated"
-    assert isinstance(part.run([large], lambda *_: None)[0], OutOfResources)
+    assert isinstance(part.run([large], lambda *_: None)[0], HandlerOutOfMemory)

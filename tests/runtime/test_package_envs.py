@@ -1,4 +1,6 @@
-"""Environments: wheels made in the test, installed by the real pip without a network, used by real processes."""
+"""Environments: wheels made in the test, installed by the real pip without a network, used by real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ import numpy
 import pytest
 
 from serve_app.errors import InstallFailed
-from serve_app.runtime import environments
-from serve_app.runtime.environments import KEPT, Environments
+from serve_app.runtime import package_envs
+from serve_app.runtime.package_envs import MAX_UNUSED_S, PackageEnvs
 from serve_app.settings import RuntimeSettings
 
 DIGEST = "a" * 64
 
 
 def wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
-    """A wheel of one module that knows its version."""
+    """Write a wheel of one module that contains its version."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -31,7 +33,9 @@ def wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
         packed.writestr(f"{name}.py", f"VERSION = {version!r}\n")
         packed.writestr(f"{facts}/METADATA", metadata + (f"Requires-Dist: {requires}\n" if requires else ""))
         packed.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        packed.writestr(f"{facts}/RECORD", f"{name}.py,,\n{facts}/METADATA,,\n{facts}/WHEEL,,\n{facts}/RECORD,,\n")
+        packed.writestr(
+            f"{facts}/RECORD", f"{name}.py,,\n{facts}/METADATA,,\n{facts}/WHEEL,,\n{facts}/RECORD,,\n"
+        )
 
 
 @pytest.fixture
@@ -50,15 +54,17 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Environments:
-    return Environments(tmp_path / "environments", RuntimeSettings(install_timeout=300))
+def kept(tmp_path: Path) -> PackageEnvs:
+    return PackageEnvs(tmp_path / "environments", RuntimeSettings(install_timeout=300))
 
 
 def write(directory: Path, wheels: Path, *lines: str) -> None:
-    (directory / "requirements.txt").write_text("\n".join(["--no-index", f"--find-links {wheels}", *lines]) + "\n")
+    (directory / "requirements.txt").write_text(
+        "\n".join(["--no-index", f"--find-links {wheels}", *lines]) + "\n"
+    )
 
 
-def build(kept: Environments, directory: Path, digest: str = DIGEST, **more) -> Path:
+def build(kept: PackageEnvs, directory: Path, digest: str = DIGEST, **more) -> Path:
     return kept.build("m", directory, "requirements.txt", digest, **more)
 
 
@@ -70,7 +76,7 @@ def test_what_an_archive_asks_for_is_installed_once(kept, directory, wheels, tmp
     assert any("Successfully installed" in line for line in lines)
     assert [p.name for p in packages.iterdir() if p.suffix == ".pth"] == []
     lines.clear()
-    again = Environments(tmp_path / "environments", RuntimeSettings())
+    again = PackageEnvs(tmp_path / "environments", RuntimeSettings())
     assert build(again, directory, on_line=lines.append) == packages
     assert lines == []
     assert list((tmp_path / "environments/.partial").iterdir()) == []
@@ -85,7 +91,7 @@ def test_what_the_server_has_is_not_installed_again(kept, directory, wheels):
     assert not (packages / "yaml").exists()
 
 
-def test_another_version_of_what_is_loaded_is_refused_and_said(kept, directory, wheels, tmp_path):
+def test_another_version_of_a_loaded_package_is_refused_with_a_message(kept, directory, wheels, tmp_path):
     wheel(wheels, "numpy", "1.0")
     write(directory, wheels, "numpy==1.0")
     with pytest.raises(InstallFailed) as error:
@@ -114,7 +120,7 @@ def test_requirements_that_are_no_file(kept, directory):
 
 
 def test_an_installation_that_takes_too_long_is_ended(directory, tmp_path):
-    kept = Environments(tmp_path / "environments", RuntimeSettings(install_timeout=1.5))
+    kept = PackageEnvs(tmp_path / "environments", RuntimeSettings(install_timeout=1.5))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         index = f"http://127.0.0.1:{silent.getsockname()[1]}/simple"
         (directory / "requirements.txt").write_text(f"--index-url {index}\ntinypkg\n")
@@ -127,20 +133,26 @@ def test_an_installation_that_takes_too_long_is_ended(directory, tmp_path):
 
 def test_a_line_that_names_a_file_makes_the_environment_that_archives_own(kept, directory, wheels):
     (directory / "requirements.txt").write_text("tinypkg==1.0\n# from there\n")
-    plain = [environments._key((directory / "requirements.txt").read_text(), digest) for digest in ("a", "b")]
+    plain = [
+        package_envs._environment_key((directory / "requirements.txt").read_text(), digest)
+        for digest in ("a", "b")
+    ]
     assert plain[0] == plain[1]
     write(directory, wheels, "tinypkg==1.0")
-    own = [environments._key((directory / "requirements.txt").read_text(), digest) for digest in ("a", "b")]
+    own = [
+        package_envs._environment_key((directory / "requirements.txt").read_text(), digest)
+        for digest in ("a", "b")
+    ]
     assert own[0] != own[1]
 
 
 ENTER = """
 import subprocess, sys
 from pathlib import Path
-from serve_app.runtime.environments import Environments
+from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import RuntimeSettings
 root, model = Path(sys.argv[1]), Path(sys.argv[2])
-Environments(root, RuntimeSettings()).enter("m", model, "requirements.txt", sys.argv[3])
+PackageEnvs(root, RuntimeSettings()).activate("m", model, "requirements.txt", sys.argv[3])
 import tinypkg
 child = subprocess.check_output([sys.executable, "-c", "import tinypkg; print(tinypkg.VERSION)"], text=True)
 print(tinypkg.VERSION, child.strip(), flush=True)
@@ -173,25 +185,25 @@ def test_an_environment_that_nobody_uses_is_removed_after_a_week(kept, directory
     write(directory, wheels, "tinypkg==1.0")
     packages = build(kept, directory)
     lock = tmp_path / "environments/.locks" / packages.name
-    Environments(tmp_path / "environments", RuntimeSettings())
+    PackageEnvs(tmp_path / "environments", RuntimeSettings())
     assert packages.is_dir()
-    then = time.time() - KEPT - 60
+    then = time.time() - MAX_UNUSED_S - 60
     os.utime(lock, (then, then))
     with lock.open("rb") as user:
         fcntl.flock(user, fcntl.LOCK_SH)
-        Environments(tmp_path / "environments", RuntimeSettings())
+        PackageEnvs(tmp_path / "environments", RuntimeSettings())
         assert packages.is_dir()
-    Environments(tmp_path / "environments", RuntimeSettings())
+    PackageEnvs(tmp_path / "environments", RuntimeSettings())
     assert not packages.exists()
     assert not lock.exists()
 
 
-def test_what_a_process_runs_already_is_said(tmp_path, wheels):
+def test_loaded_packages_are_reported(tmp_path, wheels):
     packages = tmp_path / "packages"
     facts = packages / "numpy-1.0.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.0\n")
-    held = environments.loaded()
-    assert environments.shadowed(packages, held) == [("numpy", "1.0", numpy.__version__)]
-    assert environments.shadowed(packages, {}) == []
+    held = package_envs.loaded_distributions()
+    assert package_envs.shadowed_distributions(packages, held) == [("numpy", "1.0", numpy.__version__)]
+    assert package_envs.shadowed_distributions(packages, {}) == []
     assert "torch-model-archiver" not in held  # installed, and nobody's import

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from serve_app.errors import HandlerFailed, HandlerSaid, QueueFull
-from serve_app.runtime.batcher import Batcher
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InputPart
+from serve_app.errors import HandlerFailed, HandlerRejected, QueueFull
+from serve_app.runtime.batching.batcher import Batcher
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Input, ModelRef
 
 # `prepare_row` of a row begins only when the test's file says so; `handle` tells who prepared which row.
 HANDLER = """
@@ -55,8 +56,10 @@ class Doubling:
 """
 
 
-def call(value, **fields):
-    return Call("m", inputs=(Input("body", json.dumps(value).encode(), "application/json"),), **fields)
+def make_request(value, **fields):
+    return InferenceRequest(
+        "m", inputs=(InputPart("body", json.dumps(value).encode(), "application/json"),), **fields
+    )
 
 
 @pytest.fixture
@@ -72,8 +75,8 @@ def served(make_runner):
 
 
 async def hold(made):
-    """A batch that runs until another row was prepared beside it."""
-    held = asyncio.ensure_future(made.submit(call("hold")))
+    """Run until another row was prepared beside this batch."""
+    held = asyncio.ensure_future(made.submit(make_request("hold")))
     assert await asyncio.to_thread(made.handler.busy.wait, 60)
     return held
 
@@ -92,7 +95,7 @@ def test_rows_are_prepared_while_the_batch_before_them_runs(served):
     async def scenario():
         made = served(max_batch_size=2)
         holding = await hold(made)
-        behind = [asyncio.ensure_future(made.submit(call(number))) for number in (1, 2, 3)]
+        behind = [asyncio.ensure_future(made.submit(make_request(number))) for number in (1, 2, 3)]
         assert (await holding).body == b"held"
         assert [answer(reply)["number"] for reply in await asyncio.gather(*behind)] == [2, 4, 6]
         assert answer(behind[0].result())["by"] == "prepare"
@@ -104,10 +107,10 @@ def test_rows_are_prepared_while_the_batch_before_them_runs(served):
 def test_a_row_that_cannot_be_prepared_fails_alone(served):
     async def scenario():
         made = served(max_batch_size=4)
-        rows = [made.submit(call(value)) for value in (1, "wrong", 3, "broken")]
+        rows = [made.submit(make_request(value)) for value in (1, "wrong", 3, "broken")]
         first, wrong, third, broken = await asyncio.gather(*rows, return_exceptions=True)
         assert answer(first)["number"] == 2 and answer(third)["number"] == 6
-        assert isinstance(wrong, HandlerSaid) and wrong.code == 400
+        assert isinstance(wrong, HandlerRejected) and wrong.code == 400
         assert isinstance(broken, HandlerFailed) and "ValueError: broken" in broken.detail
 
     asyncio.run(scenario())
@@ -115,15 +118,17 @@ def test_a_row_that_cannot_be_prepared_fails_alone(served):
 
 def test_no_more_rows_are_prepared_than_the_next_two_batches_take(served):
     async def scenario():
-        begun = []
+        future = []
         made = served(max_batch_size=2, queue_size=50)
         prepare = made._prepare
-        made._prepare = lambda call: begun.append(call) or prepare(call)
-        rows = [asyncio.ensure_future(made.submit(call(number))) for number in range(20)]
+        made._prepare = lambda request: future.append(request) or prepare(request)
+        rows = [asyncio.ensure_future(made.submit(make_request(number))) for number in range(20)]
         await asyncio.sleep(0)
-        assert len(begun) == 4
-        assert [answer(reply)["number"] for reply in await asyncio.gather(*rows)] == [2 * n for n in range(20)]
-        assert len(begun) <= 20
+        assert len(future) == 4
+        assert [answer(reply)["number"] for reply in await asyncio.gather(*rows)] == [
+            2 * n for n in range(20)
+        ]
+        assert len(future) <= 20
 
     asyncio.run(scenario())
 
@@ -132,10 +137,10 @@ def test_a_caller_that_leaves_takes_its_row_out(served):
     async def scenario():
         made = served(max_batch_size=1)
         holding = await hold(made)
-        leaving = asyncio.ensure_future(made.submit(call(1)))
+        leaving = asyncio.ensure_future(made.submit(make_request(1)))
         await asyncio.sleep(0)
         leaving.cancel()
-        staying = asyncio.ensure_future(made.submit(call(2)))
+        staying = asyncio.ensure_future(made.submit(make_request(2)))
         await holding
         assert answer(await staying)["number"] == 4
         assert made.pending == 0
@@ -145,12 +150,12 @@ def test_a_caller_that_leaves_takes_its_row_out(served):
 
 def test_with_tickets_a_busy_model_takes_no_row(served):
     async def scenario():
-        made = served(max_batch_size=1, tickets=True)
+        made = served(max_batch_size=1, use_job_ticket=True)
         holding = await hold(made)
         with pytest.raises(QueueFull, match="no worker"):
-            await made.submit(call(1))
-        made._prepare(call(1))  # lets the held batch go
+            await made.submit(make_request(1))
+        made._prepare(make_request(1))  # lets the held batch go
         await holding
-        assert answer(await made.submit(call(1)))["number"] == 2
+        assert answer(await made.submit(make_request(1)))["number"] == 2
 
     asyncio.run(scenario())

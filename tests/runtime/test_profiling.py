@@ -1,4 +1,6 @@
-"""What ``profile:`` writes: a trace that opens, of the first batches after warm-up, and nothing afterwards."""
+"""What ``profile:`` writes: a trace that opens, of the first batches after warm-up, and nothing
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.errors import HandlerFailed, StartFailed
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
-from serve_app.types import Call, Input, ModelSpec
 
 LINEAR = """
 import torch
@@ -64,17 +67,19 @@ def runner(tmp_path: Path, own_process: None) -> Callable[..., Runner]:
     return make
 
 
-def call(*numbers: float) -> Call:
-    return Call("m", inputs=(Input("body", json.dumps(numbers).encode(), "application/json"),), request_id="id")
+def make_request(*numbers: float) -> InferenceRequest:
+    return InferenceRequest(
+        "m", inputs=(InputPart("body", json.dumps(numbers).encode(), "application/json"),), request_id="id"
+    )
 
 
 def ask(runner: Runner, *numbers: float) -> Any:
-    [answer] = runner.run([call(*numbers)], lambda *_: None)
+    [answer] = runner.run([make_request(*numbers)], lambda *_: None)
     return answer
 
 
-def trace(directory: Path, count: int = 1) -> dict[str, Any]:
-    """The newest of ``count`` traces, once they are written."""
+def format_traceback(directory: Path, count: int = 1) -> dict[str, Any]:
+    """Return the newest of ``count`` traces, once they are written."""
     deadline = time.monotonic() + 30
     while len(found := sorted(directory.glob("logs/profiles/[!.]*"))) < count:
         assert time.monotonic() < deadline, list(directory.rglob("*"))
@@ -84,9 +89,13 @@ def trace(directory: Path, count: int = 1) -> dict[str, Any]:
         return json.load(file)
 
 
-def named(trace: dict[str, Any], *names: str) -> list[str]:
+def named(format_traceback: dict[str, Any], *names: str) -> list[str]:
     """Which of these spans the trace has, in their order."""
-    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event["name"] in names]
+    spans = [
+        event
+        for event in format_traceback["traceEvents"]
+        if event.get("ph") == "X" and event["name"] in names
+    ]
     assert all({"ts", "dur", "pid", "tid", "cat"} <= set(span) for span in spans)
     return [span["name"] for span in sorted(spans, key=lambda span: span["ts"])]
 
@@ -100,9 +109,14 @@ def test_the_first_batches_after_warm_up_are_traced(
     ask(made, 1, 2)
     assert isinstance(ask(made, -1, 2), HandlerFailed)
     ask(made, 1, 2)
-    written = trace(tmp_path)
+    written = format_traceback(tmp_path)
     stages = ["preprocess", "inference", "postprocess"]
-    assert named(written, "batch 1", "batch 2", "batch 3", *stages) == ["batch 1", *stages, "batch 2", *stages[:2]]
+    assert named(written, "batch 1", "batch 2", "batch 3", *stages) == [
+        "batch 1",
+        *stages,
+        "batch 2",
+        *stages[:2],
+    ]
     assert named(written, "aten::linear") == ["aten::linear"], "the second batch failed before it"
     [file] = tmp_path.glob("logs/profiles/*")
     assert file.name.startswith("m--1.0-") and file.name.endswith(".json.gz")
@@ -119,12 +133,14 @@ def test_an_asynchronous_handler(runner: Any, tmp_path: Path) -> None:
     made = runner(ENGINE, profile=True)
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*(made.run_async([call(1.0, 2.0)], lambda *_: None) for _ in range(5)))
+        return await asyncio.gather(
+            *(made.run_async([make_request(1.0, 2.0)], lambda *_: None) for _ in range(5))
+        )
 
     answers = made.loop.run_until_complete(together())
     made.loop.close()
     assert all(len(json.loads(reply.body)) == 3 for [reply] in answers)
-    assert "aten::linear" in named(trace(tmp_path), "aten::linear")
+    assert "aten::linear" in named(format_traceback(tmp_path), "aten::linear")
 
 
 def test_the_newest_ten_traces_are_kept(runner: Any, tmp_path: Path) -> None:
@@ -161,8 +177,10 @@ def test_where_torchserve_s_variable_traces_already(
     assert len(list((tmp_path / "pytorch_profiler" / "m").iterdir())) > 3
 
 
-@pytest.mark.parametrize("asked", ["yes", 5, {"active": 0}, {"active": 101}, {"activ": 3}, {"active": True}])
-def test_what_cannot_be_asked(runner: Any, asked: Any) -> None:
+@pytest.mark.parametrize(
+    "requested", ["yes", 5, {"active": 0}, {"active": 101}, {"activ": 3}, {"active": True}]
+)
+def test_invalid_options(runner: Any, requested: Any) -> None:
     with pytest.raises(StartFailed) as refused:
-        runner(LINEAR, profile=asked)
+        runner(LINEAR, profile=requested)
     assert "must be true, false or {active: BATCHES}, from 1 to 100" in refused.value.detail

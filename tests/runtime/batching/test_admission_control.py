@@ -8,19 +8,20 @@ import time
 
 import pytest
 
-from serve_app.errors import DeadlineExceeded, Loading, ResponseTimeout
-from serve_app.runtime.author import Author
-from serve_app.runtime.batcher import Batcher
-from serve_app.runtime.concurrent import ConcurrentBatcher
-from serve_app.runtime.continuous import ContinuousBatcher
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
+from serve_app.errors import DeadlineExceeded, ModelLoading, ResponseTimeout
+from serve_app.runtime.batching.async_batcher import AsyncBatcher
+from serve_app.runtime.batching.batcher import Batcher
+from serve_app.runtime.batching.continuous_batcher import ContinuousBatcher
+from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Input, ModelRef, Reply
 
 REF = ModelRef("m", "1.0")
 
 
-def call(name: str, **more) -> Call:
-    return Call("m", None, (Input("body", b"x", "text/plain"),), request_id=name, **more)
+def make_request(name: str, **more) -> InferenceRequest:
+    return InferenceRequest("m", None, (InputPart("body", b"x", "text/plain"),), request_id=name, **more)
 
 
 class Model:
@@ -30,34 +31,40 @@ class Model:
         self.turn = threading.Semaphore(0)
         self.runs: list[list[str]] = []
 
-    def run(self, calls, emit) -> list[Reply]:
-        self.runs.append([call.request_id for call in calls])
-        for i, asked in enumerate(calls):
-            if asked.request_id == "stream":
-                emit(i, Reply(b"first"))
+    def run(self, requests, emit) -> list[InferenceResponse]:
+        self.runs.append([request.request_id for request in requests])
+        for i, requested in enumerate(requests):
+            if requested.request_id == "stream":
+                emit(i, InferenceResponse(b"first"))
         assert self.turn.acquire(timeout=60)
-        return [Reply(call.request_id.encode()) for call in calls]
+        return [InferenceResponse(request.request_id.encode()) for request in requests]
 
-    async def run_async(self, calls, emit) -> list[Reply]:
-        self.runs.append([calls[0].request_id])
-        if calls[0].request_id == "stream":
-            emit(0, Reply(b"first"))
+    async def run_async(self, requests, emit) -> list[InferenceResponse]:
+        self.runs.append([requests[0].request_id])
+        if requests[0].request_id == "stream":
+            emit(0, InferenceResponse(b"first"))
         while not self.turn.acquire(blocking=False):
             await asyncio.sleep(0)
-        return [Reply(calls[0].request_id.encode())]
+        return [InferenceResponse(requests[0].request_id.encode())]
 
 
-def queued(kind, model: Model, **bounds):
-    return kind(model.run, REF, Meters(), **bounds)
+def queued(kind, model: Model, **limits):
+    return kind(model.run, REF, Meters(), **limits)
 
 
-def concurrent(model: Model, **bounds) -> ConcurrentBatcher:
-    return ConcurrentBatcher(model.run_async, asyncio.new_event_loop(), REF, Meters(), author=Author(), **bounds)
+def concurrent(model: Model, **limits) -> AsyncBatcher:
+    return AsyncBatcher(
+        model.run_async, asyncio.new_event_loop(), REF, Meters(), handler_thread=HandlerThread(), **limits
+    )
 
 
 EVERY = pytest.mark.parametrize(
     "make",
-    [lambda *a, **k: queued(Batcher, *a, **k), lambda *a, **k: queued(ContinuousBatcher, *a, **k), concurrent],
+    [
+        lambda *a, **k: queued(Batcher, *a, **k),
+        lambda *a, **k: queued(ContinuousBatcher, *a, **k),
+        concurrent,
+    ],
     ids=["batches", "continuous", "concurrent"],
 )
 QUEUED = pytest.mark.parametrize("kind", [Batcher, ContinuousBatcher])
@@ -77,13 +84,13 @@ def test_calls_that_came_together_are_answered_each_by_its_own(make) -> None:
         model = Model()
         model.turn.release(9)
         batcher = make(model)
-        late = call("late", deadline=time.time() - 1)
-        first, second, third = await batcher.submit_all([call("a"), late, call("b")])
+        late = make_request("late", deadline=time.time() - 1)
+        first, second, third = await batcher.submit_all([make_request("a"), late, make_request("b")])
         assert (first.body, third.body) == (b"a", b"b") and isinstance(second, DeadlineExceeded)
         assert await batcher.submit_all([]) == []
         await batcher.close()
-        [refused] = await batcher.submit_all([call("c")])
-        assert isinstance(refused, Loading) and "its replica is stopping" in str(refused.args)
+        [refused] = await batcher.submit_all([make_request("c")])
+        assert isinstance(refused, ModelLoading) and "its replica is stopping" in str(refused.args)
 
     asyncio.run(scenario())
 
@@ -95,14 +102,16 @@ def test_who_leaves_with_all_his_calls_leaves_nothing_behind(make) -> None:
     async def scenario() -> None:
         model = Model()
         batcher = make(model)
-        together = asyncio.ensure_future(batcher.submit_all([call("stream"), call("a"), call("b")]))
+        together = asyncio.ensure_future(
+            batcher.submit_all([make_request("stream"), make_request("a"), make_request("b")])
+        )
         await until(lambda: model.runs)
         together.cancel()
         with pytest.raises(asyncio.CancelledError):
             await together
         model.turn.release(9)
         await until(lambda: batcher.ongoing == 0)
-        assert (await batcher.submit(call("next"))).body == b"next"
+        assert (await batcher.submit(make_request("next"))).body == b"next"
         await asyncio.wait_for(batcher.close(), 60)
 
     asyncio.run(scenario())
@@ -113,13 +122,13 @@ def test_who_is_too_late_hears_when_to_come_again(make) -> None:
     async def scenario() -> None:
         model = Model()
         batcher = make(model)
-        asked = [asyncio.ensure_future(batcher.submit(call("a")))]
+        requested = [asyncio.ensure_future(batcher.submit(make_request("a")))]
         await until(lambda: model.runs)
         with pytest.raises(DeadlineExceeded) as caught:
-            await batcher.submit(call("late", deadline=time.time() + 0.02))
+            await batcher.submit(make_request("late", deadline=time.time() + 0.02))
         assert caught.value.__dict__["retry_after"] >= 1
         model.turn.release(9)
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requested)
         await batcher.close()
 
     asyncio.run(scenario())
@@ -130,7 +139,7 @@ def test_a_new_time_limit_holds_for_what_runs_already(kind) -> None:
     async def scenario() -> None:
         model, hung = Model(), []
         batcher = queued(kind, model, response_timeout=1000, on_hung=hung.append)
-        waits = asyncio.ensure_future(batcher.submit(call("a")))
+        waits = asyncio.ensure_future(batcher.submit(make_request("a")))
         await until(lambda: model.runs)
         batcher.configure(response_timeout=0.01)
         with pytest.raises(ResponseTimeout):
@@ -146,14 +155,18 @@ def test_shadows_are_let_in_as_far_as_two_batches_go(kind) -> None:
     async def scenario() -> None:
         model = Model()
         batcher = queued(kind, model, max_batch_size=20)
-        live = asyncio.ensure_future(batcher.submit(call("a")))
+        live = asyncio.ensure_future(batcher.submit(make_request("a")))
         await until(lambda: model.runs)
-        copies = [asyncio.ensure_future(batcher.submit(call("copy", priority="shadow"))) for _ in range(41)]
+        copies = [
+            asyncio.ensure_future(batcher.submit(make_request("copy", priority="shadow"))) for _ in range(41)
+        ]
         await until(lambda: copies[40].done())
-        assert "40 shadows wait" in copies[40].exception().detail and not any(copy.done() for copy in copies[:40])
+        assert "40 shadows wait" in copies[40].exception().detail and not any(
+            copy.done() for copy in copies[:40]
+        )
         closing = asyncio.ensure_future(batcher.close())
         for refused in await asyncio.gather(*copies[:40], return_exceptions=True):
-            assert isinstance(refused, Loading)
+            assert isinstance(refused, ModelLoading)
         model.turn.release()
         assert (await live).body == b"a"
         await closing

@@ -7,11 +7,19 @@ import time
 
 import pytest
 
-from serve_app.errors import DeadlineExceeded, HandlerFailed, HandlerSaid, Loading, QueueFull, WorkerDied
-from serve_app.runtime.author import Author
-from serve_app.runtime.concurrent import ConcurrentBatcher
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
+from serve_app.errors import (
+    DeadlineExceeded,
+    HandlerFailed,
+    HandlerRejected,
+    ModelLoading,
+    QueueFull,
+    ReplicaDied,
+)
+from serve_app.runtime.batching.async_batcher import AsyncBatcher
+from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Input, ModelRef, ReplyStream
 
 # An engine: `meet` answers when as many calls are under way as it says; the others do as they say.
 ENGINE = """
@@ -63,30 +71,32 @@ class Engine:
 """
 
 
-def call(request_id="", deadline=None, priority="normal", **order):
-    body = Input("body", json.dumps(order).encode(), "application/json")
-    return Call("m", inputs=(body,), request_id=request_id, deadline=deadline, priority=priority)
+def make_request(request_id="", deadline=None, priority="normal", **order):
+    body = InputPart("body", json.dumps(order).encode(), "application/json")
+    return InferenceRequest("m", inputs=(body,), request_id=request_id, deadline=deadline, priority=priority)
 
 
 @pytest.fixture
 def engine(make_runner):
-    """``async with engine(...) as batcher``: loaded and warmed in the author's thread, as a replica does it."""
+    """Return a context manager of a batcher that is loaded and warmed up in the handler thread, as in a
+    replica.
+    """
 
     class Served:
         def __init__(self, **settings):
             self.settings = settings
 
         async def __aenter__(self):
-            author = Author()
+            handler_thread = HandlerThread()
             self.runner = make_runner(ENGINE)
-            await asyncio.get_running_loop().run_in_executor(author, self.runner.load)
-            await asyncio.get_running_loop().run_in_executor(author, self.runner.warm_up)
-            self.batcher = ConcurrentBatcher(
+            await asyncio.get_running_loop().run_in_executor(handler_thread, self.runner.load)
+            await asyncio.get_running_loop().run_in_executor(handler_thread, self.runner.warm_up)
+            self.batcher = AsyncBatcher(
                 self.runner.run_async,
                 self.runner.loop,
                 ModelRef("m", "1.0"),
                 Meters(),
-                author=author,
+                handler_thread=handler_thread,
                 **self.settings,
             )
             self.batcher.handler = self.runner._handle.instance
@@ -94,7 +104,7 @@ def engine(make_runner):
 
         async def __aexit__(self, *_):
             await asyncio.wait_for(self.batcher.close(), 60)
-            await asyncio.to_thread(self.batcher.author.shutdown)
+            await asyncio.to_thread(self.batcher.handler_thread.shutdown)
 
     return Served
 
@@ -109,7 +119,7 @@ async def until(condition):
 def test_calls_are_under_way_together_each_with_a_context_of_its_own(engine):
     async def scenario():
         async with engine() as made:
-            replies = await asyncio.gather(*(made.submit(call(f"r{i}", meet=20)) for i in range(20)))
+            replies = await asyncio.gather(*(made.submit(make_request(f"r{i}", meet=20)) for i in range(20)))
             assert [reply.body.decode() for reply in replies] == [f"r{i}" for i in range(20)]
             assert [dict(reply.headers)["x-name"] for reply in replies] == [f"r{i}" for i in range(20)]
             assert all(reply.timings.inference > 0 and reply.timings.batch_size == 1 for reply in replies)
@@ -122,8 +132,8 @@ def test_the_handler_runs_in_the_authors_thread(engine):
     async def scenario():
         async with engine() as made:
             before = {thread.name for thread in threading.enumerate()}
-            assert "author" in before
-            await made.submit(call("r"))
+            assert "handler" in before
+            await made.submit(make_request("r"))
             assert {thread.name for thread in threading.enumerate()} == before
 
     asyncio.run(scenario())
@@ -132,10 +142,12 @@ def test_the_handler_runs_in_the_authors_thread(engine):
 def test_streams_run_beside_each_other(engine):
     async def scenario():
         async with engine() as made:
-            streams = await asyncio.gather(*(made.submit(call(f"r{i}", meet=3, stream=["a", "b"])) for i in range(3)))
+            streams = await asyncio.gather(
+                *(made.submit(make_request(f"r{i}", meet=3, stream=["a", "b"])) for i in range(3))
+            )
             for index, stream in enumerate(streams):
-                assert isinstance(stream, ReplyStream) and stream.head.content_type == "text/plain"
-                assert [piece async for piece in stream] == [b"a", b"b", b"r%d" % index]
+                assert isinstance(stream, ResponseStream) and stream.head.content_type == "text/plain"
+                assert [chunk async for chunk in stream] == [b"a", b"b", b"r%d" % index]
 
     asyncio.run(scenario())
 
@@ -143,13 +155,17 @@ def test_streams_run_beside_each_other(engine):
 def test_errors_are_their_own_calls(engine):
     async def scenario():
         async with engine() as made:
-            calls = [call("a", **{"raise": "wrong"}), call("b", say="a teapot"), call("c")]
-            failed, said, well = await asyncio.gather(*map(made.submit, calls), return_exceptions=True)
+            requests = [
+                make_request("a", **{"raise": "wrong"}),
+                make_request("b", say="a teapot"),
+                make_request("c"),
+            ]
+            failed, result, well = await asyncio.gather(*map(made.submit, requests), return_exceptions=True)
             assert isinstance(failed, HandlerFailed) and "ValueError: wrong" in failed.detail
-            assert isinstance(said, HandlerSaid) and said.code == 418
+            assert isinstance(result, HandlerRejected) and result.code == 418
             assert well.body == b"c"
-            [first, second] = await made.submit_all([call("d"), call("e", say="no")])
-            assert first.body == b"d" and isinstance(second, HandlerSaid)
+            [first, second] = await made.submit_all([make_request("d"), make_request("e", say="no")])
+            assert first.body == b"d" and isinstance(second, HandlerRejected)
 
     asyncio.run(scenario())
 
@@ -159,16 +175,16 @@ def test_a_caller_that_leaves_cancels_its_handler(engine, way):
     async def scenario():
         async with engine() as made:
             if way == "stream":
-                stream = await made.submit(call("gone", stream=["a"], hang=True))
+                stream = await made.submit(make_request("gone", stream=["a"], hang=True))
                 await until(lambda: made.handler.hanging)
                 await stream.aclose()
             else:
-                waiting = made.enqueue(call("gone", hang=True)) if way == "enqueue" else None
-                waiting = waiting or asyncio.ensure_future(made.submit(call("gone", hang=True)))
+                waiting = made.enqueue(make_request("gone", hang=True)) if way == "enqueue" else None
+                waiting = waiting or asyncio.ensure_future(made.submit(make_request("gone", hang=True)))
                 await until(lambda: made.handler.hanging)
                 waiting.cancel()
             await until(lambda: made.handler.cancelled == ["gone"] and made.pending == 0)
-            assert (await made.submit(call("next"))).body == b"next"
+            assert (await made.submit(make_request("next"))).body == b"next"
 
     asyncio.run(scenario())
 
@@ -177,8 +193,8 @@ def test_a_caller_that_leaves_at_once_leaves_nothing_behind(engine):
     async def scenario():
         async with engine() as made:
             for _ in range(20):
-                made.enqueue(call("gone", hang=True)).cancel()
-                leaving = made.enqueue(call("gone", hang=True))
+                made.enqueue(make_request("gone", hang=True)).cancel()
+                leaving = made.enqueue(make_request("gone", hang=True))
                 await asyncio.sleep(0)
                 leaving.cancel()
             await until(lambda: made.pending == 0)
@@ -191,36 +207,38 @@ def test_a_slow_call_is_cancelled_and_the_replica_goes_on(engine):
 
     async def scenario():
         async with engine(response_timeout=1.0, on_hung=hung.append) as made:
-            slow = asyncio.ensure_future(made.submit(call("slow", hang=True)))
-            with pytest.raises(WorkerDied) as caught:
+            slow = asyncio.ensure_future(made.submit(make_request("slow", hang=True)))
+            with pytest.raises(ReplicaDied) as caught:
                 await slow
             assert "response_timeout (1 s)" in caught.value.detail
             await until(lambda: made.handler.cancelled == ["slow"])
-            assert (await made.submit(call("next"))).body == b"next"
+            assert (await made.submit(make_request("next"))).body == b"next"
             with pytest.raises(DeadlineExceeded):
-                await made.submit(call("late", deadline=time.time() + 0.05, hang=True))
+                await made.submit(make_request("late", deadline=time.time() + 0.05, hang=True))
             with pytest.raises(DeadlineExceeded):
-                await made.submit(call("later", deadline=time.time() - 1))
+                await made.submit(make_request("later", deadline=time.time() - 1))
 
     asyncio.run(scenario())
     assert not hung
 
 
 def test_a_blocked_loop_ends_the_replica(engine, monkeypatch):
-    monkeypatch.setattr("serve_app.runtime.concurrent._GRACE", 0.2)
+    monkeypatch.setattr("serve_app.runtime.batching.async_batcher._PROBE_TIMEOUT_S", 0.2)
     hung = []
 
     async def scenario():
         async with engine(response_timeout=0.1, on_hung=hung.append) as made:
-            blocking = asyncio.ensure_future(made.submit(call("blocking", block=4.0)))
-            behind = asyncio.ensure_future(made.submit(call("behind", meet=2)))
-            assert isinstance(await asyncio.wait_for(asyncio.gather(blocking, return_exceptions=True), 60), list)
-            assert isinstance(blocking.exception(), WorkerDied)
+            blocking = asyncio.ensure_future(made.submit(make_request("blocking", block=4.0)))
+            behind = asyncio.ensure_future(made.submit(make_request("behind", meet=2)))
+            assert isinstance(
+                await asyncio.wait_for(asyncio.gather(blocking, return_exceptions=True), 60), list
+            )
+            assert isinstance(blocking.exception(), ReplicaDied)
             await asyncio.wait([behind], timeout=60)
-            assert isinstance(behind.exception(), WorkerDied)
+            assert isinstance(behind.exception(), ReplicaDied)
             await until(lambda: hung and "time.sleep" in hung[0])
-            with pytest.raises(Loading):
-                await made.submit(call("after"))
+            with pytest.raises(ModelLoading):
+                await made.submit(make_request("after"))
 
     asyncio.run(scenario())
 
@@ -228,12 +246,12 @@ def test_a_blocked_loop_ends_the_replica(engine, monkeypatch):
 def test_more_calls_than_the_queue_allows_are_refused(engine):
     async def scenario():
         async with engine(queue_size=2) as made:
-            first = [asyncio.ensure_future(made.submit(call(f"r{i}", meet=3))) for i in range(2)]
+            first = [asyncio.ensure_future(made.submit(make_request(f"r{i}", meet=3))) for i in range(2)]
             await until(lambda: made.handler.waiting == 2)
             with pytest.raises(QueueFull):
-                await made.submit(call("third", meet=3))
+                await made.submit(make_request("third", meet=3))
             made.configure(queue_size=3, max_batch_size=7)
-            third = await made.submit(call("third", meet=3))
+            third = await made.submit(make_request("third", meet=3))
             assert third.body == b"third" and [f.body for f in await asyncio.gather(*first)] == [b"r0", b"r1"]
 
     asyncio.run(scenario())
@@ -243,16 +261,16 @@ def test_a_stopping_replica_answers_what_it_took(engine):
     async def scenario():
         served = engine()
         made = await served.__aenter__()
-        waiting = asyncio.ensure_future(made.submit(call("last", meet=2)))
+        waiting = asyncio.ensure_future(made.submit(make_request("last", meet=2)))
         await until(lambda: made.handler.waiting == 1)
         closing = asyncio.ensure_future(made.close())
         await asyncio.sleep(0)
-        with pytest.raises(Loading):
-            await made.submit(call("more"))
+        with pytest.raises(ModelLoading):
+            await made.submit(make_request("more"))
         served.runner.loop.call_soon_threadsafe(made.handler.met.set)
         assert (await waiting).body == b"last"
         await asyncio.wait_for(closing, 60)
-        await asyncio.to_thread(made.author.shutdown)
+        await asyncio.to_thread(made.handler_thread.shutdown)
 
     asyncio.run(scenario())
 
@@ -260,20 +278,23 @@ def test_a_stopping_replica_answers_what_it_took(engine):
 def test_shadows_are_begun_only_beside_nobody_and_count_nowhere(engine):
     async def scenario():
         async with engine(queue_size=1) as made:
-            shadows = [asyncio.ensure_future(made.submit(call(f"s{i}", meet=17, priority="shadow"))) for i in range(16)]
+            shadows = [
+                asyncio.ensure_future(made.submit(make_request(f"s{i}", meet=17, priority="shadow")))
+                for i in range(16)
+            ]
             await until(lambda: made.handler.waiting == 16)
             assert made.pending == 0
             with pytest.raises(QueueFull) as caught:
-                await made.submit(call("s16", priority="shadow"))
+                await made.submit(make_request("s16", priority="shadow"))
             assert caught.value.detail == "16 shadows are under way"
-            live = asyncio.ensure_future(made.submit(call("live", hang=True)))
+            live = asyncio.ensure_future(made.submit(make_request("live", hang=True)))
             await until(lambda: made.handler.hanging)
             with pytest.raises(QueueFull) as caught:
-                await made.submit(call("s16", priority="shadow"))
+                await made.submit(make_request("s16", priority="shadow"))
             assert caught.value.detail == "shadows are begun only while no other call is under way"
             live.cancel()
             await until(lambda: made.pending == 0)
-            await made.submit(call("last", meet=17))
+            await made.submit(make_request("last", meet=17))
             assert len(await asyncio.gather(*shadows)) == 16
 
     asyncio.run(scenario())
@@ -282,32 +303,32 @@ def test_shadows_are_begun_only_beside_nobody_and_count_nowhere(engine):
 def test_a_refusal_says_when_a_place_will_be_free(engine):
     async def scenario():
         async with engine(queue_size=1) as made:
-            await made.submit(call("slow", block=1.1))
-            live = asyncio.ensure_future(made.submit(call("live", hang=True)))
+            await made.submit(make_request("slow", block=1.1))
+            live = asyncio.ensure_future(made.submit(make_request("live", hang=True)))
             await until(lambda: made.handler.hanging)
             with pytest.raises(QueueFull) as caught:
-                await made.submit(call("more"))
+                await made.submit(make_request("more"))
             assert caught.value.retry_after == 2
             live.cancel()
 
     asyncio.run(scenario())
 
 
-def test_who_is_abandoned_is_told_at_once(engine):
+def test_abandoned_rows_are_cancelled_at_once(engine):
     async def scenario():
         async with engine() as made:
-            asked = call("streams", stream=["a"], hang=True)
-            stream = aiter(await made.submit(asked))
+            requested = make_request("streams", stream=["a"], hang=True)
+            stream = aiter(await made.submit(requested))
             assert await stream.__anext__() == b"a"
-            live = asyncio.ensure_future(made.submit(call("live", hang=True)))
+            live = asyncio.ensure_future(made.submit(make_request("live", hang=True)))
             await until(lambda: made.pending == 2)
-            made.abandon(WorkerDied("a rank is lost"), "its replica is being replaced")
+            made.abandon(ReplicaDied("a rank is lost"), "its replica is being replaced")
             for waits in (live, stream.__anext__()):
-                with pytest.raises(WorkerDied) as caught:
+                with pytest.raises(ReplicaDied) as caught:
                     await waits
                 assert caught.value.args == ("a rank is lost",)
-            with pytest.raises(Loading):
-                await made.submit(call("next"))
+            with pytest.raises(ModelLoading):
+                await made.submit(make_request("next"))
             assert made.pending == 0
 
     asyncio.run(scenario())
@@ -319,7 +340,7 @@ def test_a_handler_says_in_its_own_thread_that_it_is_not_well(engine):
         async with served as made:
             await served.runner.check_health()
             made.handler.ill = True
-            with pytest.raises(RuntimeError, match="it is ill, in author"):
+            with pytest.raises(RuntimeError, match="it is ill, in handler"):
                 await served.runner.check_health()
 
     asyncio.run(scenario())

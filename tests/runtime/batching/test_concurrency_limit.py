@@ -5,17 +5,18 @@ import threading
 
 import pytest
 
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.errors import QuotaExceeded
-from serve_app.runtime.batcher import Batcher
-from serve_app.runtime.quota import Quota
+from serve_app.runtime.batching.batcher import Batcher
+from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Input, ModelRef, Reply, ReplyStream
 
 REF = ModelRef("m", "1.0")
 
 
-def call(text, **fields):
-    return Call("m", inputs=(Input("body", text.encode()),), **fields)
+def make_request(text, **fields):
+    return InferenceRequest("m", inputs=(InputPart("body", text.encode()),), **fields)
 
 
 class Model:
@@ -24,12 +25,12 @@ class Model:
     def __init__(self):
         self.turn = threading.Semaphore(0)
 
-    def run(self, calls, emit):
+    def run(self, requests, emit):
         assert self.turn.acquire(timeout=60)
-        for i, each in enumerate(calls):
+        for i, each in enumerate(requests):
             if each.inputs[0].value.startswith(b"s"):
-                emit(i, Reply(b"piece"))
-        return [Reply(each.inputs[0].value) for each in calls]
+                emit(i, InferenceResponse(b"piece"))
+        return [InferenceResponse(each.inputs[0].value) for each in requests]
 
 
 @pytest.fixture
@@ -40,8 +41,8 @@ def served():
         async def main():
             model = Model()
             batcher = Batcher(model.run, REF, Meters(), max_batch_size=1)
-            quota = Quota(batcher, REF)
-            quota.allot(limit, replicas)
+            quota = ConcurrencyLimit(batcher, REF)
+            quota.set_limit(limit, replicas)
             await scenario(quota, model)
             model.turn.release(100)
             await batcher.close()
@@ -53,25 +54,25 @@ def served():
 
 async def refused(quota):
     with pytest.raises(QuotaExceeded) as caught:
-        await quota.submit(call("x"))
+        await quota.submit(make_request("x"))
     return caught.value
 
 
 def test_the_share_is_full_until_a_call_has_its_answer(served):
     async def scenario(quota, model):
-        tasks = [asyncio.ensure_future(quota.submit(call(t))) for t in "ab"]
+        tasks = [asyncio.ensure_future(quota.submit(make_request(t))) for t in "ab"]
         await asyncio.sleep(0)
         error = await refused(quota)
-        assert (error.args, error.reason, error.retry_after) == (("m", "1.0", 5), "quota", 1)
+        assert (error.args, error.reason, error.retry_after) == (("m", "1.0", 5), "quota_exceeded", 1)
         with pytest.raises(QuotaExceeded):
-            quota.enqueue(call("x"))
+            quota.enqueue(make_request("x"))
         model.turn.release()
         await tasks[0]
-        row = quota.enqueue(call("c"))
+        row = quota.enqueue(make_request("c"))
         await refused(quota)
         row.cancel()  # its caller left
         await asyncio.sleep(0)
-        tasks.append(asyncio.ensure_future(quota.submit(call("d"))))
+        tasks.append(asyncio.ensure_future(quota.submit(make_request("d"))))
         await asyncio.sleep(0)
         await refused(quota)
         model.turn.release(3)
@@ -82,11 +83,11 @@ def test_the_share_is_full_until_a_call_has_its_answer(served):
 
 def test_every_replica_lets_at_least_one_through(served):
     async def scenario(quota, model):
-        task = asyncio.ensure_future(quota.submit(call("a")))
+        task = asyncio.ensure_future(quota.submit(make_request("a")))
         await asyncio.sleep(0)
         await refused(quota)
-        quota.allot(0, 8)  # no limit any more
-        more = asyncio.ensure_future(quota.submit(call("b")))
+        quota.set_limit(0, 8)  # no limit any more
+        more = asyncio.ensure_future(quota.submit(make_request("b")))
         model.turn.release(2)
         assert [(await each).body for each in (task, more)] == [b"a", b"b"]
 
@@ -99,18 +100,18 @@ def test_a_stream_counts_until_it_ends(served, way, ends):
     async def scenario(quota, model):
         model.turn.release()
         if way == "submit_all":
-            [stream] = await quota.submit_all([call("s")])
+            [stream] = await quota.submit_all([make_request("s")])
         else:
-            stream = await getattr(quota, way)(call("s"))
-        assert isinstance(stream, ReplyStream)
+            stream = await getattr(quota, way)(make_request("s"))
+        assert isinstance(stream, ResponseStream)
         await refused(quota)
         if ends == "read":
-            assert [piece async for piece in stream] == [b"piece", b"s"]
+            assert [chunk async for chunk in stream] == [b"piece", b"s"]
         else:
             await stream.aclose()
             await stream.aclose()
         model.turn.release()
-        assert (await quota.submit(call("a"))).body == b"a"
+        assert (await quota.submit(make_request("a"))).body == b"a"
 
     served(scenario, limit=1)
 
@@ -118,16 +119,21 @@ def test_a_stream_counts_until_it_ends(served, way, ends):
 def test_of_rows_that_came_together_those_over_the_limit_are_refused_alone(served):
     async def scenario(quota, model):
         model.turn.release(3)
-        rows = [call("a"), call("b"), call("mirror", priority="shadow"), call("c")]
+        rows = [
+            make_request("a"),
+            make_request("b"),
+            make_request("mirror", priority="shadow"),
+            make_request("c"),
+        ]
         a, b, mirror, c = await quota.submit_all(rows)
         assert (a.body, b.body, mirror.body) == (b"a", b"b", b"mirror")
         assert isinstance(c, QuotaExceeded)
-        task = asyncio.ensure_future(quota.submit_all([call("a"), call("b")]))
+        task = asyncio.ensure_future(quota.submit_all([make_request("a"), make_request("b")]))
         await asyncio.sleep(0)
         await refused(quota)
         task.cancel()
         await asyncio.wait([task])
         model.turn.release(3)
-        assert (await quota.submit(call("a"))).body == b"a"
+        assert (await quota.submit(make_request("a"))).body == b"a"
 
     served(scenario, limit=2)

@@ -6,18 +6,21 @@ import time
 
 import pytest
 
-from serve_app.runtime.batcher import Batcher
-from serve_app.runtime.padding import MOST, fitting
+from serve_app.domain.model import ModelRef
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
+from serve_app.runtime.batching.batcher import Batcher
+from serve_app.runtime.batching.length_bucketing import MAX_PADDING, select_similar
 from serve_app.runtime.runner import Runner
 from serve_app.telemetry.metrics import Meters
-from serve_app.types import Call, Input, ModelRef, Reply
 
 REF = ModelRef("m", "1.0")
 
 
 def lengths(first, others, size):
-    """What ``fitting`` takes, rows told apart by where they stood."""
-    taken = fitting((first, (first, -1)), [(length, (length, i)) for i, length in enumerate(others)], size)
+    """Return the rows that ``select_similar`` takes, as their positions."""
+    taken = select_similar(
+        (first, (first, -1)), [(length, (length, i)) for i, length in enumerate(others)], size
+    )
     return [length for length, _ in taken], [i for _, i in taken]
 
 
@@ -36,7 +39,7 @@ def test_a_batch_ends_where_padding_would_be_too_much():
     for first in (8, 40, 128):
         rows, _ = lengths(first, list(range(8, 128, 5)), 16)
         assert rows[0] == first and 1 < len(rows) <= 16
-        assert 1 - sum(rows) / (len(rows) * max(rows)) <= MOST
+        assert 1 - sum(rows) / (len(rows) * max(rows)) <= MAX_PADDING
 
 
 def test_rows_without_a_length_go_together():
@@ -44,11 +47,15 @@ def test_rows_without_a_length_go_together():
 
 
 def row(length, kind="predict", **fields):
-    return Call("m", inputs=(Input("body", b"x" * length, "text/plain"),), kind=kind, **fields)
+    return InferenceRequest(
+        "m", inputs=(InputPart("body", b"x" * length, "text/plain"),), kind=kind, **fields
+    )
 
 
 class Model:
-    """Answers each row with its length, a batch for each ``let``; ``batches`` are the lengths that ran together."""
+    """Answers each row with its length, a batch for each ``let``; ``batches`` are the lengths that ran
+    together.
+    """
 
     def __init__(self):
         self.batches = []
@@ -56,12 +63,12 @@ class Model:
         self._loop = asyncio.get_running_loop()
         self._began = asyncio.Queue()
 
-    def run(self, calls, emit, ahead=()):
-        sizes = [len(call.inputs[0].value) for call in calls]
+    def run(self, requests, emit, prepared=()):
+        sizes = [len(request.inputs[0].value) for request in requests]
         self._loop.call_soon_threadsafe(self._began.put_nowait, sizes)
         assert self._turn.acquire(timeout=60)
         self.batches.append(sizes)
-        return [Reply(str(size).encode()) for size in sizes]
+        return [InferenceResponse(str(size).encode()) for size in sizes]
 
     async def began(self):
         return await asyncio.wait_for(self._began.get(), 60)
@@ -70,24 +77,26 @@ class Model:
         self._turn.release(batches)
 
 
-async def waiting(made, model, calls):
-    """The answers to come of ``calls``, which wait behind a row that runs."""
+async def waiting(made, model, requests):
+    """Return the pending responses of ``requests``, which wait behind a running row."""
     first = asyncio.ensure_future(made.submit(row(1000)))
     await model.began()
-    rest = [asyncio.ensure_future(made.submit(call)) for call in calls]
+    rest = [asyncio.ensure_future(made.submit(request)) for request in requests]
     await asyncio.sleep(0)
-    assert made.pending == len(calls)
+    assert made.pending == len(requests)
     return [first, *rest]
 
 
-async def batches(calls, **settings):
-    """Which lengths run together where ``calls`` wait behind a running row."""
+async def batches(requests, **settings):
+    """Which lengths run together where ``requests`` wait behind a running row."""
     model = Model()
     made = Batcher(model.run, REF, Meters(), **{"bucket_by_length": True, "max_batch_size": 4, **settings})
-    answers = await waiting(made, model, calls)
+    answers = await waiting(made, model, requests)
     model.let()
-    said = await asyncio.wait_for(asyncio.gather(*answers), 60)
-    assert [reply.body for reply in said[1:]] == [str(len(call.inputs[0].value)).encode() for call in calls]
+    reported = await asyncio.wait_for(asyncio.gather(*answers), 60)
+    assert [reply.body for reply in reported[1:]] == [
+        str(len(request.inputs[0].value)).encode() for request in requests
+    ]
     await made.close()
     return model.batches[1:]
 
@@ -95,7 +104,7 @@ async def batches(calls, **settings):
 MIXED = [10, 200, 11, 210, 205, 12, 9, 190, 100]
 
 
-def test_alike_rows_run_together_and_whoever_waits_longest_is_next():
+def test_similar_rows_run_together_and_the_longest_waiting_is_next():
     found = asyncio.run(batches([row(length) for length in MIXED]))
     assert [sorted(batch) for batch in found] == [[9, 10, 11, 12], [190, 200, 205, 210], [100]]
 
@@ -114,24 +123,24 @@ def test_a_row_that_fits_nobody_is_not_passed_over_when_it_is_next():
 
 
 def test_a_batch_has_one_kind_of_call():
-    calls = [row(10), row(10, "explain"), row(200), row(10, "explain"), row(10)]
-    assert asyncio.run(batches(calls)) == [[10, 10], [10, 10], [200]]
+    requests = [row(10), row(10, "explain"), row(200), row(10, "explain"), row(10)]
+    assert asyncio.run(batches(requests)) == [[10, 10], [10, 10], [200]]
 
 
 def test_the_most_urgent_row_is_in_the_next_batch():
-    calls = [row(10), row(11), row(300, priority="high"), row(310, priority="low"), row(12)]
-    assert asyncio.run(batches(calls)) == [[300, 310], [10, 11, 12]]
+    requests = [row(10), row(11), row(300, priority="high"), row(310, priority="low"), row(12)]
+    assert asyncio.run(batches(requests)) == [[300, 310], [10, 11, 12]]
 
 
 def test_shadows_run_when_nobody_else_waits():
-    calls = [row(200, priority="shadow"), row(10), row(11, priority="shadow"), row(12)]
+    requests = [row(200, priority="shadow"), row(10), row(11, priority="shadow"), row(12)]
 
     async def case():
         model = Model()
         made = Batcher(model.run, REF, Meters(), bucket_by_length=True, max_batch_size=4)
         first = asyncio.ensure_future(made.submit(row(1000)))
         await model.began()
-        rest = [asyncio.ensure_future(made.submit(call)) for call in calls]
+        rest = [asyncio.ensure_future(made.submit(request)) for request in requests]
         await asyncio.sleep(0)
         model.let()
         await asyncio.wait_for(asyncio.gather(first, *rest), 60)
@@ -145,8 +154,12 @@ def test_the_next_batch_is_chosen_when_it_can_run_but_for_a_full_window():
     async def case():
         model = Model()
         made = Batcher(model.run, REF, Meters(), bucket_by_length=True, max_batch_size=2)
-        answers = await waiting(made, model, [row(10), *(row(300) for _ in range(14))])  # one short of the window
-        answers.append(asyncio.ensure_future(made.submit(row(11))))  # the window is full: a batch lies ready now
+        answers = await waiting(
+            made, model, [row(10), *(row(300) for _ in range(14))]
+        )  # one short of the window
+        answers.append(
+            asyncio.ensure_future(made.submit(row(11)))
+        )  # the window is full: a batch lies ready now
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         answers.append(asyncio.ensure_future(made.submit(row(10))))  # too late for it
@@ -163,7 +176,9 @@ def test_the_next_batch_is_chosen_when_it_can_run_but_for_a_full_window():
         model = Model()
         made = Batcher(model.run, REF, Meters(), bucket_by_length=True, max_batch_size=2)
         answers = await waiting(made, model, [row(10), row(300), row(300)])
-        answers.append(asyncio.ensure_future(made.submit(row(10))))  # two batches' rows wait, and it is not too late
+        answers.append(
+            asyncio.ensure_future(made.submit(row(10)))
+        )  # two batches' rows wait, and it is not too late
         await asyncio.sleep(0)
         model.let()
         await asyncio.wait_for(asyncio.gather(*answers), 60)
@@ -217,7 +232,9 @@ class Words:
 
 
 def words(count, letters=1):
-    return Call("m", inputs=(Input("body", " ".join(["w" * letters] * count).encode(), "text/plain"),))
+    return InferenceRequest(
+        "m", inputs=(InputPart("body", " ".join(["w" * letters] * count).encode(), "text/plain"),)
+    )
 
 
 def test_a_handler_measures_its_rows_in_other_threads(make_runner):
@@ -225,34 +242,41 @@ def test_a_handler_measures_its_rows_in_other_threads(make_runner):
     runner.load()
     assert runner.prepare is not None
     assert runner.prepare(words(3)).result(60).length == 3
-    assert runner.prepare(Call("m", inputs=(Input("body", b"[1]", "application/json"),))).result(60).length is None
+    assert (
+        runner.prepare(InferenceRequest("m", inputs=(InputPart("body", b"[1]", "application/json"),)))
+        .result(60)
+        .length
+        is None
+    )
 
     async def case():
         running, held = threading.Event(), threading.Event()
 
-        def run(calls, emit, ahead):
+        def run(requests, emit, prepared):
             running.set()
             assert held.wait(60)
-            return runner.run(calls, emit, ahead)
+            return runner.run(requests, emit, prepared)
 
         made = Batcher(run, REF, Meters(), prepare=runner.prepare, bucket_by_length=True, max_batch_size=2)
         answers = [asyncio.ensure_future(made.submit(words(1)))]
         await asyncio.to_thread(running.wait, 60)
         # In bytes the first is like the third; in words, like the second.
-        answers += [asyncio.ensure_future(made.submit(call)) for call in (words(9, 10), words(10), words(2, 50))]
+        answers += [
+            asyncio.ensure_future(made.submit(request)) for request in (words(9, 10), words(10), words(2, 50))
+        ]
         await asyncio.sleep(0)
-        while any(one.measured is None for one in made._queue):
+        while any(one.measured_length is None for one in made._queue):
             await asyncio.sleep(0)
         held.set()
-        said = [reply.body for reply in await asyncio.wait_for(asyncio.gather(*answers), 60)]
+        reported = [reply.body for reply in await asyncio.wait_for(asyncio.gather(*answers), 60)]
         await made.close()
-        return said
+        return reported
 
     assert asyncio.run(case()) == [b"1 of 1", b"9 of 10", b"10 of 10", b"2 of 2"]
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_only_who_asks_for_buckets_is_measured(make_runner, asked):
-    runner: Runner = make_runner(HANDLER, bucket_by_length=asked)
+@pytest.mark.parametrize("requested", [False, True])
+def test_only_who_asks_for_buckets_is_measured(make_runner, requested):
+    runner: Runner = make_runner(HANDLER, bucket_by_length=requested)
     runner.load()
-    assert (runner.prepare is not None) is asked
+    assert (runner.prepare is not None) is requested

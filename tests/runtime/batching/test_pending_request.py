@@ -6,23 +6,23 @@ import asyncio
 
 import pytest
 
-from serve_app.errors import CallerTooSlow
-from serve_app.runtime.answer import Pieces
+from serve_app.errors import ClientTooSlow
+from serve_app.runtime.batching.pending_request import StreamBuffer
 
 
-def test_a_caller_who_falls_too_far_behind_is_told_and_nothing_is_kept() -> None:
+def test_a_client_that_reads_too_slowly_gets_an_error_and_nothing_is_kept() -> None:
     async def read() -> tuple[list[bytes], list[str]]:
         left: list[str] = []
-        pieces = Pieces(lambda: left.append("left"), unread=10)
+        pieces = StreamBuffer(lambda: left.append("left"), max_buffered=10)
         got = []
         for _ in range(5):  # as fast as they come, however many
-            pieces.put(b"12345678")
+            pieces.append(b"12345678")
             got.append(await pieces.__anext__())
-        pieces.put(b"12345678")
-        pieces.put(b"123")
+        pieces.append(b"12345678")
+        pieces.append(b"123")
         assert left == ["left"], "whoever makes them is told to stop"
-        pieces.put(b"more")
-        with pytest.raises(CallerTooSlow, match="more than 10 bytes behind"):
+        pieces.append(b"more")
+        with pytest.raises(ClientTooSlow, match="more than 10 bytes behind"):
             await pieces.__anext__()
         with pytest.raises(StopAsyncIteration):
             await pieces.__anext__()

@@ -4,23 +4,23 @@ from dataclasses import dataclass
 
 import pytest
 
-from serve_app.runtime.queue import PATIENCE, Queue
-from serve_app.types import Call
+from serve_app.domain.request import InferenceRequest
+from serve_app.runtime.batching.request_queue import PRIORITY_AGING_S, RequestQueue
 
 
 @dataclass(eq=False)
 class Row:
     name: str
-    call: Call
+    request: InferenceRequest
     arrived: float
 
 
 def row(name, arrived=0.0, priority="normal", kind="predict"):
-    return Row(name, Call("m", priority=priority, kind=kind), arrived)
+    return Row(name, InferenceRequest("m", priority=priority, kind=kind), arrived)
 
 
 def queue(*rows):
-    made = Queue()
+    made = RequestQueue()
     for each in rows:
         made.put(each)
     return made
@@ -35,23 +35,33 @@ def test_rows_of_one_priority_go_as_they_came():
 
 
 def test_urgent_rows_overtake_and_low_ones_let_others_go():
-    assert order(queue(row("low", 1, "low"), row("normal", 1.1), row("high", 1.2, "high"))) == ["high", "normal", "low"]
+    assert order(queue(row("low", 1, "low"), row("normal", 1.1), row("high", 1.2, "high"))) == [
+        "high",
+        "normal",
+        "low",
+    ]
 
 
 @pytest.mark.parametrize(("patient", "urgent"), [("normal", "high"), ("low", "normal"), ("low", "high")])
 def test_nobody_waits_for_ever(patient, urgent):
-    lead = PATIENCE[patient] - PATIENCE[urgent]
-    assert order(queue(row("patient", 0, patient), row("urgent", lead - 0.01, urgent))) == ["urgent", "patient"]
-    assert order(queue(row("patient", 0, patient), row("urgent", lead + 0.01, urgent))) == ["patient", "urgent"]
+    lead = PRIORITY_AGING_S[patient] - PRIORITY_AGING_S[urgent]
+    assert order(queue(row("patient", 0, patient), row("urgent", lead - 0.01, urgent))) == [
+        "urgent",
+        "patient",
+    ]
+    assert order(queue(row("patient", 0, patient), row("urgent", lead + 0.01, urgent))) == [
+        "patient",
+        "urgent",
+    ]
 
 
 def test_a_batch_has_one_kind_and_takes_the_most_urgent_rows():
     made = queue(row("a"), row("b", 0.1), row("x", 0.2, kind="explain"), row("h", 0.3, "high"), row("c", 0.4))
     assert [r.name for r in made.take(2)] == ["h", "a"]
     assert [r.name for r in made.take(8)] == ["b"]
-    assert made.mixed()
+    assert made.has_mixed_kinds()
     assert [r.name for r in made.take(8)] == ["x"]
-    assert not made.mixed()
+    assert not made.has_mixed_kinds()
     assert [r.name for r in made.take(8)] == ["c"]
     assert made.live == 0 and made.take(8) == []
 
@@ -66,9 +76,9 @@ def test_shadows_stand_apart():
 def test_the_newest_of_the_least_urgent_makes_room():
     made = queue(row("l1", 0, "low"), row("n1", 1), row("l2", 2, "low"), row("n2", 3), row("h", 4, "high"))
     gone = []
-    while (least := made.newest_below("high")) is not None:
-        assert made.remove(least)
-        gone.append(least.name)
+    while (lowest := made.newest_below("high")) is not None:
+        assert made.remove(lowest)
+        gone.append(lowest.name)
     assert gone == ["l2", "l1", "n2", "n1"]
     assert made.live == 1
     assert queue(row("n")).newest_below("normal") is None
@@ -84,12 +94,16 @@ def test_what_left_is_not_counted_and_what_came_back_is_first():
     assert made.live == 1
     made.put_back(a)
     made.put_back(shadow)
-    assert (made.first(), made.since(), made.live) == (a, 0.0, 2)
+    assert (made.peek(), made.oldest_arrival(), made.live) == (a, 0.0, 2)
     assert made.clear() == [a, b, shadow]
     assert made.live == 0 and not made.shadows and made.clear() == []
 
 
 def test_who_is_before_a_new_row():
     made = queue(row("n"), row("l", 0, "low"), row("h", 0, "high"), row("s", 0, "shadow"), row("n"))
-    assert [made.before(priority) for priority in ("high", "normal", "low")] == [1, 3, 4]
-    assert [queue(row("n"), row("n")).before(priority) for priority in ("high", "normal", "low")] == [0, 2, 2]
+    assert [made.count_before(priority) for priority in ("high", "normal", "low")] == [1, 3, 4]
+    assert [queue(row("n"), row("n")).count_before(priority) for priority in ("high", "normal", "low")] == [
+        0,
+        2,
+        2,
+    ]

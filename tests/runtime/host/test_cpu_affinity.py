@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.runtime import cores, threads
+from serve_app.domain.model import ModelSpec
+from serve_app.runtime.host import cpu_affinity, thread_limits
 from serve_app.settings import RuntimeSettings
-from serve_app.types import ModelSpec
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system pins nothing")
 ALLOWED = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -25,8 +25,8 @@ several = pytest.mark.skipif(len(ALLOWED) < 2, reason="there is one core")
 REPLICA = """
 import os, sys
 from pathlib import Path
-from serve_app.runtime.cores import Claim
-claim = Claim(int(sys.argv[2]), Path(sys.argv[1]), period=0.01)
+from serve_app.runtime.host.cpu_affinity import CpuClaim
+claim = CpuClaim(int(sys.argv[2]), Path(sys.argv[1]), period=0.01)
 print(*os.sched_getaffinity(0), flush=True)
 sys.stdin.read()
 """
@@ -68,8 +68,8 @@ def replica(tmp_path: Path) -> Iterator[Callable[[int], Replica]]:
 
 @pytest.fixture
 def unpinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process's own locks, and afterwards its cores."""
-    monkeypatch.setattr(cores, "folder", lambda: tmp_path / "locks")
+    """Give the test locks of its own, and restore this process's cores afterwards."""
+    monkeypatch.setattr(cpu_affinity, "lock_directory", lambda: tmp_path / "locks")
     yield
     os.sched_setaffinity(0, ALLOWED)
 
@@ -83,7 +83,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @several
-def test_two_replicas_have_a_core_each_and_a_killed_one_gives_its_back(replica: Callable[[int], Replica]) -> None:
+def test_two_replicas_have_a_core_each_and_a_killed_one_gives_its_back(
+    replica: Callable[[int], Replica],
+) -> None:
     first = replica(len(ALLOWED) - 1)
     second = replica(1)
     assert first.cores | second.cores == set(ALLOWED) and not first.cores & second.cores
@@ -110,14 +112,14 @@ def test_more_than_there_are_is_all_of_them(replica: Callable[[int], Replica]) -
 def test_the_models_threads_are_pinned_and_the_servers_are_not(tmp_path: Path) -> None:
     seen: dict[str, set[int]] = {}
 
-    def author() -> None:
-        claim = cores.Claim(1, tmp_path)
+    def handler_thread() -> None:
+        claim = cpu_affinity.CpuClaim(1, tmp_path)
         inner = threading.Thread(target=lambda: seen.update(model=os.sched_getaffinity(0)))
         inner.start()
         inner.join()
         seen["claimed"] = set(claim.cores)
 
-    thread = threading.Thread(target=author)
+    thread = threading.Thread(target=handler_thread)
     thread.start()
     thread.join()
     assert seen["model"] == seen["claimed"] and len(seen["model"]) == 1
@@ -134,7 +136,9 @@ def test_the_models_threads_are_pinned_and_the_servers_are_not(tmp_path: Path) -
         ({"threads": 1, "pin": False}, {"pin": True}, len(ALLOWED)),
     ],
 )
-def test_a_handler_runs_on_the_cores_that_its_configuration_asks_for(make_runner, unpinned, config, settings, pinned):
+def test_a_handler_runs_on_the_cores_that_its_configuration_asks_for(
+    make_runner, unpinned, config, settings, pinned
+):
     import torch
 
     before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
@@ -151,20 +155,20 @@ def test_a_handler_runs_on_the_cores_that_its_configuration_asks_for(make_runner
 
 def test_pinned_without_a_number_of_threads_the_cores_are_divided():
     spec = ModelSpec("m", "1.0", url="m.mar", digest="", archive="", min_workers=2, max_workers=2)
-    assert threads.intra_op(spec, cores=8) is None
-    assert threads.intra_op(spec, cores=8, pinned=True) == 4
+    assert thread_limits.intra_op_threads(spec, cores=8) is None
+    assert thread_limits.intra_op_threads(spec, cores=8, pinned=True) == 4
 
 
 def test_where_the_system_has_no_such_thing_one_warning_says_so(monkeypatch, caplog):
     monkeypatch.delattr(os, "sched_setaffinity")
-    assert cores.pin(1, "m--1.0") is None
+    assert cpu_affinity.pin(1, "m--1.0") is None
     [record] = caplog.records
     assert record.levelno == logging.WARNING and "m--1.0 asks for pin" in record.getMessage()
 
 
 def test_locks_that_cannot_be_had_cost_a_warning_and_no_start(monkeypatch, caplog, tmp_path, unpinned):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(cores, "folder", lambda: tmp_path / "file")
-    assert cores.pin(1, "m--1.0") is None
+    monkeypatch.setattr(cpu_affinity, "lock_directory", lambda: tmp_path / "file")
+    assert cpu_affinity.pin(1, "m--1.0") is None
     assert "it runs unpinned" in caplog.text
     assert os.sched_getaffinity(0) == set(ALLOWED)

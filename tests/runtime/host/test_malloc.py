@@ -1,4 +1,6 @@
-"""What a batch frees stays for the next one: page faults of the author's thread, in a process of their own."""
+"""What a batch frees stays for the next one: page faults of the author's thread, in a process of their
+own.
+"""
 
 import os
 import platform
@@ -19,7 +21,8 @@ import resource, sys, threading
 from pathlib import Path
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
-from serve_app.types import Call, Input, ModelSpec
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.request import InferenceRequest, InputPart
 
 def author():
     manifest = {"model": {"modelName": "m", "modelVersion": "1.0", "handler": "handler.py"}}
@@ -29,7 +32,7 @@ def author():
     runner.warm_up()
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        [reply] = runner.run([Call("m", inputs=(Input("body", b"x"),))], None)
+        [reply] = runner.run([InferenceRequest("m", inputs=(InputPart("body", b"x"),))], None)
         assert reply.body == b"20", reply
         faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
     print(faults)
@@ -52,7 +55,9 @@ OURS = ("MALLOC_", "GLIBC_TUNABLES")
     ],
     ids=["by itself", "variable", "tunable"],
 )
-def test_a_batch_finds_the_memory_of_the_one_before_unless_the_environment_settles_it(tmp_path, settled, faults):
+def test_a_batch_finds_the_memory_of_the_one_before_unless_the_environment_settles_it(
+    tmp_path, settled, faults
+):
     (tmp_path / "handler.py").write_text(HANDLER)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)} | settled
     command = [sys.executable, "-c", REPLICA, str(tmp_path)]
