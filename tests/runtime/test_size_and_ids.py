@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.errors import OutputTooLarge, StartFailed
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry.logs import REQUESTS
-from serve_app.types import Call, Input
 
 SIZES = """
 def handle(data, context):
@@ -57,21 +57,25 @@ class Handler:
 """
 
 
-def call(body, request_id="id"):
-    return Call("m", inputs=(Input("body", str(body).encode()),), request_id=request_id)
+def make_request(body, request_id="id"):
+    return InferenceRequest("m", inputs=(InputPart("body", str(body).encode()),), request_id=request_id)
 
 
-def nowhere(index, piece):
+def nowhere(index, chunk):
     raise AssertionError("nothing streams here")
 
 
 def test_an_answer_over_the_limit_is_that_rows_error_and_names_the_setting(make_runner, caplog):
     runner = make_runner(SIZES, settings=RuntimeSettings(max_response_size=1000))
     runner.load()
-    small, exact, large = runner.run([call(3), call(1000), call(1001, "guilty")], nowhere)
+    small, exact, large = runner.run(
+        [make_request(3), make_request(1000), make_request(1001, "guilty")], nowhere
+    )
     assert (len(small.body), len(exact.body)) == (3, 1000)
     assert isinstance(large, OutputTooLarge)
-    assert "1001 bytes is larger than max_response_size (1000 bytes). Raise runtime.max_response_size" in str(large)
+    assert "1001 bytes is larger than max_response_size (1000 bytes). Raise runtime.max_response_size" in str(
+        large
+    )
     assert "guilty" in caplog.text and "max_response_size" in caplog.text
 
 
@@ -79,8 +83,8 @@ def test_a_piece_of_a_stream_over_the_limit_ends_that_stream(make_runner):
     runner = make_runner(STREAMS, settings=RuntimeSettings(max_response_size=1000))
     runner.load()
     pieces = []
-    [end] = runner.run([call(0)], lambda index, piece: pieces.append(piece))
-    assert [len(piece.body) for piece in pieces] == [50]
+    [end] = runner.run([make_request(0)], lambda index, chunk: pieces.append(chunk))
+    assert [len(chunk.body) for chunk in pieces] == [50]
     assert isinstance(end, OutputTooLarge)
 
 
@@ -96,15 +100,15 @@ def test_a_sample_whose_answer_is_too_large_fails_the_start(make_runner):
 def test_without_a_limit_nothing_is_too_large(make_runner):
     runner = make_runner(SIZES)
     runner.load()
-    [reply] = runner.run([call(10_000_000)], nowhere)
+    [reply] = runner.run([make_request(10_000_000)], nowhere)
     assert len(reply.body) == 10_000_000
 
 
 def test_a_handlers_words_are_about_the_requests_of_its_batch_and_no_others(make_runner):
     runner = make_runner(WHO)
     runner.load()
-    runner.run([call("raise", "bad")], nowhere)
-    first, second = runner.run([call("x", "one"), call("y", "two")], nowhere)
+    runner.run([make_request("raise", "bad")], nowhere)
+    first, second = runner.run([make_request("x", "one"), make_request("y", "two")], nowhere)
     assert first.body == second.body
     assert first.body == b'[\n  [],\n  [\n    "bad"\n  ],\n  [\n    "one",\n    "two"\n  ]\n]'
     assert REQUESTS.get() == ()
@@ -115,8 +119,13 @@ def test_so_are_those_of_an_asynchronous_one(make_runner):
     runner.load()
 
     async def both():
-        return await asyncio.gather(*(runner.run_async([call("x", id_)], nowhere) for id_ in ("one", "two")))
+        return await asyncio.gather(
+            *(runner.run_async([make_request("x", id_)], nowhere) for id_ in ("one", "two"))
+        )
 
     answers = runner.loop.run_until_complete(both())
     runner.loop.close()
-    assert [[reply.body for reply in answer] for answer in answers] == [[b'[\n  "one"\n]'], [b'[\n  "two"\n]']]
+    assert [[reply.body for reply in answer] for answer in answers] == [
+        [b'[\n  "one"\n]'],
+        [b'[\n  "two"\n]'],
+    ]
