@@ -5,12 +5,12 @@ import subprocess
 import sys
 import threading
 
-from serve_app.telemetry import sink
+from serve_app.telemetry import log_writer
 from serve_app.telemetry.access_log import AccessLog
 
 
 class Pipe(io.StringIO):
-    """A stream that tells when something was written, and keeps its text after it was closed."""
+    """A stream with an event for writes, which keeps its text after it was closed."""
 
     def __init__(self):
         super().__init__()
@@ -28,20 +28,20 @@ class Pipe(io.StringIO):
         return "".join(self.blocks)
 
 
-def test_a_line_is_torchserves_with_id_model_and_version():
+def test_line_is_torchserves_with_id_model_and_version():
     pipe = Pipe()
     log = AccessLog(pipe)
     log.write("127.0.0.1:52222", "GET", "/ping", "1.1", 200, 22.7)
     log.write("127.0.0.1:52222", "POST", "/predictions/m", "1.1", 503, 1.2, "an-id", "m", "1.0")
     log.close()
     first, second = pipe.text.splitlines()
-    stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} - "
-    assert re.fullmatch(stamp + re.escape('/127.0.0.1:52222 "GET /ping HTTP/1.1" 200 22'), first)
+    timestamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} - "
+    assert re.fullmatch(timestamp + re.escape('/127.0.0.1:52222 "GET /ping HTTP/1.1" 200 22'), first)
     tail = '/127.0.0.1:52222 "POST /predictions/m HTTP/1.1" 503 1 id=an-id model=m version=1.0'
-    assert re.fullmatch(stamp + re.escape(tail), second)
+    assert re.fullmatch(timestamp + re.escape(tail), second)
 
 
-def test_the_json_form_has_the_same_facts():
+def test_json_format_has_the_same_fields():
     pipe = Pipe()
     log = AccessLog(pipe, form="json")
     log.write("h:1", "GET", '/a"b', "1.1", 200, 0.25, "id", "m", "2")
@@ -61,7 +61,7 @@ def test_the_json_form_has_the_same_facts():
     }
 
 
-def test_a_path_cannot_forge_a_line():
+def test_path_cannot_forge_a_line():
     pipe = Pipe()
     log = AccessLog(pipe)
     log.write("h:1", "GET", '/x\n2024-01-01T00:00:00,000 - /h:1 "GET /y', "1.1", 200, 0)
@@ -69,7 +69,7 @@ def test_a_path_cannot_forge_a_line():
     assert len(pipe.text.splitlines()) == 1
 
 
-def test_lines_of_a_moment_are_one_block_and_come_without_closing():
+def test_lines_are_written_in_blocks_without_closing():
     pipe = Pipe()
     log = AccessLog(pipe)
     for i in range(1000):
@@ -77,11 +77,13 @@ def test_lines_of_a_moment_are_one_block_and_come_without_closing():
     assert pipe.written.wait(60)
     log.close()
     assert len(pipe.blocks) == 1
-    assert [re.search(r"GET /(\d+)", line)[1] for line in pipe.text.splitlines()] == [str(i) for i in range(1000)]
+    assert [re.search(r"GET /(\d+)", line)[1] for line in pipe.text.splitlines()] == [
+        str(i) for i in range(1000)
+    ]
 
 
-def test_nothing_is_lost_or_doubled_while_many_threads_write(monkeypatch):
-    monkeypatch.setattr(sink, "PERIOD", 0.001)
+def test_concurrent_writes_lose_and_repeat_no_line(monkeypatch):
+    monkeypatch.setattr(log_writer, "PERIOD", 0.001)
     pipe = Pipe()
     log = AccessLog(pipe)
 
@@ -99,7 +101,7 @@ def test_nothing_is_lost_or_doubled_while_many_threads_write(monkeypatch):
     assert len(paths) == len(set(paths)) == 8000
 
 
-def test_a_slow_stream_holds_up_nobody():
+def test_slow_stream_does_not_block_callers():
     gate = threading.Event()
 
     class Slow(Pipe):
@@ -117,7 +119,7 @@ def test_a_slow_stream_holds_up_nobody():
     assert len(pipe.text.splitlines()) == 10
 
 
-def test_a_file_is_appended_to_in_a_folder_that_is_made(tmp_path):
+def test_file_is_appended_to_and_its_folder_created(tmp_path):
     file = tmp_path / "logs" / "access_log.log"
     for _ in range(2):
         log = AccessLog(file)
@@ -127,23 +129,23 @@ def test_a_file_is_appended_to_in_a_folder_that_is_made(tmp_path):
     assert len(file.read_text().splitlines()) == 2
 
 
-def test_a_disk_that_is_full_is_told_once_and_survived(caplog, monkeypatch):
-    monkeypatch.setattr(sink, "PERIOD", 0.001)
-    told = threading.Event()
+def test_full_disk_is_logged_and_survived(caplog, monkeypatch):
+    monkeypatch.setattr(log_writer, "PERIOD", 0.001)
+    failed = threading.Event()
 
     class Full(Pipe):
         full = True
 
         def write(self, text):
             if self.full and text:
-                told.set()
+                failed.set()
                 raise OSError(28, "No space left on device")
             return super().write(text)
 
     pipe = Full()
     log = AccessLog(pipe)
     log.write("h:1", "GET", "/lost", "1.1", 200, 0)
-    assert told.wait(60)
+    assert failed.wait(60)
     pipe.full = False
     log.write("h:1", "GET", "/kept", "1.1", 200, 0)
     log.close()
@@ -151,14 +153,14 @@ def test_a_disk_that_is_full_is_told_once_and_survived(caplog, monkeypatch):
     assert [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()]
 
 
-def test_many_processes_append_whole_lines_to_one_file_and_it_is_put_aside_when_full(tmp_path):
+def test_many_processes_append_whole_lines_and_a_full_file_is_renamed(tmp_path):
     path = tmp_path / "logs" / "access_log.log"
     code = (
         "import sys; from serve_app.telemetry.access_log import AccessLog\n"
         "log = AccessLog(sys.argv[1], limit=200_000)\n"
         "for i in range(3000):\n"
         "    log.write('127.0.0.1:1', 'GET', f'/{sys.argv[2]}/{i}', '1.1', 200, 1.0)\n"
-        "    if i % 500 == 499: log._drain.flush()\n"
+        "    if i % 500 == 499: log._writer.flush()\n"
         "log.close()\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), str(n)]) for n in range(3)]
@@ -166,14 +168,14 @@ def test_many_processes_append_whole_lines_to_one_file_and_it_is_put_aside_when_
     kept = [*path.parent.iterdir()]
     assert {file.name for file in kept} == {"access_log.log", "access_log.log.1"}
     lines = [line for file in kept for line in file.read_text().splitlines()]
-    assert all(line.endswith(" 200 1") and " - /127.0.0.1:1 " in line for line in lines), "no line is torn"
+    assert all(line.endswith(" 200 1") and " - /127.0.0.1:1 " in line for line in lines), "no line is split"
 
 
-def test_whoever_moves_the_file_away_finds_a_new_one_begun(tmp_path):
+def test_moved_file_is_replaced_by_a_new_one(tmp_path):
     path = tmp_path / "access_log.log"
     access = AccessLog(path)
     access.write("127.0.0.1:1", "GET", "/first", "1.1", 200, 1.0)
-    access._drain.flush()
+    access._writer.flush()
     path.rename(tmp_path / "moved")
     access.write("127.0.0.1:1", "GET", "/second", "1.1", 200, 1.0)
     access.close()

@@ -1,13 +1,11 @@
-"""TorchServe's metrics: which there are, where they go, and how they read."""
+"""TorchServe's metrics: recorders, the page, log files and modes."""
 
 from __future__ import annotations
 
-import logging
 import pickle
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,17 +14,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from handlers import metrics
 from handlers.metrics import Dimension, MetricCache, MetricTypes
-from handlers.metrics.outlet import keep
+from handlers.metrics.update_sink import buffer_update
 from serve_app.errors import ConfigurationError
 from serve_app.settings import load
 from serve_app.telemetry import torchserve
-from serve_app.telemetry.metrics import METRICS, Meters, Sum
-from serve_app.telemetry.system import Machine
-from serve_app.telemetry.torchserve import catalogue
-from serve_app.telemetry.torchserve.meters import BUCKETS, LEGACY, TorchServeMeters
+from serve_app.telemetry.metrics import METRICS, Meters, MetricsAggregator
+from serve_app.telemetry.torchserve import catalog
+from serve_app.telemetry.torchserve.recorders import BUCKETS, LEGACY, TorchServeRecorders
 
 HOST = socket.gethostname()
-MINE = """
+METRICS_FILE = """
 dimensions:
   - &model_name "ModelName"
   - &level "Level"
@@ -47,26 +44,26 @@ model_metrics:
 
 
 @pytest.fixture(autouse=True)
-def outlet() -> Iterator[None]:
+def update_sink() -> Iterator[None]:
     yield
-    metrics.send_to(keep)
+    metrics.set_sink(buffer_update)
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def metrics_file(tmp_path: Path) -> Path:
     file = tmp_path / "metrics.yaml"
-    file.write_text(MINE)
+    file.write_text(METRICS_FILE)
     return file
 
 
 @pytest.fixture
-def of(tmp_path: Path, mine: Path) -> Iterator[Callable[..., TorchServeMeters]]:
-    """``of(mode, **telemetry)``: a process's meters over the file above."""
-    made: list[TorchServeMeters] = []
+def create_recorders(tmp_path: Path, metrics_file: Path) -> Iterator[Callable[..., TorchServeRecorders]]:
+    """Provide a function that creates a process's recorders with the file above."""
+    made: list[TorchServeRecorders] = []
 
-    def build(mode: str = "prometheus", **said: object) -> TorchServeMeters:
-        telemetry = {"metrics_mode": mode, "metrics_config": str(mine), **said}
-        made.append(torchserve.meters_of(load({"home": str(tmp_path), "telemetry": telemetry})))
+    def build(mode: str = "prometheus", **options: object) -> TorchServeRecorders:
+        telemetry = {"metrics_mode": mode, "metrics_config": str(metrics_file), **options}
+        made.append(torchserve.create_recorders(load({"home": str(tmp_path), "telemetry": telemetry})))
         return made[-1]
 
     yield build
@@ -75,84 +72,44 @@ def of(tmp_path: Path, mine: Path) -> Iterator[Callable[..., TorchServeMeters]]:
 
 
 def page(*processes: Meters, names: set[str] | None = None) -> str:
-    total = Sum(processes[0].torchserve.shown)
+    total = MetricsAggregator(processes[0].torchserve.initial)
     for i, process in enumerate(processes):
         total.put(str(i), pickle.loads(pickle.dumps(process.report())))
     return total.render(names).decode()
 
 
-def theirs(text: str) -> list[str]:
+def torchserve_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "torchrelay_" not in line]
 
 
-# The catalogue
+# The catalog
 
 
-def test_the_default_catalogue_is_torchserves() -> None:
-    text = theirs(page(Meters()))
+def test_default_catalog_is_torchserves() -> None:
+    text = torchserve_lines(page(Meters()))
     assert "# HELP Requests2XX Torchserve prometheus counter metric with unit: Count" in text
     assert "# TYPE Requests2XX counter" in text
     assert "# HELP PredictionTime Torchserve prometheus gauge metric with unit: ms" in text
     shown = {line.split()[2] for line in text if line.startswith("# TYPE")}
-    assert shown == {f.name for f in (*catalogue.SERVER, *catalogue.MODEL)}
+    assert shown == {f.name for f in (*catalog.SERVER, *catalog.MODEL)}
 
 
-def test_a_file_declares_what_there_is(mine: Path) -> None:
-    read = catalogue.read(mine)
-    assert list(read.server) == ["Requests2XX", "ts_inference_requests_total", "QueueTime"]
-    assert read.server["QueueTime"].kind == "histogram"
-    assert read.model["Load"] == catalogue.Family(
+def test_file_declares_the_metrics(metrics_file: Path) -> None:
+    loaded = catalog.load(metrics_file)
+    assert list(loaded.server) == ["Requests2XX", "ts_inference_requests_total", "QueueTime"]
+    assert loaded.server["QueueTime"].kind == "histogram"
+    assert loaded.model["Load"] == catalog.MetricFamily(
         "Load", "gauge", "things", ("Shelf", "ModelName", "Level", "Hostname")
     )
-    assert {f.name for f in catalogue.OURS} <= set(read.model), "a profile and a text are measured with every file"
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("a: [", "this is no YAML"),
-        ("- a", "must be a mapping with dimensions, ts_metrics and model_metrics"),
-        ("model_metric: {}", "unknown key 'model_metric'; did you mean 'model_metrics'?"),
-        ("ts_metrics: []", "ts_metrics: must be a mapping with counter, gauge and histogram"),
-        ("ts_metrics: {counters: []}", "did you mean 'counter'"),
-        ("ts_metrics: {counter: {a: b}}", "ts_metrics.counter: must be a list"),
-        ("model_metrics: {gauge: [a]}", "model_metrics.gauge[0]: must be a mapping with name, unit and dimensions"),
-        ("model_metrics: {gauge: [{name: a, dimensions: []}]}", "gauge[0]: unit must be a text (got None)"),
-        ("model_metrics: {gauge: [{name: a, unit: b}]}", "dimensions must be a list of names (got None)"),
-        ("model_metrics: {gauge: [{name: a b, unit: c, dimensions: []}]}", "other characters"),
-        ("model_metrics: {gauge: [{name: a, unit: c, dimensions: [x-y]}]}", "the dimension 'x-y'"),
-        ("model_metrics: {gauge: [{name: a, unit: c, dimensions: [x, x]}]}", "stands twice"),
-        ("model_metrics: {gauge: [{name: torchrelay_a, unit: c, dimensions: []}]}", "as the server's own do"),
-        (
-            "model_metrics:\n  gauge: [{name: a, unit: b, dimensions: []}]\n"
-            "  counter: [{name: a, unit: b, dimensions: []}]",
-            "counter[0]: a is declared twice",
-        ),
-        ("ts_metrics: {gauge: [{name: QueueTime, unit: b, dimensions: [a]}]}", "QueueTime has the dimensions Level, H"),
-        (
-            "ts_metrics: {gauge: [{name: a, unit: b, dimensions: []}]}\n"
-            "model_metrics: {gauge: [{name: a, unit: b, dimensions: []}]}",
-            "a stands in both sections",
-        ),
-    ],
-)
-def test_a_bad_file_is_refused_with_place_and_cure(tmp_path: Path, text: str, complaint: str) -> None:
-    file = tmp_path / "metrics.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigurationError) as caught:
-        catalogue.read(file)
-    assert str(caught.value).startswith(str(file)) and complaint in str(caught.value)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"No such file.*set telemetry.metrics_config"):
-        torchserve.catalogue_of(load({"home": str(tmp_path), "telemetry": {"metrics_config": "none.yaml"}}))
+    assert {f.name for f in catalog.BUILT_IN} <= set(loaded.model), (
+        "a profile and a text are measured with every file"
+    )
 
 
 # The page
 
 
-def test_the_servers_metrics_read_as_torchserves_do() -> None:
+def test_server_metrics_have_torchserves_format() -> None:
     meters = Meters()
     for code in (200, 204, 404, 503, 302, 599):
         meters.response(code)
@@ -162,7 +119,7 @@ def test_the_servers_metrics_read_as_torchserves_do() -> None:
     meters.request("m", "1.0", "queue_full", 0.003, "1.0")
     meters.request("", "", "model_not_found", 0.003, "no matter")
     meters.overhead(0.5)
-    text = theirs(page(meters))
+    text = torchserve_lines(page(meters))
     host = f'Level="Host",Hostname="{HOST}",'
     assert f"Requests2XX{{{host}}} 3.0" in text
     assert f"Requests4XX{{{host}}} 1.0" in text
@@ -184,16 +141,16 @@ def test_the_servers_metrics_read_as_torchserves_do() -> None:
     )
 
 
-def test_versions_that_there_are_not_leave_nothing_behind() -> None:
+def test_unknown_versions_create_no_meters() -> None:
     meters = Meters()
     for i in range(50):
         meters.request("", "", "version_not_found", 0.001, str(i))
-    assert len(meters._calls) == 1
-    assert not meters.torchserve.readings()
+    assert len(meters._request_meters) == 1
+    assert not meters.torchserve.samples()
 
 
-def test_handlers_metrics_of_all_kinds(of: Callable[..., TorchServeMeters]) -> None:
-    meters = Meters(of())
+def test_handler_metrics_of_all_kinds(create_recorders: Callable[..., TorchServeRecorders]) -> None:
+    meters = Meters(create_recorders())
     cache = meters.torchserve.cache("m")
     cache.set_request_ids({0: "r"})
     for value in (1, 2):
@@ -201,7 +158,7 @@ def test_handlers_metrics_of_all_kinds(of: Callable[..., TorchServeMeters]) -> N
         cache.add_metric("Load", value, "things", 0, [Dimension("Shelf", 'x "y"\\\n')], MetricTypes.GAUGE)
     for value in (0.005, 7, 30):
         cache.get_metric("Length", MetricTypes.HISTOGRAM).add_or_update(value, ["m", "Model"])
-    text = theirs(page(meters))
+    text = torchserve_lines(page(meters))
     labels = f'ModelName="m",Level="Model",Hostname="{HOST}",'
     assert f"Words{{{labels}}} 3.0" in text
     assert f'Load{{Shelf="x \\"y\\"\\\\\\n",{labels}}} 2.0' in text
@@ -213,8 +170,8 @@ def test_handlers_metrics_of_all_kinds(of: Callable[..., TorchServeMeters]) -> N
     assert len([line for line in text if line.startswith("Length_bucket")]) == len(BUCKETS) + 1
 
 
-def test_prometheus_reads_the_whole_page(of: Callable[..., TorchServeMeters]) -> None:
-    meters = Meters(of())
+def test_page_is_valid_for_prometheus(create_recorders: Callable[..., TorchServeRecorders]) -> None:
+    meters = Meters(create_recorders())
     meters.torchserve.cache("m").add_counter("Words", 1)
     meters.request("m", "1.0", "ok", 0.003, None, 0.001)
     meters.response(200)
@@ -225,8 +182,8 @@ def test_prometheus_reads_the_whole_page(of: Callable[..., TorchServeMeters]) ->
     assert [sample.value for sample in families["Words"].samples] == [1.0]
 
 
-def test_a_filter_takes_samples_by_their_whole_names(of: Callable[..., TorchServeMeters]) -> None:
-    meters = Meters(of())
+def test_filter_matches_whole_sample_names(create_recorders: Callable[..., TorchServeRecorders]) -> None:
+    meters = Meters(create_recorders())
     meters.torchserve.cache("m").add_metric("Length", 7, "things", metric_type=MetricTypes.HISTOGRAM)
     meters.response(200)
     text = page(meters, names={"Requests2XX", "Length_count", "torchrelay_http_responses_total"})
@@ -237,16 +194,18 @@ def test_a_filter_takes_samples_by_their_whole_names(of: Callable[..., TorchServ
         "# HELP Length Torchserve prometheus histogram metric with unit: things",
         "# TYPE Length histogram",
         "Length_count",
-        "# HELP torchrelay_http_responses_total HTTP answers of the inference port.",
+        "# HELP torchrelay_http_responses_total HTTP responses of the inference port.",
         "# TYPE torchrelay_http_responses_total counter",
         "torchrelay_http_responses_total",
     ]
     assert page(meters, names={"Length"}) == page(meters, names={""}) == page(meters, names={"nope"}) == ""
 
 
-def test_processes_add_up_but_of_a_gauge_the_newest_value_holds(of: Callable[..., TorchServeMeters]) -> None:
-    first, second = Meters(of()), Meters(of())
-    total = Sum(first.torchserve.shown)
+def test_counters_are_summed_and_the_newest_gauge_holds(
+    create_recorders: Callable[..., TorchServeRecorders],
+) -> None:
+    first, second = Meters(create_recorders()), Meters(create_recorders())
+    total = MetricsAggregator(first.torchserve.initial)
     for i, process in enumerate((second, first)):
         cache = process.torchserve.cache("m")
         cache.add_counter("Words", 2)
@@ -261,30 +220,32 @@ def test_processes_add_up_but_of_a_gauge_the_newest_value_holds(of: Callable[...
 
     assert (value("Words"), value("Length_count"), value("Load")) == (4.0, 2.0, 1.0)
     total.end("first")
-    assert (value("Words"), value("Length_count"), value("Load")) == (4.0, 2.0, 0.0), "its gauges went with it"
+    assert (value("Words"), value("Length_count"), value("Load")) == (4.0, 2.0, 0.0), (
+        "its gauges went with it"
+    )
     total.put("second", second.report())
     assert value("Words") == 4.0
 
 
-def test_two_processes_that_disagree_give_one_page(
-    of: Callable[..., TorchServeMeters], caplog: pytest.LogCaptureFixture
+def test_conflicting_definitions_render_one_page(
+    create_recorders: Callable[..., TorchServeRecorders], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = (Meters(of(model_metrics_auto_detect=True)) for _ in range(2))
+    first, second = (Meters(create_recorders(model_metrics_auto_detect=True)) for _ in range(2))
     first.torchserve.cache("a").add_counter("New", 1)
     second.torchserve.cache("b").add_time("New", 5)
     text = page(first, second)
     assert len(list(text_string_to_metric_families(text))) > 0
     assert text.count("# TYPE New ") == text.count("\nNew{") == 1
-    assert "New is measured in two ways" in caplog.text
+    assert "New has two definitions" in caplog.text
 
 
-# What is taken
+# Accepted metrics
 
 
-def test_what_no_file_declares_is_dropped_with_one_warning(
-    of: Callable[..., TorchServeMeters], caplog: pytest.LogCaptureFixture
+def test_undeclared_metric_is_dropped_with_one_warning(
+    create_recorders: Callable[..., TorchServeRecorders], caplog: pytest.LogCaptureFixture
 ) -> None:
-    meters = Meters(of())
+    meters = Meters(create_recorders())
     cache = meters.torchserve.cache("m")
     for _ in range(3):
         cache.add_counter("New", 1)
@@ -295,63 +256,71 @@ def test_what_no_file_declares_is_dropped_with_one_warning(
     ]
 
 
-def test_auto_detection_takes_it_with_its_own_unit_kind_and_dimensions(of: Callable[..., TorchServeMeters]) -> None:
-    meters = Meters(of(model_metrics_auto_detect=True))
+def test_auto_detection_keeps_unit_kind_and_dimensions(
+    create_recorders: Callable[..., TorchServeRecorders],
+) -> None:
+    meters = Meters(create_recorders(model_metrics_auto_detect=True))
     cache = meters.torchserve.cache("m")
     cache.add_time("New", 1.5, unit="s", dimensions=[Dimension("Shelf", "x")])
     cache.add_error("Bad", 1)
-    text = theirs(page(meters))
+    text = torchserve_lines(page(meters))
     assert "# HELP New Torchserve prometheus gauge metric with unit: Seconds" in text
     assert f'New{{Shelf="x",ModelName="m",Level="Model",Hostname="{HOST}",}} 1.5' in text
     assert f'Bad{{Level="Error",Hostname="{HOST}",}} 1.0' in text
 
 
 @pytest.mark.parametrize(
-    ("name", "dimension", "why"),
+    ("name", "dimension", "reason"),
     [
         ("New York", "a", "other characters"),
-        ("torchrelay_requests", "a", "as the server's own do"),
+        ("torchrelay_requests", "a", "prefix of the server's own metrics"),
         ("New", "a-b", "the dimension 'a-b'"),
-        ("New", "Hostname", "stands twice"),
+        ("New", "Hostname", "is given twice"),
         ("QueueTime", "a", "the server has a metric of this name"),
     ],
 )
-def test_auto_detection_takes_nothing_that_would_break_the_page(
-    of: Callable[..., TorchServeMeters], caplog: pytest.LogCaptureFixture, name: str, dimension: str, why: str
+def test_auto_detection_rejects_invalid_metrics(
+    create_recorders: Callable[..., TorchServeRecorders],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    dimension: str,
+    reason: str,
 ) -> None:
-    meters = Meters(of(model_metrics_auto_detect=True))
+    meters = Meters(create_recorders(model_metrics_auto_detect=True))
     before = page(meters)
     meters.torchserve.cache("m").add_counter(name, 1, dimensions=[Dimension(dimension, "x")])
     assert page(meters) == before
-    assert f"the metric {name} is dropped: " in caplog.text and why in caplog.text
+    assert f"the metric {name} is dropped: " in caplog.text and reason in caplog.text
 
 
-def test_other_dimensions_than_declared_are_dropped(
-    of: Callable[..., TorchServeMeters], caplog: pytest.LogCaptureFixture
+def test_undeclared_dimensions_are_dropped(
+    create_recorders: Callable[..., TorchServeRecorders], caplog: pytest.LogCaptureFixture
 ) -> None:
-    meters = Meters(of())
+    meters = Meters(create_recorders())
     cache = meters.torchserve.cache("m")
     cache.add_counter("Words", 1, dimensions=[Dimension("Shelf", "x")])
     cache.add_metric_to_cache("Words", "count", ["Shelf"]).add_or_update(1, ["x"])
     assert not [line for line in page(meters).splitlines() if line.startswith("Words{")]
     assert "the dimensions are ['ModelName', 'Level']" in caplog.text
-    assert "its dimensions are ModelName, Level, and it came with 1 values" in caplog.text
+    assert "its dimensions are ModelName, Level, and it has 1 values" in caplog.text
 
 
-def test_ids_among_the_dimensions_do_not_fill_the_memory(
-    of: Callable[..., TorchServeMeters], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_number_of_label_sets_is_limited(
+    create_recorders: Callable[..., TorchServeRecorders],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torchserve.meters, "_MOST", 5)
-    meters = Meters(of())
+    monkeypatch.setattr(torchserve.recorders, "_MAX_LABEL_SETS", 5)
+    meters = Meters(create_recorders())
     metric = meters.torchserve.cache("m").get_metric("Words")
     for i in range(9):
         metric.add_or_update(1, [str(i), "Model"])
-    assert len(meters.torchserve.readings()) == 5
+    assert len(meters.torchserve.samples()) == 5
     assert "5 combinations of dimensions" in caplog.text
 
 
-def test_threads_of_an_author_lose_no_count(of: Callable[..., TorchServeMeters]) -> None:
-    meters = Meters(of())
+def test_concurrent_updates_are_counted(create_recorders: Callable[..., TorchServeRecorders]) -> None:
+    meters = Meters(create_recorders())
     cache = meters.torchserve.cache("m")
 
     def work() -> None:
@@ -366,10 +335,10 @@ def test_threads_of_an_author_lose_no_count(of: Callable[..., TorchServeMeters])
     assert f'Words{{ModelName="m",Level="Model",Hostname="{HOST}",}} 4000.0' in page(meters)
 
 
-def test_what_warms_a_model_up_is_not_counted(of: Callable[..., TorchServeMeters]) -> None:
-    meters = Meters(of())
+def test_warm_up_is_not_counted(create_recorders: Callable[..., TorchServeRecorders]) -> None:
+    meters = Meters(create_recorders())
     cache = meters.torchserve.cache("m")
-    with metrics.outlet.muted():
+    with metrics.update_sink.suppress_updates():
         cache.add_counter("Words", 100)
     cache.add_counter("Words", 1)
     assert f'Words{{ModelName="m",Level="Model",Hostname="{HOST}",}} 1.0' in page(meters)
@@ -382,10 +351,10 @@ def lines(folder: Path, name: str) -> list[str]:
     return (folder / "logs" / name).read_text().splitlines()
 
 
-def test_in_log_mode_they_are_lines_and_not_on_the_page(
-    of: Callable[..., TorchServeMeters], tmp_path: Path
+def test_log_mode_writes_lines_only(
+    create_recorders: Callable[..., TorchServeRecorders], tmp_path: Path
 ) -> None:
-    torch = of("log")
+    torch = create_recorders("log")
     meters = Meters(torch)
     cache: MetricCache = torch.cache("m")
     cache.set_request_ids({0: "a-b", 1: "c-d"})
@@ -397,41 +366,44 @@ def test_in_log_mode_they_are_lines_and_not_on_the_page(
     cache.add_time("New", 1)
     cache.add_time("ts_handler_inference", 0.5, 0)
     text = page(meters)
-    assert theirs(text) == [], "only our own metrics are on the page"
+    assert torchserve_lines(text) == [], "only our own metrics are on the page"
     assert "torchrelay_requests_total" in text
     torch.close()
-    stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} - "
+    timestamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} - "
     expected = [
         rf"Requests2XX\.Count:1\.0\|#Level:Host\|#hostname:{HOST},timestamp:\d{{10}}",
         rf"ts_inference_requests_total\.Count:1\.0\|#model_name:m,model_version:default\|#hostname:{HOST},timestamp:\d+",
         rf"QueueTime\.Milliseconds:1\.0\|#Level:Host\|#hostname:{HOST},timestamp:\d{{10}}",
     ]
-    for line, wanted in zip(lines(tmp_path, "ts_metrics.log"), expected, strict=True):
-        assert re.fullmatch(stamp + wanted, line), line
+    for line, expected_line in zip(lines(tmp_path, "ts_metrics.log"), expected, strict=True):
+        assert re.fullmatch(timestamp + expected_line, line), line
     expected = [
         rf"Words\.Count:2\.0\|#ModelName:m,Level:Model\|#hostname:{HOST},requestID:c-d,timestamp:\d{{10}}",
-        rf"Load\.things:12\.5\|#Shelf:x y\\n,ModelName:m,Level:Model\|#hostname:{HOST},requestID:a-b,c-d,timestamp:\d+",
+        rf"Load\.things:12\.5\|#Shelf:x y\\n,ModelName:m,Level:Model\|#hostname:{HOST},requestID:a-b,c-d,timestamp:\d+",  # noqa: E501
         rf"Words\.Count:1\.0\|#ModelName:m,Level:Model\|#hostname:{HOST},requestID:null,timestamp:\d{{10}}",
         rf"ts_handler_inference\.ms:0\.5\|#ModelName:m,Level:Model\|#hostname:{HOST},requestID:a-b,timestamp:\d{{10}}",
     ]
     written = lines(tmp_path, "model_metrics.log")
-    for line, wanted in zip(written, expected, strict=True):
-        assert re.fullmatch(stamp + wanted, line), line
+    for line, expected_line in zip(written, expected, strict=True):
+        assert re.fullmatch(timestamp + expected_line, line), line
     # How TorchServe's benchmark takes a value from a line.
     assert [line.split("|")[0].split(":")[3] for line in written] == ["2.0", "12.5", "1.0", "0.5"]
 
 
-def test_in_legacy_mode_three_counters_are_on_the_page_and_the_rest_are_lines(
-    of: Callable[..., TorchServeMeters], tmp_path: Path
+def test_legacy_mode_renders_three_counters(
+    create_recorders: Callable[..., TorchServeRecorders], tmp_path: Path
 ) -> None:
-    torch = of("legacy", metrics_config="", metrics_dir="elsewhere")
+    torch = create_recorders("legacy", metrics_config="", metrics_dir="elsewhere")
     meters = Meters(torch)
     meters.response(200)
     meters.request("m", "1.0", "ok", 0.003, None, 0.001)
     torch.cache("m").add_time("HandlerTime", 2)
-    text = theirs(page(meters))
+    text = torchserve_lines(page(meters))
     assert {line.split()[2] for line in text if line.startswith("# TYPE")} == set(LEGACY)
-    assert f'ts_queue_latency_microseconds{{model_name="m",model_version="default",hostname="{HOST}",}} 1000.0' in text
+    assert (
+        f'ts_queue_latency_microseconds{{model_name="m",model_version="default",hostname="{HOST}",}} 1000.0'
+        in text
+    )
     torch.close()
     written = (tmp_path / "elsewhere/ts_metrics.log").read_text().splitlines()
     assert [line.partition(" - ")[2].partition(":")[0] for line in written] == [
@@ -442,47 +414,6 @@ def test_in_legacy_mode_three_counters_are_on_the_page_and_the_rest_are_lines(
     assert "HandlerTime.ms:2.0|#ModelName:m,Level:Model|" in line
 
 
-def test_there_is_no_other_mode() -> None:
+def test_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"telemetry.metrics_mode.*'prometheus', 'log' or 'legacy'"):
         load({"telemetry": {"metrics_mode": "loud"}})
-
-
-# The machine
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_one_process_of_a_node_measures_it_and_another_takes_over(tmp_path: Path) -> None:
-    processes = [TorchServeMeters(), TorchServeMeters()]
-    first = Machine(processes[0], 0.02, tmp_path / "state" / "node")
-
-    def measured(meters: TorchServeMeters) -> dict[str, float]:
-        return {reading.family.name: reading.number for reading in meters.readings() if reading.values[-1] == HOST}
-
-    until(lambda: "DiskAvailable" in measured(processes[0]))
-    second = Machine(processes[1], 0.02, tmp_path / "state" / "node")
-    try:
-        before = processes[0].readings()[0].time
-        until(lambda: processes[0].readings()[0].time > before)
-        assert not measured(processes[1]), "one is enough"
-        first.close()
-        until(lambda: "DiskAvailable" in measured(processes[1]))
-        assert 0 < measured(processes[1])["MemoryUtilization"] <= 100
-    finally:
-        second.close()
-
-
-def test_what_fails_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR)
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    meters = TorchServeMeters()
-    machine = Machine(meters, 0.01, blocked / "node")  # a file stands where its folder should be
-    until(lambda: caplog.text.count("could not be measured") > 1)
-    machine.close()
-    assert meters.readings() == []

@@ -1,16 +1,16 @@
-"""What was counted of each version, summed over processes."""
+"""The statistics of each version, summed over processes."""
 
 from __future__ import annotations
 
 import pickle
 import time
 
-from serve_app.telemetry.metrics import Meters, Sum
-from serve_app.types import Figures
+from serve_app.domain.model import VersionStats
+from serve_app.telemetry.metrics import Meters, MetricsAggregator
 
 
-def test_figures_are_of_all_processes_those_that_ended_too() -> None:
-    total, began = Sum(), time.time()
+def test_stats_cover_all_processes_including_ended_ones() -> None:
+    total, started_at = MetricsAggregator(), time.time()
     for source in ("a", "b"):
         meters = Meters()
         meters.request("m", "1", "ok", 0.5)
@@ -22,10 +22,10 @@ def test_figures_are_of_all_processes_those_that_ended_too() -> None:
             meters.batch("m", "1", 1, 0.5, [0.0])
         total.put(source, pickle.loads(pickle.dumps(meters.report())))
     total.end("a")
-    total.figures()  # to look changes nothing
-    first, second = total.figures()
-    assert began <= first.last <= time.time()
-    assert first == Figures(
+    total.version_stats()  # reading changes nothing
+    first, second = total.version_stats()
+    assert started_at <= first.last_batch_at <= time.time()
+    assert first == VersionStats(
         "m",
         "1",
         answered=2,
@@ -35,8 +35,8 @@ def test_figures_are_of_all_processes_those_that_ended_too() -> None:
         queue_seconds=1.5,
         batches=3,
         inference_seconds=0.75,
-        last=first.last,
-        sizes=((1, 1, 0.5), (3, 2, 0.25)),
+        last_batch_at=first.last_batch_at,
+        batch_sizes=((1, 1, 0.5), (3, 2, 0.25)),
     )
     assert (second.version, second.answered, second.rows) == ("2", 2, 0)
-    assert (second.last, second.sizes) == (0.0, ())
+    assert (second.last_batch_at, second.batch_sizes) == (0.0, ())
