@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.errors import ConfigurationError
-from serve_app.properties import KEYS, Listener, decode, parse, read, reference
-from serve_app.settings import VersionSettings, load
+from serve_app.settings import load
+from serve_app.torchserve_config import ListenAddress, decode, parse, read
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def values(text: str) -> dict[str, str]:
@@ -53,19 +52,22 @@ class TestSyntax:
 
     @pytest.mark.parametrize("word", [r"\u", r"\u12", r"\u12g4"])
     def test_an_escape_that_is_none(self, word: str) -> None:
-        with pytest.raises(ConfigurationError, match=r"^c: line 2: .* wants four hexadecimal digits$"):
+        with pytest.raises(ConfigurationError, match=r"^c: line 2: .* requires four hexadecimal digits$"):
             parse(f"a=1\nb={word}", "c")
 
     def test_a_value_knows_its_line(self) -> None:
-        assert {k: e.place for k, e in parse("# x\na=1\\\n 2\n\nb=3").items()} == {"a": "line 2", "b": "line 5"}
+        assert {k: e.place for k, e in parse("# x\na=1\\\n 2\n\nb=3").items()} == {
+            "a": "line 2",
+            "b": "line 5",
+        }
 
     @given(st.dictionaries(st.text(min_size=1), st.text(), max_size=4))
-    def test_what_is_escaped_comes_back(self, said: dict[str, str]) -> None:
+    def test_what_is_escaped_comes_back(self, result: dict[str, str]) -> None:
         def escaped(text: str) -> str:
             units = text.encode("utf-16-be", "surrogatepass")
             return "".join(f"\\u{units[i]:02x}{units[i + 1]:02X}" for i in range(0, len(units), 2))
 
-        assert values("\n".join(f"{escaped(k)}={escaped(v)}" for k, v in said.items())) == said
+        assert values("\n".join(f"{escaped(k)}={escaped(v)}" for k, v in result.items())) == result
 
     @given(st.text())
     def test_any_text_is_read_or_refused(self, text: str) -> None:
@@ -82,22 +84,29 @@ class TestSyntax:
 
 class TestVariables:
     def test_take_their_place(self) -> None:
-        read_ = read("job_queue_size=$$N$$0\nmodel_store=/$$A$$/$$B$$", environment={"N": "5", "A": "x", "B": "y"})
+        read_ = read(
+            "job_queue_size=$$N$$0\nmodel_store=/$$A$$/$$B$$", environment={"N": "5", "A": "x", "B": "y"}
+        )
         assert read_.settings.runtime.job_queue_size == 50
         assert read_.settings.store.model_store == "/x/y"
 
     def test_one_that_is_missing(self) -> None:
         with pytest.raises(ConfigurationError) as refused:
             read("a=1\nmodel_store=$$STORE$$", "my.properties")
-        assert str(refused.value) == (
-            "my.properties: line 2: model_store: the environment has no variable STORE; "
+        assert (
+            str(refused.value)
+            == "my.properties: line 2: model_store: the environment has no variable STORE; "
             "set STORE, or write the value itself"
         )
 
 
 class TestWhoWins:
     TEXT = "job_queue_size=1\nenable_model_api=false\n"
-    ENVIRONMENT = {"TS_JOB_QUEUE_SIZE": "3", "TS_TOKEN_EXPIRATION_TIME_MIN": "2.5", "TS_HEADER_KEY_SEQUENCE_ID": "seq"}
+    ENVIRONMENT = {
+        "TS_JOB_QUEUE_SIZE": "3",
+        "TS_TOKEN_EXPIRATION_TIME_MIN": "2.5",
+        "TS_HEADER_KEY_SEQUENCE_ID": "seq",
+    }
 
     def test_the_command_over_the_file(self) -> None:
         settings = read(self.TEXT, command={"job_queue_size": ("2", "--x")}).settings
@@ -111,7 +120,7 @@ class TestWhoWins:
         assert reading.settings.runtime.header_key_sequence_id == "seq"
         assert reading.warnings == ()
 
-    def test_an_environment_that_nobody_asked_for_is_named(self) -> None:
+    def test_an_unused_environment_is_named(self) -> None:
         reading = read(self.TEXT, environment=self.ENVIRONMENT)
         assert reading.settings.runtime.job_queue_size == 1
         [warning] = reading.warnings
@@ -133,7 +142,9 @@ class TestWhoWins:
         assert reading.warnings == ()
 
     def test_a_wrong_value_is_refused_with_its_place(self) -> None:
-        with pytest.raises(ConfigurationError, match="the variable TS_JOB_QUEUE_SIZE: job_queue_size: 'x' must be"):
+        with pytest.raises(
+            ConfigurationError, match="the variable TS_JOB_QUEUE_SIZE: job_queue_size: 'x' must be"
+        ):
             read("enable_envvars_config=true", environment={"TS_JOB_QUEUE_SIZE": "x"})
         with pytest.raises(ConfigurationError, match="--models: "):
             read("", command={"model_snapshot": ("{", "--models")})
@@ -143,10 +154,10 @@ class TestKeys:
     def test_an_empty_file_is_torchserves_defaults(self) -> None:
         reading = read("")
         settings = reading.settings
-        assert reading.inference == Listener("127.0.0.1", 8080)
+        assert reading.inference == ListenAddress("127.0.0.1", 8080)
         assert (settings.auth.mode, settings.control.enable_model_api) == ("on", False)
         assert (settings.control.load_models, settings.telemetry.metrics_mode) == ("none", "log")
-        assert settings.inference.late_answer == "drop"
+        assert settings.inference.late_response == "drop"
         assert settings.runtime.max_response_size == 6553500
         assert reading.notes == reading.warnings == ()
 
@@ -219,7 +230,7 @@ class TestKeys:
         with pytest.raises(ConfigurationError, match="did you mean prometheus"):
             read("metrics_mode=promteheus")
 
-    def test_whatever_is_not_true_is_false_and_is_said(self) -> None:
+    def test_values_other_than_true_are_false_and_reported(self) -> None:
         reading = read("enable_model_api=yes")
         assert reading.settings.control.enable_model_api is False
         [note] = reading.notes
@@ -241,15 +252,22 @@ class TestKeys:
     def test_unknown_ones_are_in_one_warning_with_the_nearest_that_is_known(self) -> None:
         reading = read("job_queue_sice=1\nfoo=2", "c")
         assert reading.warnings == (
-            "c: unknown keys, which do nothing: job_queue_sice (line 1; did you mean job_queue_size?), foo (line 2)",
+            (
+                "c: unknown keys, which do nothing: job_queue_sice (line 1; did you mean job_queue_size?),"
+                " foo (line 2)"
+            ),
         )
 
-    def test_what_is_not_served_is_said_and_what_is_not_needed_is_not(self) -> None:
-        reading = read("ipex_enable=true\nnumber_of_netty_threads=32\ncpu_launcher_args=--x\nvmargs=-Xmx4g", "c")
+    def test_unsupported_keys_are_reported_and_unneeded_ones_are_not(self) -> None:
+        reading = read(
+            "ipex_enable=true\nnumber_of_netty_threads=32\ncpu_launcher_args=--x\nvmargs=-Xmx4g", "c"
+        )
         assert reading.warnings == (
             "c: line 1: ipex_enable is not served: PyTorch's own oneDNN kernels run",
-            "c: line 3: cpu_launcher_args is not served: "
-            "`runtime.pin` finds the cores itself; `threads` of a model says how many",
+            (
+                "c: line 3: cpu_launcher_args is not served: "
+                "`runtime.pin` finds the cores itself; `threads` of a model says how many"
+            ),
         )
         fates = {note.key: note.fate for note in reading.notes}
         assert fates == {
@@ -270,13 +288,13 @@ class TestAddresses:
     @pytest.mark.parametrize(
         ("address", "expected"),
         [
-            ("http://0.0.0.0:8085", Listener("0.0.0.0", 8085)),
-            ("HTTP://localhost", Listener("localhost", 80)),
-            ("http://127.0.0.1:8080/", Listener("127.0.0.1", 8080)),
-            ("http://[::1]:8080", Listener("::1", 8080)),
+            ("http://0.0.0.0:8085", ListenAddress("0.0.0.0", 8085)),
+            ("HTTP://localhost", ListenAddress("localhost", 80)),
+            ("http://127.0.0.1:8080/", ListenAddress("127.0.0.1", 8080)),
+            ("http://[::1]:8080", ListenAddress("::1", 8080)),
         ],
     )
-    def test_of_the_inference_port(self, address: str, expected: Listener) -> None:
+    def test_of_the_inference_port(self, address: str, expected: ListenAddress) -> None:
         assert read(f"inference_address={address}").inference == expected
 
     def test_without_a_port(self) -> None:
@@ -293,15 +311,25 @@ class TestAddresses:
 
     def test_of_grpc(self) -> None:
         g = read("").settings.grpc
-        assert (g.host, g.port, g.management_host, g.management_port) == ("127.0.0.1", 7070, "127.0.0.1", 7071)
+        assert (g.host, g.port, g.management_host, g.management_port) == (
+            "127.0.0.1",
+            7070,
+            "127.0.0.1",
+            7071,
+        )
         text = "grpc_inference_address=0.0.0.0\ngrpc_inference_port=9070\ngrpc_management_port=9071\n"
-        text += "grpc_inference_max_connection_age_ms=1500\ngrpc_management_max_connection_age_ms=9223372036854775807\n"
+        text += "grpc_inference_max_connection_age_ms=1500\n"
+        text += "grpc_management_max_connection_age_ms=9223372036854775807\n"
         g = read(text + "grpc_inference_max_connection_age_grace_ms=20").settings.grpc
         assert (g.host, g.port, g.management_host, g.management_port) == ("0.0.0.0", 9070, "127.0.0.1", 9071)
-        assert (g.max_connection_age, g.max_connection_age_grace, g.management_max_connection_age) == (1.5, 0.02, 0.0)
+        assert (g.max_connection_age, g.max_connection_age_grace, g.management_max_connection_age) == (
+            1.5,
+            0.02,
+            0.0,
+        )
         assert g.certificate_file == ""
 
-    def test_grpc_speaks_tls_where_it_is_asked_to(self) -> None:
+    def test_grpc_uses_tls_when_configured(self) -> None:
         text = "certificate_file=c.pem\nprivate_key_file=k.pem\n"
         assert read(text).settings.grpc.certificate_file == ""
         reading = read(text + "enable_grpc_ssl=true")
@@ -312,10 +340,10 @@ class TestAddresses:
     def test_that_coincide_share_a_port(self) -> None:
         one = "http://0.0.0.0:8085"
         s = read(f"inference_address={one}\nmanagement_address={one}\nmetrics_address={one}").settings
-        assert (s.inference.also_management, s.inference.also_metrics) == (True, True)
+        assert (s.inference.serve_management, s.inference.serve_metrics) == (True, True)
         assert (s.management.port, s.management.metrics_port) == (0, 0)
         s = read(f"management_address={one}\nmetrics_address={one}").settings
-        assert (s.inference.also_management, s.inference.also_metrics, s.management.also_metrics) == (
+        assert (s.inference.serve_management, s.inference.serve_metrics, s.management.serve_metrics) == (
             False,
             False,
             True,
@@ -326,7 +354,7 @@ class TestAddresses:
         ("text", "words"),
         [
             ("inference_address=unix:/tmp/a.sock", ["inference_address", "Unix socket", "http://127.0.0.1"]),
-            ("metrics_address=ftp://a", ["metrics_address", "is no address"]),
+            ("metrics_address=ftp://a", ["metrics_address", "is not an address"]),
             ("metrics_address=http://a:99999", ["metrics_address", "99999", "65535"]),
             ("grpc_inference_port=99999", ["grpc_inference_port", "99999", "65535"]),
             ("enable_grpc_ssl=true", ["enable_grpc_ssl", "certificate_file", "openssl req"]),
@@ -362,105 +390,7 @@ class TestAddresses:
         assert str(refused.value).startswith(("c: line ", "c: default: "))
         assert [word for word in words if word not in str(refused.value)] == []
 
-    def test_a_certificate_that_nobody_asked_for(self) -> None:
+    def test_an_unused_certificate(self) -> None:
         reading = read("certificate_file=c\nprivate_key_file=k")
         assert (reading.certificate_file, reading.settings.management.certificate_file) == ("", "")
         assert {note.remark for note in reading.notes} == {"no address is https, so it is not read"}
-
-
-MODELS = """
-load_models=noop.mar
-models={\\
-  "noop": {\\
-    "1.11": {\\
-        "defaultVersion": true,\\
-        "marName": "noop.mar",\\
-        "minWorkers": 1,\\
-        "maxWorkers": 2,\\
-        "batchSize": 4,\\
-        "maxBatchDelay": 100,\\
-        "responseTimeout": 0,\\
-        "startupTimeout": 60,\\
-        "runtimeType": "python"\\
-    }\\
-  }\\
-}
-"""
-
-
-class TestModels:
-    def test_values_of_one_version(self) -> None:
-        control = read(MODELS).settings.control
-        assert control.load_models == "noop.mar"
-        assert control.models == {
-            "noop": {"1.11": VersionSettings(True, 1, 2, 4, 100, None, 60)},
-        }
-
-    def test_a_snapshot_is_loaded_as_it_was(self) -> None:
-        snapshot = """model_snapshot={"name":"x.cfg","modelCount":2,"created":1594369765658,"models":{\\
-            "m":{"1.0":{"defaultVersion":false,"marName":"m1.mar","minWorkers":0,"maxWorkers":0,"batchSize":1},\\
-                 "2.0":{"defaultVersion":true,"marName":"m2.mar","minWorkers":2,"maxWorkers":2,"batchSize":1}}}}
-            load_models=all"""
-        reading = read(snapshot)
-        control = reading.settings.control
-        assert control.load_models == "m=m1.mar,m=m2.mar"
-        assert control.models["m"]["1.0"].min_workers == 0
-        assert control.models["m"]["2.0"] == VersionSettings(True, 2, 2, 1)
-        assert [note.remark for note in reading.notes if note.key == "load_models"] == [
-            "passed over, as TorchServe does beside a model_snapshot"
-        ]
-
-    def test_a_snapshot_as_java_writes_it(self) -> None:
-        reading = read(
-            "#Saving snapshot\n"
-            r"inference_address=http\://127.0.0.1\:21080"
-            "\n"
-            r'model_snapshot={\n  "name"\: "x-shutdown.cfg",\n  "modelCount"\: 1,\n  "models"\: {\n    "echo"\: {\n'
-            r'      "1.0"\: {\n        "defaultVersion"\: true,\n        "marName"\: "echo.mar",\n'
-            r'        "minWorkers"\: 2,\n        "maxWorkers"\: 2,\n        "runtimeType"\: "python"\n      }\n'
-            r"    }\n  }\n}"
-            "\nmodel_store=store\nworkflow_store=store\nversion=0.12.0\nload_models=\nnumber_of_gpu=0\n"
-            "tsConfigFile=config.properties\npython=/usr/bin/python\n"
-        )
-        assert reading.inference == Listener("127.0.0.1", 21080)
-        assert reading.settings.control.load_models == "echo=echo.mar"
-        assert reading.settings.control.models["echo"]["1.0"] == VersionSettings(True, 2, 2)
-        assert reading.warnings == ()
-
-    @pytest.mark.parametrize(
-        ("value", "words"),
-        [
-            ('{"m": {"1.0": {"minWorkers": 3, "maxWorkers": 2}}}', ["m 1.0", "minWorkers 3", "maxWorkers 2"]),
-            ('{"m": {"1.0": {"batchSize": "4"}}}', ["m 1.0", "batchSize", "'4'", "whole number"]),
-            ('{"m": {"1.0": {"defaultVersion": 1}}}', ["m 1.0", "defaultVersion", "true or false"]),
-            ('{"m": {"1.0": 3}}', ["'m'", "'1.0'", "object"]),
-            ('{"m": []}', ["'m'", "object of versions"]),
-            ("[]", ["list", "object of models"]),
-            ('{"m": ', ["is not JSON", "backslash"]),
-        ],
-    )
-    def test_that_cannot_be(self, value: str, words: list[str]) -> None:
-        with pytest.raises(ConfigurationError) as refused:
-            read(f"models={value}", "c")
-        assert [word for word in ["c: line 1: models: ", *words] if word not in str(refused.value)] == []
-
-    def test_an_unknown_value_is_named(self) -> None:
-        [warning] = read('models={"m":{"1.0":{"minWorker":1}}}', "c").warnings
-        assert warning == "c: line 1: models: m 1.0: unknown key 'minWorker'; did you mean 'minWorkers'?"
-
-
-def test_every_key_is_in_the_page_with_what_becomes_of_it() -> None:
-    page = (ROOT / "configs/README.md").read_text()
-    assert reference() in page, f"the table of configs/README.md should be:\n{reference()}"
-
-
-def test_every_setting_that_is_named_is_there() -> None:
-    settings = load({})
-    for key in KEYS:
-        if key.fate != "setting":
-            assert key.becomes, key.name
-            continue
-        for path in key.becomes.split("`")[1::2]:
-            room, _, name = path.partition(".")
-            if room not in ("http_options", ""):
-                assert name in {field.name for field in dataclasses.fields(getattr(settings, room))}, key.name
