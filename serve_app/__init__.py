@@ -1,3 +1,5 @@
 """Torchrelay's server: models from TorchServe archives, served on Ray Serve."""
 
-__version__ = "0.1.0"
+from serve_app._version import __version__
+
+__all__ = ["__version__"]
