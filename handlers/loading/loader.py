@@ -16,6 +16,7 @@ from typing import Any
 
 from handlers.envelopes import ENVELOPES
 from handlers.errors import HandlerLoadError
+from handlers.loading import archive_packages
 from handlers.loading.module_loader import (
     add_archive_to_path,
     format_import_error,
@@ -150,7 +151,7 @@ def _find_file(stem: str, directory: Path) -> Path | None:
 def _import_module(name: str, directory: Path) -> ModuleType | None:
     """Return the module ``name``, of the archive or installed; None where there is none."""
     try:
-        return importlib.import_module(name)
+        return archive_packages.import_module(name)
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:

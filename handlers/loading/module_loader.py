@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from handlers.errors import HandlerLoadError
+from handlers.loading import archive_packages
 
 _archive_directories: set[Path] = set()  # added in this process; a server adds one
 
@@ -19,7 +20,7 @@ def add_archive_to_path(directory: Path) -> None:
     """Put ``directory`` first on ``sys.path``, so that the archive's files can import each other.
 
     Modules of archives added earlier, this one included, are removed from ``sys.modules``: their names are
-    free again.
+    free again. ``archive_packages`` resolves the names that this project has as well.
     """
     for name, module in list(sys.modules.items()) if _archive_directories else ():
         file = getattr(module, "__dict__", {}).get("__file__")
@@ -30,6 +31,7 @@ def add_archive_to_path(directory: Path) -> None:
         sys.path.remove(str(directory))
     sys.path.insert(0, str(directory))
     importlib.invalidate_caches()
+    archive_packages.install(directory)
 
 
 def load_module(file: Path) -> ModuleType:
