@@ -138,7 +138,7 @@ class AsyncPredictionSettings:
     enabled: bool = True  # false: they are answered at once, whatever they prefer
     retention_s: Annotated[float, pydantic.Field(gt=0)] = 3600.0  # for which an answer is kept
     max_queue_time_s: Annotated[float, pydantic.Field(ge=0)] = (
-        600.0  # for which one is tried that nobody has room for
+        600.0  # how long a prediction is retried while all queues are full
     )
     concurrency: Annotated[int, pydantic.Field(ge=1)] = 64  # that run at once
     model_concurrency: Annotated[int, pydantic.Field(ge=1)] = 16  # of one model

@@ -112,13 +112,13 @@ def validate_request(request: GenerationRequest, vocab_size: int, capacity: int)
     if total > capacity:
         available = capacity - len(request.prompt)
         cure = (
-            f"ask for at most {available} new tokens"
+            f"request at most {available} new tokens"
             if available > 0
             else f"shorten the prompt to less than {capacity}"
         )
         raise PredictionException(
             f"The prompt has {len(request.prompt)} tokens, and max_new_tokens is {request.max_new_tokens}: "
-            f"together {total}, and there is room for {capacity}. Either {cure}, or have the model's "
-            "configuration give more room (engine: num_blocks and page_size, up to the model's own context).",
+            f"together {total}, and the limit is {capacity}. Either {cure}, or raise the limit in "
+            "the model's configuration (engine: num_blocks and page_size, up to the model's own context).",
             400,
         )

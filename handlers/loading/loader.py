@@ -60,7 +60,7 @@ class LoadedHandler:
 
     @property
     def is_async(self) -> bool:
-        """Whether ``handle`` is ``async def``: its result must be awaited, and batches may overlap."""
+        """Return whether ``handle`` is ``async def``: its result must be awaited, and batches may overlap."""
         return inspect.iscoroutinefunction(self.handle)
 
     def initialize(self, context: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from serve_app.domain.model import ModelSpec
 
 _MAX_LISTED = 8  # machines, those with the most free resources first
+_FIX = "Free resources, add a node, or require less"
 _ROUNDING = 1e-4  # Ray's own
 
 
@@ -55,22 +56,22 @@ def _summarize(
 
 
 def explain(spec: ModelSpec, missing: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the missing resources and the cure in words, as the end of a sentence about the version."""
+    """Return the missing resources and the fix, as the end of a sentence about the version."""
     replica = "a replica" if spec.ranks == 1 else f"a replica of {spec.ranks} ranks"
     if not any("machines" in summary for summary in missing.values()):
         requested = "; ".join(
-            f"{summary['wanted']:g} {kind} asked, {summary['free']:g} free"
+            f"{summary['wanted']:g} {kind} required, {summary['free']:g} free"
             for kind, summary in missing.items()
         )
-        return f"there is no place for {replica} ({requested}). Make room, add a node, or ask for less"
+        return f"the cluster lacks resources for {replica} ({requested}). {_FIX}"
     requested = " and ".join(_describe(spec, kind, summary) for kind, summary in missing.items())
-    cure = "Make room, add a node, or ask for less"
+    fix = _FIX
     is_scattered = spec.ranks > 1 and all(
         summary["free"] + _ROUNDING >= summary["wanted"] for summary in missing.values()
     )
     if is_scattered and spec.placement_strategy == "STRICT_PACK":
-        cure = "Make room, ask for less, or let its ranks lie on several machines by placement_strategy: PACK"
-    return f"there is no place for {replica}, which asks for {requested}. {cure}"
+        fix = "Free resources, require less, or spread its ranks over machines by placement_strategy: PACK"
+    return f"the cluster lacks resources for {replica}, which requires {requested}. {fix}"
 
 
 def _describe(spec: ModelSpec, kind: str, summary: Mapping[str, Any]) -> str:

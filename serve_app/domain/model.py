@@ -113,7 +113,7 @@ class ModelSpec:
 
     @property
     def has_no_workers(self) -> bool:
-        """Whether it has no workers, and so cannot answer; a workflow without functions needs none."""
+        """Return whether it has no workers and needs some; a workflow without functions needs none."""
         return self.max_workers == 0 and (self.graph is None or bool(self.handler))
 
     @property

@@ -262,8 +262,7 @@ def exceeds(
     margin: float = 0.0,
     alpha: float = 0.05,
 ) -> SequentialComparison:
-    """Whether hits are more frequent among the candidate's calls than among the baseline's, by more than
-    ``margin``.
+    """Test whether the candidate's rate of hits exceeds the baseline's by more than ``margin``.
 
     Look as often as you like: ``worse`` is ever true of a candidate that is not, with probability ``alpha``
     at most, whatever the counts (each rate has its exact bounds at half of ``alpha``). Calls are taken as
@@ -282,7 +281,7 @@ def exceeds(
 
 
 def exceeds_share(count: Number, hits: Number, share: float, alpha: float = 0.05) -> SequentialComparison:
-    """Whether more than ``share`` of the calls are hits: of all of them, not only of those that were seen.
+    """Test whether more than ``share`` of all calls are hits, not only of the observed ones.
 
     Look as often as you like, as with ``exceeds``. So "p99 is above a second" is ``exceeds_share(calls,
     slower than a second, 0.01)``.

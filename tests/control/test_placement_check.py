@@ -45,41 +45,41 @@ def test_what_is_lacking_where(
         (
             {"tensor_parallel": 2},
             TWO,
-            "a replica of 2 ranks, which asks for 2 × 0.5 GPU on one machine; free: 10.0.0.1 0.5, "
+            "a replica of 2 ranks, which requires 2 × 0.5 GPU on one machine; free: 10.0.0.1 0.5, "
             "10.0.0.2 0.5. "
-            "Make room, ask for less, or let its ranks lie on several machines by placement_strategy: PACK",
+            "Free resources, require less, or spread its ranks over machines by placement_strategy: PACK",
         ),
         (
             {"num_gpus": 0.75},
             TWO,
-            "a replica, which asks for 0.75 GPU on one machine; free: 10.0.0.1 0.5, 10.0.0.2 0.5. "
-            "Make room, add a node, or ask for less",
+            "a replica, which requires 0.75 GPU on one machine; free: 10.0.0.1 0.5, 10.0.0.2 0.5. "
+            "Free resources, add a node, or require less",
         ),
         (
             {"tensor_parallel": 3, "num_cpus": 0, "placement_strategy": "STRICT_SPREAD"},
             TWO,
-            "a replica of 3 ranks, which asks for 3 × 0.5 GPU on 3 machines; free: 10.0.0.1 0.5, "
+            "a replica of 3 ranks, which requires 3 × 0.5 GPU on 3 machines; free: 10.0.0.1 0.5, "
             "10.0.0.2 0.5. "
-            "Make room, add a node, or ask for less",
+            "Free resources, add a node, or require less",
         ),
         (
             {"tensor_parallel": 4, "placement_strategy": "PACK"},
             TWO,
-            "a replica of 4 ranks, which asks for 4 × 0.5 GPU; free: 10.0.0.1 0.5, 10.0.0.2 0.5. "
-            "Make room, add a node, or ask for less",
+            "a replica of 4 ranks, which requires 4 × 0.5 GPU; free: 10.0.0.1 0.5, 10.0.0.2 0.5. "
+            "Free resources, add a node, or require less",
         ),
         (
             {},
             APART,
-            "a replica, which asks for 1 CPU on one machine; free: 10.0.0.1 8, 10.0.0.2 0.2 and 0.5 "
+            "a replica, which requires 1 CPU on one machine; free: 10.0.0.1 8, 10.0.0.2 0.2 and 0.5 "
             "GPU on one "
-            "machine; free: 10.0.0.2 1, 10.0.0.1 0. Make room, add a node, or ask for less",
+            "machine; free: 10.0.0.2 1, 10.0.0.1 0. Free resources, add a node, or require less",
         ),
         (
             {"tensor_parallel": 2},
             {"10.0.0.1": {"CPU": 1.5}},
-            "a replica of 2 ranks (2 CPU asked, 1.5 free; 1 GPU asked, 0 free). Make room, add a "
-            "node, or ask for less",
+            "a replica of 2 ranks (2 CPU required, 1.5 free; 1 GPU required, 0 free). Free resources, "
+            "add a node, or require less",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_in_words(asks: dict[str, Any], free: dict[str, dict[str, float]], words
     spec = replace(SPEC, **asks)
     assert (
         placement_check.explain(spec, placement_check.find_missing(spec, free))
-        == f"there is no place for {words}"
+        == f"the cluster lacks resources for {words}"
     )
 
 

@@ -44,9 +44,9 @@ def idle_reconciler() -> reconciler.Reconciler:
 @pytest.mark.parametrize(
     ("free", "why"),
     [
-        ({"CPU": 1.5, "GPU": 8.0}, r"a replica of 2 ranks \(4 CPU asked, 1.5 free\). Make room"),
-        ({"CPU": 4.0}, r"a replica of 2 ranks \(2 GPU asked, 0 free\)"),
-        ({"CPU": 3.0, "GPU": 1.0}, r"\(4 CPU asked, 3 free; 2 GPU asked, 1 free\)"),
+        ({"CPU": 1.5, "GPU": 8.0}, r"a replica of 2 ranks \(4 CPU required, 1.5 free\). Free resources"),
+        ({"CPU": 4.0}, r"a replica of 2 ranks \(2 GPU required, 0 free\)"),
+        ({"CPU": 3.0, "GPU": 1.0}, r"\(4 CPU required, 3 free; 2 GPU required, 1 free\)"),
         ({"CPU": 4.0, "GPU": 2.0}, f"no replica runs: {WAITS}"),
     ],
 )

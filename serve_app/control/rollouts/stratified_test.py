@@ -1,5 +1,4 @@
-"""Whether hits are more frequent among a candidate's calls than a baseline's, stratum by stratum: pure
-arithmetic.
+"""A stratified test of whether a candidate's rate of hits exceeds a baseline's: pure arithmetic.
 
 A stratum holds calls of one time, dealt out in one ratio. What differs from one to the next, such as an hour
 that was bad for both sides, is no difference between the sides; putting all calls into one heap would make it

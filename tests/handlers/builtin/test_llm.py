@@ -129,7 +129,7 @@ def test_the_default_length_is_limited_by_the_capacity(language_model: Path) -> 
     async def check(model: Served) -> None:
         answer = await model.json(prompt="r" * 200)
         assert answer["usage"]["total_tokens"] == 256
-        assert "room for 256" in (await model.json(prompt="r" * 256)).message
+        assert "the limit is 256" in (await model.json(prompt="r" * 256)).message
 
     run_served(language_model, check)
 
@@ -231,7 +231,7 @@ def test_sampling_parameters_of_the_folder(language_model: Path, tmp_path: Path)
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
         ({"prompt": "a", "max_new_tokens": 2.5}, "max_new_tokens is 2.5; it is a whole number from 1"),
         ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"prompt": "a", "max_new_tokens": 999}, "together 1000, and there is room for 256"),
+        ({"prompt": "a", "max_new_tokens": 999}, "together 1000, and the limit is 256"),
         ({"prompt": "a", "top_p": 1.5}, "top_p is 1.5; it is a number from 0 to 1"),
         ({"prompt": "a", "top_k": [1]}, "top_k is [1]; it is a whole number from 0"),
         ({"prompt": "a", "stop": ["x", ""]}, "stop is a text, or a list of up to 16 texts"),

@@ -180,8 +180,8 @@ def test_stop_tokens_end_a_completion(language_model: Path) -> None:
         (
             [1] * 200,
             57,
-            r"200 tokens, and max_new_tokens is 57: together 257, and there is room for 256. "
-            r"Either ask for at most 56 new tokens, or .*num_blocks",
+            r"200 tokens, and max_new_tokens is 57: together 257, and the limit is 256. "
+            r"Either request at most 56 new tokens, or .*num_blocks",
         ),
         ([1] * 256, 1, "shorten the prompt to less than 256"),
     ],
@@ -204,7 +204,7 @@ def test_capacity_is_the_size_of_the_cache(language_model: Path) -> None:
         assert engine.capacity == 48
         tokens, reason = await collect(engine, GenerationRequest("all of it", [1] * 8, 40))
         assert (len(tokens), reason) == (40, "length")
-        with pytest.raises(PredictionException, match="room for 48"):
+        with pytest.raises(PredictionException, match="the limit is 48"):
             await collect(engine, GenerationRequest("one more", [1] * 8, 41))
 
     run_with_engine(language_model, fill, num_blocks=3)

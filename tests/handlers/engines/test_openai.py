@@ -282,7 +282,7 @@ def test_fields_without_effect_are_accepted(model: ServedModel) -> None:
         ),
         (openai.CHAT, {"messages": HELLO, "prompt": "a"}, "'prompt' is not known here: there are logprobs"),
         (openai.CHAT, {"messages": HELLO, "model": 5}, "model is 5; it is a text"),
-        (openai.CHAT, {"messages": HELLO, "max_tokens": 999}, "there is room for 256"),
+        (openai.CHAT, {"messages": HELLO, "max_tokens": 999}, "the limit is 256"),
         (
             openai.COMPLETIONS,
             {},

@@ -127,7 +127,7 @@ def test_requests_are_converted_for_vllm(tmp_path: Path) -> None:
         await engine.check_health()
 
         for invalid, message in (
-            (GenerationRequest("long", [5], 64), "room for 64"),
+            (GenerationRequest("long", [5], 64), "the limit is 64"),
             (GenerationRequest("odd", [100], 1), "100 is no token"),
             (
                 GenerationRequest("zero", [5], 3, SamplingParams(1.0, 0, 0.0)),
