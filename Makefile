@@ -1,9 +1,11 @@
-# make setup   everything that the rest needs: .venv, the packages, an example model; quick when nothing changed
-# make run     setup, then the server in the foreground; Ctrl-C ends it
-# make test    setup, then all tests, in two processes; ARGS="tests/model_store -x" goes to pytest
-# make bench   setup, then the comparison with other servers
-# make lint    ruff, the import contracts and mypy
-# make clean   removes what the targets above made; your archives and the server's state stay
+# make run        .venv with the server, an example model, then the server in the foreground; Ctrl-C ends it
+# make setup      .venv with everything for development; quick when nothing changed
+# make test       setup, then the tests of the server, in two processes; ARGS="tests/model_store -x" goes to pytest
+# make test-fast  setup, then the tests without a cluster
+# make test-slow  setup, then the long tests: examples, other servers, clean environments, compilers
+# make bench      setup, then the comparison with other servers
+# make lint       ruff, the import contracts and mypy
+# make clean      removes what the targets above made; your archives and the server's state stay
 
 # Python 3.11 first, on which the whole set is installed and tested most; else the newest that fits.
 PYTHON ?= $(shell for python in python3.11 python3.13 python3.12 python3.10 python3; do \
@@ -13,13 +15,16 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 CREATED := $(VENV)/.created
+SERVER := $(VENV)/.server
 INSTALLED := $(VENV)/.installed
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 MODEL := model_store/digits.mar
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run test bench lint clean
+.PHONY: help setup run test test-fast test-slow bench lint clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -33,22 +38,32 @@ $(CREATED):
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(INSTALLED): $(CREATED) pyproject.toml constraints.txt
-	@echo "Installing Torchrelay and its packages into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+$(SERVER): $(CREATED) pyproject.toml constraints.txt
+	@echo "Installing Torchrelay's server into $(VENV) (a few minutes the first time)"
+	@$(PIP_INSTALL) --editable '.[server,onnx]'
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1
 	@touch $@
 
-$(MODEL): $(wildcard examples/01_first_model/*.py examples/01_first_model/*.yaml examples/01_first_model/*.json \
-		examples/01_first_model/*.png) | $(INSTALLED)
+$(INSTALLED): $(SERVER)
+	@echo "Installing the packages for development into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(MODEL): $(wildcard examples/01_first_model/*.*) | $(SERVER)
 	@echo "Training the example model into $@"
 	@$(BIN)/python examples/01_first_model/train.py
 
-run: setup
+run: $(SERVER) $(MODEL)
 	@$(BIN)/torchrelay start --example digits=examples/01_first_model/three.png
 
 test: setup
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-fast: setup
+	@$(PYTEST) -m "not cluster and not slow" $(ARGS)
+
+test-slow: setup
+	@$(PYTEST) -m slow $(ARGS)
 
 bench: setup
 	@$(BIN)/python -m tests.benchmarks.suite $(ARGS)

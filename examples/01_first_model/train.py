@@ -5,13 +5,12 @@ import os
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from model import Digits
-from model_archiver.model_archiver_config import ModelArchiverConfig
-from model_archiver.model_packaging import generate_model_archive
 from safetensors.torch import save_file
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+
+from serve_app.model_store.archiver import ArchiveRecipe, make
 
 HERE = Path(__file__).resolve().parent
 
@@ -20,12 +19,12 @@ def train() -> tuple[Digits, float]:
     """Train the network and return it with its accuracy on test images."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # more threads do not speed up so small a network
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)
-    labels = torch.tensor(digits.target)
-    train_images, test_images, train_labels, test_labels = train_test_split(
-        images, labels, test_size=0.2, stratify=labels, random_state=0
-    )
+    # A row: 8 x 8 pixels of 0 to 16, and the digit.
+    rows = torch.from_numpy(np.loadtxt(HERE / "digits.csv.gz", np.float32, delimiter=","))
+    rows = rows[torch.randperm(len(rows))]
+    images, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].long()
+    train_images, test_images = images[:-360], images[-360:]
+    train_labels, test_labels = labels[:-360], labels[-360:]
 
     model = Digits()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -45,22 +44,19 @@ def archive(model: Digits, store: Path) -> Path:
     store.mkdir(parents=True, exist_ok=True)
     os.chdir(HERE)
     with tempfile.TemporaryDirectory(dir=store, prefix=".digits-") as scratch:
-        tempfile.tempdir = scratch  # the archiver first empties digits/ in this folder
         weights = Path(scratch, "digits.safetensors")
         save_file(model.state_dict(), weights)
-        generate_model_archive(
-            ModelArchiverConfig(
-                model_name="digits",
-                version="1.0",
-                model_file="model.py",
-                serialized_file=str(weights),
-                handler="handler.py",
-                extra_files="index_to_name.json,three.png",
-                config_file="model-config.yaml",
-                export_path=scratch,
-            )
+        recipe = ArchiveRecipe(
+            model_name="digits",
+            version="1.0",
+            model_file="model.py",
+            serialized_file=str(weights),
+            handler="handler.py",
+            extra_files="index_to_name.json,three.png",
+            config_file="model-config.yaml",
+            export_path=scratch,
         )
-        return Path(scratch, "digits.mar").replace(store / "digits.mar")
+        return make(recipe).path.replace(store / "digits.mar")
 
 
 if __name__ == "__main__":

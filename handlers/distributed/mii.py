@@ -5,7 +5,6 @@ MII's own server process is not started: every rank creates a pipeline, and rank
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from handlers import extras
 from handlers.distributed import process_group
 from handlers.errors import HandlerLoadError
 
@@ -118,10 +118,10 @@ def load(folder: Path, gpu_id: int | None, tensor: int, pipeline: int) -> Ragged
             "tensor_parallel, "
             "or the handler llm, which batches as continuously."
         )
-    if importlib.util.find_spec("mii") is None:
+    if not extras.is_installed("mii"):
         raise HandlerLoadError(
-            "model-config.yaml: engine: mii is not installed: pip install 'torchrelay[mii]' where the model "
-            "runs."
+            "model-config.yaml: engine: mii needs mii, which is not installed where the model runs: "
+            f"{extras.install_command('mii')}"
         )
     if int(os.environ.get("LOCAL_WORLD_SIZE", tensor)) != tensor:
         raise HandlerLoadError(

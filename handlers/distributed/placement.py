@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from handlers import engines
+from handlers import engines, extras
 from handlers.distributed import mii, process_group
 from handlers.distributed.degrees import degrees, layout
 from handlers.errors import HandlerLoadError
@@ -72,11 +71,7 @@ def _load_distributed(folder: Path, options: dict[str, Any]) -> Any:
     if not isinstance(options.get("max_memory", {}), Mapping):
         invalid = options["max_memory"]
         raise HandlerLoadError(f"model-config.yaml: max_memory is {invalid!r}; it is {{0: 20GB, cpu: 60GB}}.")
-    if importlib.util.find_spec("accelerate") is None:
-        raise HandlerLoadError(
-            "model-config.yaml: device_map needs accelerate: pip install 'torchrelay[llm]' where the model "
-            "runs."
-        )
+    _require_package("accelerate", "device_map")
     try:
         return _read(folder, **options)
     except ValueError as error:
@@ -90,12 +85,7 @@ def _load_deepspeed(folder: Path, gpu_id: int | None, tensor: int, pipeline: int
             "model-config.yaml: engine: deepspeed cuts each layer up: give tensor_parallel, from 2, and no "
             "pipeline_parallel. A model that stays whole, or a pipeline, has engine: {name: transformers}."
         )
-    if importlib.util.find_spec("deepspeed") is None:
-        raise HandlerLoadError(
-            "model-config.yaml: engine: deepspeed is not installed: pip install 'torchrelay[deepspeed]' "
-            "where the "
-            "model runs."
-        )
+    _require_package("deepspeed", "engine: deepspeed")
     import deepspeed
     import deepspeed.ops
 
@@ -115,6 +105,14 @@ def _load_deepspeed(folder: Path, gpu_id: int | None, tensor: int, pipeline: int
             f"{folder}: DeepSpeed cannot cut this model up ({error}). Take engine: {{name: transformers}}."
         ) from error
     return engine.module
+
+
+def _require_package(package: str, key: str) -> None:
+    if not extras.is_installed(package):
+        raise HandlerLoadError(
+            f"model-config.yaml: {key} needs {package}, which is not installed where the model runs: "
+            f"{extras.install_command(package)}"
+        )
 
 
 def _read(folder: Path, **options: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from handlers import extras
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain import occlusion
 
@@ -386,8 +387,8 @@ def _captum() -> Any:
         from captum import attr
     except ImportError as error:
         raise PredictionException(
-            "Explanations need Captum, which is not installed where this model runs: install "
-            "torchrelay[explain], or name captum in the archive's requirements.",
+            "Explanations need Captum, which is not installed where this model runs: "
+            f"{extras.install_command('captum')}, or name captum in the archive's requirements.",
             501,
         ) from error
     return attr

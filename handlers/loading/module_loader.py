@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from handlers import extras
 from handlers.errors import HandlerLoadError
 from handlers.loading import archive_packages
 
@@ -70,7 +71,10 @@ def load_module(file: Path) -> ModuleType:
 def format_import_error(place: object, error: BaseException) -> str:
     """Return a message with the reason of a failed import at ``place`` and the remedy."""
     hint = "Fix the file; the traceback above this one shows where it failed."
-    if isinstance(error, ModuleNotFoundError):
+    package = extras.find_package(error.name) if isinstance(error, ModuleNotFoundError) else None
+    if package is not None:
+        hint = f"Install {package} where the model runs: {extras.install_command(package)}."
+    elif isinstance(error, ModuleNotFoundError):
         hint = (
             f"Pack {error.name} into the archive (--extra-files), name its package in the archive's "
             "requirements file, or install it where the model runs."

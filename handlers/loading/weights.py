@@ -13,7 +13,7 @@ import torch
 
 from handlers.errors import HandlerLoadError
 from handlers.loading import pickle_scan
-from handlers.loading.module_loader import list_classes_from_module, load_module
+from handlers.loading.module_loader import format_import_error, list_classes_from_module, load_module
 
 # In the metadata of an AOTInductor package: the number format of the model's inputs.
 DTYPE_METADATA_KEY = "torchrelay.floats"
@@ -140,7 +140,10 @@ def _load_compiled(weights: Path, device: torch.device, targets: set[str]) -> Ca
 
 def load_onnx(weights: Path, device: torch.device, trusted: bool = False) -> Any:
     """Return an ONNX graph in ONNX Runtime, as ``handlers.onnx_model.OnnxModel``."""
-    from handlers.onnx_model import OnnxModel  # imported late: few models need ONNX Runtime
+    try:
+        from handlers.onnx_model import OnnxModel  # imported late: few models need ONNX Runtime
+    except ModuleNotFoundError as error:
+        raise HandlerLoadError(format_import_error(str(weights), error)) from error
 
     return OnnxModel(weights, device)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from handlers import extras
 from handlers.errors import HandlerLoadError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class OptimizationOptions:
                 "this is a "
                 f"{type(model).__name__}. Archive the class and its state dict (--model-file model.py), or "
                 "take "
-                "optimize out; `torchrelay optimize` makes a graph of an archive whose class is there."
+                "optimize out; torchrelay optimize makes a graph of an archive whose class is there."
             )
         if self.quantize:
             model = _quantize_linear(model, device)
@@ -205,11 +206,11 @@ def quantize_graph(graph: Path, output: Path) -> None:
     try:
         import onnx
         from onnxruntime.quantization import QuantType, quantize_dynamic
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise HandlerLoadError(
-            f"{graph}: making int8 of an ONNX graph needs the package {error.name}: install torchrelay[onnx] "
-            "where the "
-            "model runs, or let `torchrelay optimize` quantize the archive beforehand."
+            f"{graph}: int8 quantization of an ONNX graph needs {error.name}, which is not installed where "
+            f"the model runs: {extras.install_command(error.name or 'onnx')}; or quantize the archive "
+            "beforehand with `torchrelay optimize`."
         ) from error
     model = onnx.load(graph)
     del model.graph.value_info[:]  # the exporter's shapes of intermediate values do not fit int8 nodes

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def main() -> None:
-    from serve_app.cli.app import app  # late: whoever imports a file of this room needs no other
+    from serve_app.cli.app import app  # late: other modules of the package need none of the commands
 
     app()
+
+
+def torchserve_main() -> None:
+    """Run the command ``torchserve``; exit with a message where the extra ``server`` is missing."""
+    from serve_app.cli.errors import StartError, require_server
+
+    try:
+        require_server()
+    except StartError as error:
+        sys.exit(str(error))
+    from serve_app.cli.torchserve import main
+
+    main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import httpx
 import typer
@@ -13,7 +13,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from serve_app import __version__
-from serve_app.cli import progress, torchserve
+from serve_app.cli import progress
 from serve_app.cli.api_client import (
     INFERENCE,
     MANAGEMENT,
@@ -34,10 +34,13 @@ from serve_app.cli.commands.rollout import rollout_app
 from serve_app.cli.commands.shadow import shadow
 from serve_app.cli.commands.traffic import traffic
 from serve_app.cli.commands.workflow import workflow_app
-from serve_app.cli.server_process import ServerProcess, StartError
-from serve_app.cli.torchserve_flags import TorchServeFlags, serve_env, state_dir
+from serve_app.cli.errors import StartError, require_server
+from serve_app.cli.torchserve_flags import TorchServeFlags, default_config, state_dir
 from serve_app.client import NO_RETRIES, Client, ServerError
 from serve_app.loadgen.command import bench
+
+if TYPE_CHECKING:
+    from serve_app.cli.server_process import ServerProcess
 
 app = typer.Typer(help="Serve PyTorch models from TorchServe archives on Ray Serve.", no_args_is_help=True)
 models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
@@ -109,8 +112,8 @@ def start(
 ) -> None:
     """Start the server and wait until its models are ready; Ctrl-C ends it and everything it started.
 
-    CONFIG is configs/app.yaml by default. TorchServe's flags, or a config.properties where there is no
-    configs/app.yaml, start a server as the command torchserve does.
+    CONFIG is configs/app.yaml by default, or the installed app.yaml where there is none. TorchServe's flags,
+    or a config.properties where there is no configs/app.yaml, start a server as the command torchserve does.
     """
     flags = TorchServeFlags(
         ts_config=ts_config,
@@ -146,6 +149,10 @@ def start(
 
 def _server(config: Path | None, env: Path | None, flags: TorchServeFlags) -> ServerProcess:
     """Return the server that the arguments of `torchrelay start` describe. Raises StartError."""
+    require_server()
+    from serve_app.cli import torchserve  # late: these need the extra `server`
+    from serve_app.cli.server_process import ServerProcess
+
     like_torchserve = flags != TorchServeFlags()
     if config is not None and like_torchserve:
         raise StartError(f"{config} and TorchServe's flags cannot be combined; use one of them")
@@ -153,7 +160,10 @@ def _server(config: Path | None, env: Path | None, flags: TorchServeFlags) -> Se
         like_torchserve = bool(os.environ.get("TS_CONFIG_FILE")) or Path("config.properties").is_file()
     if like_torchserve:
         return torchserve.create_server(flags, env)
-    return ServerProcess(config or _CONFIG, env or (_ENV if _ENV.is_file() else serve_env()))
+    return ServerProcess(
+        config or (_CONFIG if _CONFIG.is_file() else default_config(_CONFIG.name)),
+        env or (_ENV if _ENV.is_file() else default_config(_ENV.name)),
+    )
 
 
 @app.command()
@@ -164,10 +174,13 @@ def stop(
     """Stop the server that `torchrelay start` left running here."""
     if config is None:
         generated = [state_dir(os.environ, Path.cwd(), fresh) / "app.yaml" for fresh in (False, True)]
-        configs = [path for path in (_CONFIG, *generated) if path.is_file()] or [_CONFIG]
+        configs = [path for path in (_CONFIG, *generated) if path.is_file()] or [default_config(_CONFIG.name)]
     else:
         configs = [config]
     try:
+        require_server()
+        from serve_app.cli.server_process import ServerProcess  # late: it needs the extra `server`
+
         stopped = [ServerProcess(path, env).stop() for path in configs]
     except StartError as error:
         errors.print(escape(str(error)), style="red", highlight=False)

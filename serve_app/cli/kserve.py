@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from serve_app import torchserve_config
-from serve_app.cli.server_process import StartError
+from serve_app.cli.errors import StartError
 
 VARIABLE = "PROTOCOL_VERSION"
 _ENVELOPES = {"v1": "kserve", "v2": "kservev2", "grpc-v2": "kservev2"}

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from rich.console import Console, Group
@@ -17,8 +17,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.server_process import ServerProcess, StartError
+from serve_app.cli.errors import StartError
 from serve_app.client import Client, ServerError
+
+if TYPE_CHECKING:
+    from serve_app.cli.server_process import ServerProcess
 
 
 def version_table(client: Client) -> Table:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from serve_app import torchserve_config
-from serve_app.cli.server_process import StartError
+from serve_app.cli.errors import StartError
 
 PORT, RANGE, MULTI = "SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_SAFE_PORT_RANGE", "SAGEMAKER_MULTI_MODE"
 _DEFAULT_PORT = "8080"  # where SageMaker connects by default

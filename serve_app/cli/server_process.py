@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from serve_app.cli import haproxy_tls
+from serve_app.cli.errors import StartError
 from serve_app.client import NO_RETRIES, Client
 from serve_app.errors import ConfigurationError
 from serve_app.net import tls
@@ -34,10 +35,6 @@ _RAY_PORTS = {
     8500: "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
     9101: "RAY_SERVE_HAPROXY_METRICS_PORT",
 }
-
-
-class StartError(Exception):
-    """An error message for the operator whose server did not start."""
 
 
 def read_env(path: Path) -> dict[str, str]:

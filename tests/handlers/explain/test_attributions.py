@@ -140,7 +140,7 @@ def test_errors_of_the_model_are_raised(explain: Any) -> None:
 
 def test_missing_captum_is_reported(explain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "captum", None)
-    with pytest.raises(PredictionException, match=r"install torchrelay\[explain\]") as raised:
+    with pytest.raises(PredictionException, match=r"pip install 'torchrelay\[server\]'") as raised:
         explain("image_classifier", IMAGES, [{"data": constant_image(1.0)}])
     assert raised.value.error_code == 501
 

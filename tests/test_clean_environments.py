@@ -1,0 +1,182 @@
+"""Tests of the wheel in environments without packages for development: the core, [server], [server,onnx]."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import pytest
+import yaml
+from clean_environments import CleanEnvironment, build_wheel
+from explanation_checks import ENTITIES, label_config
+from hf_folders import SHORT, save_bert
+from onnx import TensorProto, helper
+from parts import Server
+
+from serve_app.model_store.archiver import ArchiveRecipe, make
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> CleanEnvironment:
+    return CleanEnvironment(tmp_path_factory.mktemp("core"), wheel)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a sharded language model, a token classifier and an ONNX graph."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=None)).save_pretrained(folder / "llama")
+    for name, config in (("whole", {}), ("halves", {"tensor_parallel": 2})):
+        (folder / "model-config.yaml").write_text(yaml.safe_dump(config))
+        recipe = ArchiveRecipe(name, "1.0", "causal_lm", extra_files=str(folder / "llama"))
+        make_archive(folder, recipe, config_file=str(folder / "model-config.yaml"))
+    (folder / "entities").mkdir()
+    save_bert("BertForTokenClassification", folder / "entities", **label_config(ENTITIES))
+
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "double", ports[:1], ports[1:])
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), folder / "double.onnx")
+    make_archive(folder, ArchiveRecipe("double", "1.0", "onnx", str(folder / "double.onnx")))
+    return folder
+
+
+def make_archive(folder: Path, recipe: ArchiveRecipe, **options: str) -> None:
+    make(ArchiveRecipe(**{**vars(recipe), "export_path": str(folder), **options}))
+
+
+class InstalledServer(Server):
+    """A server that the command of another environment starts."""
+
+    environment: CleanEnvironment
+
+    def start(self, timeout: float = 300.0) -> None:
+        options = ("--env", str(self._env), "--detach", "--timeout", str(timeout))
+        started = self.environment.run("torchrelay", "start", str(self._config), *options, cwd=self.home)
+        assert started.returncode == 0, started.stdout + started.stderr
+
+
+def run_server(home: Path, environment: CleanEnvironment, models: Path) -> Iterator[InstalledServer]:
+    server = InstalledServer(home)
+    server.environment = environment
+    shutil.copytree(models, server.store, dirs_exist_ok=True)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def installed(
+    tmp_path_factory: pytest.TempPathFactory, wheel: Path, folder: Path
+) -> Iterator[InstalledServer]:
+    environment = CleanEnvironment(tmp_path_factory.mktemp("server"), wheel, "server")
+    yield from run_server(tmp_path_factory.mktemp("home"), environment, folder)
+
+
+def test_the_core_has_no_torch_and_no_ray(core: CleanEnvironment, tmp_path: Path) -> None:
+    assert {"httpx", "numpy", "orjson", "pydantic", "pyyaml", "typer", "rich"} <= core.packages
+    assert not {"torch", "ray", "transformers", "onnxruntime", "grpcio"} & core.packages
+    shown = core.run("python", "-c", "import torchrelay; print(torchrelay.__version__)", cwd=tmp_path)
+    version = core.run("torchrelay", "version", cwd=tmp_path)
+    assert version.stdout == f"Torchrelay {shown.stdout}"
+    for command in (["torchrelay", "--help"], ["torchrelay", "bench", "--help"]):
+        assert core.run(*command, cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("command", [["torchrelay", "start"], ["torchrelay", "stop"], ["torchserve"]])
+def test_a_start_without_the_server_prints_the_pip_command(
+    core: CleanEnvironment, tmp_path: Path, command: list[str]
+) -> None:
+    refused = core.run(*command, cwd=tmp_path)
+    assert refused.returncode == 1
+    message = " ".join((refused.stdout + refused.stderr).split())
+    assert (
+        "psutil, ray, torch, not installed in this environment: pip install 'torchrelay[server]'" in message
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_handler_without_torch_raises_the_pip_command(core: CleanEnvironment, tmp_path: Path) -> None:
+    refused = core.run("python", "-c", "from torchrelay import BaseHandler", cwd=tmp_path)
+    assert refused.stderr.splitlines()[-1] == (
+        "ImportError: torchrelay.BaseHandler needs torch, which is not installed: "
+        "pip install 'torchrelay[server]'"
+    )
+
+
+def test_the_client_of_the_core_reaches_a_server(core: CleanEnvironment, installed: InstalledServer) -> None:
+    code = f"""
+import torchrelay
+with torchrelay.Client({installed.process.inference!r}, {installed.process.management!r}) as client:
+    print(client.register("entities", initial_workers=1, synchronous=True))
+    print(client.predict("entities", {SHORT!r}).json())
+    try:
+        client.predict("nothing", b"")
+    except torchrelay.NotFoundError as error:
+        print(error.status)
+"""
+    shown = core.run("python", "-c", code, cwd=installed.home)
+    assert shown.returncode == 0, shown.stderr
+    registered, entities, status = shown.stdout.splitlines()
+    assert "registered" in registered
+    assert "entity_group" in entities
+    assert status == "404"
+    listed = core.run(
+        "torchrelay", "models", "--management", installed.process.management, cwd=installed.home
+    )
+    assert "entities" in listed.stdout, listed.stderr
+
+
+def test_two_ranks_of_a_model_and_explanations_run_with_server_only(installed: InstalledServer) -> None:
+    rows = []
+    for name in ("whole", "halves"):
+        registered = installed.management.post("/models", params={"url": f"{name}.mar", "initial_workers": 1})
+        assert registered.status_code == 200, registered.text
+        answer = installed.http.post(f"/predictions/{name}", json={"prompt": [5, 6, 7], "logits": True})
+        assert answer.status_code == 200, answer.text
+        rows.append(answer.json()["logits"])
+    assert rows[1] == pytest.approx(rows[0], abs=1e-4)
+
+    if not any(model["modelName"] == "entities" for model in installed.client.models()):
+        installed.client.register("entities", initial_workers=1)
+    explained = installed.http.post("/explanations/entities", content=SHORT.encode())
+    assert explained.status_code == 200, explained.text
+    assert "attributions" in json.dumps(explained.json())
+
+
+def test_an_onnx_graph_is_refused_with_the_pip_command(installed: InstalledServer) -> None:
+    refused = installed.management.post("/models", params={"url": "double.mar"})
+    assert refused.status_code == 400, refused.text
+    message = refused.json()["message"]
+    assert "double.onnx needs onnxruntime, which is not installed" in message
+    assert "pip install 'torchrelay[onnx]' (or 'torchrelay[gpu]' beside NVIDIA GPUs; never both)" in message
+
+
+def test_an_onnx_graph_is_served_with_the_extra(
+    tmp_path: Path, wheel: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    environment = CleanEnvironment(tmp_path_factory.mktemp("onnx"), wheel, "server", "onnx")
+    assert not {"onnx", "captum-insights", "pytest"} & environment.packages
+    for server in run_server(tmp_path, environment, folder):
+        registered = server.management.post("/models", params={"url": "double.mar", "initial_workers": 1})
+        assert registered.status_code == 200, registered.text
+        answer = server.http.post("/predictions/double", json={"x": [1.0, 2.5]})
+        assert (answer.status_code, answer.json()) == (200, {"y": [2.0, 5.0]}), answer.text
