@@ -1,7 +1,7 @@
 # make run        .venv with the server, an example model, then the server in the foreground; Ctrl-C ends it
 # make setup      .venv with everything for development; quick when nothing changed
 # make test       setup, then the tests of the server, in two processes; ARGS="tests/model_store -x" goes to pytest
-# make test-fast  setup, then the tests without a cluster
+# make test-fast  setup, then the tests without a cluster, without models and without other processes
 # make test-slow  setup, then the long tests: examples, other servers, clean environments, compilers
 # make bench      setup, then the comparison with other servers
 # make lint       ruff, the import contracts and mypy
@@ -60,7 +60,7 @@ test: setup
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: setup
-	@$(PYTEST) -m "not cluster and not slow" $(ARGS)
+	@$(PYTEST) -m "not cluster and not integration and not slow" $(ARGS)
 
 test-slow: setup
 	@$(PYTEST) -m slow $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,23 @@ hypothesis.settings.load_profile("ci")
 os.environ.pop("COLUMNS", None)  # rich's consoles, made when they are imported, would keep it
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files without a test of the selected tier: importing them takes longer than some tiers."""
+    if not collection_path.match("test_*.py"):
+        return None
+    selected, excluded = str(config.option.markexpr), re.findall(r"not (\w+)", config.option.markexpr)
+    if any(f"pytest.mark.{mark}" in _module_marks(collection_path) for mark in excluded):
+        return True
+    return (selected == "slow" and "pytest.mark.slow" not in collection_path.read_text()) or None
+
+
+@cache
+def _module_marks(file: Path) -> str:
+    """Return the statement ``pytestmark = …`` of a file, or an empty string."""
+    found = re.search(r"^pytestmark = (\[.*?^?\]|.*?)$", file.read_text(), re.MULTILINE | re.DOTALL)
+    return found[0] if found else ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests of the cluster, which take longest, to the front."""
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
@@ -25,19 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Schedule all tests of the cluster on one process, and distribute the others file by file."""
-    return ClusterApart(config, log)
+    """Schedule all tests of the cluster on one process, and distribute the others file by file.
+
+    The slow tier has more tests of the cluster than others: there each process starts a cluster.
+    """
+    return LoadScopeScheduling(config, log) if config.option.markexpr == "slow" else ClusterApart(config, log)
 
 
 class ClusterApart(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "cluster" if _of_cluster(self.config.rootpath / file) else file
-
-
-@cache
-def _of_cluster(file: Path) -> bool:
-    return "pytest.mark.cluster" in file.read_text()
+        return "cluster" if "pytest.mark.cluster" in (self.config.rootpath / file).read_text() else file
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

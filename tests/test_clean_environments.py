@@ -73,7 +73,7 @@ class InstalledServer(Server):
 
 
 def run_server(home: Path, environment: CleanEnvironment, models: Path) -> Iterator[InstalledServer]:
-    server = InstalledServer(home)
+    server = InstalledServer(home, control={"load_models": "none"})
     server.environment = environment
     shutil.copytree(models, server.store, dirs_exist_ok=True)
     try:

@@ -12,6 +12,8 @@ import torch
 
 from tests.benchmarks import archives, sequence_lengths
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):

@@ -8,6 +8,8 @@ import pytest
 
 from tests.benchmarks import generation
 
+pytestmark = pytest.mark.slow
+
 
 def test_three_ways_to_the_same_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert generation.main(["--width", "64", "--rounds", "1"]), "continuous batching answers as generate does"

@@ -16,6 +16,9 @@ from serve_app.loadgen import LoadProfile
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from tests.benchmarks.grpc_load import PREDICTIONS, Call, prediction, run
 
+pytestmark = pytest.mark.slow
+
+
 Answer = Callable[[bytes, Any], Any]
 MESSAGE = prediction("m", body=b"x" * 300)
 

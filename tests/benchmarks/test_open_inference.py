@@ -12,6 +12,8 @@ from serve_app.loadgen.profile import LoadProfile
 from tests.benchmarks import open_inference
 from tests.benchmarks.servers import PeerFailed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server():

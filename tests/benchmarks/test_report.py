@@ -10,6 +10,9 @@ from serve_app.loadgen import LoadResult
 from tests.benchmarks import report
 from tests.benchmarks.report import Case, Footprint, Report, Target
 
+pytestmark = pytest.mark.slow
+
+
 _MIB = 1 << 20
 
 

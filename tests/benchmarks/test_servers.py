@@ -17,6 +17,9 @@ from tests.benchmarks import servers
 from tests.benchmarks.archives import MODELS
 from tests.benchmarks.targets import ask
 
+pytestmark = pytest.mark.slow
+
+
 _SERVER = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
 _NOBODY = "http://127.0.0.1:1"
 

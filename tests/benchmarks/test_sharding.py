@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
 from serve_app.loadgen import LoadProfile
 from tests.benchmarks import generation, sharding
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_process_of_the_benchmark_answers_as_the_handler_does(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from serve_app.telemetry.metrics import Meters
 from tests.benchmarks import streaming
 from tests.benchmarks.models.chunks import Chunks
 
+pytestmark = pytest.mark.slow
+
 
 class Target:
     """The handler, without a replica around it."""

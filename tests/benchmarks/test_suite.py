@@ -14,6 +14,8 @@ from tests.benchmarks.report import Case
 from tests.benchmarks.servers import PeerFailed
 from tests.benchmarks.targets import Contender, bare_loop
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def comparison(tmp_path):

@@ -6,11 +6,15 @@ import json
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from serve_app.domain import experiment, traffic_policy
 from serve_app.loadgen import LoadProfile, LoadResult
 from tests.benchmarks import report, traffic
 from tests.benchmarks.servers import Peer
 from tests.benchmarks.targets import Contender
+
+pytestmark = pytest.mark.slow
 
 
 class ScriptedPeer(Peer):

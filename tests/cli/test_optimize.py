@@ -30,6 +30,9 @@ from handlers.optimize.tolerance_gate import Tolerance
 from serve_app.cli.app import app
 from serve_app.cli.commands import optimize
 
+pytestmark = pytest.mark.slow
+
+
 MODEL = """
 import torch
 

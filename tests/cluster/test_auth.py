@@ -90,6 +90,7 @@ def infer(locked: Server, key: str | None, model: str = "echo") -> list[tuple[in
     return result
 
 
+@pytest.mark.slow
 def test_the_file_is_for_its_owner_alone(locked: Server) -> None:
     assert stat.S_IMODE((locked.home / "key_file.json").stat().st_mode) == 0o600
 

@@ -202,6 +202,7 @@ def answered(server: Server, where: dict[str, str]) -> bool:
     return all(answer.status_code == 200 for answer in answers.values())
 
 
+@pytest.mark.slow
 def test_everything_comes_back_after_a_full_restart(
     server: Server, stays: str, later: str, tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ def test_everything_comes_back_after_a_full_restart(
     server.management.delete("/models/kept")
 
 
+@pytest.mark.slow
 def test_a_clean_stop_leaves_no_process(server: Server, later: str, tmp_path: Path) -> None:
     aside = put_aside(server, later, tmp_path / "gate")
     with Pulse() as pulse:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from parts import Server, make_archive
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HANDLER = """
 import os

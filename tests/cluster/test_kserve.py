@@ -18,7 +18,7 @@ import pytest
 import yaml
 from parts import RAY_PORTS, free_port, make_archive
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 HANDLER = """

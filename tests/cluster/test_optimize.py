@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli.app import app
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 MODEL = """
 import torch
 

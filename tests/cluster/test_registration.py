@@ -30,6 +30,30 @@ def handle(data, context):
 """
 
 
+# The archive's own packages have the names of Torchrelay's; base and errors are only in Torchrelay's.
+OWN_PACKAGES = {
+    "handlers/__init__.py": "",
+    "handlers/preprocess.py": "def decode(body):\n    return body.decode().upper()\n",
+    "serve_app/__init__.py": "SUFFIX = '!'\n",
+}
+OWN_PACKAGES_HANDLER = """
+from handlers.base import BaseHandler
+from handlers.errors import PredictionException
+from handlers.preprocess import decode
+from serve_app import SUFFIX
+
+class Shout(BaseHandler):
+    def initialize(self, context):
+        self.initialized = True
+
+    def handle(self, data, context):
+        bodies = [row.get("body") or row.get("data") for row in data]
+        if not all(bodies):
+            raise PredictionException("nothing to shout", 422)
+        return [decode(body) + SUFFIX for body in bodies]
+"""
+
+
 @pytest.fixture
 def wheels(tmp_path: Path) -> Path:
     """Create a folder with two versions of one package."""
@@ -74,6 +98,7 @@ def environments(server: Server) -> list[str]:
     return [path.name for path in root.iterdir() if path.name[0] != "."]
 
 
+@pytest.mark.slow
 def test_two_models_with_two_versions_of_one_package(server: Server, tmp_path: Path, wheels: Path) -> None:
     for name, version in (("one", "1.0"), ("two", "2.0")):
         answer = server.register(requiring(tmp_path, name, wheels, f"tinypkg=={version}"))
@@ -208,3 +233,14 @@ def test_an_undeclared_model_has_a_state_too(server: Server, tmp_path: Path) -> 
     assert server.register(make_archive(tmp_path, "unheard", ECHO), initial_workers=0).status_code == 200
     assert follow(server, "unheard")[-1][1]["workers"] == 0
     server.management.delete("/models/unheard")
+
+
+def test_an_archive_may_contain_packages_with_torchrelays_names(server: Server, tmp_path: Path) -> None:
+    archive = make_archive(tmp_path, "shout", OWN_PACKAGES_HANDLER, files=OWN_PACKAGES)
+    registered = server.register(archive)
+    assert registered.status_code == 200, registered.text
+    headers = {"content-type": "application/octet-stream"}
+    assert server.http.post("/predictions/shout", content=b"hello", headers=headers).text == "HELLO!"
+    refused = server.http.post("/predictions/shout", content=b"", headers=headers)
+    assert (refused.status_code, refused.json()["message"]) == (422, "nothing to shout")
+    assert server.management.delete("/models/shout").status_code == 200

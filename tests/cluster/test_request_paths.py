@@ -130,6 +130,7 @@ def test_a_body_over_the_limit_is_refused_by_every_way(ways: dict[str, str]) -> 
         assert fits.status_code == 200, way
 
 
+@pytest.mark.slow
 def test_through_handles_too(far: Server, tmp_path: Path) -> None:
     url = f"{far.url}/%70redictions/"
     assert httpx.post(url + "ways", content=b"same", timeout=30).content == b"same"

@@ -22,6 +22,9 @@ from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
 
+pytestmark = pytest.mark.slow
+
+
 PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42], list(range(40, 60))]
 
 # "ranks" answers with every rank's process, how many parameters lie there, and the cores that it computes on.

@@ -9,7 +9,7 @@ import pytest
 from parts import ROOT, Server
 
 EXAMPLE = ROOT / "examples/05_ab_test"
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 
 def test_05_ab_test(server: Server, run: Callable[..., str]) -> None:

@@ -9,7 +9,7 @@ import re
 import pytest
 from parts import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 
 def test_06_canary(server: Server, run) -> None:

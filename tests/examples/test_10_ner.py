@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from parts import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 PAGE = (Path(__file__).parents[2] / "examples/10_ner/README.md").read_text()
 

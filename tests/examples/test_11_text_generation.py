@@ -10,7 +10,7 @@ from parts import ROOT, Server
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 RHYMES = ROOT / "examples/11_text_generation/rhymes.txt"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from parts import ROOT, Pulse, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 
 def test_12_sharded(server: Server, run: Callable[..., str]) -> None:

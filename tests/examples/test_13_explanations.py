@@ -13,7 +13,7 @@ import pytest
 from parts import Server
 
 pytest.importorskip("captum")
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 THREE = Path(__file__).parents[2] / "examples/01_first_model/three.png"
 

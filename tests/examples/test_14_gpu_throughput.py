@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
+
 SCRIPT = Path(__file__).parents[2] / "examples/14_gpu_throughput/measure.py"
 SMALL = ["--layers", "1", "--hidden", "64", "--length", "16", "--batches", "1,2", "--seconds", "0.05"]
 VARIANTS = ["PyTorch fp32", "PyTorch fp16", "ONNX Runtime fp32", "ONNX Runtime fp16"]

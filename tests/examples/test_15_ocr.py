@@ -17,7 +17,7 @@ from parts import ROOT, Server
 from PIL import Image
 
 EXAMPLE = ROOT / "examples/15_ocr"
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 
 def test_15_ocr(server: Server, run: Callable[..., str]) -> None:

@@ -12,7 +12,11 @@ from parts import ROOT, Server
 from PIL import Image
 
 EXAMPLE = ROOT / "examples/16_ocr_pipeline"
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays", "no_workflow_stays")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("nothing_stays", "no_workflow_stays"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture

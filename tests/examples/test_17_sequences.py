@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from parts import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAME, END = "ts_request_sequence_id", "ts_request_sequence_end"

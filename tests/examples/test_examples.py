@@ -20,7 +20,7 @@ import torch
 from parts import Server
 from PIL import Image
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Run = Callable[..., str]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from parts import RAY_PORTS, free_port
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "from_torchserve"
 

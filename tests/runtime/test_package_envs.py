@@ -21,6 +21,9 @@ from serve_app.runtime import package_envs
 from serve_app.runtime.package_envs import MAX_UNUSED_S, PackageEnvs
 from serve_app.settings import RuntimeSettings
 
+pytestmark = pytest.mark.slow
+
+
 DIGEST = "a" * 64
 
 

@@ -14,6 +14,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
+
 PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42]]  # of different lengths, so that their batch is padded
 RANK = """
 import json, sys, torch

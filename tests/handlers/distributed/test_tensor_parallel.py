@@ -19,6 +19,9 @@ from parts import Pulse
 from handlers import engines
 from handlers.engines.engine import GenerationRequest, SamplingParams
 
+pytestmark = pytest.mark.slow
+
+
 # One rank with an engine; rank 0 reads commands from its standard input and prints results as lines of JSON.
 RANK = """
 import asyncio, json, sys, torch, uuid

@@ -14,6 +14,9 @@ from handlers import engines
 from handlers.engines.engine import Engine, GenerationChunk, GenerationRequest, SamplingParams
 from handlers.errors import HandlerLoadError, PredictionException
 
+pytestmark = pytest.mark.slow
+
+
 # 384 tokens: fewer than eight requests need.
 SIZES = {"num_blocks": 24, "page_size": 16, "max_batch_tokens": 64}
 LENGTHS = [(3, 40), (17, 5), (64, 60), (1, 80), (130, 20), (30, 30), (8, 1), (90, 50)]

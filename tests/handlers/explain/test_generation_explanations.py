@@ -38,7 +38,7 @@ from handlers.context import Context
 from handlers.errors import PredictionException
 
 pytest.importorskip("captum")
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.slow]
 
 
 def log_probability(

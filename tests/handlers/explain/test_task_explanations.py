@@ -35,7 +35,7 @@ from hf_folders import (
 from handlers.context import Row
 
 pytest.importorskip("captum")
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.slow]
 
 # Entities
 

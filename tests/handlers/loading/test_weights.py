@@ -104,6 +104,7 @@ def test_an_exported_program_is_loaded(archive: Any, answers: Any, net: Any) -> 
     assert answers(directory, TRUSTED, serializedFile="model.pt2") == expected(net)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
 def test_an_aotinductor_package_is_loaded(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()

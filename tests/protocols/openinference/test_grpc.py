@@ -348,6 +348,7 @@ def test_triton_grpc_client(address: str) -> None:
     run_client(sys.executable, "triton_grpc.py", address)
 
 
+@pytest.mark.slow
 def test_kserve_grpc_client(kserve_python: Path, address: str) -> None:
     run_client(str(kserve_python), "kserve_grpc.py", address)
 
