@@ -44,11 +44,10 @@ class CleanEnvironment:
 
     def _link(self, package: Distribution) -> None:
         for file in package.files or ():
-            if file.parts[0] != ".." and file.suffix != ".pyc":
-                target = self._site / file
+            source, target = Path(str(package.locate_file(file))), self._site / file
+            if file.parts[0] != ".." and source.exists() and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                if not target.exists():
-                    os.symlink(package.locate_file(file), target)
+                os.symlink(source, target)
         for script in package.entry_points.select(group="console_scripts"):
             path = self.bin / script.name
             path.write_text(

@@ -179,4 +179,4 @@ def test_an_onnx_graph_is_served_with_the_extra(
         registered = server.management.post("/models", params={"url": "double.mar", "initial_workers": 1})
         assert registered.status_code == 200, registered.text
         answer = server.http.post("/predictions/double", json={"x": [1.0, 2.5]})
-        assert (answer.status_code, answer.json()) == (200, {"y": [2.0, 5.0]}), answer.text
+        assert (answer.status_code, answer.json()) == (200, [2.0, 5.0]), answer.text
