@@ -32,7 +32,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @cache
 def _module_marks(file: Path) -> str:
     """Return the statement ``pytestmark = …`` of a file, or an empty string."""
-    found = re.search(r"^pytestmark = (\[.*?^?\]|.*?)$", file.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.search(r"^pytestmark = (\[.*?\]|[^\[\n]*)$", file.read_text(), re.MULTILINE | re.DOTALL)
     return found[0] if found else ""
 
 

@@ -15,6 +15,9 @@ import pytest
 import yaml
 from parts import Server, free_port
 
+pytestmark = pytest.mark.integration
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -17,7 +17,7 @@ from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
 from serve_app.domain.experiment import BUCKET_GROUPS, Reward
 from serve_app.errors import Unavailable
 
-pytestmark = pytest.mark.usefixtures("fast_commits")
+pytestmark = [pytest.mark.usefixtures("fast_commits"), pytest.mark.integration]
 
 
 class TestFigures:

@@ -28,6 +28,9 @@ from serve_app.domain.traffic_policy import (
 )
 from serve_app.errors import ModelNotFound, VersionNotFound
 
+pytestmark = pytest.mark.integration
+
+
 NINETY_TEN = {"1.0": 9000, "2.0": 1000}
 
 

@@ -22,6 +22,9 @@ from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.model import ModelSpec
 from serve_app.settings import Settings, load
 
+pytestmark = pytest.mark.integration
+
+
 SPEC = ModelSpec(
     "m",
     "1.0",

@@ -25,6 +25,9 @@ from serve_app.domain.sequential_statistics import (
     required_growth,
 )
 
+pytestmark = pytest.mark.integration
+
+
 GROUPS = 500  # half as many as the server deals: quicker, and harder
 SIMULATIONS = 500
 EVERY = 100  # calls between two looks

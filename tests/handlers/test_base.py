@@ -16,6 +16,9 @@ from handlers.context import Context
 from handlers.errors import PredictionException
 from handlers.loading.module_loader import add_archive_to_path
 
+pytestmark = pytest.mark.integration
+
+
 MODEL = """
 import torch
 

@@ -12,6 +12,9 @@ import torch
 from handlers.builtin.image_classifier import ImageClassifier
 from handlers.builtin.image_segmenter import ImageSegmenter
 
+pytestmark = pytest.mark.integration
+
+
 DATA = Path(__file__).parent / "data"
 with np.load(DATA / "preprocessing.npz") as file:
     RECORDED = dict(file)

@@ -20,6 +20,9 @@ from handlers.torchserve_compat import hub
 from handlers.torchserve_compat.deprecation import deprecated
 from handlers.torchserve_compat.model_config import get_yaml_config
 
+pytestmark = pytest.mark.integration
+
+
 ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch

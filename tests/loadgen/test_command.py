@@ -10,6 +10,9 @@ from typer.testing import CliRunner
 
 from serve_app.loadgen.command import bench
 
+pytestmark = pytest.mark.integration
+
+
 app = typer.Typer()
 app.command()(bench)
 

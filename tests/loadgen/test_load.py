@@ -13,6 +13,8 @@ import pytest
 from serve_app.loadgen import load, wrk
 from serve_app.loadgen.profile import LoadProfile, LoadRequest
 
+pytestmark = pytest.mark.integration
+
 
 def send(server, path: str, body: bytes = b"[1]", check=None, **how) -> load.LoadResult:
     how.setdefault("warmup", 0.0)

@@ -21,6 +21,9 @@ from serve_app.model_store.atomic_dir import STALE_AFTER, remove_stale
 from serve_app.model_store.cache import ArchiveCache
 from serve_app.settings import MIB, ModelStoreSettings
 
+pytestmark = pytest.mark.integration
+
+
 SETTINGS = ModelStoreSettings()
 NOBODY = (1 << 22) + 1  # a process id above Linux's highest
 

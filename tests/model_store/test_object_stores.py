@@ -18,6 +18,9 @@ from serve_app.model_store import object_stores
 from serve_app.model_store.sources import fetch
 from serve_app.settings import ModelStoreSettings
 
+pytestmark = pytest.mark.integration
+
+
 # Else gcsfs asks for a bucket's kind over gRPC first, which no small server here speaks; read when it is
 # imported.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"

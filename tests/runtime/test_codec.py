@@ -19,6 +19,9 @@ from serve_app.errors import UnsupportedOutput
 from serve_app.runtime import codec, json_encoder
 from serve_app.runtime.tensor_codec import TensorRowCodec
 
+pytestmark = pytest.mark.integration
+
+
 # What json.dumps writes
 
 

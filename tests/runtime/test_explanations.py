@@ -19,6 +19,9 @@ from serve_app.settings import RuntimeSettings
 
 pytest.importorskip("captum")
 
+pytestmark = pytest.mark.integration
+
+
 IMAGES = """
 import torch
 

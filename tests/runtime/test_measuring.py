@@ -16,6 +16,9 @@ from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
 
+pytestmark = pytest.mark.integration
+
+
 COUNTS = """
 class Handler:
     def initialize(self, context):

@@ -20,6 +20,9 @@ from serve_app.errors import HandlerFailed, StartFailed
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
 
+pytestmark = pytest.mark.integration
+
+
 LINEAR = """
 import torch
 from handlers.base import BaseHandler

@@ -15,6 +15,9 @@ from serve_app.errors import (
 from serve_app.settings import RuntimeSettings
 from tests.runtime.runner_fakes import ECHO, fail_on_chunk, make_json_request, make_request
 
+pytestmark = pytest.mark.integration
+
+
 # Loading
 
 

@@ -13,6 +13,9 @@ from serve_app.errors import ConfigurationError
 from serve_app.settings import load
 from serve_app.torchserve_config import ListenAddress, decode, parse, read
 
+pytestmark = pytest.mark.integration
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -27,6 +27,9 @@ from serve_app.domain.rollout import Guardrails, Rollout, RolloutDecision, Rollo
 from serve_app.domain.traffic_policy import ComparisonRule, ShadowPolicy, StickyKey, TrafficPolicy, allocate
 from serve_app.errors import ConfigurationError, Unavailable
 
+pytestmark = pytest.mark.integration
+
+
 ROOT = Path(serve_app.__file__).parents[1]
 
 

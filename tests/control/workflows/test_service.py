@@ -53,6 +53,9 @@ from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import ControlSettings, Settings
 from serve_app.telemetry.metrics import Meters, MetricsAggregator
 
+pytestmark = pytest.mark.integration
+
+
 FUNCTIONS = """
 def pre(data, context):
     return data and [row["body"] for row in data]

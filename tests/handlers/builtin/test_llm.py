@@ -17,6 +17,9 @@ from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.metrics import MetricCache, updates
 
+pytestmark = pytest.mark.integration
+
+
 CONFIG = {"engine": {"num_blocks": 32, "page_size": 16, "max_batch_tokens": 64}}
 
 

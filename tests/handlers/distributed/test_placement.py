@@ -20,6 +20,9 @@ from handlers.errors import HandlerLoadError
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.integration
+
+
 PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42]]  # of different lengths, so that their batch is padded
 ROWS = [{"body": {"prompt": prompt, "max_new_tokens": 8}} for prompt in PROMPTS]
 ROWS += [{"body": {"prompt": prompt, "logits": True}} for prompt in PROMPTS]

@@ -12,6 +12,9 @@ import torch
 from handlers import engines
 from handlers.engines.engine import GenerationRequest, SamplingParams
 
+pytestmark = pytest.mark.integration
+
+
 SIZES = {"num_blocks": 40, "page_size": 8, "max_batch_tokens": 48}
 VOCABULARY = 90
 

@@ -16,6 +16,9 @@ from served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 from handlers.engines import openai
 from handlers.errors import PredictionException
 
+pytestmark = pytest.mark.integration
+
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"

@@ -12,6 +12,8 @@ from served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 from handlers.engines import openai
 from handlers.engines.engine import SamplingParams
 
+pytestmark = pytest.mark.integration
+
 
 def test_tool_calls_reach_the_chat_template_as_objects() -> None:
     request = openai.parse_request(openai.CHAT, {"body": {"messages": TOOL_CALL_MESSAGES}}, SamplingParams())

@@ -24,7 +24,10 @@ from handlers.explain.attributions import ExplanationOptions, attribute
 from handlers.explain.occlusion import cell_indices
 from handlers.loading.module_loader import load_module
 
-pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks and attributes:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Setting forward, backward hooks and attributes:UserWarning"),
+    pytest.mark.integration,
+]
 
 # Linear, so integrated gradients are weight times input exactly.
 IMAGES = """

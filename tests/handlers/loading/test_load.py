@@ -16,6 +16,9 @@ import handlers
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
 
+pytestmark = pytest.mark.integration
+
+
 Archive = Callable[..., Path]
 
 CLASS = """

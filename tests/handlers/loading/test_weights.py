@@ -19,6 +19,9 @@ from handlers.context import Context
 from handlers.errors import HandlerLoadError
 from handlers.loading import weights
 
+pytestmark = pytest.mark.integration
+
+
 MODEL = """
 import torch
 

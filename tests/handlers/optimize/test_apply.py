@@ -21,6 +21,9 @@ from handlers.errors import HandlerLoadError
 from handlers.optimize.apply import warmup_batch_sizes
 from handlers.optimize.tolerance_gate import Tolerance, compare_outputs
 
+pytestmark = pytest.mark.integration
+
+
 MODEL = """
 import torch
 

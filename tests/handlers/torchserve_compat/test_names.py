@@ -17,6 +17,9 @@ import torch
 
 from handlers.torchserve_compat.names import NAMES, REPLACEMENT_HINTS
 
+pytestmark = pytest.mark.integration
+
+
 ROOT = Path(__file__).parents[3]
 
 

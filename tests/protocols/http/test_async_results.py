@@ -22,6 +22,9 @@ from serve_app.control.async_predictions import service as async_service
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import ConfigurationError, ResultStoreUnavailable
 
+pytestmark = pytest.mark.integration
+
+
 MIB = 1 << 20
 LARGE = os.urandom(MIB) * 3
 ANYBODY = {"key": "any", "secret": "any"}

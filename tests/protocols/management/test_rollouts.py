@@ -30,6 +30,9 @@ from serve_app.errors import StartFailed
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry.metrics import MetricsAggregator
 
+pytestmark = pytest.mark.integration
+
+
 WORKERS = {("m", "1.0"): 1, ("m", "2.0"): 1, ("m", "3.0"): 0, ("team-a", "1.0"): 1}
 QUICK = {"to": "2.0", "steps": [20, 50, 100], "bake_s": 0, "min_calls": 50, "keep_warm_s": 0}
 

@@ -31,6 +31,9 @@ from serve_app.errors import QueueFull
 from serve_app.protocols.torchserve import openapi
 from serve_app.telemetry.metrics import MetricsAggregator
 
+pytestmark = pytest.mark.integration
+
+
 NINETY_TEN = {"policy": "weighted", "versions": {"1.0": 9000, "2.0": 1000}}
 ALL_DEFAULT = {
     "policy": "default",

@@ -32,6 +32,9 @@ from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings, Settings
 from serve_app.telemetry.metrics import Meters
 
+pytestmark = pytest.mark.integration
+
+
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"max_tokens": 30, "temperature": 0}

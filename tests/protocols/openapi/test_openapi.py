@@ -23,6 +23,9 @@ from serve_app.domain.model import ModelEvent, ModelSpec, ReplicaInfo
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.protocols import openapi
 
+pytestmark = pytest.mark.integration
+
+
 DOCUMENTS = {
     "inference": openapi.inference(),
     "both": openapi.inference(True),

@@ -30,6 +30,9 @@ from serve_app.protocols.openinference import conversion
 from serve_app.protocols.openinference.grpc import TABLE, build_response, parse_request
 from serve_app.settings import load
 
+pytestmark = pytest.mark.integration
+
+
 CLIENTS = Path(__file__).parents[2] / "clients"
 SIMPLE = {
     "inputs": [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16]} for i in (0, 1)],

@@ -6,7 +6,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import handlers
+
+pytestmark = pytest.mark.integration
+
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 SCRIPT = CLIENTS / "kserve_rest.py"

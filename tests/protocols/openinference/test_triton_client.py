@@ -11,6 +11,9 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+pytestmark = pytest.mark.integration
+
+
 SIMPLE = {
     "inputs": [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16]} for i in (0, 1)],
     "outputs": [{"name": f"OUTPUT{i}", "datatype": "INT32", "shape": [1, 16]} for i in (0, 1)],

@@ -28,6 +28,9 @@ from serve_app.errors import HandlerRejected, QueueFull
 from serve_app.protocols.http import ray_bypass, sse, uvicorn_websocket
 from serve_app.protocols.http.sse import encode_event
 
+pytestmark = pytest.mark.integration
+
+
 connect = partial(client.connect, open_timeout=60)
 EVENTS = {"accept": "text/event-stream"}
 

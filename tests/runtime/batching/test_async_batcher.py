@@ -21,6 +21,9 @@ from serve_app.runtime.batching.async_batcher import AsyncBatcher
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.telemetry.metrics import Meters
 
+pytestmark = pytest.mark.integration
+
+
 # An engine: `meet` answers when as many calls are under way as it says; the others do as they say.
 ENGINE = """
 import asyncio, threading, time

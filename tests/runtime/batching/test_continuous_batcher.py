@@ -18,6 +18,9 @@ from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.telemetry.metrics import Meters
 
+pytestmark = pytest.mark.integration
+
+
 REF = ModelRef("m", "1.0")
 
 # Counts down from what the request says, a number a step: "0" is answered whole, "boom" fails, "raise" fails

@@ -49,6 +49,8 @@ from serve_app.protocols.grpc.http2.frames import (
 )
 from serve_app.protocols.grpc.http2.server import Http2Limits
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize("step", [1, 3, 8, 1000])
 def test_frames_may_be_cut_anywhere(start_server: StartServer, step: int) -> None:
