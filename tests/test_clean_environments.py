@@ -127,7 +127,7 @@ def test_the_client_of_the_core_reaches_a_server(core: CleanEnvironment, install
 import torchrelay
 with torchrelay.Client({installed.process.inference!r}, {installed.process.management!r}) as client:
     print(client.register("entities", initial_workers=1, synchronous=True))
-    print(client.predict("entities", {SHORT!r}).json())
+    print(client.predict_json("entities", {SHORT!r}))
     try:
         client.predict("nothing", b"")
     except torchrelay.NotFoundError as error:
