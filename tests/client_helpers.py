@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -49,25 +48,6 @@ def streaming(*parts: bytes, failure: Exception | None = None) -> Any:
         return ResponseStream(InferenceResponse(b"", version="1.0"), chunks())
 
     return infer
-
-
-class EndlessStream:
-    """An inference function that streams chunks, the first one at once, until its client disconnects."""
-
-    def __init__(self, pause: float = 0.01) -> None:
-        self.closed = threading.Event()
-        self._pause = pause
-
-    async def __call__(self, request: InferenceRequest) -> ResponseStream:
-        async def chunks() -> AsyncIterator[bytes]:
-            try:
-                while True:
-                    yield b"x"
-                    await asyncio.sleep(self._pause)
-            finally:
-                self.closed.set()
-
-        return ResponseStream(InferenceResponse(b"", version="1.0"), chunks())
 
 
 async def stalled_stream(request: InferenceRequest) -> ResponseStream:

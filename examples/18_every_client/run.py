@@ -22,7 +22,6 @@ import tritonclient.http
 from openai import OpenAI
 
 from serve_app.client import Client, ServerError
-from serve_app.client.grpc import GrpcClient
 from serve_app.proto import inference_pb2, inference_pb2_grpc, management_pb2, management_pb2_grpc
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
@@ -124,28 +123,16 @@ def plain() -> Checks:
 
 
 def own_client(client: Client) -> Checks:
-    """Use the server's own client with arrays and an async prediction."""
-    outputs = client.infer("simple", {"INPUT0": ONES, "INPUT1": RAMP})
-    yield f"1 - 15 is {outputs['OUTPUT1'][0, 15]}", (outputs["OUTPUT1"] == ONES - RAMP).all()
-    body = json.dumps({"INPUT0": ONES.tolist(), "INPUT1": RAMP.tolist()})
-    id = client.submit_async("simple", body, "application/json")["id"]
+    """Use the server's own client with a prediction and an async prediction."""
+    body = {"INPUT0": ONES.tolist(), "INPUT1": RAMP.tolist()}
+    difference = client.predict_json("simple", body)["OUTPUT1"]
+    yield f"1 - 15 is {difference[0][15]}", difference == (ONES - RAMP).tolist()
+    id = client.submit_async("simple", json.dumps(body), "application/json")["id"]
     deadline = time.monotonic() + 60
     while (result := client.async_result(id)) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     total = None if result is None else result.json()["OUTPUT0"]
     yield "put aside, and answered later", total == (ONES + RAMP).tolist()
-
-
-def own_grpc_client(inference: str, management: str) -> Checks:
-    """Use the server's own gRPC client, with single requests and a stream."""
-    with GrpcClient(inference, management) as client:
-        outputs = client.infer("simple", {"INPUT0": ONES, "INPUT1": RAMP})
-        yield f"1 - 15 is {outputs['OUTPUT1'][0, 15]}", (outputs["OUTPUT1"] == ONES - RAMP).all()
-        answers = client.infer_stream("simple", ({"INPUT0": ONES * n, "INPUT1": RAMP} for n in (1, 2, 3)))
-        totals = [int(answer.arrays["OUTPUT0"][0, 0]) for answer in answers]
-        yield f"three over one stream: {totals}", totals == [1, 2, 3]
-        [described] = client.describe("simple")
-        yield f"described: version {described['modelVersion']}", described["workers"][0]["status"] == "READY"
 
 
 def main() -> int:
@@ -169,7 +156,6 @@ def main() -> int:
             ("TorchServe's gRPC", lambda: torchserve(arguments.grpc, arguments.grpc_management)),
             ("httpx", plain),
             ("serve_app.client", lambda: own_client(client)),
-            ("the same, gRPC", lambda: own_grpc_client(arguments.grpc, arguments.grpc_management)),
         ]
         if "rhymes" in served:
             clients.append(("openai", openai))

@@ -1,4 +1,4 @@
-"""The fixtures of the in-process servers, and the HTTP clients that connect to them."""
+"""The fixtures of the in-process servers, and the clients that connect to them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 from blocking_clients import BlockingAsyncClient
 from client_helpers import ClientFactory
-from protocol_servers import grpc_listening, inference, managed_by_grpc, management, over_grpc, over_http
+from protocol_servers import inference, management, over_grpc, over_http
 
 from serve_app.client import Client
 
-__all__ = [
-    "grpc_listening",
-    "inference",
-    "managed_by_grpc",
-    "management",
-    "over_grpc",
-    "over_http",
-]
+__all__ = ["inference", "management", "over_grpc", "over_http"]
 
 
 @pytest.fixture(params=[Client, BlockingAsyncClient], ids=["blocking", "asyncio"])

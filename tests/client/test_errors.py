@@ -24,10 +24,6 @@ def test_error_has_every_field_of_the_response(make_client: ClientFactory, infer
     assert (error.status, error.reason, error.retry_after) == (503, "queue_full", 1)
     assert len(error.request_id) == 36
     assert "no worker to serve" in error.message
-    with pytest.raises(client_errors.NotFoundError, match="nobody"):
-        client.infer("nobody", {"x": [1.0]})
-    with pytest.raises(client_errors.NotFoundError, match="nobody"):
-        client.chat("nobody", [])
 
 
 def test_too_large_body(make_client: ClientFactory, inference: Any) -> None:
