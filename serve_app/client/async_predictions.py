@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from serve_app.client._body import Body
-from serve_app.client._operations import Operation, RequestDescriptor, RequestFlow, fetch_object, join_path
-from serve_app.client.predictions import Prediction, Priority, prediction_request
+from serve_app.client._operations import (
+    JsonObject,
+    Operation,
+    RequestDescriptor,
+    RequestFlow,
+    fetch_object,
+    join_path,
+)
+from serve_app.client.predictions import Prediction, PredictionOptions, prediction_request
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AsyncPredictionOperations:
@@ -24,42 +34,25 @@ class AsyncPredictionOperations:
         key: str = "",
         webhook: str = "",
         explain: bool = False,
-        timeout: float | None = None,
-        priority: Priority = "normal",
-        headers: Mapping[str, str] | None = None,
-        sequence: str = "",
-        sequence_end: bool = False,
-    ) -> RequestFlow[dict[str, Any]]:
+        **options: Unpack[PredictionOptions],
+    ) -> RequestFlow[JsonObject]:
         """Submit an async prediction and return its document, with its ``id``.
 
         A second request with the same ``key`` returns the same prediction. The server sends a request to the
         URL ``webhook`` when the prediction ends. The other parameters are those of ``request``.
         """
-        headers = {**(headers or {}), "prefer": "respond-async"}
+        request = prediction_request(
+            model, body, content_type, version, explain=explain, use_client_timeout=False, **options
+        )
+        headers = {**request.headers, "prefer": "respond-async"}
         if key:
             headers["idempotency-key"] = key
         if webhook:
             headers["x-torchrelay-webhook"] = webhook
-        return (
-            yield from fetch_object(
-                prediction_request(
-                    model,
-                    body,
-                    content_type,
-                    version,
-                    explain=explain,
-                    timeout=timeout,
-                    priority=priority,
-                    headers=headers,
-                    sequence=sequence,
-                    sequence_end=sequence_end,
-                    use_client_timeout=False,
-                )
-            )
-        )
+        return (yield from fetch_object(replace(request, headers=headers)))
 
     @Operation
-    def async_status(self, id: str) -> RequestFlow[dict[str, Any]]:
+    def async_status(self, id: str) -> RequestFlow[JsonObject]:
         """Return the document of an async prediction.
 
         Its ``state`` is queued, running, done, failed or cancelled.

@@ -1,15 +1,37 @@
 """The errors that a server responds with, as a tree by their reasons.
 
-Where no server responds, httpx's own errors are raised (``httpx.TransportError``).
+Where no server responds, httpx's own errors are raised; ``TransportError`` is their base class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import httpx
-from websockets.frames import CloseCode
+from httpx import TransportError
+
+__all__ = [
+    "AuthenticationError",
+    "BadRequestError",
+    "ConflictError",
+    "DeadlineExceededError",
+    "HandlerFailedError",
+    "InProgressError",
+    "MethodNotAllowedError",
+    "ModelLoadingError",
+    "NoReplicaError",
+    "NotFoundError",
+    "PermissionDeniedError",
+    "QueueFullError",
+    "QuotaExceededError",
+    "ReplicaDiedError",
+    "RequestTooLargeError",
+    "SequenceLostError",
+    "ServerError",
+    "StartFailedError",
+    "TransportError",
+    "UnavailableError",
+]
 
 
 class ServerError(Exception):
@@ -227,25 +249,6 @@ def from_response(response: httpx.Response) -> ServerError:
         parse_retry_after(headers.get("retry-after")),
         headers.get("x-model-version", ""),
     )
-
-
-def from_stream_end(end: Mapping[str, Any]) -> ServerError:
-    """Return the error in the final message of a response over a WebSocket."""
-    status, reason, error = end["status"], end.get("reason", ""), end.get("error", {})
-    message = error.get("message", "The model's response has this status.")
-    detail, retry_after = error.get("detail") or "", end.get("retry_after")
-    return error_class(reason, status)(
-        status, message, detail, reason, end["request_id"], retry_after, end["version"]
-    )
-
-
-def from_close_code(code: int, message: str) -> ServerError | None:
-    """Return the error that closed a WebSocket; None where the client did not cause it."""
-    if code == CloseCode.MESSAGE_TOO_BIG:
-        return RequestTooLargeError(413, message, reason="request_too_large")
-    if code == CloseCode.POLICY_VIOLATION:
-        return BadRequestError(400, message, reason="bad_request")
-    return None
 
 
 def parse_retry_after(text: str | None) -> float | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
-
 from serve_app.client._operations import Operation, Port, RequestDescriptor, RequestFlow, fetch_object
-from serve_app.client.errors import ServerError
+from serve_app.client.errors import ServerError, TransportError
 
 
 class HealthOperations:
@@ -46,6 +44,6 @@ class HealthOperations:
 def _check(path: str) -> RequestFlow[bool]:
     try:
         yield RequestDescriptor("inference", "GET", path, idle_timeout=2.0, retryable=False)
-    except (httpx.HTTPError, ServerError):
+    except (TransportError, ServerError):
         return False
     return True

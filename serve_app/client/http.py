@@ -1,60 +1,43 @@
-"""The blocking client and the asyncio client over HTTP."""
+"""The blocking client and the asyncio client."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import httpx
 
 from serve_app.client import errors
-from serve_app.client._operations import (
-    AsyncExecutor,
-    ConnectDescriptor,
-    RequestDescriptor,
-    StreamDescriptor,
-    SyncExecutor,
-)
-from serve_app.client._retry import RetryLoop
-from serve_app.client._ws_transport import AsyncUpgradeTransport, UpgradeTransport
+from serve_app.client._operations import RequestDescriptor, RequestFlow, StreamDescriptor
+from serve_app.client._removed import missing_method
 from serve_app.client.async_predictions import AsyncPredictionOperations
 from serve_app.client.health import HealthOperations
-from serve_app.client.keys import BearerAuth, KeyFile
+from serve_app.client.keys import KeyFile
 from serve_app.client.models import ModelOperations
-from serve_app.client.open_inference import OpenInferenceOperations
-from serve_app.client.openai import OpenAIOperations
 from serve_app.client.predictions import PredictionOperations
-from serve_app.client.retries import DEFAULT_RETRIES, Retries
+from serve_app.client.retries import DEFAULT_RETRIES, Retries, RetryLoop
 from serve_app.client.traffic import TrafficOperations
-from serve_app.client.websocket import AsyncSocket, Socket
 from serve_app.client.workflows import WorkflowOperations
 
 T = TypeVar("T")
-_WEBSOCKET_SCHEMES = ("ws://", "wss://")
 
 
-class _HttpOperations(
+class _HttpClient(
     PredictionOperations,
     AsyncPredictionOperations,
-    OpenInferenceOperations,
-    OpenAIOperations,
     ModelOperations,
     TrafficOperations,
     WorkflowOperations,
     HealthOperations,
+    ABC,
 ):
-    """The operations of every HTTP API."""
-
-
-class _HttpEndpoints(ABC):
-    """The addresses of a server's ports, and the key for each.
+    """The operations of a server's APIs, the addresses of its ports, and the key for each.
 
     ``token`` is the key that is sent with requests. Without one it is read from ``key_file``, the server's
     own, which may be created later. ``verify`` configures TLS, as in httpx. ``timeout`` are the seconds in
@@ -76,41 +59,40 @@ class _HttpEndpoints(ABC):
         retries: Retries = DEFAULT_RETRIES,
         limits: httpx.Limits | None = None,
     ) -> None:
-        websocket = re.sub("^http", "ws", inference, flags=re.IGNORECASE)
-        self._addresses = {
-            "inference": inference,
-            "socket": websocket,
-            "management": management,
-            "metrics": metrics,
-        }
-        self._keys: dict[str, httpx.Auth | None] = dict.fromkeys(
-            self._addresses, BearerAuth(token) if token else None
-        )
+        self._addresses = {"inference": inference, "management": management, "metrics": metrics}
+        self._keys: dict[str, httpx.Auth | None] = dict.fromkeys(self._addresses)
         if key_file is not None and not token:
-            self._keys["inference"] = self._keys["socket"] = KeyFile(key_file, "inference", management)
+            self._keys["inference"] = KeyFile(key_file, "inference", management)
             self._keys["management"] = self._keys["metrics"] = KeyFile(key_file, "management", management)
         self._timeout = timeout
         self._retries = retries
-        self._create_pool(verify, {} if limits is None else {"limits": limits})
+        self._create_pool(
+            verify=verify,
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            **({} if limits is None else {"limits": limits}),
+        )
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_method(self, name)
 
     @abstractmethod
-    def _create_pool(self, verify: ssl.SSLContext | bool, options: Mapping[str, Any]) -> None:
+    def _create_pool(self, **options: Any) -> None:
         """Create the connection pool."""
 
     def _retry_loop(self, request: RequestDescriptor) -> RetryLoop:
         return RetryLoop(request, self._addresses[request.port], self._retries, self._timeout)
 
 
-class Client(_HttpEndpoints, _HttpOperations, SyncExecutor[RequestDescriptor, httpx.Response]):
+class Client(_HttpClient):
     """A client of all ports of one server; a ``with`` statement, or ``close``, closes its connections.
 
     Several threads may use it.
     """
 
-    def _create_pool(self, verify: ssl.SSLContext | bool, options: Mapping[str, Any]) -> None:
-        self._http = httpx.Client(
-            verify=verify, mounts=dict.fromkeys(_WEBSOCKET_SCHEMES, UpgradeTransport(verify)), **options
-        )
+    def _create_pool(self, **options: Any) -> None:
+        self._http = httpx.Client(**options)
 
     def __enter__(self) -> Client:
         return self
@@ -121,18 +103,28 @@ class Client(_HttpEndpoints, _HttpOperations, SyncExecutor[RequestDescriptor, ht
     def close(self) -> None:
         self._http.close()
 
+    def _run(self, flow: RequestFlow[T]) -> T:
+        """Send every request that an operation yields; return the operation's result."""
+        try:
+            request = next(flow)
+            while True:
+                try:
+                    response = self._send(request)
+                except Exception as failure:
+                    request = flow.throw(failure)
+                else:
+                    request = flow.send(response)
+        except StopIteration as end:
+            return cast("T", end.value)
+
     def _stream(self, stream: StreamDescriptor[T]) -> Generator[T, None, None]:
+        """Send the request of ``stream`` and yield the chunks of its response."""
         response = self._send(stream.request, stream=True)
         try:
             for data in response.iter_bytes():
                 yield from stream.decoder.feed(data)
         finally:
             response.close()
-
-    @contextmanager
-    def _connect(self, target: ConnectDescriptor) -> Iterator[Socket]:
-        with self._send(target.request).extensions["websocket"] as connection:
-            yield Socket(connection, self._timeout, target.timeout)
 
     def _send(self, request: RequestDescriptor, stream: bool = False) -> httpx.Response:
         http, attempts, key = self._http, self._retry_loop(request), self._keys[request.port]
@@ -151,13 +143,11 @@ class Client(_HttpEndpoints, _HttpOperations, SyncExecutor[RequestDescriptor, ht
             time.sleep(delay)
 
 
-class AsyncClient(_HttpEndpoints, _HttpOperations, AsyncExecutor[RequestDescriptor, httpx.Response]):
+class AsyncClient(_HttpClient):
     """A client for asyncio: methods are awaited, streams are iterated over with ``async for``."""
 
-    def _create_pool(self, verify: ssl.SSLContext | bool, options: Mapping[str, Any]) -> None:
-        self._http = httpx.AsyncClient(
-            verify=verify, mounts=dict.fromkeys(_WEBSOCKET_SCHEMES, AsyncUpgradeTransport(verify)), **options
-        )
+    def _create_pool(self, **options: Any) -> None:
+        self._http = httpx.AsyncClient(**options)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -168,7 +158,22 @@ class AsyncClient(_HttpEndpoints, _HttpOperations, AsyncExecutor[RequestDescript
     async def aclose(self) -> None:
         await self._http.aclose()
 
+    async def _run(self, flow: RequestFlow[T]) -> T:
+        """Send every request that an operation yields; return the operation's result."""
+        try:
+            request = next(flow)
+            while True:
+                try:
+                    response = await self._send(request)
+                except Exception as failure:
+                    request = flow.throw(failure)
+                else:
+                    request = flow.send(response)
+        except StopIteration as end:
+            return cast("T", end.value)
+
     async def _stream(self, stream: StreamDescriptor[T]) -> AsyncGenerator[T, None]:
+        """Send the request of ``stream`` and yield the chunks of its response."""
         response = await self._send(stream.request, stream=True)
         try:
             async with aclosing(cast("AsyncGenerator[bytes, None]", response.aiter_bytes())) as received:
@@ -177,12 +182,6 @@ class AsyncClient(_HttpEndpoints, _HttpOperations, AsyncExecutor[RequestDescript
                         yield chunk
         finally:
             await response.aclose()
-
-    @asynccontextmanager
-    async def _connect(self, target: ConnectDescriptor) -> AsyncIterator[AsyncSocket]:
-        response = await self._send(target.request)
-        async with response.extensions["websocket"] as connection:
-            yield AsyncSocket(connection, self._timeout, target.timeout)
 
     async def _send(self, request: RequestDescriptor, stream: bool = False) -> httpx.Response:
         http, attempts, key = self._http, self._retry_loop(request), self._keys[request.port]

@@ -1,4 +1,4 @@
-"""The key that authenticates a request."""
+"""The keys of a server's key file, which authenticate requests."""
 
 from __future__ import annotations
 
@@ -9,23 +9,7 @@ from typing import Literal
 
 import httpx
 
-EXPIRED = "expired_token"  # the reason of a refusal
-_Flow = Generator[httpx.Request, httpx.Response, None]
-
-
-class BearerAuth(httpx.Auth):
-    """A fixed key, sent with every request."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def authorization(self) -> str:
-        """Return the value of the header ``authorization``."""
-        return f"Bearer {self._key}"
-
-    def auth_flow(self, request: httpx.Request) -> _Flow:
-        request.headers["authorization"] = self.authorization()
-        yield request
+_EXPIRED = "expired_token"  # the reason of a refusal
 
 
 class KeyFile(httpx.Auth):
@@ -36,29 +20,21 @@ class KeyFile(httpx.Auth):
         self._kind = kind
         self._token_url = httpx.URL(management).join("/token")
 
-    def authorization(self, kind: str = "") -> str | None:
-        """Return the header ``authorization`` with the file's key; None while there is no such key."""
-        try:
-            return f"Bearer {json.loads(self._path.read_text())[kind or self._kind]['key']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def renewal_request(self) -> httpx.Request:
-        """Return the request that makes the server write a new key into the file."""
-        request = httpx.Request("GET", self._token_url, params={"type": self._kind})
-        authorization = self.authorization("API")
-        if authorization is not None:
-            request.headers["authorization"] = authorization
-        return request
-
-    def auth_flow(self, request: httpx.Request) -> _Flow:
-        authorization = self.authorization()
-        if authorization is None:
-            yield request
-            return
-        request.headers["authorization"] = authorization
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        headers = self._headers(self._kind)
+        request.headers.update(headers)
         response = yield request
-        if response.headers.get("x-torchrelay-reason") == EXPIRED:
-            yield self.renewal_request()
-            request.headers["authorization"] = self.authorization() or authorization
+        if headers and response.headers.get("x-torchrelay-reason") == _EXPIRED:
+            # The server writes a new key into the file.
+            yield httpx.Request(
+                "GET", self._token_url, params={"type": self._kind}, headers=self._headers("API")
+            )
+            request.headers.update(self._headers(self._kind))
             yield request
+
+    def _headers(self, kind: str) -> dict[str, str]:
+        """Return the header with the file's key of this kind; nothing while there is no such key."""
+        try:
+            return {"authorization": f"Bearer {json.loads(self._path.read_text())[kind]['key']}"}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}

@@ -7,15 +7,15 @@ from typing import Any
 
 from serve_app.client._decoders import EventDecoder
 from serve_app.client._operations import (
+    JsonObject,
     Operation,
-    RequestDescriptor,
     RequestFlow,
     StreamDescriptor,
     StreamOperation,
     fetch_list,
-    fetch_object,
+    fetch_pages,
     fetch_text,
-    join_path,
+    management_request,
 )
 
 
@@ -23,59 +23,58 @@ class ModelOperations:
     """TorchServe's routes under ``/models``, and a model's events."""
 
     @Operation
-    def models(self) -> RequestFlow[list[dict[str, Any]]]:
+    def models(self) -> RequestFlow[list[JsonObject]]:
         """Return every model by name: ``modelName`` and ``modelUrl`` of its default version."""
-        return (yield from fetch_pages("/models", "models"))
+        return (yield from fetch_pages("models", "models"))
 
     @Operation
     def describe(
         self, model: str, version: str | None = None, *, customized: bool = False
-    ) -> RequestFlow[list[dict[str, Any]]]:
+    ) -> RequestFlow[list[JsonObject]]:
         """Describe a version of a model; without one, or with ``all``, every version, the default one first.
 
         ``customized`` adds the metadata of the handler, as ``customizedMetadata``; without a ``version`` it
-        describes the default version.
+        describes the default version. Raises ValueError for the metadata of all versions at once.
         """
-        path = join_path("models", model, version_to_describe(version, customized))
+        if customized and version == "all":
+            raise ValueError(
+                "customized=True describes one version: name it, or leave it out for the default one."
+            )
+        selected = version if version or customized else "all"
         query = {"customized": customized or None}
-        return (yield from fetch_list(RequestDescriptor("management", "GET", path, query)))
+        return (yield from fetch_list(management_request("GET", "models", model, selected, query=query)))
 
     @Operation
     def register(self, /, url: str, **parameters: Any) -> RequestFlow[str]:
         """Register an archive; ``parameters`` are those of ``POST /models``."""
         query = {"url": url, **parameters}
-        request = RequestDescriptor("management", "POST", "/models", query, idle_timeout=None)
-        return (yield from fetch_text(request, "status"))
+        return (yield from fetch_text(management_request("POST", "models", query=query, idle_timeout=None)))
 
     @StreamOperation
-    def events(self, /, model: str, **parameters: Any) -> StreamDescriptor[tuple[str, dict[str, Any]]]:
+    def events(self, /, model: str, **parameters: Any) -> StreamDescriptor[tuple[str, JsonObject]]:
         """Yield the stages of a model's start with their details, to its end.
 
         ``parameters`` are those of the route.
         """
-        path = join_path("models", model, "events")
         # The server sends a comment every 15 seconds.
-        request = RequestDescriptor("management", "GET", path, parameters, idle_timeout=60.0)
+        request = management_request("GET", "models", model, "events", query=parameters, idle_timeout=60.0)
         return StreamDescriptor(request, _StageDecoder())
 
     @Operation
     def scale(self, /, model: str, version: str | None = None, **parameters: Any) -> RequestFlow[str]:
         """Change the number of workers of a version; ``parameters`` are those of ``PUT /models/{model}``."""
-        path = join_path("models", model, version)
-        request = RequestDescriptor("management", "PUT", path, parameters, idle_timeout=None)
-        return (yield from fetch_text(request, "status"))
+        request = management_request("PUT", "models", model, version, query=parameters, idle_timeout=None)
+        return (yield from fetch_text(request))
 
     @Operation
     def set_default(self, model: str, version: str) -> RequestFlow[str]:
         """Route requests that name no version to this one; it holds once the call returns."""
-        path = join_path("models", model, version, "set-default")
-        return (yield from fetch_text(RequestDescriptor("management", "PUT", path), "status"))
+        return (yield from fetch_text(management_request("PUT", "models", model, version, "set-default")))
 
     @Operation
     def unregister(self, model: str, version: str | None = None) -> RequestFlow[str]:
         """Remove a version; without one the default version, which must be the last."""
-        path = join_path("models", model, version)
-        return (yield from fetch_text(RequestDescriptor("management", "DELETE", path), "status"))
+        return (yield from fetch_text(management_request("DELETE", "models", model, version)))
 
 
 class _StageDecoder:
@@ -84,30 +83,6 @@ class _StageDecoder:
     def __init__(self) -> None:
         self._events = EventDecoder()
 
-    def feed(self, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    def feed(self, data: bytes) -> Iterator[tuple[str, JsonObject]]:
         for event in self._events.feed(data):
             yield event.kind, event.json()
-
-
-def version_to_describe(version: str | None, customized: bool) -> str | None:
-    """Return the version to send with a request for a description.
-
-    Raises ValueError for the metadata of all versions at once.
-    """
-    if customized and version == "all":
-        raise ValueError(
-            "customized=True describes one version: name it, or leave it out for the default one."
-        )
-    return version if version or customized else "all"
-
-
-def fetch_pages(path: str, key: str) -> RequestFlow[list[dict[str, Any]]]:
-    """Return all items of a list that is served in pages."""
-    items: list[dict[str, Any]] = []
-    token: str | None = "0"
-    while token is not None:
-        query = {"next_page_token": token}
-        page = yield from fetch_object(RequestDescriptor("management", "GET", path, query))
-        items += page[key]
-        token = page.get("nextPageToken")
-    return items

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import httpx
 
 from serve_app.client._body import Body, encode_body
-from serve_app.client._decoders import ChunkDecoder
+from serve_app.client._decoders import ChunkDecoder, EventDecoder, ServerSentEvent
 from serve_app.client._operations import (
-    ConnectDescriptor,
-    ConnectOperation,
     Operation,
     RequestDescriptor,
     RequestFlow,
@@ -102,25 +100,10 @@ class PredictionOperations:
         version: str | None = None,
         *,
         explain: bool = False,
-        timeout: float | None = None,
-        priority: Priority = "normal",
-        headers: Mapping[str, str] | None = None,
-        sequence: str = "",
-        sequence_end: bool = False,
+        **options: Unpack[PredictionOptions],
     ) -> RequestFlow[Prediction]:
         """Return a model's response, or with ``explain`` its explanation, with its metadata."""
-        response = yield prediction_request(
-            model,
-            body,
-            content_type,
-            version,
-            explain=explain,
-            timeout=timeout,
-            priority=priority,
-            headers=headers,
-            sequence=sequence,
-            sequence_end=sequence_end,
-        )
+        response = yield prediction_request(model, body, content_type, version, explain=explain, **options)
         return Prediction(response.content, response.status_code, response.headers)
 
     @Operation
@@ -182,39 +165,23 @@ class PredictionOperations:
         request = prediction_request(model, body, content_type, version, use_client_timeout=False, **options)
         return StreamDescriptor(request, ChunkDecoder())
 
-    @ConnectOperation
-    def connect(
+    @StreamOperation
+    def stream_events(
         self,
         model: str,
-        version: str | None = None,
+        body: Body,
         content_type: str = "",
-        *,
-        timeout: float | None = None,
-        priority: Priority = "normal",
-        headers: Mapping[str, str] | None = None,
-        sequence: str = "",
-    ) -> ConnectDescriptor:
-        """Open a WebSocket to a model, in a ``with`` statement; the options hold for every request over it.
+        version: str | None = None,
+        **options: Unpack[PredictionOptions],
+    ) -> StreamDescriptor[ServerSentEvent]:
+        """Yield a model's response as server-sent events: one for each chunk, or the handler's own events.
 
-        ``timeout`` are the seconds for each response, by default without limit.
+        After the chunks there is an event ``end``, or ``error`` with the JSON of an error. ``timeout`` limits
+        the whole stream.
         """
-        request = prediction_request(
-            model,
-            b"",
-            content_type,
-            version,
-            priority=priority,
-            headers=headers,
-            sequence=sequence,
-            use_client_timeout=False,
-        )
-        all_headers = dict(request.headers)
-        if timeout is not None:
-            all_headers["x-request-timeout-seconds"] = str(timeout)
-        handshake = replace(
-            request, port="socket", method="GET", headers=all_headers, accepted_statuses=(101,)
-        )
-        return ConnectDescriptor(handshake, timeout)
+        request = prediction_request(model, body, content_type, version, use_client_timeout=False, **options)
+        headers = {**request.headers, "accept": "text/event-stream"}
+        return StreamDescriptor(replace(request, headers=headers), EventDecoder())
 
 
 def prediction_request(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+import httpx
+
 from serve_app.client import errors
+from serve_app.client._operations import RequestDescriptor
+
+_GRACE = 1.0  # seconds for the server's own timeout response to arrive
 
 # Reasons of refusals that guarantee that nothing has run.
 _NOTHING_RAN = frozenset(
@@ -43,29 +47,54 @@ DEFAULT_RETRIES = Retries()
 NO_RETRIES = Retries(max_attempts=1)
 
 
-class RetryAttempts:
-    """The attempts of one request; ``timeout`` limits all of them together, in seconds."""
+class RetryLoop:
+    """The attempts of one request, which is sent until ``retry_delay`` returns None.
 
-    def __init__(self, retries: Retries, timeout: float | None) -> None:
-        self._retries = retries
+    The request's timeout limits all of them together.
+    """
+
+    def __init__(
+        self, request: RequestDescriptor, address: str, retries: Retries, idle_timeout: float | None
+    ) -> None:
+        timeout = request.timeout
+        if timeout is None and request.use_client_timeout:
+            timeout = idle_timeout
+        self._request = request
+        self._url = address.rstrip("/") + request.path
+        self._retries = retries if request.retryable else NO_RETRIES
+        self._idle_timeout = idle_timeout if request.idle_timeout is ... else request.idle_timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._attempts = 0
 
-    def start_attempt(self) -> float | None:
-        """Count an attempt; return the seconds that are left for it, None where there is no limit."""
+    def build_request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        """Return the request of the next attempt, with the time that is left for it in a header."""
         self._attempts += 1
-        return None if self._deadline is None else max(0.001, self._deadline - time.monotonic())
+        request, headers, idle_timeout = self._request, dict(self._request.headers), self._idle_timeout
+        if self._deadline is not None:
+            remaining = max(0.001, self._deadline - time.monotonic())
+            headers["x-request-timeout-seconds"] = f"{remaining:.3f}"
+            idle_timeout = (remaining if idle_timeout is None else min(idle_timeout, remaining)) + _GRACE
+        return http.build_request(
+            request.method,
+            self._url,
+            params={key: value for key, value in request.query.items() if value is not None},
+            headers=headers,
+            content=request.content,
+            timeout=idle_timeout,
+        )
 
-    def delay_after_refusal(self, headers: Mapping[str, str]) -> float | None:
-        """Return the seconds after which to retry a refused request; None where it must not be retried.
-
-        ``headers`` are those of the refusal.
-        """
+    def retry_delay(self, outcome: httpx.Response | httpx.TransportError) -> float | None:
+        """Return the seconds after which to send the request again; None where ``outcome`` is final."""
+        if isinstance(outcome, (httpx.ConnectError, httpx.ConnectTimeout)):
+            return self._next_delay(0.0)
+        if isinstance(outcome, httpx.TransportError):
+            return None
+        headers = outcome.headers
         if headers.get("x-torchrelay-reason") not in _NOTHING_RAN or "x-torchrelay-step" in headers:
             return None
-        return self.next_delay(errors.parse_retry_after(headers.get("retry-after")) or 0.0)
+        return self._next_delay(errors.parse_retry_after(headers.get("retry-after")) or 0.0)
 
-    def next_delay(self, min_delay: float = 0.0) -> float | None:
+    def _next_delay(self, min_delay: float) -> float | None:
         """Return the seconds before the next attempt, at least ``min_delay``; None where there is none."""
         if self._attempts >= self._retries.max_attempts:
             return None

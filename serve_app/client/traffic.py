@@ -7,13 +7,11 @@ from typing import Any, Literal
 from serve_app.client._operations import (
     JsonObject,
     Operation,
-    RequestDescriptor,
     RequestFlow,
     fetch_list,
     fetch_object,
     fetch_text,
-    join_path,
-    json_body,
+    management_request,
 )
 
 
@@ -23,8 +21,7 @@ class TrafficOperations:
     @Operation
     def traffic(self, model: str) -> RequestFlow[JsonObject]:
         """Return a model's traffic policy, and under ``active`` the current shares of its versions."""
-        path = join_path("models", model, "traffic")
-        return (yield from fetch_object(RequestDescriptor("management", "GET", path)))
+        return (yield from fetch_object(management_request("GET", "models", model, "traffic")))
 
     @Operation
     def set_traffic(self, model: str, policy: Any) -> RequestFlow[JsonObject]:
@@ -32,43 +29,40 @@ class TrafficOperations:
 
         ``status`` is in it while a part of the server has not applied the policy yet.
         """
-        path = join_path("models", model, "traffic")
-        return (yield from fetch_object(RequestDescriptor("management", "PUT", path, **json_body(policy))))
+        request = management_request("PUT", "models", model, "traffic", document=policy)
+        return (yield from fetch_object(request))
 
     @Operation
     def reset_traffic(self, model: str) -> RequestFlow[JsonObject]:
         """Route every request to the default version again; return the document of ``set_traffic``."""
-        path = join_path("models", model, "traffic")
-        return (yield from fetch_object(RequestDescriptor("management", "DELETE", path)))
+        return (yield from fetch_object(management_request("DELETE", "models", model, "traffic")))
 
     @Operation
     def start_experiment(self, model: str, document: Any) -> RequestFlow[JsonObject]:
         """Split a model's requests between the arms of an experiment; return it, with its ``id``."""
-        path = join_path("models", model, "experiments")
-        return (yield from fetch_object(RequestDescriptor("management", "POST", path, **json_body(document))))
+        request = management_request("POST", "models", model, "experiments", document=document)
+        return (yield from fetch_object(request))
 
     @Operation
     def experiments(self, model: str | None = None) -> RequestFlow[list[JsonObject]]:
         """Return the experiments of a model (None: of all), the newest first, without their figures."""
-        path = join_path("models", model, "experiments") if model else "/experiments"
-        return (yield from fetch_list(RequestDescriptor("management", "GET", path), "experiments"))
+        path = ("models", model, "experiments") if model else ("experiments",)
+        return (yield from fetch_list(management_request("GET", *path), "experiments"))
 
     @Operation
     def experiment(self, id: str) -> RequestFlow[JsonObject]:
         """Return the current results of an experiment."""
-        return (yield from fetch_object(RequestDescriptor("management", "GET", join_path("experiments", id))))
+        return (yield from fetch_object(management_request("GET", "experiments", id)))
 
     @Operation
     def stop_experiment(self, id: str) -> RequestFlow[JsonObject]:
         """Route the model's requests by its policy again; the measurements are kept."""
-        path = join_path("experiments", id)
-        return (yield from fetch_object(RequestDescriptor("management", "DELETE", path)))
+        return (yield from fetch_object(management_request("DELETE", "experiments", id)))
 
     @Operation
     def delete_experiment(self, id: str) -> RequestFlow[str]:
         """Delete a stopped experiment with its measurements."""
-        request = RequestDescriptor("management", "DELETE", join_path("experiments", id), {"purge": True})
-        return (yield from fetch_text(request, "status"))
+        return (yield from fetch_text(management_request("DELETE", "experiments", id, query={"purge": True})))
 
     @Operation
     def reward(
@@ -78,37 +72,33 @@ class TrafficOperations:
 
         The inference port accepts them too, for applications that reach no other.
         """
-        path = join_path("experiments", id, "events")
-        return (yield from fetch_object(RequestDescriptor(port, "POST", path, **json_body(list(events)))))
+        request = management_request("POST", "experiments", id, "events", port=port, document=list(events))
+        return (yield from fetch_object(request))
 
     @Operation
     def start_rollout(self, model: str, document: Any) -> RequestFlow[JsonObject]:
         """Move a model's requests step by step to the version ``to`` of ``document``."""
-        path = join_path("models", model, "rollout")
-        return (yield from fetch_object(RequestDescriptor("management", "POST", path, **json_body(document))))
+        request = management_request("POST", "models", model, "rollout", document=document)
+        return (yield from fetch_object(request))
 
     @Operation
     def rollout(self, model: str) -> RequestFlow[JsonObject]:
         """Return the progress, figures, guardrails and decisions of a model's last rollout."""
-        path = join_path("models", model, "rollout")
-        return (yield from fetch_object(RequestDescriptor("management", "GET", path)))
+        return (yield from fetch_object(management_request("GET", "models", model, "rollout")))
 
     @Operation
     def update_rollout(
         self, model: str, action: Literal["pause", "resume", "abort"]
     ) -> RequestFlow[JsonObject]:
         """Pause, resume or abort a rollout."""
-        path = join_path("models", model, "rollout", action)
-        return (yield from fetch_object(RequestDescriptor("management", "POST", path)))
+        return (yield from fetch_object(management_request("POST", "models", model, "rollout", action)))
 
     @Operation
     def shadow(self, model: str) -> RequestFlow[JsonObject]:
         """Return how a shadow's responses agree with the live ones, and the worst mismatches."""
-        path = join_path("models", model, "shadow")
-        return (yield from fetch_object(RequestDescriptor("management", "GET", path)))
+        return (yield from fetch_object(management_request("GET", "models", model, "shadow")))
 
     @Operation
     def delete_shadow_stats(self, model: str) -> RequestFlow[str]:
         """Delete the figures of a model's shadow, and its stored inputs."""
-        path = join_path("models", model, "shadow")
-        return (yield from fetch_text(RequestDescriptor("management", "DELETE", path), "status"))
+        return (yield from fetch_text(management_request("DELETE", "models", model, "shadow")))

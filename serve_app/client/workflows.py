@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from serve_app.client._operations import (
+    JsonObject,
     Operation,
-    RequestDescriptor,
     RequestFlow,
     fetch_list,
+    fetch_pages,
     fetch_text,
-    join_path,
-    json_body,
+    management_request,
 )
-from serve_app.client.models import fetch_pages
 
 
 class WorkflowOperations:
@@ -25,23 +24,20 @@ class WorkflowOperations:
     ) -> RequestFlow[str]:
         """Register a .war by its ``url``, or a document; ``parameters`` are those of ``POST /workflows``."""
         query = {"url": url, **parameters}
-        request = RequestDescriptor(
-            "management", "POST", "/workflows", query, **json_body(document), idle_timeout=None
-        )
-        return (yield from fetch_text(request, "status"))
+        request = management_request("POST", "workflows", query=query, document=document, idle_timeout=None)
+        return (yield from fetch_text(request))
 
     @Operation
-    def workflows(self) -> RequestFlow[list[dict[str, Any]]]:
+    def workflows(self) -> RequestFlow[list[JsonObject]]:
         """Return every workflow by name: ``workflowName`` and ``workflowUrl``."""
-        return (yield from fetch_pages("/workflows", "workflows"))
+        return (yield from fetch_pages("workflows", "workflows"))
 
     @Operation
-    def workflow(self, name: str) -> RequestFlow[list[dict[str, Any]]]:
+    def workflow(self, name: str) -> RequestFlow[list[JsonObject]]:
         """Return every version of a workflow, the default one first."""
-        return (yield from fetch_list(RequestDescriptor("management", "GET", join_path("workflows", name))))
+        return (yield from fetch_list(management_request("GET", "workflows", name)))
 
     @Operation
     def unregister_workflow(self, name: str, version: str | None = None) -> RequestFlow[str]:
         """Remove a workflow and the models that came with it; with a ``version``, only that one."""
-        path = join_path("workflows", name, version)
-        return (yield from fetch_text(RequestDescriptor("management", "DELETE", path), "status"))
+        return (yield from fetch_text(management_request("DELETE", "workflows", name, version)))

@@ -8,71 +8,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from serve_app._version import __version__
+from serve_app._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from handlers.base import BaseHandler
-    from handlers.builtin.text import TextHandler
-    from handlers.builtin.vision import VisionHandler
-    from handlers.context import Context
-    from handlers.errors import PredictionException
-    from handlers.onnx_model import OnnxModel
-    from serve_app.client import AsyncClient, Client, Prediction, Retries
-    from serve_app.client.errors import (
-        AuthenticationError,
-        BadRequestError,
-        ConflictError,
-        DeadlineExceededError,
-        HandlerFailedError,
-        InProgressError,
-        MethodNotAllowedError,
-        ModelLoadingError,
-        NoReplicaError,
-        NotFoundError,
-        PermissionDeniedError,
-        QueueFullError,
-        QuotaExceededError,
-        ReplicaDiedError,
-        RequestTooLargeError,
-        SequenceLostError,
-        ServerError,
-        StartFailedError,
-        UnavailableError,
-    )
+    from handlers.base import BaseHandler as BaseHandler
+    from handlers.builtin.text import TextHandler as TextHandler
+    from handlers.builtin.vision import VisionHandler as VisionHandler
+    from handlers.context import Context as Context
+    from handlers.errors import PredictionException as PredictionException
+    from handlers.onnx_model import OnnxModel as OnnxModel
+    from serve_app.client import *  # noqa: F403
 
-__all__ = [
-    "AsyncClient",
-    "AuthenticationError",
-    "BadRequestError",
-    "BaseHandler",
-    "Client",
-    "ConflictError",
-    "Context",
-    "DeadlineExceededError",
-    "HandlerFailedError",
-    "InProgressError",
-    "MethodNotAllowedError",
-    "ModelLoadingError",
-    "NoReplicaError",
-    "NotFoundError",
-    "OnnxModel",
-    "PermissionDeniedError",
-    "Prediction",
-    "PredictionException",
-    "QueueFullError",
-    "QuotaExceededError",
-    "ReplicaDiedError",
-    "RequestTooLargeError",
-    "Retries",
-    "SequenceLostError",
-    "ServerError",
-    "StartFailedError",
-    "TextHandler",
-    "UnavailableError",
-    "VisionHandler",
-    "__version__",
-]
-
+_CLIENT = "serve_app.client"  # all of its names are public
 _HANDLERS = {
     "BaseHandler": "handlers.base",
     "Context": "handlers.context",
@@ -83,15 +30,16 @@ _HANDLERS = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     """Import a public name from its module.
 
-    Raises ImportError with the ``pip`` command where the package of an extra is missing.
+    Raises ImportError with the replacement of a removed name, or with the ``pip`` command where the package
+    of an extra is missing.
     """
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HANDLERS:
+        return _load_from_client(name)
     try:
-        value = getattr(import_module(_HANDLERS.get(name, "serve_app.client")), name)
+        return getattr(import_module(_HANDLERS[name]), name)
     except ModuleNotFoundError as error:
         import handlers.extras as extras  # late: only error messages need it
 
@@ -102,9 +50,23 @@ def __getattr__(name: str) -> Any:
             f"{__name__}.{name} needs {package}, which is not installed: {extras.install_command(package)}",
             name=package,
         ) from error
-    globals()[name] = value
-    return value
+
+
+def _load_from_client(name: str) -> Any:
+    client = import_module(_CLIENT)
+    if name == "__all__":
+        return sorted([*_HANDLERS, *client.__all__, "__version__"])
+    if name in client.__all__:
+        return getattr(client, name)
+    raise import_module(f"{_CLIENT}._removed").missing_name(__name__, name)
+
+
+if not TYPE_CHECKING:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        value = globals()[name] = _load(name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(_load("__all__"))
