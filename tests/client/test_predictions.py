@@ -8,10 +8,17 @@ from typing import Any
 
 import httpx
 import pytest
-from client_helpers import ClientFactory, failing, quick_retries, stalled_stream, without_retry_after
+from client_helpers import (
+    ClientFactory,
+    failing,
+    quick_retries,
+    stalled_stream,
+    streaming,
+    without_retry_after,
+)
 
 from serve_app import errors
-from serve_app.client import Client
+from serve_app.client import Client, ServerSentEvent
 from serve_app.client import errors as client_errors
 from serve_app.domain.async_prediction import StoredResponse
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
@@ -111,6 +118,16 @@ def test_interrupted_stream_raises(make_client: ClientFactory, inference: Any) -
 
     with pytest.raises(httpx.RemoteProtocolError):
         list(make_client(inference(interrupted)).stream("m", b""))
+
+
+def test_server_sent_events(make_client: ClientFactory, inference: Any) -> None:
+    server = inference(streaming(b"one ", b"two\nthree", failure=errors.HandlerRejected("no more", 503)))
+    first, second, end = make_client(server).stream_events("m", b"", headers={"x-mine": "1"})
+    assert first == ServerSentEvent("message", "one ")
+    assert second == ServerSentEvent("message", "two\nthree")
+    assert (end.kind, end.json()["message"]) == ("error", "no more")
+    [request] = server.backend.requests
+    assert (request.deadline, request.headers["x-mine"]) == (None, "1")
 
 
 def test_refused_stream_raises(make_client: ClientFactory, inference: Any) -> None:

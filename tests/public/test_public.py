@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torchrelay
 
+import serve_app.client
+
 SOURCE = Path(__file__).parents[2] / "serve_app/public"
 
 
@@ -41,7 +43,14 @@ def test_the_client_loads_neither_torch_nor_ray() -> None:
 
 @pytest.mark.parametrize("name", torchrelay.__all__)
 def test_every_name_is_exported(name: str) -> None:
-    assert getattr(torchrelay, name).__name__ == name if name != "__version__" else torchrelay.__version__
+    value = getattr(torchrelay, name)
+    assert getattr(value, "__name__", name) == name
+
+
+def test_the_star_imports_every_name() -> None:
+    names: dict[str, object] = {}
+    exec("from torchrelay import *", names)
+    assert set(torchrelay.__all__) <= set(names)
 
 
 def test_dir_lists_the_public_names() -> None:
@@ -51,10 +60,11 @@ def test_dir_lists_the_public_names() -> None:
 def test_type_checkers_see_every_name() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     imported = {
-        alias.name
+        name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("serve_app", "handlers"))
         for alias in node.names
+        for name in (serve_app.client.__all__ if alias.name == "*" else [alias.asname])
     }
     assert imported == set(torchrelay.__all__)
 
@@ -72,6 +82,12 @@ def test_the_installed_package_is_the_one_of_this_checkout() -> None:
 def test_an_unknown_name_is_an_import_error() -> None:
     with pytest.raises(ImportError, match="cannot import name 'Model' from 'torchrelay'"):
         from torchrelay import Model  # noqa: F401
+
+
+def test_a_removed_name_is_an_import_error_with_its_replacement() -> None:
+    message = "GrpcClient was removed from torchrelay; use stubs generated from the .proto files"
+    with pytest.raises(ImportError, match=message):
+        from torchrelay import GrpcClient  # noqa: F401
 
 
 @pytest.mark.parametrize(
