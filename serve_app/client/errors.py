@@ -137,83 +137,69 @@ class InProgressError(ServerError):
     """The change is stored, but not yet applied everywhere."""
 
 
-_BY_REASON: dict[str, type[ServerError]] = {
-    **dict.fromkeys(
-        (
-            "bad_request",
-            "missing_parameter",
-            "invalid_body",
-            "invalid_input",
-            "invalid_archive",
-            "download_failed",
-            "install_failed",
-            "configuration",
-            "invalid_workflow",
-            "invalid_graph",
-            "unsupported",
-            "client_too_slow",
-            "idempotency_key_reused",
-        ),
-        BadRequestError,
+_REASONS: dict[type[ServerError], tuple[str, ...]] = {
+    BadRequestError: (
+        "bad_request",
+        "missing_parameter",
+        "invalid_body",
+        "invalid_input",
+        "invalid_archive",
+        "download_failed",
+        "install_failed",
+        "configuration",
+        "invalid_workflow",
+        "invalid_graph",
+        "unsupported",
+        "client_too_slow",
+        "idempotency_key_reused",
     ),
-    **dict.fromkeys(
-        (
-            "access_denied",
-            "missing_token",
-            "invalid_token",
-            "expired_token",
-            "missing_permission",
-            "model_not_allowed",
-        ),
-        AuthenticationError,
+    AuthenticationError: (
+        "access_denied",
+        "missing_token",
+        "invalid_token",
+        "expired_token",
+        "missing_permission",
+        "model_not_allowed",
     ),
-    **dict.fromkeys(("forbidden", "default_version"), PermissionDeniedError),
-    **dict.fromkeys(
-        (
-            "not_found",
-            "model_not_found",
-            "version_not_found",
-            "archive_not_found",
-            "no_route",
-            "experiment_not_found",
-            "rollout_not_found",
-            "workflow_not_found",
-            "exposure_not_found",
-            "prediction_not_found",
-            "cancelled",
-            "prediction_lost",
-        ),
-        NotFoundError,
+    PermissionDeniedError: ("forbidden", "default_version"),
+    NotFoundError: (
+        "not_found",
+        "model_not_found",
+        "version_not_found",
+        "archive_not_found",
+        "no_route",
+        "experiment_not_found",
+        "rollout_not_found",
+        "workflow_not_found",
+        "exposure_not_found",
+        "prediction_not_found",
+        "cancelled",
+        "prediction_lost",
     ),
-    "method_not_allowed": MethodNotAllowedError,
-    **dict.fromkeys(("version_exists", "workflow_exists", "conflict"), ConflictError),
-    "request_too_large": RequestTooLargeError,
-    **dict.fromkeys(
-        ("unavailable", "too_many_sequences", "async_queue_full", "result_store_unavailable"),
-        UnavailableError,
+    MethodNotAllowedError: ("method_not_allowed",),
+    ConflictError: ("version_exists", "workflow_exists", "conflict"),
+    RequestTooLargeError: ("request_too_large",),
+    UnavailableError: ("unavailable", "too_many_sequences", "async_queue_full", "result_store_unavailable"),
+    QueueFullError: ("queue_full",),
+    ModelLoadingError: ("loading",),
+    NoReplicaError: ("no_replica",),
+    QuotaExceededError: ("quota_exceeded",),
+    DeadlineExceededError: ("deadline", "client_timeout"),
+    ReplicaDiedError: ("replica_died", "response_timeout"),
+    SequenceLostError: ("sequence_lost",),
+    StartFailedError: ("start_failed",),
+    HandlerFailedError: (
+        "handler_failed",
+        "handler_rejected",
+        "invalid_output",
+        "batch_size_mismatch",
+        "response_too_large",
+        "unsupported_output",
+        "out_of_memory",
     ),
-    "queue_full": QueueFullError,
-    "loading": ModelLoadingError,
-    "no_replica": NoReplicaError,
-    "quota_exceeded": QuotaExceededError,
-    **dict.fromkeys(("deadline", "client_timeout"), DeadlineExceededError),
-    **dict.fromkeys(("replica_died", "response_timeout"), ReplicaDiedError),
-    "sequence_lost": SequenceLostError,
-    "start_failed": StartFailedError,
-    **dict.fromkeys(
-        (
-            "handler_failed",
-            "handler_rejected",
-            "invalid_output",
-            "batch_size_mismatch",
-            "response_too_large",
-            "unsupported_output",
-            "out_of_memory",
-        ),
-        HandlerFailedError,
-    ),
-    "in_progress": InProgressError,
+    InProgressError: ("in_progress",),
 }
+_BY_REASON = {reason: error_class for error_class, reasons in _REASONS.items() for reason in reasons}
 # For responses without a reason, such as those of a proxy.
 _BY_STATUS: dict[int, type[ServerError]] = {
     400: BadRequestError,
@@ -230,17 +216,13 @@ _BY_STATUS: dict[int, type[ServerError]] = {
 }
 
 
-def error_class(reason: str, status: int) -> type[ServerError]:
-    """Return the class of an error by its reason, or else by its status."""
-    return _BY_REASON.get(reason) or _BY_STATUS.get(status, ServerError)
-
-
 def from_response(response: httpx.Response) -> ServerError:
     """Return the error in a response of any of the server's protocols; its body must have been read."""
     headers = response.headers
     reason = headers.get("x-torchrelay-reason", "")
     message, detail = _parse_message(response)
-    return error_class(reason, response.status_code)(
+    error_class = _BY_REASON.get(reason) or _BY_STATUS.get(response.status_code, ServerError)
+    return error_class(
         response.status_code,
         message,
         detail,
