@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
+from urllib.parse import urlsplit
 
-import httpx
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from serve_app.client import NO_RETRIES, AuthenticationError, Client, ServerError
+from serve_app.cli.terminal import fail
+from serve_app.client import NO_RETRIES, AuthenticationError, Client, ServerError, TransportError
 from serve_app.settings import is_loopback
-
-console = Console()
-errors = Console(stderr=True)
 
 Inference = Annotated[str, typer.Option(envvar="TORCHRELAY_INFERENCE", help="The inference address.")]
 Token = Annotated[
@@ -35,21 +31,34 @@ _KEY_FILE = Path("key_file.json")
 class CliClient(Client):
     """A client whose errors end the command with the server's message."""
 
-    def __init__(self, management: str, token: str) -> None:
+    def __init__(self, management: str, token: str, inference: str = "", timeout: float = 120.0) -> None:
         self._address = management
-        inference = os.environ.get("TORCHRELAY_INFERENCE", INFERENCE)
         super().__init__(
-            inference, management, token=token, key_file=key_file(management), retries=NO_RETRIES
+            inference or os.environ.get("TORCHRELAY_INFERENCE", INFERENCE),
+            management,
+            timeout,
+            token=token,
+            key_file=key_file(management),
+            retries=NO_RETRIES,
         )
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         error = exception[1]
+        if isinstance(error, AuthenticationError):
+            advice = (
+                "Set a key with TORCHRELAY_TOKEN or --token, or run this beside the server's key_file.json."
+            )
+            fail(f"{error}\n{advice}")
         if isinstance(error, ServerError):
-            exit_with_error(error)
-        if isinstance(error, httpx.TransportError):
-            errors.print(f"No server responds at {self._address}: {escape(str(error))}", highlight=False)
-            raise typer.Exit(1) from None
+            fail(str(error))
+        if isinstance(error, TransportError):
+            fail(f"No server responds at {self._address}: {error}")
+
+
+def use_server(context: typer.Context, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
+    """Store the server for the commands of a group: ``CliClient(*context.obj)``."""
+    context.obj = management, token
 
 
 def key_file(management: str) -> Path | None:
@@ -57,14 +66,4 @@ def key_file(management: str) -> Path | None:
 
     Its keys must not be sent to another host.
     """
-    return _KEY_FILE if is_loopback(httpx.URL(management).host) else None
-
-
-def exit_with_error(error: ServerError) -> NoReturn:
-    """Print the server's message and exit with 1."""
-    errors.print(escape(str(error)), style="red", highlight=False)
-    if isinstance(error, AuthenticationError):
-        errors.print(
-            "Set a key with TORCHRELAY_TOKEN or --token, or run this beside the server's key_file.json."
-        )
-    raise typer.Exit(1) from None
+    return _KEY_FILE if is_loopback(urlsplit(management).hostname or "") else None

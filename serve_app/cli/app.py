@@ -4,46 +4,33 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperCommand
 
 from serve_app import __version__
 from serve_app.cli import progress
-from serve_app.cli.api_client import (
-    INFERENCE,
-    MANAGEMENT,
-    CliClient,
-    Inference,
-    ManagementUrl,
-    Token,
-    console,
-    errors,
-    exit_with_error,
-    key_file,
-)
+from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, Inference, ManagementUrl, Token
 from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.experiment import experiment_app
 from serve_app.cli.commands.migrate import migrate
+from serve_app.cli.commands.models import models_app
 from serve_app.cli.commands.optimize import optimize
 from serve_app.cli.commands.rollout import rollout_app
 from serve_app.cli.commands.shadow import shadow
 from serve_app.cli.commands.traffic import traffic
 from serve_app.cli.commands.workflow import workflow_app
 from serve_app.cli.errors import StartError, require_server
+from serve_app.cli.terminal import console, errors, fail
 from serve_app.cli.torchserve_flags import TorchServeFlags, default_config, state_dir
-from serve_app.client import NO_RETRIES, Client, ServerError
 from serve_app.loadgen.command import bench
 
 if TYPE_CHECKING:
     from serve_app.cli.server_process import ServerProcess
 
 app = typer.Typer(help="Serve PyTorch models from TorchServe archives on Ray Serve.", no_args_is_help=True)
-models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
 app.add_typer(experiment_app, name="experiment")
 app.add_typer(rollout_app, name="rollout")
@@ -74,7 +61,7 @@ def _torchserve_option(*names: str, **options: Any) -> Any:
 
 @app.command(cls=_ModelCommands)
 def start(
-    config: Annotated[Optional[Path], typer.Argument(help="The application, as for `serve run`.")] = None,  # noqa: UP045
+    config: Annotated[Path | None, typer.Argument(help="The application, as for `serve run`.")] = None,
     env: Annotated[
         Path | None, typer.Option("--env", help="The environment that Ray Serve starts with.")
     ] = None,
@@ -82,16 +69,16 @@ def start(
         bool, typer.Option("--detach", help="Return once ready, and leave the server running.")
     ] = False,
     example: Annotated[
-        Optional[str], typer.Option(help="MODEL=FILE: show a curl line that sends FILE to MODEL.")  # noqa: UP045
+        str | None, typer.Option(help="MODEL=FILE: show a curl line that sends FILE to MODEL.")
     ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds until the server must be ready.")
     ] = 300.0,
-    model_store: Annotated[Optional[str], _torchserve_option(help="The folder of the archives.")] = None,  # noqa: UP045
+    model_store: Annotated[str | None, _torchserve_option(help="The folder of the archives.")] = None,
     models: Annotated[
         str | None, _torchserve_option(help="[NAME=]ARCHIVE …, or all: models to load at start-up.")
     ] = None,
-    ts_config: Annotated[Optional[str], _torchserve_option(help="A config.properties.")] = None,  # noqa: UP045
+    ts_config: Annotated[str | None, _torchserve_option(help="A config.properties.")] = None,
     no_config_snapshots: Annotated[
         bool,
         _torchserve_option("--no-config-snapshots", "--ncs", help="Discard the state of earlier starts."),
@@ -105,7 +92,7 @@ def start(
     workflow_store: Annotated[
         str | None, _torchserve_option(help="The folder of the workflow archives.")
     ] = None,
-    log_config: Annotated[Optional[str], _torchserve_option(help="Accepted and ignored.")] = None,  # noqa: UP045
+    log_config: Annotated[str | None, _torchserve_option(help="Accepted and ignored.")] = None,
     foreground: Annotated[
         bool, _torchserve_option("--foreground", help="Stay in the foreground; the default without --detach.")
     ] = False,
@@ -168,7 +155,7 @@ def _server(config: Path | None, env: Path | None, flags: TorchServeFlags) -> Se
 
 @app.command()
 def stop(
-    config: Annotated[Optional[Path], typer.Argument(help="The application that was started.")] = None,  # noqa: UP045
+    config: Annotated[Path | None, typer.Argument(help="The application that was started.")] = None,
     env: EnvFile = _ENV,
 ) -> None:
     """Stop the server that `torchrelay start` left running here."""
@@ -183,8 +170,7 @@ def stop(
 
         stopped = [ServerProcess(path, env).stop() for path in configs]
     except StartError as error:
-        errors.print(escape(str(error)), style="red", highlight=False)
-        raise typer.Exit(1) from None
+        fail(str(error))
     console.print("Torchrelay has stopped." if any(stopped) else "Torchrelay is not running here.")
 
 
@@ -193,16 +179,9 @@ def status(
     inference: Inference = INFERENCE, management: ManagementUrl = MANAGEMENT, token: Token = ""
 ) -> None:
     """Show whether the server is ready, and every version with its replicas."""
-    keys = key_file(management)
-    with Client(inference, management, timeout=10, token=token, key_file=keys, retries=NO_RETRIES) as client:
-        try:
-            ready = client.ready()
-            table = progress.version_table(client)
-        except ServerError as error:
-            exit_with_error(error)
-        except httpx.HTTPError as error:
-            errors.print(f"No server responds at {management}: {escape(str(error))}", highlight=False)
-            raise typer.Exit(1) from None
+    with CliClient(management, token, inference, timeout=10) as client:
+        ready = client.ready()
+        table = progress.version_table(client)
     console.print("ready" if ready else "not ready yet", style="green" if ready else "yellow")
     console.print(table)
     if not ready:
@@ -221,108 +200,3 @@ app.command("shadow")(shadow)
 def version() -> None:
     """Show the version."""
     console.print(f"Torchrelay {__version__}")
-
-
-@models_app.callback()
-def models(context: typer.Context, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
-    """List the models; the subcommands change them."""
-    context.obj = management, token
-    if context.invoked_subcommand is None:
-        with CliClient(*context.obj) as client:
-            table = Table("model", "archive of the default version")
-            for model in client.models():
-                table.add_row(model["modelName"], model["modelUrl"])
-        console.print(table)
-
-
-@models_app.command()
-def register(
-    context: typer.Context,
-    url: Annotated[
-        str, typer.Argument(help="A name in the model store, or a URL: file, http(s), s3, gs, hf.")
-    ],
-    workers: Annotated[int, typer.Option(help="Replicas to start with.")] = 1,
-    model_name: Annotated[Optional[str], typer.Option("--name")] = None,  # noqa: UP045
-    batch_size: Annotated[Optional[int], typer.Option()] = None,  # noqa: UP045
-    max_batch_delay: Annotated[Optional[int], typer.Option(help="Milliseconds.")] = None,  # noqa: UP045
-    handler: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
-    task: Annotated[
-        str | None, typer.Option(help="The task of a Hugging Face folder: text-classification ...")
-    ] = None,
-) -> None:
-    """Register an archive, or a model's folder, and wait for its replicas."""
-    with CliClient(*context.obj) as client:
-        message = progress.register(
-            client,
-            console,
-            url,
-            initial_workers=workers,
-            model_name=model_name,
-            batch_size=batch_size,
-            max_batch_delay=max_batch_delay,
-            handler=handler,
-            task=task,
-            synchronous=True,
-        )
-    console.print(message, highlight=False)
-
-
-@models_app.command()
-def scale(
-    context: typer.Context,
-    model: str,
-    workers: int,
-    version: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
-    max_workers: Annotated[
-        int | None, typer.Option("--max", help="Scale between WORKERS and this number with the load.")
-    ] = None,
-    autoscaling_policy: Annotated[str | None, typer.Option("--policy", help="requests or latency.")] = None,
-    target_ongoing_requests: Annotated[
-        float | None, typer.Option(help="Target of pending rows per replica.")
-    ] = None,
-    target_p95_ms: Annotated[Optional[float], typer.Option(help="Target of the policy latency.")] = None,  # noqa: UP045
-    upscale_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
-    downscale_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
-    downscale_to_zero_delay_s: Annotated[Optional[float], typer.Option()] = None,  # noqa: UP045
-) -> None:
-    """Set the number of a version's replicas and wait for them; with --max it scales with the load."""
-    with CliClient(*context.obj) as client, console.status(f"Scaling {model} …"):
-        message = client.scale(
-            model,
-            version,
-            min_worker=workers,
-            max_worker=workers if max_workers is None else max_workers,
-            autoscaling_policy=autoscaling_policy,
-            target_ongoing_requests=target_ongoing_requests,
-            target_p95_ms=target_p95_ms,
-            upscale_delay_s=upscale_delay_s,
-            downscale_delay_s=downscale_delay_s,
-            downscale_to_zero_delay_s=downscale_to_zero_delay_s,
-            synchronous=True,
-        )
-    console.print(message, highlight=False)
-
-
-@models_app.command("default")
-def set_default(context: typer.Context, model: str, version: str) -> None:
-    """Make a version the default one, for requests that name no version."""
-    with CliClient(*context.obj) as client:
-        console.print(client.set_default(model, version), highlight=False)
-
-
-@models_app.command()
-def remove(
-    context: typer.Context,
-    model: str,
-    version: Annotated[Optional[str], typer.Option()] = None,  # noqa: UP045
-) -> None:
-    """Unregister a version, or the model's last one."""
-    with CliClient(*context.obj) as client:
-        console.print(client.unregister(model, version), highlight=False)
-
-
-@models_app.command()
-def describe(context: typer.Context, model: str) -> None:
-    """Show the management API's description of every version of a model."""
-    with CliClient(*context.obj) as client:
-        console.print_json(data=client.describe(model))

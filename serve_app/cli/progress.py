@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
@@ -17,8 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.errors import StartError
-from serve_app.client import Client, ServerError
+from serve_app.client import Client, ServerError, TransportError
 
 if TYPE_CHECKING:
     from serve_app.cli.server_process import ServerProcess
@@ -51,25 +48,20 @@ def version_table(client: Client) -> Table:
 
 def wait_until_ready(server: ServerProcess, console: Console, timeout: float) -> None:
     """Show how the models load, until all of them are ready or have failed. Raises StartError."""
-    deadline = time.monotonic() + timeout
     spinner = Spinner("dots", "Starting Ray …")
     with (
         server.client(timeout=2) as client,
         Live(spinner, console=console, transient=True, refresh_per_second=8) as live,
     ):
-        while not client.ready():
-            if server.exit_code() is not None:
-                raise StartError(f"`serve run` ended with code {server.exit_code()}:\n{server.last_lines()}")
-            if time.monotonic() > deadline:
-                server.stop()
-                raise StartError(f"It was not ready within {timeout:.0f} s:\n{server.last_lines()}")
+        for _ in server.poll(timeout, "It was not ready"):
+            if client.ready():
+                break
             try:
                 spinner.update(text="Loading models …")
                 live.update(Group(spinner, version_table(client)))
-            except (httpx.HTTPError, ServerError):
+            except (TransportError, ServerError):
                 spinner.update(text="Starting Ray …")
                 live.update(spinner)
-            time.sleep(0.1)
         try:
             console.print(version_table(client))
         except ServerError as error:  # it requires a key that is not known here
@@ -95,7 +87,7 @@ def register(client: Client, console: Console, url: str, **parameters: Any) -> s
 
         def show_events() -> None:
             # The response to the registration itself reports any error, so these can be ignored.
-            with contextlib.suppress(httpx.HTTPError, httpx.StreamError, ServerError, RuntimeError):
+            with contextlib.suppress(TransportError, ServerError, RuntimeError):
                 for stage, details in client.events(name, registration=registration_id):
                     bars.update(bar, description=_describe_stage(stage, details), total=details.get("total"))
                     bars.update(bar, completed=details.get("bytes", 0))

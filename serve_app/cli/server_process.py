@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -193,6 +193,22 @@ class ServerProcess:
     def exit_code(self) -> int | None:
         """Return the exit code, once the server has ended by itself; None before."""
         return self._process.poll() if self._process is not None else None
+
+    def poll(self, timeout: float, failure: str) -> Iterator[None]:
+        """Yield ten times a second, for a caller that waits until the server has started.
+
+        Raises StartError where the server ends; after ``timeout`` seconds it is stopped, and the error is
+        ``failure``.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            if (code := self.exit_code()) is not None:
+                raise StartError(f"The server ended with code {code}:\n{self.last_lines()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise StartError(f"{failure} within {timeout:.0f} s:\n{self.last_lines()}")
+            yield
+            time.sleep(0.1)
 
     def wait(self) -> int:
         """Wait until the server ends; Ctrl-C and SIGTERM stop it. Return its exit code."""

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import psutil
 import yaml
 
@@ -21,6 +20,7 @@ from serve_app import __version__
 from serve_app.cli import torchserve_flags
 from serve_app.cli.errors import StartError
 from serve_app.cli.server_process import ServerProcess
+from serve_app.client import Client, ServerError, TransportError
 
 TORCHSERVE = "0.12.0"  # the release whose command line this is
 _JAVA = "org.pytorch.serve.ModelServer"
@@ -186,28 +186,21 @@ def _running(pid_file: Path) -> int | None:
 
 
 def _wait_until_accepting(server: ServerProcess) -> None:
-    """Wait until both APIs respond, with any status. Raises StartError."""
-    deadline = time.monotonic() + _START_TIMEOUT
-    with httpx.Client(timeout=2, verify=False) as client:  # it is the own server
-        while not (
-            _responds(client, server.local + "/ping", '"status"')
-            and _responds(client, server.management + "/")
-        ):
-            if (code := server.exit_code()) is not None:
-                raise StartError(f"The server ended with code {code}:\n{server.last_lines()}")
-            if time.monotonic() > deadline:
-                server.stop()
-                raise StartError(
-                    f"No request was accepted within {_START_TIMEOUT:.0f} s:\n{server.last_lines()}"
-                )
-            time.sleep(0.1)
+    """Wait until both APIs respond. Raises StartError."""
+    with server.client(timeout=2) as client:
+        for _ in server.poll(_START_TIMEOUT, "No request was accepted"):
+            if _serves_management(client) and client.live():
+                return
 
 
-def _responds(client: httpx.Client, url: str, text: str = "") -> bool:
+def _serves_management(client: Client) -> bool:
     try:
-        return text in client.get(url).text
-    except httpx.HTTPError:
+        client.models()
+    except TransportError:
         return False
+    except ServerError:  # such as a missing key
+        pass
+    return True
 
 
 def _copy_log(server: ServerProcess) -> None:

@@ -138,14 +138,15 @@ def test_begin_reads_json_and_yaml(
     assert fake_server.requests == [("POST", "/models/m/experiments", document)]
     assert result.stdout == "e1 has started. Show it: torchrelay experiment show e1\n"
     assert command("start", "m", "-", input=text).exit_code == 0
-    assert fake_server.requests[1] == fake_server.requests[0]
+    assert command("start", "m", json.dumps(document)).exit_code == 0
+    assert fake_server.requests == [fake_server.requests[0]] * 3
 
 
 def test_invalid_file_is_refused(command: Command, fake_server: FakeServer, tmp_path: Path) -> None:
     (file := tmp_path / "experiment.json").write_text('{"name": ')
     result = command("start", "m", str(file))
-    assert result.exit_code == 1
-    assert "experiment.json is neither JSON nor YAML" in result.stderr.replace("\n", " ")
+    assert result.exit_code == 2
+    assert "experiment.json is neither JSON nor YAML" in " ".join(result.stderr.replace("│", "").split())
     assert not fake_server.requests
 
 

@@ -187,14 +187,14 @@ def test_server_errors_change_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--weights", "2.0"), "'2.0' is not of a form such as 2.0=10% or canary=2.0."),
+        (("--weights", "2.0"), "'2.0' is not of the form VERSION=SHARE"),
         (("--weights", "2.0=10%", "--weights", "2.0=90%"), "2.0 is given twice."),
         (("--weights", "2.0=0.5"), "'0.5' is not a share; write 90%"),
         (("--weights", "2.0=101%"), "'101%' is not a share"),
         (("--weights", "2.0=0.001%"), "'0.001%' is not a share"),
         (("--weights", "2.0=nan"), "'nan' is not a share"),
         (("--weights", "2.0=ten%"), "'ten%' is not a share"),
-        (("--label", "=2.0"), "'=2.0' is not of a form"),
+        (("--label", "=2.0"), "'=2.0' is not of the form LABEL=VERSION"),
         (("--sticky", "x-user"), "'x-user' is not of a form such as header:x-user"),
         (("--sticky", "query:user"), "'query:user' is not of a form"),
         (("--sticky", "header:u", "--not-sticky"), "an option and its opposite"),

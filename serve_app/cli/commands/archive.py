@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
-from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError, Format, Runtime, make
+from serve_app.model_store.archiver import (
+    ArchiveRecipe,
+    ArchiverError,
+    Format,
+    Runtime,
+    WrittenArchive,
+    make,
+)
 
 
 def file_option(*names: str, help: str) -> Any:
@@ -21,10 +30,10 @@ def archive(
     handler: Annotated[
         str, typer.Option(help="A built-in handler, or a file: handler.py or handler.py:function.")
     ],
-    serialized_file: Annotated[Optional[str], file_option(help="Weights, TorchScript or ONNX.")] = None,  # noqa: UP045
-    model_file: Annotated[Optional[str], file_option(help="The model's class, for eager weights.")] = None,  # noqa: UP045
+    serialized_file: Annotated[str | None, file_option(help="Weights, TorchScript or ONNX.")] = None,
+    model_file: Annotated[str | None, file_option(help="The model's class, for eager weights.")] = None,
     extra_files: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="A,B,…", help="Files, contents of folders, and patterns."),
     ] = None,
     runtime: Annotated[Runtime, typer.Option()] = "python",
@@ -36,10 +45,10 @@ def archive(
     ] = "default",
     force: Annotated[bool, typer.Option("-f", "--force", help="Overwrite an archive of that name.")] = False,
     requirements_file: Annotated[
-        Optional[str], file_option("-r", "--requirements-file", help="Python packages of the model.")  # noqa: UP045
+        str | None, file_option("-r", "--requirements-file", help="Python packages of the model.")
     ] = None,
     config_file: Annotated[
-        Optional[str], file_option("-c", "--config-file", help="Its model-config.yaml.")  # noqa: UP045
+        str | None, file_option("-c", "--config-file", help="Its model-config.yaml.")
     ] = None,
 ) -> None:
     """Make a model archive, with the options of torch-model-archiver."""
@@ -57,16 +66,24 @@ def archive(
         requirements_file=requirements_file,
         config_file=config_file,
     )
+    with archiver_errors():
+        print_archive(make(recipe), f"{model_name} {version}")
+
+
+@contextmanager
+def archiver_errors() -> Iterator[None]:
+    """Print an error of an archiver as torch-model-archiver does, and exit with 1."""
     try:
-        archived = make(recipe)
+        yield
     except ArchiverError as error:
         print(f"ERROR - {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    for warning in archived.warnings:
+
+
+def print_archive(archive: WrittenArchive, contents: str) -> None:
+    """Print what was written, and the warnings."""
+    for warning in archive.warnings:
         print(f"WARNING - {warning}", file=sys.stderr)
-    print(f"{display_path(archived.path)}: {model_name} {version}, {archived.files} files and the manifest")
-
-
-def display_path(path: Path) -> Path:
-    folder = Path.cwd()
-    return path.relative_to(folder) if path.is_relative_to(folder) else path
+    folder, path = Path.cwd(), archive.path
+    shown = path.relative_to(folder) if path.is_relative_to(folder) else path
+    print(f"{shown}: {contents}, {archive.files} files and the manifest")

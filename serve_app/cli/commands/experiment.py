@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import time
 from datetime import datetime
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, console, errors
+from serve_app.cli.api_client import CliClient, use_server
+from serve_app.cli.arguments import read_document
+from serve_app.cli.terminal import AsJson, console, fail, show_document, watch_document
 
-experiment_app = typer.Typer(help="Compare versions of a model on its own requests.", no_args_is_help=True)
+experiment_app = typer.Typer(
+    callback=use_server, help="Compare versions of a model on its own requests.", no_args_is_help=True
+)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The id that `begin` and `list` print.")]
 _COLOURS = {"better": "green", "worse": "red"}
-_PERIOD = 2.0  # seconds between updates
-
-
-@experiment_app.callback()
-def experiment(context: typer.Context, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
-    """Compare versions of a model on its own requests."""
-    context.obj = management, token
+_BATCH = 5_000  # events in a request
 
 
 @experiment_app.command()
 def start(
     context: typer.Context,
     model: Annotated[str, typer.Argument()],
-    file: Annotated[
-        typer.FileText, typer.Argument(help="The experiment as JSON or YAML; - is the standard input.")
+    document: Annotated[
+        Any,
+        typer.Argument(
+            parser=read_document,
+            metavar="FILE",
+            help="The experiment as JSON or YAML; - is the standard input.",
+        ),
     ],
 ) -> None:
     """Split a model's requests between the arms of an experiment.
@@ -43,7 +44,6 @@ def start(
     FILE has name, arms (each with a version, and a weight in basis points), metrics, baseline, and key where
     each caller should stay with one arm.
     """
-    document = _read_document(file)
     with CliClient(*context.obj) as client:
         started = client.start_experiment(model, document)
     console.print(
@@ -54,7 +54,7 @@ def start(
 @experiment_app.command("list")
 def list_(
     context: typer.Context,
-    model: Annotated[Optional[str], typer.Argument(help="Only those of this model.")] = None,  # noqa: UP045
+    model: Annotated[str | None, typer.Argument(help="Only those of this model.")] = None,
 ) -> None:
     """Show the experiments, the newest first."""
     with CliClient(*context.obj) as client:
@@ -75,37 +75,22 @@ def list_(
 
 
 @experiment_app.command()
-def show(
-    context: typer.Context,
-    id: Id,
-    as_json: Annotated[bool, typer.Option("--json", help="The management API's JSON.")] = False,
-) -> None:
+def show(context: typer.Context, id: Id, as_json: AsJson = False) -> None:
     """Show the current results; they are valid at any time."""
     with CliClient(*context.obj) as client:
         document = client.experiment(id)
-    if as_json:
-        console.print_json(data=document)
-    else:
-        console.print(render(document))
+    show_document(document, render, as_json)
 
 
 @experiment_app.command()
 def watch(
     context: typer.Context,
     id: Id,
-    period: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = _PERIOD,
+    period: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
 ) -> None:
     """Show the results continuously, until the experiment is stopped or Ctrl-C."""
-    with CliClient(*context.obj) as client, Live(console=console, auto_refresh=False) as live:
-        try:
-            while True:
-                document = client.experiment(id)
-                live.update(render(document), refresh=True)
-                if document["state"] != "running":
-                    return
-                time.sleep(period)
-        except KeyboardInterrupt:
-            return
+    with CliClient(*context.obj) as client, contextlib.suppress(KeyboardInterrupt):
+        watch_document(lambda: client.experiment(id), render, ("running",), period)
 
 
 @experiment_app.command()
@@ -127,20 +112,19 @@ def delete(context: typer.Context, id: Id) -> None:
 def reward(
     context: typer.Context,
     id: Id,
-    value: Annotated[Optional[float], typer.Argument(help="The reward.")] = None,  # noqa: UP045
+    value: Annotated[float | None, typer.Argument(help="The reward.")] = None,
     request_id: Annotated[str, typer.Option(help="The X-Request-Id of the response.")] = "",
     key: Annotated[str, typer.Option(help="Or the caller's key.")] = "",
     metric: Annotated[str, typer.Option(help="The metric, where the experiment has several rewards.")] = "",
     event_id: Annotated[str, typer.Option(help="The event's id; events with the same id count once.")] = "",
     file: Annotated[
-        Optional[typer.FileText],  # noqa: UP045
+        typer.FileText | None,
         typer.Option(help="Events as a JSON list, or one on each line; - is the standard input."),
     ] = None,
 ) -> None:
     """Report the reward of a request, or of many. A repeated event counts once."""
     if (value is None) == (file is None):
-        errors.print("Give either a VALUE or a --file of events.")
-        raise typer.Exit(2)
+        fail("Give either a VALUE or a --file of events.", code=2)
     if file is not None:
         events = _read_events(file)
     else:
@@ -154,9 +138,6 @@ def reward(
     console.print(
         f"{counted} counted" + (f", {repeated} had been counted before" if repeated else ""), highlight=False
     )
-
-
-_BATCH = 5_000  # events in a request
 
 
 def render(experiment: dict[str, Any]) -> RenderableType:
@@ -218,15 +199,6 @@ def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).isoformat(" ", timespec="seconds")
 
 
-def _read_document(file: Any) -> Any:
-    """Return a JSON or YAML document. An invalid file ends the command."""
-    try:
-        return yaml.safe_load(file)
-    except yaml.YAMLError as error:
-        errors.print(f"{file.name} is neither JSON nor YAML: {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from None
-
-
 def _read_events(file: Any) -> list[Any]:
     text = file.read()
     try:
@@ -234,5 +206,4 @@ def _read_events(file: Any) -> list[Any]:
             return json.loads(text)
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except json.JSONDecodeError as error:
-        errors.print(f"{file.name}: events are a JSON list, or one on each line: {error}", highlight=False)
-        raise typer.Exit(1) from None
+        fail(f"{file.name}: events are a JSON list, or one on each line: {error}")

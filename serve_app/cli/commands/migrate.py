@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from serve_app import torchserve_config
+from serve_app.cli.terminal import errors, fail
 from serve_app.cli.torchserve_flags import app_yaml, count_gpus
 from serve_app.errors import ConfigurationError
 
@@ -34,13 +34,12 @@ _DIFFERENCES = (
 def migrate(
     source: Annotated[Path, typer.Argument(metavar="CONFIG.PROPERTIES", help="TorchServe's file.")],
     output: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("-o", "--output", help="The app.yaml; by default the standard output."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Convert a config.properties to an app.yaml, and show what each key becomes."""
-    console = Console(stderr=True)  # stdout is for the document
     try:
         text = torchserve_config.decode(source.read_bytes())
         translated = torchserve_config.read(text, str(source), os.environ, gpus=count_gpus(os.environ))
@@ -49,15 +48,12 @@ def migrate(
             with output.open("w" if force else "x") as file:
                 file.write(document)
     except FileExistsError:
-        console.print(f"{output} exists already; --force overwrites it", style="red", highlight=False)
-        raise typer.Exit(1) from None
+        fail(f"{output} exists already; --force overwrites it")
     except OSError as error:
-        console.print(f"{error.filename}: {error.strerror}", style="red", highlight=False)
-        raise typer.Exit(1) from None
+        fail(f"{error.filename}: {error.strerror}")
     except ConfigurationError as error:
-        console.print(str(error), style="red", highlight=False)
-        raise typer.Exit(1) from None
-    if output is None:
+        fail(str(error))
+    if output is None:  # the standard output is for the document alone
         typer.echo(document, nl=False)
     table = Table("key", "value", "becomes", title=str(source))
     for note in translated.notes:
@@ -68,13 +64,13 @@ def migrate(
             Text(_truncate(note.value)),
             Text(prefix + note.becomes.replace("`", "") + remark, style=style),
         )
-    console.print(table)
+    errors.print(table)
     for warning in translated.warnings:
-        console.print(f"[yellow]check[/yellow]  {warning}", highlight=False, soft_wrap=True)
+        errors.print(f"[yellow]check[/yellow]  {warning}", highlight=False, soft_wrap=True)
     for difference in _DIFFERENCES:
-        console.print(f"[cyan]note[/cyan]   {difference}", highlight=False, soft_wrap=True)
+        errors.print(f"[cyan]note[/cyan]   {difference}", highlight=False, soft_wrap=True)
     if output is not None:
-        console.print(
+        errors.print(
             f"\nWritten to {output}. Start it with: torchrelay start {output}",
             highlight=False,
             soft_wrap=True,

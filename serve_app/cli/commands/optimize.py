@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -19,7 +19,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from serve_app.cli import progress
-from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, console, errors
+from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token
+from serve_app.cli.terminal import console, fail
 from serve_app.errors import RelayError
 from serve_app.model_store.archive import pack, unpack
 from serve_app.model_store.manifest import HUGGING_FACE, Manifest
@@ -38,12 +39,12 @@ def optimize(
         str, typer.Argument(metavar="ARCHIVE_OR_MODEL", help="A .mar, or a model of the running server.")
     ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the new archive.")] = Path("."),
-    version: Annotated[Optional[str], typer.Option(help="The new version; by default the next one.")] = None,  # noqa: UP045
+    version: Annotated[str | None, typer.Option(help="The new version; by default the next one.")] = None,
     register: Annotated[
         bool, typer.Option("--register", help="Register the new version with the server.")
     ] = False,
     sample: Annotated[
-        Optional[list[Path]],  # noqa: UP045
+        list[Path] | None,
         typer.Option(metavar="FILE", help="A sample request; by default the archive's own samples."),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="By default the model's own, or 8.")] = None,
@@ -53,8 +54,8 @@ def optimize(
             help="The relative tolerance; by default that under accuracy: in the model-config.yaml."
         ),
     ] = None,
-    atol: Annotated[Optional[float], typer.Option(help="The absolute tolerance.")] = None,  # noqa: UP045
-    cosine: Annotated[Optional[float], typer.Option(help="The minimum cosine of a row.")] = None,  # noqa: UP045
+    atol: Annotated[float | None, typer.Option(help="The absolute tolerance.")] = None,
+    cosine: Annotated[float | None, typer.Option(help="The minimum cosine of a row.")] = None,
     variants: Annotated[str, typer.Option("--try", metavar="A,B,…", help="The variants to try.")] = ",".join(
         VARIANTS
     ),
@@ -73,9 +74,9 @@ def optimize(
     """Time an archive's model in other number formats, compiled and as a graph; write the fastest variant."""
     names = [name.strip() for name in variants.split(",") if name.strip()]
     if unknown := [name for name in names if name not in VARIANTS]:
-        _fail(f"Unknown variant {unknown[0]!r}; the variants are {', '.join(VARIANTS)}.")
+        fail(f"Unknown variant {unknown[0]!r}; the variants are {', '.join(VARIANTS)}.")
     if not output.is_dir():
-        _fail(f"{output} is not a folder; create it, or choose another one with --output.")
+        fail(f"{output} is not a folder; create it, or choose another one with --output.")
     archive, served = _find_archive(model, model_store, management, token)
     settings = ModelStoreSettings()
     with tempfile.TemporaryDirectory(prefix="torchrelay-optimize-") as temporary:
@@ -89,15 +90,15 @@ def optimize(
                 )
             config = check_model(directory, manifest, served[0].get("task") if served else None)
         except RelayError as error:
-            _fail(str(error))
+            fail(str(error))
         if served and manifest.handler == HUGGING_FACE and "task" not in served[0]:
-            _fail(f"{model} was registered with its own handler. Pass its archive, {archive}, instead.")
+            fail(f"{model} was registered with its own handler. Pass its archive, {archive}, instead.")
         new_version = version or _next_version(
             manifest.version, {version["modelVersion"] for version in served}
         )
         target = output / f"{manifest.model_name}-{new_version}.mar"
         if target.exists():
-            _fail(f"{target} exists already; choose another version with --version, or folder with --output.")
+            fail(f"{target} exists already; choose another version with --version, or folder with --output.")
         (work / "variants").mkdir()
         job = {
             "directory": str(directory),
@@ -187,7 +188,7 @@ def _run_search(job: dict[str, Any]) -> dict[str, Any]:
         tail = "".join(log.readlines()[-20:])
     if "variants" in last:
         return last
-    _fail(last.get("error") or f"The search ended with code {process.returncode}:\n{tail}")
+    fail(last.get("error") or f"The search ended with code {process.returncode}:\n{tail}")
 
 
 def _find_archive(model: str, store: Path, management: str, token: str) -> tuple[Path, list[dict[str, Any]]]:
@@ -196,14 +197,14 @@ def _find_archive(model: str, store: Path, management: str, token: str) -> tuple
     if path.exists():
         return path, []
     if path.suffix or len(path.parts) > 1:
-        _fail(f"There is no archive {model}.")
+        fail(f"There is no archive {model}.")
     with CliClient(management, token) as client:
         served = client.describe(model)
     url = served[0]["modelUrl"]
     for candidate in (Path(url.removeprefix("file://")), store / url):
         if candidate.exists():
             return candidate, served
-    _fail(f"The archive of {model} is {url}, which is not in {store}. Pass the folder with --model-store.")
+    fail(f"The archive of {model} is {url}, which is not in {store}. Pass the folder with --model-store.")
 
 
 def _manifest_document(manifest: Manifest, version: str) -> dict[str, Any]:
@@ -218,12 +219,12 @@ def _manifest_document(manifest: Manifest, version: str) -> dict[str, Any]:
 
 def _samples(directory: Path, config: ModelConfig, given: list[Path]) -> list[str]:
     if missing := [file for file in given if not file.is_file()]:
-        _fail(f"There is no sample {missing[0]}.")
+        fail(f"There is no sample {missing[0]}.")
     packed = [directory / name for name in config.samples or ()]
     if config.samples is None and (folder := directory / "samples").is_dir():
         packed = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
     if not (files := given or packed):
-        _fail(
+        fail(
             "The archive has no sample requests. Pass some with --sample FILE, or pack them under "
             "samples: of its model-config.yaml."
         )
@@ -245,8 +246,3 @@ def _next_version(version: str, taken: Container[str] = ()) -> str:
     match = re.fullmatch(r"(.*?)(\d+)", version)
     new = f"{match[1]}{int(match[2]) + 1}" if match else f"{version}.1"
     return _next_version(new, taken) if new in taken else new
-
-
-def _fail(message: str) -> NoReturn:
-    errors.print(escape(message), style="red", highlight=False, soft_wrap=True)
-    raise typer.Exit(1)

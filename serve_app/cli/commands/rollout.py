@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import time
+import math
 from datetime import datetime
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, console
+from serve_app.cli.api_client import CliClient, use_server
+from serve_app.cli.arguments import Pair, pair_option, parse_number
+from serve_app.cli.terminal import AsJson, console, show_document, watch_document
 from serve_app.client import Client
 
 rollout_app = typer.Typer(
-    help="Move requests to a version step by step, with automatic rollback.", no_args_is_help=True
+    callback=use_server,
+    help="Move requests to a version step by step, with automatic rollback.",
+    no_args_is_help=True,
 )
 
 Model = Annotated[str, typer.Argument()]
@@ -25,10 +28,16 @@ _COLOURS = {"rolled_back": "red", "aborted": "yellow", "paused": "yellow", "prom
 _SHOWN_DECISIONS = 12  # the last ones
 
 
-@rollout_app.callback()
-def rollout(context: typer.Context, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
-    """Move requests to a version step by step, with automatic rollback."""
-    context.obj = management, token
+def _parse_steps(text: str) -> list[float]:
+    return [parse_number(step) for step in text.split(",")]
+
+
+def _parse_keep_warm(text: str) -> float:
+    return math.inf if text == "forever" else parse_number(text)
+
+
+def _parse_limit(text: str) -> float | None:
+    return None if text == "off" else parse_number(text)
 
 
 @rollout_app.command()
@@ -36,47 +45,46 @@ def start(
     context: typer.Context,
     model: Model,
     to: Annotated[str, typer.Argument(help="The new version.")],
-    steps: Annotated[Optional[str], typer.Option(help="Percent of the requests: 1,5,25,50,100.")] = None,  # noqa: UP045
-    bake: Annotated[Optional[float], typer.Option(help="Seconds of each step.")] = None,  # noqa: UP045
+    steps: Annotated[
+        Any, typer.Option(parser=_parse_steps, metavar="TEXT", help="Percent of the requests: 1,5,25,50,100.")
+    ] = None,
+    bake: Annotated[float | None, typer.Option(help="Seconds of each step.")] = None,
     min_calls: Annotated[
         int | None, typer.Option(help="Minimum of the new version's requests in each step.")
     ] = None,
     keep_warm: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Seconds for which the old version keeps its workers, or forever."),
+        Any,
+        typer.Option(
+            parser=_parse_keep_warm,
+            metavar="TEXT",
+            help="Seconds for which the old version keeps its workers, or forever.",
+        ),
     ] = None,
     guardrail: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            metavar="NAME=LIMIT",
-            help="error_rate, p99, non_finite, empty, out_of_memory; LIMIT may be off. Repeat it.",
+        list[Pair] | None,
+        pair_option(
+            "NAME=LIMIT",
+            "error_rate, p99, non_finite, empty, out_of_memory; LIMIT may be off. Repeat it.",
+            _parse_limit,
         ),
     ] = None,
     key: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND=NAME",
-            help="header, cookie or json: callers with the same value get the same version.",
-        ),
-    ] = "",
+        Pair | None,
+        pair_option("KIND=NAME", "header, cookie or json: callers with the same value get the same version."),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--watch", help="Show the rollout until it ends, as `watch` does.")
     ] = False,
 ) -> None:
     """Move a growing share of a model's requests to a version, while its guardrails hold."""
-    document: dict[str, Any] = {"to": to, "bake_s": bake, "min_calls": min_calls}
-    if steps is not None:
-        document["steps"] = [_number("--steps", step) for step in steps.split(",")]
-    document = {name: value for name, value in document.items() if value is not None}
+    options = {"steps": steps, "bake_s": bake, "min_calls": min_calls}
+    document = {"to": to, **{name: value for name, value in options.items() if value is not None}}
     if keep_warm is not None:
-        document["keep_warm_s"] = None if keep_warm == "forever" else _number("--keep-warm", keep_warm)
+        document["keep_warm_s"] = None if keep_warm == math.inf else keep_warm
     if guardrail:
-        limits = [_pair("--guardrail", limit) for limit in guardrail]
-        document["guardrails"] = {
-            name: None if limit == "off" else _number("--guardrail", limit) for name, limit in limits
-        }
+        document["guardrails"] = dict(guardrail)
     if key:
-        document["key"] = dict([_pair("--key", key)])
+        document["key"] = dict([key])
     with CliClient(*context.obj) as client:
         rollout = client.start_rollout(model, document)
         if follow:
@@ -85,18 +93,11 @@ def start(
 
 
 @rollout_app.command()
-def show(
-    context: typer.Context,
-    model: Model,
-    as_json: Annotated[bool, typer.Option("--json", help="The management API's JSON.")] = False,
-) -> None:
+def show(context: typer.Context, model: Model, as_json: AsJson = False) -> None:
     """Show the progress of a model's last rollout, with its figures and decisions."""
     with CliClient(*context.obj) as client:
         rollout = client.rollout(model)
-    if as_json:
-        console.print_json(data=rollout)
-    else:
-        console.print(render(rollout))
+    show_document(rollout, render, as_json)
 
 
 @rollout_app.command()
@@ -135,16 +136,7 @@ def _update(context: typer.Context, model: str, action: Literal["pause", "resume
 
 def _watch(client: Client, model: str, period: float) -> None:
     """Show a rollout until it ends, and exit."""
-    with Live(console=console, auto_refresh=False) as live:
-        try:
-            while True:
-                rollout = client.rollout(model)
-                live.update(render(rollout), refresh=True)
-                if rollout["state"] not in _ACTIVE_STATES:
-                    break
-                time.sleep(period)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+    rollout = watch_document(lambda: client.rollout(model), render, _ACTIVE_STATES, period)
     raise typer.Exit(0 if rollout["state"] == "promoted" else 1)
 
 
@@ -205,17 +197,3 @@ def _decisions(rollout: dict[str, Any]) -> Table:
             Text(time_of_day, style="dim"), verdict, f"{decision['percent']:g} %", Text(decision["reason"])
         )
     return table
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number", param_hint=option) from None
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals and value):
-        raise typer.BadParameter(f"{text!r} is not of the form NAME=VALUE", param_hint=option)
-    return name, value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, console
+from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token
+from serve_app.cli.terminal import AsJson, console, show_document
 
 _WIDTH = 60  # characters of an input or an output in the table
 
@@ -21,7 +23,7 @@ def shadow(
     forget: Annotated[
         bool, typer.Option("--reset", help="Delete the figures and the stored inputs.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The management API's JSON.")] = False,
+    as_json: AsJson = False,
     management: ManagementUrl = MANAGEMENT,
     token: Token = "",
 ) -> None:
@@ -31,10 +33,7 @@ def shadow(
             console.print(client.delete_shadow_stats(model), highlight=False)
             return
         document = client.shadow(model)
-    if as_json:
-        console.print_json(data=document)
-    else:
-        console.print(render(document, worst))
+    show_document(document, partial(render, worst=worst), as_json)
 
 
 def render(document: dict[str, Any], worst: int = 5) -> RenderableType:

@@ -1,0 +1,119 @@
+"""`torchrelay models`: list, register, scale and remove models."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from serve_app.cli import progress
+from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, use_server
+from serve_app.cli.terminal import console
+
+models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
+
+
+@models_app.callback()
+def models(context: typer.Context, management: ManagementUrl = MANAGEMENT, token: Token = "") -> None:
+    """List the models; the subcommands change them."""
+    use_server(context, management, token)
+    if context.invoked_subcommand is None:
+        with CliClient(*context.obj) as client:
+            table = Table("model", "archive of the default version")
+            for model in client.models():
+                table.add_row(model["modelName"], model["modelUrl"])
+        console.print(table)
+
+
+@models_app.command()
+def register(
+    context: typer.Context,
+    url: Annotated[
+        str, typer.Argument(help="A name in the model store, or a URL: file, http(s), s3, gs, hf.")
+    ],
+    workers: Annotated[int, typer.Option(help="Replicas to start with.")] = 1,
+    model_name: Annotated[str | None, typer.Option("--name")] = None,
+    batch_size: Annotated[int | None, typer.Option()] = None,
+    max_batch_delay: Annotated[int | None, typer.Option(help="Milliseconds.")] = None,
+    handler: Annotated[str | None, typer.Option()] = None,
+    task: Annotated[
+        str | None, typer.Option(help="The task of a Hugging Face folder: text-classification ...")
+    ] = None,
+) -> None:
+    """Register an archive, or a model's folder, and wait for its replicas."""
+    with CliClient(*context.obj) as client:
+        message = progress.register(
+            client,
+            console,
+            url,
+            initial_workers=workers,
+            model_name=model_name,
+            batch_size=batch_size,
+            max_batch_delay=max_batch_delay,
+            handler=handler,
+            task=task,
+            synchronous=True,
+        )
+    console.print(message, highlight=False)
+
+
+@models_app.command()
+def scale(
+    context: typer.Context,
+    model: str,
+    workers: int,
+    version: Annotated[str | None, typer.Option()] = None,
+    max_workers: Annotated[
+        int | None, typer.Option("--max", help="Scale between WORKERS and this number with the load.")
+    ] = None,
+    autoscaling_policy: Annotated[str | None, typer.Option("--policy", help="requests or latency.")] = None,
+    target_ongoing_requests: Annotated[
+        float | None, typer.Option(help="Target of pending rows per replica.")
+    ] = None,
+    target_p95_ms: Annotated[float | None, typer.Option(help="Target of the policy latency.")] = None,
+    upscale_delay_s: Annotated[float | None, typer.Option()] = None,
+    downscale_delay_s: Annotated[float | None, typer.Option()] = None,
+    downscale_to_zero_delay_s: Annotated[float | None, typer.Option()] = None,
+) -> None:
+    """Set the number of a version's replicas and wait for them; with --max it scales with the load."""
+    with CliClient(*context.obj) as client, console.status(f"Scaling {model} …"):
+        message = client.scale(
+            model,
+            version,
+            min_worker=workers,
+            max_worker=workers if max_workers is None else max_workers,
+            autoscaling_policy=autoscaling_policy,
+            target_ongoing_requests=target_ongoing_requests,
+            target_p95_ms=target_p95_ms,
+            upscale_delay_s=upscale_delay_s,
+            downscale_delay_s=downscale_delay_s,
+            downscale_to_zero_delay_s=downscale_to_zero_delay_s,
+            synchronous=True,
+        )
+    console.print(message, highlight=False)
+
+
+@models_app.command("default")
+def set_default(context: typer.Context, model: str, version: str) -> None:
+    """Make a version the default one, for requests that name no version."""
+    with CliClient(*context.obj) as client:
+        console.print(client.set_default(model, version), highlight=False)
+
+
+@models_app.command()
+def remove(
+    context: typer.Context,
+    model: str,
+    version: Annotated[str | None, typer.Option()] = None,
+) -> None:
+    """Unregister a version, or the model's last one."""
+    with CliClient(*context.obj) as client:
+        console.print(client.unregister(model, version), highlight=False)
+
+
+@models_app.command()
+def describe(context: typer.Context, model: str) -> None:
+    """Show the management API's description of every version of a model."""
+    with CliClient(*context.obj) as client:
+        console.print_json(data=client.describe(model))
