@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,32 +83,10 @@ class FakeServer:
 
 
 @pytest.fixture
-def fake_server() -> Iterator[FakeServer]:
+def fake_server(serve_json: Any) -> FakeServer:
     fake_server = FakeServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        def serve(self) -> None:
-            length = int(self.headers.get("content-length", 0))
-            document = json.loads(self.rfile.read(length)) if length else None
-            status, response = fake_server.respond(self.command, self.path, document)
-            body = json.dumps(response).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST = do_DELETE = serve
-
-        def log_message(self, *_: object) -> None:
-            """Log nothing: tests read the recorded requests."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        fake_server.url = f"http://127.0.0.1:{server.server_port}"
-        yield fake_server
-        server.shutdown()
-        thread.join()
+    fake_server.url = serve_json(fake_server.respond)
+    return fake_server
 
 
 Command = Callable[..., Result]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -53,33 +51,10 @@ class FakeServer:
 
 
 @pytest.fixture
-def fake_server() -> Iterator[FakeServer]:
+def fake_server(serve_json: Any) -> FakeServer:
     fake_server = FakeServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        def serve(self) -> None:
-            length = int(self.headers.get("content-length", 0))
-            status, response = fake_server.respond(
-                self.command, self.path, json.loads(self.rfile.read(length)) if length else None
-            )
-            body = json.dumps(response).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST = serve
-
-        def log_message(self, *_: object) -> None:
-            """Log nothing: tests read the recorded requests."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        fake_server.url = f"http://127.0.0.1:{server.server_port}"
-        yield fake_server
-        server.shutdown()
-        thread.join()
+    fake_server.url = serve_json(fake_server.respond)
+    return fake_server
 
 
 Command = Callable[..., Result]

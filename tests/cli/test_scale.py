@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -25,38 +21,19 @@ class FakeServer:
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.documents: dict[str, Any] = {}
-        fake_server = self
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                url = urlsplit(self.path)
-                fake_server.requests.append((f"{self.command} {url.path}", dict(parse_qsl(url.query))))
-                body = json.dumps(fake_server.documents[url.path]).encode()
-                self.send_response(200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_PUT = do_GET
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+    def respond(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        url = urlsplit(path)
+        self.requests.append((f"{method} {url.path}", dict(parse_qsl(url.query))))
+        return 200, self.documents[url.path]
 
 
 @pytest.fixture
-def fake_server() -> Iterator[FakeServer]:
+def fake_server(serve_json: Any) -> FakeServer:
     fake_server = FakeServer()
-    thread = threading.Thread(target=fake_server.server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield fake_server
-    finally:
-        fake_server.server.shutdown()
-        thread.join()
-        fake_server.server.server_close()
+    fake_server.url = serve_json(fake_server.respond)
+    return fake_server
 
 
 @pytest.mark.parametrize(

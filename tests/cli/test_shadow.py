@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -67,6 +64,12 @@ class FakeServer:
         self.url = ""
         self.document: Any = DOCUMENT
 
+    def respond(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        self.requests.append((method, path))
+        if "/none/" in path:
+            return 404, {"code": 404, "type": "ModelNotFoundException", "message": "Model not found: none"}
+        return 200, self.document if method == "GET" else {"status": "It is forgotten"}
+
     def __call__(self, *arguments: str) -> Result:
         return CliRunner().invoke(
             app, ["shadow", *arguments, "--management", self.url], env={"COLUMNS": "200"}
@@ -74,39 +77,10 @@ class FakeServer:
 
 
 @pytest.fixture
-def fake_server() -> Iterator[FakeServer]:
+def fake_server(serve_json: Any) -> FakeServer:
     fake_server = FakeServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        def serve(self) -> None:
-            fake_server.requests.append((self.command, self.path))
-            missing = {"code": 404, "type": "ModelNotFoundException", "message": "Model not found: none"}
-            exists = "/none/" not in self.path
-            response = (
-                missing
-                if not exists
-                else fake_server.document
-                if self.command == "GET"
-                else {"status": "It is forgotten"}
-            )
-            body = json.dumps(response).encode()
-            self.send_response(200 if exists else 404)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_DELETE = serve
-
-        def log_message(self, *_: object) -> None:
-            """Log nothing: tests read the recorded requests."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        fake_server.url = f"http://127.0.0.1:{server.server_port}"
-        yield fake_server
-        server.shutdown()
-        thread.join()
+    fake_server.url = serve_json(fake_server.respond)
+    return fake_server
 
 
 def test_rates_and_worst_mismatches_are_shown(fake_server: FakeServer) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,44 +29,22 @@ class FakeServer:
         for version in ("1.0", "2.0", "3.0"):
             spec = ModelSpec("m", version, "m.mar", "d" * 64, "archive", min_workers=1, max_workers=1)
             self.registry = register(self.registry, spec)
-        fake_server = self
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._respond(200, to_document(fake_server.registry, "m"))
-
-            def do_PUT(self) -> None:
-                self._set(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-            def do_DELETE(self) -> None:
-                self._set({})
-
-            def _set(self, policy: Any) -> None:
-                assert self.path == "/models/m/traffic"
-                try:
-                    fake_server.registry = set_policy(fake_server.registry, "m", read(policy))
-                except RelayError as error:
-                    return self._respond(errors.look_up(error)[0], errors.to_document(error))
-                if fake_server.late:
-                    return self._respond(202, {"status": "Stored, and late."})
-                self._respond(200, to_document(fake_server.registry, "m"))
-
-            def _respond(self, status: int, body_document: Any) -> None:
-                body = json.dumps(body_document).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    def respond(self, method: str, path: str, policy: Any) -> tuple[int, Any]:
+        if method != "GET":
+            assert path == "/models/m/traffic"
+            try:
+                self.registry = set_policy(self.registry, "m", read(policy or {}))
+            except RelayError as error:
+                return errors.look_up(error)[0], errors.to_document(error)
+            if self.late:
+                return 202, {"status": "Stored, and late."}
+        return 200, to_document(self.registry, "m")
 
     def __call__(self, *arguments: str, stdin: str = "") -> Result:
-        url = f"http://127.0.0.1:{self.server.server_port}"
         return CliRunner().invoke(
-            app, ["traffic", "m", *arguments], input=stdin, env={"TORCHRELAY_MANAGEMENT": url}
+            app, ["traffic", "m", *arguments], input=stdin, env={"TORCHRELAY_MANAGEMENT": self.url}
         )
 
     @property
@@ -81,16 +56,10 @@ class FakeServer:
 
 
 @pytest.fixture
-def torchrelay() -> Iterator[FakeServer]:
+def torchrelay(serve_json: Any) -> FakeServer:
     fake_server = FakeServer()
-    thread = threading.Thread(target=fake_server.server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield fake_server
-    finally:
-        fake_server.server.shutdown()
-        thread.join()
-        fake_server.server.server_close()
+    fake_server.url = serve_json(fake_server.respond)
+    return fake_server
 
 
 SPLIT = ("--weights", "1.0=90%", "--weights", "2.0=1000")

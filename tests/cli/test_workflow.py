@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -32,37 +29,20 @@ DESCRIBED = [
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, list[Any]]]:
+def server(serve_json: Any) -> tuple[str, list[Any]]:
     requests: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def serve(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            requests.append((self.command, self.path, json.loads(body) if body else None))
-            response: Any = {"status": "Workflow reading has been registered and scaled successfully."}
-            if self.command == "GET":
-                response = {"workflows": [{"workflowName": "reading", "workflowUrl": "reading.war"}]}
-                response = DESCRIBED if self.path == "/workflows/reading" else response
-            elif self.command == "DELETE":
-                response = {"status": 'Workflow "reading" unregistered'}
-            text = json.dumps(response).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    def respond(method: str, path: str, body: Any) -> tuple[int, Any]:
+        requests.append((method, path, body))
+        if path == "/workflows/reading" and method == "GET":
+            return 200, DESCRIBED
+        if method == "GET":
+            return 200, {"workflows": [{"workflowName": "reading", "workflowUrl": "reading.war"}]}
+        if method == "DELETE":
+            return 200, {"status": 'Workflow "reading" unregistered'}
+        return 200, {"status": "Workflow reading has been registered and scaled successfully."}
 
-        do_GET = do_POST = do_DELETE = serve
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{listener.server_port}", requests
-    listener.shutdown()
-    thread.join()
-    listener.server_close()
+    return serve_json(respond), requests
 
 
 def run(server: tuple[str, list[Any]], *arguments: str, code: int = 0) -> str:

@@ -21,7 +21,7 @@ experiment_app = typer.Typer(
     callback=use_server, help="Compare versions of a model on its own requests.", no_args_is_help=True
 )
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="The id that `begin` and `list` print.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The id that `start` and `list` print.")]
 _COLOURS = {"better": "green", "worse": "red"}
 _BATCH = 5_000  # events in a request
 
