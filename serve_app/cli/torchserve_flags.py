@@ -117,22 +117,16 @@ def translate(flags: TorchServeFlags, environment: Mapping[str, str], folder: Pa
 
 def _command_keys(flags: TorchServeFlags) -> dict[str, tuple[str, str]]:
     """Return the keys that the flags set, each with its value and the flag's name."""
-    command: dict[str, tuple[str, str]] = {}
-    if flags.model_store:
-        command["model_store"] = (flags.model_store, "--model-store")
-    if flags.models:
-        command["load_models"] = (",".join(flags.models), "--models")
-    if flags.workflow_store:
-        command["workflow_store"] = (flags.workflow_store, "--workflow-store")
-    if flags.plugins_path:
-        command["plugins_path"] = (flags.plugins_path, "--plugins-path")
-    if flags.cpp_log_config:
-        command["cpp_log_config"] = (flags.cpp_log_config, "--cpp-log-config")
-    if flags.disable_token_auth:
-        command["disable_token_authorization"] = ("true", "--disable-token-auth")
-    if flags.enable_model_api:
-        command["enable_model_api"] = ("true", "--enable-model-api")
-    return command
+    given = {
+        "model_store": (flags.model_store, "--model-store"),
+        "load_models": (",".join(flags.models), "--models"),
+        "workflow_store": (flags.workflow_store, "--workflow-store"),
+        "plugins_path": (flags.plugins_path, "--plugins-path"),
+        "cpp_log_config": (flags.cpp_log_config, "--cpp-log-config"),
+        "disable_token_authorization": ("true" if flags.disable_token_auth else "", "--disable-token-auth"),
+        "enable_model_api": ("true" if flags.enable_model_api else "", "--enable-model-api"),
+    }
+    return {key: (value, flag) for key, (value, flag) in given.items() if value}
 
 
 def _check_paths(flags: TorchServeFlags, model_store: str | None, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The examples of the client's page for packages of others, run against servers in this process."""
+"""The examples of the client's page for other packages, run against servers in this process."""
 
 from __future__ import annotations
 
