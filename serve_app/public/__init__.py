@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from handlers.errors import PredictionException as PredictionException
     from handlers.onnx_model import OnnxModel as OnnxModel
     from serve_app.client import *  # noqa: F403
+    from serve_app.client.errors import *  # noqa: F403
 
 _CLIENT = "serve_app.client"  # all of its names are public
 _HANDLERS = {
