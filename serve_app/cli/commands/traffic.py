@@ -12,6 +12,7 @@ from rich.table import Table
 from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token
 from serve_app.cli.arguments import WHOLE, Pair, pair_option, parse_share, read_document
 from serve_app.cli.terminal import AsJson, errors, show_document
+from serve_app.client import Client
 
 
 def _parse_key(text: str) -> dict[str, str]:
@@ -81,59 +82,44 @@ def traffic(
     """
     if (sticky and not_sticky) or (shadow and no_shadow):
         raise typer.BadParameter("an option and its opposite; use one of them.")
-    changes = _collect_changes(weights, sticky, not_sticky, salt, label, header, shadow, no_shadow)
+    changes: dict[str, Any] = {"key": None, "salt": None} if not_sticky else {}
+    if no_shadow:
+        changes["shadow"] = None
+    given = {
+        "versions": _unique("--weights", weights),
+        "key": sticky,
+        "salt": salt,
+        "labels": _unique("--label", label),
+        "header": header,
+        "shadow": shadow and {"version": shadow.name, "percent": shadow.value / 100},
+    }
+    changes |= {part: value for part, value in given.items() if value is not None}
     if (whole_policy is not None) + default + bool(changes) > 1:
         raise typer.BadParameter(
             "--set and --default replace the whole policy; use one of them, without other options."
         )
     with CliClient(management, token) as client:
-        if default:
-            document = client.reset_traffic(model)
-        elif whole_policy is not None:
-            document = client.set_traffic(model, whole_policy)
-        elif changes:
-            document = client.set_traffic(model, apply_changes(client.traffic(model), changes))
-        else:
-            document = client.traffic(model)
+        document = _send(client, model, changes, whole_policy, default)
         if "active" not in document:  # stored, and not yet applied everywhere
             errors.print(document["status"], style="yellow", highlight=False)
             document = client.traffic(model)
     show_document(document, render, as_json)
 
 
-def _collect_changes(
-    weights: list[Pair] | None,
-    sticky: dict[str, str] | None,
-    not_sticky: bool,
-    salt: str | None,
-    label: list[Pair] | None,
-    header: str | None,
-    shadow: Pair | None,
-    no_shadow: bool,
-) -> dict[str, Any]:
-    """Return the parts of a policy that these options set; None removes a part."""
-    changes: dict[str, Any] = {}
-    if weights:
-        changes["versions"] = _unique("--weights", weights)
-    if sticky:
-        changes["key"] = sticky
-    if not_sticky:
-        changes["key"] = changes["salt"] = None
-    if salt is not None:
-        changes["salt"] = salt
-    if label:
-        changes["labels"] = _unique("--label", label)
-    if header is not None:
-        changes["header"] = header
-    if shadow:
-        changes["shadow"] = {"version": shadow.name, "percent": shadow.value / 100}
-    if no_shadow:
-        changes["shadow"] = None
-    return changes
+def _send(client: Client, model: str, changes: dict[str, Any], whole_policy: Any, default: bool) -> Any:
+    """Change the policy, if there is a change; return the response."""
+    if default:
+        return client.reset_traffic(model)
+    if whole_policy is not None:
+        return client.set_traffic(model, whole_policy)
+    policy = client.traffic(model)
+    return client.set_traffic(model, apply_changes(policy, changes)) if changes else policy
 
 
-def _unique(option: str, pairs: list[Pair]) -> dict[str, Any]:
-    """Return pairs by their names. Raises BadParameter for a name that is given twice."""
+def _unique(option: str, pairs: list[Pair] | None) -> dict[str, Any] | None:
+    """Return the pairs of an option by their names. Raises BadParameter for a name that is given twice."""
+    if not pairs:
+        return None
     names = [pair.name for pair in pairs]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise typer.BadParameter(f"{repeated[0]} is given twice.", param_hint=option)
