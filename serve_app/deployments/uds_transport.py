@@ -25,6 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
 from serve_app.errors import RelayError, ReplicaDied
@@ -49,10 +50,6 @@ def socket_path(replica: str) -> Path:
     return directory / f"{replica}.sock"
 
 
-def _remove_socket(path: Path) -> None:
-    path.unlink(missing_ok=True)
-
-
 def _remove_stale_sockets(directory: Path) -> None:
     """Remove the sockets of replicas that were killed."""
     for path in directory.glob("*.sock"):
@@ -60,7 +57,7 @@ def _remove_stale_sockets(directory: Path) -> None:
             try:
                 probe.connect(str(path))
             except ConnectionRefusedError:
-                _remove_socket(path)
+                path.unlink(missing_ok=True)
             except OSError:
                 continue
 
@@ -111,7 +108,7 @@ class UdsServer:
     ) -> None:
         self._enqueue = enqueue
         self._holds = holds
-        self._connections: set[_FrameConnection] = set()
+        self._connections: set[_ServerConnection] = set()
         self._server: asyncio.AbstractServer | None = None
         self._path: Path | None = None
 
@@ -124,85 +121,80 @@ class UdsServer:
         """Refuse new connections, and close the open ones."""
         if self._server is not None and self._path is not None:
             self._server.close()
-            _remove_socket(self._path)
+            self._path.unlink(missing_ok=True)
         for connection in self._connections:
             connection.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _FrameConnection(reader, writer)
-        rows: dict[int, asyncio.Future[Any]] = {}
+        connection = _ServerConnection(reader, writer)
         self._connections.add(connection)
         try:
+            await connection.serve(self._enqueue, self._holds)
+        finally:
+            self._connections.discard(connection)
+
+
+class _ServerConnection(_FrameConnection):
+    """A replica's end of a connection, with the client's unanswered rows."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(reader, writer)
+        self._rows: dict[int, asyncio.Future[Any]] = {}
+
+    async def serve(
+        self, enqueue: Callable[[InferenceRequest], asyncio.Future[Any]], holds: Callable[[str], bool]
+    ) -> None:
+        """Answer requests until the client disconnects."""
+        try:
             while True:
-                for number, request in await connection.receive():
+                for number, request in await self.receive():
                     if isinstance(request, str):
-                        connection.send((number, self._holds(request)))
+                        self.send((number, holds(request)))
                     elif request is not None:
-                        self._enqueue_request(connection, rows, number, request)
-                    elif number in rows:
-                        rows[number].cancel()
+                        try:
+                            row = self._rows[number] = enqueue(request)
+                        except RelayError as error:
+                            self.send((number, error))
+                        else:
+                            row.add_done_callback(partial(self._on_response, number))
+                    elif number in self._rows:
+                        self._rows[number].cancel()
         except EOFError:
             pass
         finally:
-            self._connections.discard(connection)
-            for row in rows.values():
+            for row in self._rows.values():
                 row.cancel()
-            connection.close()
+            self.close()
 
-    def _enqueue_request(
-        self,
-        connection: _FrameConnection,
-        rows: dict[int, asyncio.Future[Any]],
-        number: int,
-        request: InferenceRequest,
-    ) -> None:
-        try:
-            row = self._enqueue(request)
-        except RelayError as error:
-            connection.send((number, error))
-            return
-        rows[number] = row
-        row.add_done_callback(partial(self._on_response, connection, rows, number))
-
-    def _on_response(
-        self,
-        connection: _FrameConnection,
-        rows: dict[int, asyncio.Future[Any]],
-        number: int,
-        row: asyncio.Future[Any],
-    ) -> None:
-        del rows[number]
+    def _on_response(self, number: int, row: asyncio.Future[Any]) -> None:
+        del self._rows[number]
         if row.cancelled():
             return
         response = row.exception() or row.result()
         if isinstance(response, ResponseStream):
-            rows[number] = stream = asyncio.ensure_future(_forward_stream(connection, number, response))
-            stream.add_done_callback(partial(_on_stream_done, rows, number, response))
+            self._rows[number] = stream = asyncio.ensure_future(self._forward_stream(number, response))
+            stream.add_done_callback(partial(self._on_stream_done, number, response))
         else:
-            connection.send((number, response))
+            self.send((number, response))
 
+    async def _forward_stream(self, number: int, stream: ResponseStream) -> None:
+        head: InferenceResponse | None = stream.head
+        try:
+            async for chunk in stream:
+                self.send((number, ResponseChunk(chunk, head=head)))
+                head = None
+            self.send((number, ResponseChunk(b"", last=True)))
+        except RelayError as error:
+            self.send((number, error))
+        finally:
+            await stream.aclose()
 
-async def _forward_stream(connection: _FrameConnection, number: int, stream: ResponseStream) -> None:
-    head: InferenceResponse | None = stream.head
-    try:
-        async for chunk in stream:
-            connection.send((number, ResponseChunk(chunk, head=head)))
-            head = None
-        connection.send((number, ResponseChunk(b"", last=True)))
-    except RelayError as error:
-        connection.send((number, error))
-    finally:
-        await stream.aclose()
-
-
-def _on_stream_done(
-    rows: dict[int, asyncio.Future[Any]], number: int, stream: ResponseStream, task: asyncio.Future[None]
-) -> None:
-    rows.pop(number, None)
-    if task.cancelled():  # possibly before its first step
-        closing = asyncio.ensure_future(stream.aclose())
-        _closing_streams.add(closing)
-        closing.add_done_callback(_closing_streams.discard)
+    def _on_stream_done(self, number: int, stream: ResponseStream, task: asyncio.Future[None]) -> None:
+        self._rows.pop(number, None)
+        if task.cancelled():  # possibly before its first step
+            closing = asyncio.ensure_future(stream.aclose())
+            _closing_streams.add(closing)
+            closing.add_done_callback(_closing_streams.discard)
 
 
 class UdsClient:
@@ -214,15 +206,6 @@ class UdsClient:
         self._next_number = 0
         self.is_lost = False
         self._task = asyncio.ensure_future(self._receive_responses())
-
-    @classmethod
-    async def try_connect(cls, path: Path) -> UdsClient | None:
-        """Return a connection to the replica behind ``path``; None where no process listens."""
-        try:
-            return await cls.connect(path)
-        except ConnectionLost:
-            _remove_socket(path)
-            return None
 
     @classmethod
     async def connect(cls, path: Path) -> UdsClient | None:
@@ -321,7 +304,7 @@ class UdsClientPool:
         self._enabled = enabled
         self._clients: dict[str, UdsClient] = {}
         self._connecting: dict[str, asyncio.Future[None]] = {}
-        self._lookups: dict[str, asyncio.Future[UdsClient | None]] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def least_busy(self, replicas: tuple[str, ...]) -> UdsClient | None:
         """Return the client with the fewest pending rows; None unless all ``replicas`` are connected."""
@@ -344,22 +327,12 @@ class UdsClientPool:
         """
         if not self._enabled:
             return None
-        client = self._clients.get(replica)
-        if client is None:
-            # Concurrent callers share one connection attempt, so that requests keep their order.
-            lookup = self._lookups.get(replica)
-            if lookup is None:
-                lookup = self._lookups[replica] = asyncio.ensure_future(
-                    UdsClient.connect(socket_path(replica))
-                )
-                lookup.add_done_callback(lambda _: self._lookups.pop(replica, None))
-            client = await asyncio.shield(lookup)
-            if client is not None:
-                kept = self._clients.setdefault(replica, client)
-                if kept is not client:
-                    client.close()
-                return kept
-        return client
+        # The lock is fair, so concurrent callers share one connection and their requests keep their order.
+        async with self._locks.setdefault(replica, asyncio.Lock()):
+            client = self._clients.get(replica)
+            if client is None and (client := await UdsClient.connect(socket_path(replica))) is not None:
+                self._clients[replica] = client
+            return client
 
     def retain(self, replicas: tuple[str, ...]) -> None:
         """Close the clients of all other replicas."""
@@ -370,14 +343,15 @@ class UdsClientPool:
                 del self._clients[replica]
 
     def _connect(self, replica: str) -> None:
+        """Start to connect for later requests, unless an attempt is under way."""
         if replica not in self._connecting:
+            self._clients.pop(replica, None)  # it is lost
             task = self._connecting[replica] = asyncio.ensure_future(self._open(replica))
             task.add_done_callback(lambda _: self._connecting.pop(replica, None))
 
     async def _open(self, replica: str) -> None:
-        with contextlib.suppress(PermissionError):
-            client = await UdsClient.try_connect(socket_path(replica))
-            if client is not None:
-                self._clients[replica] = client
-            else:
-                await asyncio.sleep(0.5)  # it may run on another machine: do not look for it at every request
+        client: UdsClient | None = None
+        with contextlib.suppress(PermissionError, ConnectionLost):
+            client = await self.get(replica)
+        if client is None:
+            await asyncio.sleep(0.5)  # it may run on another machine: do not look for it at every request
