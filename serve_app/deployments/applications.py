@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from serve_app.control.reconciler import ATTEMPT, DeployAction
-from serve_app.control.registry import DesiredState
 from serve_app.deployments import replica_options
 from serve_app.deployments.names import GATEWAY, HEAD_RESOURCE, MANAGEMENT
 from serve_app.deployments.replica import ModelReplica
 from serve_app.deployments.replica_options import COMMON_OPTIONS
-from serve_app.domain.model import ModelSpec
 from serve_app.settings import Settings
 
 
-class ModelApplicationFactory:
-    """A factory of the Serve applications of model versions, for the reconciler."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def build_application(self, action: DeployAction) -> Any:
-        """Return the application that the reconciler deploys for ``action``."""
-        spec = action.desired.spec
-        return model_application(spec, self._settings, action.scaling, {ATTEMPT: action.attempt})
-
-    def user_config(self, desired: DesiredState) -> Mapping[str, Any]:
-        return replica_options.user_config(desired.spec, self._settings)
-
-
-def model_application(
-    spec: ModelSpec,
-    settings: Settings,
-    autoscaling_config: Mapping[str, Any] | None,
-    extra_config: Mapping[str, Any],
-) -> Any:
-    """Return the Serve application that runs one version of one model.
-
-    ``autoscaling_config`` is the result of ``replica_options.autoscaling_config``; ``extra_config`` is added
-    to the user_config.
-    """
+def model_application(settings: Settings, action: DeployAction) -> Any:
+    """Return the Serve application that runs one version of one model, as ``action`` of the reconciler."""
+    spec, scaling = action.desired.spec, action.scaling
     replica: Any = ModelReplica  # a Serve deployment; mypy sees the undecorated class
     replicas: dict[str, Any] = (
-        {"num_replicas": spec.min_workers}
-        if autoscaling_config is None
-        else {"autoscaling_config": dict(autoscaling_config)}
+        {"num_replicas": spec.min_workers} if scaling is None else {"autoscaling_config": dict(scaling)}
     )
     common = {**COMMON_OPTIONS, "graceful_shutdown_timeout_s": replica_options.drain_timeout(spec)}
     with warnings.catch_warnings():
@@ -60,7 +32,7 @@ def model_application(
             max_queued_requests=-1,  # the batcher's own limit applies first, with the protocol's own error
             max_surge_percent=100,  # new replicas start before old ones stop: an update refuses no request
             max_constructor_retry_count=3,
-            user_config={**replica_options.user_config(spec, settings), **extra_config},
+            user_config={**replica_options.user_config(settings, action.desired), ATTEMPT: action.attempt},
             ray_actor_options={"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
             **replica_options.placement_options(spec),
         )

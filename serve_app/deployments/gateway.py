@@ -9,13 +9,11 @@ from typing import Any
 from ray import serve
 
 from serve_app.control.api import ControlPlane
-from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
-from serve_app.dataplane.shadow.mirror import ShadowMirror
+from serve_app.dataplane.data_plane import RoutingTableReader
+from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.grpc_listener import GrpcListener
 from serve_app.deployments.management_client import ManagementClient
-from serve_app.deployments.replica_client import ReplicaClients
-from serve_app.deployments.sequence_router import SequenceRouter, sequence_headers
 from serve_app.net import tls
 from serve_app.protocols.grpc_app import inference_server
 from serve_app.protocols.http import ray_bypass
@@ -39,21 +37,11 @@ class Gateway:
         self._settings = settings
         self._grpc: GrpcListener | None = None
         self._meters = Meters(torchserve.create_recorders(settings))
-        self._reader = RoutingTableReader()
-        self._management_client = ManagementClient(self._reader, self._meters)
-        clients = ReplicaClients(self._reader, settings)
-        self._mirror = ShadowMirror(lambda: self._reader.table, clients, self._meters)
-        self._plane = DataPlane(
-            self._reader,
-            self._meters,
-            clients,
-            wake=clients.wake,
-            mirror=self._mirror,
-            sequence_affinity=SequenceRouter(self._reader, clients, sequence_headers(settings)),
-            limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
+        reader = RoutingTableReader()
+        self._management_client = ManagementClient(reader, self._meters)
+        self._plane, self._mirror = create_data_plane(
+            reader, self._meters, settings, self._management_client.sources
         )
-        self._management_client.sources["trials"] = self._plane.experiment_collector.drain
-        self._management_client.sources["shadow"] = self._mirror.drain
         self._access = access_log.access_log(settings)
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
         self._control_client = ControlClient(self._management_client.management)

@@ -38,18 +38,17 @@ from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import Nudge, TablePublisher
 from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
-from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
-from serve_app.dataplane.shadow.mirror import ShadowMirror
+from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments import env_check
-from serve_app.deployments.applications import ModelApplicationFactory
+from serve_app.deployments.applications import model_application
+from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlDispatcher
 from serve_app.deployments.grpc_listener import GrpcListener
 from serve_app.deployments.http_listener import HttpListener
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.metrics_reporter import MetricsReporter
 from serve_app.deployments.replica_client import ReplicaClients
-from serve_app.deployments.replica_options import autoscaling_config
-from serve_app.deployments.sequence_router import SequenceRouter, sequence_headers
+from serve_app.deployments.replica_options import autoscaling_config, user_config
 from serve_app.domain.model import ModelRef, Stage
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
@@ -122,9 +121,10 @@ class Management:
             on_publish=lambda table: self._reader.update(replace(table, access=None)),
         )
         self._archive_ingestor = await asyncio.to_thread(ArchiveIngestor, settings)
-        applications = ModelApplicationFactory(settings)
         self._reconcile_loop = ReconcileLoop(
-            Reconciler(applications.build_application, applications.user_config, autoscaling_config),
+            Reconciler(
+                partial(model_application, settings), partial(user_config, settings), autoscaling_config
+            ),
             self._health,
             self._archive_ingestor,
             self._meters,
@@ -213,22 +213,13 @@ class Management:
 
     def _create_async_predictions(self, database: Database) -> AsyncPredictionService:
         """Create the service of asynchronous predictions, over a data plane of this process."""
-        settings, reader, async_settings = self._settings, self._reader, self._settings.async_predictions
-        clients = ReplicaClients(reader, settings)
-        self._mirror = ShadowMirror(lambda: reader.table, clients, self._meters)
-        plane = DataPlane(
-            reader,
-            self._meters,
-            clients,
-            wake=clients.wake,
-            mirror=self._mirror,
-            sequence_affinity=SequenceRouter(reader, clients, sequence_headers(settings)),
-            limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
-        )
+        settings, async_settings = self._settings, self._settings.async_predictions
         self._report_queue = ReportQueue(
             partial(self.observe, serve.get_replica_context().replica_id.unique_id)
         )
-        self._report_queue.sources.update(trials=plane.experiment_collector.drain, shadow=self._mirror.drain)
+        plane, self._mirror = create_data_plane(
+            self._reader, self._meters, settings, self._report_queue.sources
+        )
         stored = AsyncPredictionStore(database, BlobStore(settings), async_settings.inline_max_bytes)
         return AsyncPredictionService(
             stored,

@@ -17,6 +17,8 @@ from serve_app.telemetry.metrics import Meters, MetricsReport
 
 log = logging.getLogger("torchrelay.management_client")
 
+ReportSources = dict[str, Callable[[], Any]]  # by a report's name: returns what is new, None for nothing
+
 _RETRY_PERIOD_S = 0.2  # seconds between attempts while Management is being replaced
 _PUSH_PERIOD_S = 0.5  # seconds between two reports
 _SEND_TIMEOUT_S = 30  # seconds in which Management stores a report, before it is sent again
@@ -31,8 +33,7 @@ class ReportQueue:
     """
 
     def __init__(self, send: Callable[[int, dict[str, Any]], Awaitable[bool]]) -> None:
-        # Functions that return what is new, by the name of the report.
-        self.sources: dict[str, Callable[[], Any | None]] = {}
+        self.sources: ReportSources = {}
         self._send = send
         self._number = 0  # number of the last report
         self._unacknowledged: dict[str, Any] = {}  # until Management acknowledges it

@@ -17,18 +17,17 @@ import ray
 from ray import serve
 
 from serve_app.control.api import ControlPlane
-from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
-from serve_app.dataplane.shadow.mirror import ShadowMirror
+from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments import haproxy_error_page
+from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.management_client import ManagementClient
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.deployments.ray_batcher import RayBatcher
-from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.replica_options import drain_timeout
-from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter, sequence_headers
+from serve_app.deployments.sequence_router import LocalReplica, sequence_headers
 from serve_app.deployments.sharded_replica import RankGroup
-from serve_app.deployments.uds_transport import UdsServer, socket_path
+from serve_app.deployments.uds_transport import UdsServer, socket_path, write_chunks
 from serve_app.domain.model import ModelSpec, Stage
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
 from serve_app.domain.routing_table import RoutingTable
@@ -84,7 +83,6 @@ class ModelReplica:
         self._hung = False
         self._group: RankGroup | None = None  # only of a sharded version
         self._replica = replica
-        self._keys = sequence_headers(settings)
         self._sequences: SequenceBatcher | None = None  # only of a stateful version
         self._meters = Meters(torchserve.create_recorders(settings))
         self._autoscaled = AutoscalingStats()
@@ -118,21 +116,13 @@ class ModelReplica:
         load_time = self._meters.torchserve.child("WorkerLoadTime", worker, "Host")
         load_time.record(round((time.monotonic() - started_at) * 1000))
         self._concurrency_limit = ConcurrencyLimit(self._batcher, spec.ref)
-        local = (spec.ref, LocalBackend(self._concurrency_limit))
-        clients = ReplicaClients(reader, settings)
-        self._mirror = ShadowMirror(lambda: reader.table, clients, self._meters)
-        self._plane = DataPlane(
+        self._plane, self._mirror = create_data_plane(
             reader,
             self._meters,
-            clients,
-            local,
-            wake=clients.wake,
-            mirror=self._mirror,
-            sequence_affinity=SequenceRouter(reader, clients, self._keys, self._local_replica()),
-            limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
+            settings,
+            self._management_client.sources,
+            LocalReplica(spec.ref, replica, self._holds_sequence, LocalBackend(self._concurrency_limit)),
         )
-        self._management_client.sources["trials"] = self._plane.experiment_collector.drain
-        self._management_client.sources["shadow"] = self._mirror.drain
         self._access = access_log.access_log(settings)
         self._uds_server = UdsServer(self._concurrency_limit.enqueue, self._holds_sequence)
         await self._uds_server.open(socket_path(replica))
@@ -151,14 +141,6 @@ class ModelReplica:
             self._concurrency_limit.set_limit(row.max_concurrent_requests, row.replicas)
             if self._sequences is not None:
                 self._sequences.set_replicas(row.replicas)
-
-    def _local_replica(self) -> LocalReplica | None:
-        """Return this replica for the sequence router; None where its version has no sequences."""
-        if self._sequences is None:
-            return None
-        return LocalReplica(
-            self._spec.ref, self._replica, self._sequences, LocalBackend(self._concurrency_limit)
-        )
 
     def _holds_sequence(self, sequence: str) -> bool:
         return self._sequences is not None and self._sequences.holds(sequence)
@@ -243,7 +225,7 @@ class ModelReplica:
             self._meters,
             self._replica,
             SequenceOptions(
-                self._keys,
+                sequence_headers(self._settings),
                 max_sequences=spec.max_num_sequence,
                 min_sequences=spec.batch_size,
                 queue_size=spec.max_sequence_job_queue_size,
@@ -350,7 +332,7 @@ class ModelReplica:
         try:
             for i, stream in streams:
                 try:
-                    responses[i] = [chunk async for chunk in _chunks(stream)]
+                    responses[i] = [chunk async for chunk in write_chunks(stream)]
                 except RelayError as error:
                     responses[i] = error
         finally:
@@ -373,7 +355,7 @@ class ModelReplica:
             yield ResponseChunk(b"", last=True, head=response)
             return
         try:
-            async for chunk in _chunks(response):
+            async for chunk in write_chunks(response):
                 yield chunk
         except RelayError as error:
             yield error
@@ -427,10 +409,3 @@ class ModelReplica:
             self._group.close()
         await self._mirror.close()
         await self._management_client.disconnect()
-
-
-async def _chunks(stream: ResponseStream) -> AsyncIterator[ResponseChunk]:
-    head: InferenceResponse | None = stream.head
-    async for body in stream:
-        yield ResponseChunk(body, head=head)
-        head = None

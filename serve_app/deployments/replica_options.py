@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from serve_app import __version__
+from serve_app.control.registry import DesiredState
 from serve_app.deployments.names import SERVER
 from serve_app.domain.autoscaling import with_defaults
 from serve_app.domain.model import ModelSpec
@@ -64,11 +65,6 @@ COMMON_OPTIONS: dict[str, Any] = {
 }
 
 
-def tunable_values(spec: ModelSpec) -> dict[str, Any]:
-    """Return the part of a spec that a running replica takes over in place."""
-    return {name: getattr(spec, name) for name in TUNABLE_FIELDS}
-
-
 def code_version(spec: ModelSpec, settings: Settings) -> str:
     """Return the digest of everything that only a new replica can take over.
 
@@ -86,11 +82,12 @@ def code_version(spec: ModelSpec, settings: Settings) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def user_config(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
+def user_config(settings: Settings, desired: DesiredState) -> dict[str, Any]:
     """Return the user_config that marks an application as ours and identifies what it runs."""
-    scaling = spec.scaling
+    spec, scaling = desired.spec, desired.spec.scaling
     period = {"look_back_period_s": scaling.look_back_period_s} if scaling is not None else {}
-    return {SERVER: tunable_values(spec), "code": code_version(spec, settings), **period}
+    tunables = {name: getattr(spec, name) for name in TUNABLE_FIELDS}
+    return {SERVER: tunables, "code": code_version(spec, settings), **period}
 
 
 def autoscaling_config(spec: ModelSpec, was_autoscaled: bool) -> dict[str, Any] | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 from serve_app.dataplane.data_plane import InferenceBackend, RoutingTableReader
 from serve_app.dataplane.version_router import VersionSelection
@@ -24,28 +26,34 @@ from serve_app.domain.sequence_ids import SequenceHeaders
 from serve_app.errors import ModelLoading, RelayError, SequenceLost, TooManySequences
 from serve_app.settings import Settings
 
+Response = InferenceResponse | ResponseStream
+
 _MAX_REMEMBERED = 10_000  # names chosen by clients
-
-
-class SequenceHolder(Protocol):
-    def holds(self, name: str) -> bool:
-        """Return whether the state of this sequence is here."""
 
 
 @dataclass(frozen=True)
 class LocalReplica:
-    """The replica of this process."""
+    """The replica of this process; ``holds`` returns whether the state of a sequence is here."""
 
     ref: ModelRef
     replica: str
-    sequences: SequenceHolder
+    holds: Callable[[str], bool]
     backend: InferenceBackend
+
+
+class _FunctionBackend:
+    """A backend that is one function."""
+
+    __slots__ = ("infer",)
+
+    def __init__(self, infer: Callable[[InferenceRequest], Coroutine[Any, Any, Response]]) -> None:
+        self.infer = infer
 
 
 class SequenceRouter:
     """A router of requests of stateful models; it is the SequenceAffinity of the data plane.
 
-    ``keys`` are the headers of sequences; ``local`` is this process's own replica, if its model is stateful.
+    ``keys`` are the headers of sequences; ``local`` is this process's own replica, if it has one.
     """
 
     def __init__(
@@ -59,9 +67,8 @@ class SequenceRouter:
         self._clients = clients
         self._keys = keys
         self._local = local
-        self._client_names: OrderedDict[tuple[str, str], str] = (
-            OrderedDict()
-        )  # replicas, by model and a caller's own name
+        # Replicas, by model and a caller's own name.
+        self._client_names: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._searches: dict[tuple[str, str], asyncio.Future[str]] = {}
 
     async def __call__(
@@ -69,24 +76,24 @@ class SequenceRouter:
     ) -> tuple[VersionSelection, InferenceBackend]:
         name = request.headers.get(self._keys.id, "")
         version_requested = not selection.routed_by_policy
-        selection = selection._replace(
-            routed_by_policy=False
-        )  # requests of a sequence are never copied to a shadow
+        selection = selection._replace(routed_by_policy=False)  # a sequence is never copied to a shadow
         row = selection.route
         if not name:
-            return selection, _NewSequenceBackend(self, ModelRef(request.model, row.version), row)
+            ref = ModelRef(request.model, row.version)
+            return selection, _FunctionBackend(partial(self._infer_unnamed, ref, row))
         replica = names.replica_of(name)
         is_client_name = not replica
         if is_client_name:
-            replica = await self.locate(request, name, row, version_requested)
+            replica = await self._locate(request, name, row, version_requested)
         route = self._row_of(request.model, replica) or row
         if route.version != row.version:
             if version_requested:
                 why = f"version {route.version} has its state, and version {row.version} is asked"
                 raise SequenceLost(request.model, name, why)
             selection = VersionSelection(route)
-        return selection, _SequenceBackend(
-            self, ModelRef(request.model, route.version), route, replica, name, is_client_name
+        ref = ModelRef(request.model, route.version)
+        return selection, _FunctionBackend(
+            partial(self._infer_named, ref, route, replica, name, is_client_name)
         )
 
     def _row_of(self, model: str, replica: str) -> VersionRoute | None:
@@ -96,7 +103,7 @@ class SequenceRouter:
             return versions.get(local.ref.version)
         return next((row for row in versions.values() if replica in row.replica_ids), None)
 
-    async def locate(
+    async def _locate(
         self, request: InferenceRequest, name: str, row: VersionRoute, version_requested: bool
     ) -> str:
         """Return the replica for a name chosen by the client.
@@ -105,10 +112,10 @@ class SequenceRouter:
         """
         key = request.model, name
         if (replica := self._client_names.get(key)) is not None:
-            if replica in row.replica_ids or not self.starts_sequence(request):
+            if replica in row.replica_ids or not self._starts_sequence(request):
                 self._client_names.move_to_end(key)
                 return replica
-            self.forget(request.model, name)  # it starts again, and its former replica is gone
+            self._forget(request.model, name)  # it starts again, and its former replica is gone
         search = self._searches.get(key)
         if search is None:
             search = self._searches[key] = asyncio.ensure_future(
@@ -132,108 +139,91 @@ class SequenceRouter:
         replicas = found or names.rank_replicas(name, alive)
         if not replicas:
             raise ModelLoading(model, row.version, "none of its replicas answers")
-        self.remember(model, name, replicas[0])
+        self._remember(model, name, replicas[0])
         return replicas[0]
 
     async def _holds(self, model: str, row: VersionRoute, replica: str, name: str) -> bool | None:
         """Return whether the replica has the sequence; None where it does not respond."""
         local = self._local
         if local is not None and local.replica == replica:
-            return local.sequences.holds(name)
+            return local.holds(name)
         try:
             return await self._clients(ModelRef(model, row.version), row).holds(replica, name)
         except (ConnectionLost, RelayError):
             return None
 
-    def starts_sequence(self, request: InferenceRequest) -> bool:
+    def _starts_sequence(self, request: InferenceRequest) -> bool:
         """Return whether the headers start a sequence."""
         return request.headers.get(self._keys.start, "").lower() == "true"
 
-    def remember(self, model: str, name: str, replica: str) -> None:
+    def _remember(self, model: str, name: str, replica: str) -> None:
         self._client_names[model, name] = replica
         if len(self._client_names) > _MAX_REMEMBERED:
             self._client_names.popitem(last=False)
 
-    def forget(self, model: str, name: str) -> None:
+    def _forget(self, model: str, name: str) -> None:
         self._client_names.pop((model, name), None)
 
-    async def infer_at(
+    async def _infer_at(
         self, ref: ModelRef, row: VersionRoute, replica: str, request: InferenceRequest
-    ) -> InferenceResponse | ResponseStream:
+    ) -> Response:
         """Return the response of one replica. Raises RelayError, and ConnectionLost."""
         local = self._local
         if local is not None and local.replica == replica:
             return await local.backend.infer(request)
         return await self._clients(ref, row).infer_at(replica, request)
 
-    async def infer_anywhere(
-        self, ref: ModelRef, row: VersionRoute, request: InferenceRequest
-    ) -> InferenceResponse | ResponseStream:
-        local = self._local
-        if local is not None and local.ref == ref:
-            return await local.backend.infer(request)
-        return await self._clients(ref, row).infer(request)
-
-
-class _NewSequenceBackend:
-    """A backend for a sequence without a name: any replica with room starts it, the nearest first."""
-
-    __slots__ = ("_ref", "_router", "_row")
-
-    def __init__(self, router: SequenceRouter, ref: ModelRef, row: VersionRoute) -> None:
-        self._router, self._ref, self._row = router, ref, row
-
-    async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        try:
-            return await self._router.infer_anywhere(self._ref, self._row, request)
-        except (TooManySequences, ModelLoading) as refusal:
-            for replica in self._row.replica_ids:
-                try:
-                    return await self._router.infer_at(self._ref, self._row, replica, request)
-                except (TooManySequences, ModelLoading, ConnectionLost):
-                    continue
-            raise refusal
-
-
-class _SequenceBackend:
-    """A backend for the replica of a sequence. A sequence named by the client may start elsewhere."""
-
-    __slots__ = ("_is_client_name", "_name", "_ref", "_replica", "_router", "_row")
-
-    def __init__(
+    async def _infer_at_any(
         self,
-        router: SequenceRouter,
+        ref: ModelRef,
+        row: VersionRoute,
+        replicas: Iterable[str],
+        request: InferenceRequest,
+        refusal: RelayError,
+    ) -> tuple[str, Response]:
+        """Return the first of ``replicas`` with room, and its response. Raises ``refusal`` where none has."""
+        for replica in replicas:
+            try:
+                return replica, await self._infer_at(ref, row, replica, request)
+            except (TooManySequences, ModelLoading, ConnectionLost):
+                continue
+        raise refusal
+
+    async def _infer_unnamed(self, ref: ModelRef, row: VersionRoute, request: InferenceRequest) -> Response:
+        """Start a sequence without a name at any replica with room, the nearest first."""
+        local = self._local
+        try:
+            if local is not None and local.ref == ref:
+                return await local.backend.infer(request)
+            return await self._clients(ref, row).infer(request)
+        except (TooManySequences, ModelLoading) as refusal:
+            return (await self._infer_at_any(ref, row, row.replica_ids, request, refusal))[1]
+
+    async def _infer_named(
+        self,
         ref: ModelRef,
         row: VersionRoute,
         replica: str,
         name: str,
         is_client_name: bool,
-    ) -> None:
-        self._router, self._ref, self._row = router, ref, row
-        self._replica, self._name, self._is_client_name = replica, name, is_client_name
-
-    async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        router, ref, row = self._router, self._ref, self._row
+        request: InferenceRequest,
+    ) -> Response:
+        """Return the response of a sequence's replica. A sequence named by the client may start elsewhere."""
         try:
-            return await router.infer_at(ref, row, self._replica, request)
+            return await self._infer_at(ref, row, replica, request)
         except (TooManySequences, ModelLoading) as refusal:  # it would start there
-            if not self._is_client_name:
+            if not is_client_name:
                 raise
             error: RelayError = refusal
         except ConnectionLost:
-            router.forget(ref.name, self._name)
-            error = SequenceLost(ref.name, self._name, "the replica that had its state has ended")
-            if not self._is_client_name or not router.starts_sequence(request):
+            self._forget(ref.name, name)
+            error = SequenceLost(ref.name, name, "the replica that had its state has ended")
+            if not is_client_name or not self._starts_sequence(request):
                 raise error from None
-        for replica in names.rank_replicas(self._name, row.replica_ids):
-            if replica != self._replica:
-                try:
-                    answer = await router.infer_at(ref, row, replica, request)
-                except (TooManySequences, ModelLoading, ConnectionLost):
-                    continue
-                router.remember(ref.name, self._name, replica)
-                return answer
-        raise error
+        others = [other for other in names.rank_replicas(name, row.replica_ids) if other != replica]
+        replica, response = await self._infer_at_any(ref, row, others, request, error)
+        self._remember(ref.name, name, replica)
+        return response
 
 
 def sequence_headers(settings: Settings) -> SequenceHeaders:

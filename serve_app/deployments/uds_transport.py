@@ -21,7 +21,7 @@ import pickle
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,11 +178,9 @@ class _ServerConnection(_FrameConnection):
             self.send((number, response))
 
     async def _forward_stream(self, number: int, stream: ResponseStream) -> None:
-        head: InferenceResponse | None = stream.head
         try:
-            async for chunk in stream:
-                self.send((number, ResponseChunk(chunk, head=head)))
-                head = None
+            async for chunk in write_chunks(stream):
+                self.send((number, chunk))
             self.send((number, ResponseChunk(b"", last=True)))
         except RelayError as error:
             self.send((number, error))
@@ -195,6 +193,14 @@ class _ServerConnection(_FrameConnection):
             closing = asyncio.ensure_future(stream.aclose())
             _closing_streams.add(closing)
             closing.add_done_callback(_closing_streams.discard)
+
+
+async def write_chunks(stream: ResponseStream) -> AsyncIterator[ResponseChunk]:
+    """Yield a stream's chunks; the first has the head."""
+    head: InferenceResponse | None = stream.head
+    async for body in stream:
+        yield ResponseChunk(body, head=head)
+        head = None
 
 
 class UdsClient:

@@ -10,6 +10,8 @@ import pytest
 from ray.serve._private.config import DeploymentConfig
 
 from serve_app import main
+from serve_app.control.reconciler import DeployAction
+from serve_app.control.registry import DesiredState
 from serve_app.deployments.applications import model_application
 from serve_app.deployments.replica_options import (
     TUNABLE_FIELDS,
@@ -43,9 +45,8 @@ LATENCY = Autoscaling(policy="latency", target_p95_ms=40.0, downscale_to_zero_de
 
 
 def deployment(spec: ModelSpec = SPEC, before: bool = False):
-    return model_application(
-        spec, Settings(), autoscaling_config(spec, before), {"attempt": 0}
-    )._bound_deployment
+    action = DeployAction(DesiredState(spec, None), None, scaling=autoscaling_config(spec, before))
+    return model_application(Settings(), action)._bound_deployment
 
 
 def test_a_version_claims_its_fractions_and_rolls_without_a_hole() -> None:
@@ -150,6 +151,7 @@ def test_one_that_it_has_had_stays_with_it_between_equal_bounds() -> None:
 
 
 def test_a_replica_hears_how_far_to_look_back_and_of_nothing_else() -> None:
-    assert "look_back_period_s" not in user_config(SPEC, Settings())
-    follows = user_config(SPEC.with_(max_workers=3, autoscaling=LATENCY), Settings())
-    assert follows == {**user_config(SPEC, Settings()), "look_back_period_s": 10.0}
+    fixed = user_config(Settings(), DesiredState(SPEC, None))
+    assert "look_back_period_s" not in fixed
+    follows = DesiredState(SPEC.with_(max_workers=3, autoscaling=LATENCY), None)
+    assert user_config(Settings(), follows) == {**fixed, "look_back_period_s": 10.0}

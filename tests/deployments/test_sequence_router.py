@@ -123,7 +123,7 @@ class Process:
     ) -> None:
         self.reader = RoutingTableReader(table(*replicas, policy=policy))
         ways = Ways()
-        me = None if here is None else LocalReplica(here.ref, here.name, here.sequences, here)
+        me = None if here is None else LocalReplica(here.ref, here.name, here.sequences.holds, here)
         homes = SequenceRouter(self.reader, ways, KEYS, me)
         local = None if here is None else (here.ref, here)
         self._plane = DataPlane(self.reader, Meters(), ways, local, sequence_affinity=homes)
