@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import io
 import json
@@ -10,11 +11,11 @@ import re
 import shutil
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from handlers import HANDLERS
 from serve_app.domain.validation import did_you_mean
@@ -69,26 +70,8 @@ class WrittenArchive:
 
 def make(recipe: ArchiveRecipe) -> WrittenArchive:
     """Write the archive of a recipe. Raises ArchiverError, and leaves no partial archive."""
-    if not _NAME.fullmatch(recipe.model_name):
-        raise ArchiverError(
-            "Model name contains special characters.\n"
-            r"The allowed regular expression filter for model name is: ^[A-Za-z0-9][A-Za-z0-9_\-.]*$"
-        )
-    export = Path(recipe.export_path)
-    if not export.is_dir():
-        raise ArchiverError(
-            f"Given export-path {recipe.export_path} is not a directory. "
-            "Point to a valid export-path directory."
-        )
-    path = export.resolve() / (recipe.model_name + _SUFFIX[recipe.archive_format])
-    warnings = []
-    if path.exists():
-        if not recipe.force:
-            raise ArchiverError(
-                f"{path} already exists.\nPlease specify --force/-f option to overwrite the model archive "
-                "output file.\nSee -h/--help for more details."
-            )
-        warnings.append(f"Overwriting {path} ...")
+    suffix = _SUFFIX[recipe.archive_format]
+    path, warnings = output_path("model", recipe.model_name, suffix, recipe.export_path, recipe.force)
     files: dict[str, Path] = {}
     for name, source in _files(recipe, warnings):
         if name in files and files[name].resolve() != source.resolve():
@@ -113,13 +96,7 @@ def manifest(recipe: ArchiveRecipe) -> str:
     present = {
         key: os.path.basename(value) if key in paths else value for key, value in model.items() if value
     }
-    document = {
-        "createdOn": datetime.now().strftime("%d/%m/%Y %H:%M:%S"),
-        "runtime": recipe.runtime,
-        "model": present,
-        "archiverVersion": ARCHIVER,
-    }
-    return json.dumps(document, indent=2)
+    return manifest_text(ARCHIVER, runtime=recipe.runtime, model=present)
 
 
 # Input files
@@ -223,8 +200,67 @@ def _nearest(path: Path) -> str:
 # Output
 
 
+def output_path(kind: str, name: str, suffix: str, export_path: str, force: bool) -> tuple[Path, list[str]]:
+    """Return the path of a new archive, and warnings; ``kind`` is "model" or "workflow".
+
+    Raises ArchiverError where the name or the folder cannot be used, or the archive exists without ``force``.
+    """
+    if not _NAME.fullmatch(name):
+        raise ArchiverError(
+            f"{kind.capitalize()} name contains special characters.\n"
+            f"The allowed regular expression filter for {kind} name is: ^{_NAME.pattern}$"
+        )
+    export = Path(export_path)
+    if not export.is_dir():
+        raise ArchiverError(
+            f"Given export-path {export_path} is not a directory. Point to a valid export-path directory."
+        )
+    path = export.resolve() / (name + suffix)
+    if not path.exists():
+        return path, []
+    if not force:
+        raise ArchiverError(
+            f"{path} already exists.\nPlease specify --force/-f option to overwrite the {kind} archive "
+            "output file.\nSee -h/--help for more details."
+        )
+    return path, [f"Overwriting {path} ..."]
+
+
+def manifest_text(version: str, **content: Any) -> str:
+    """Return the text of a manifest with ``content``, and with the date and the archiver's ``version``."""
+    created = datetime.now().strftime("%d/%m/%Y %H:%M:%S")
+    return json.dumps({"createdOn": created, **content, "archiverVersion": version}, indent=2)
+
+
+@contextlib.contextmanager
+def partial_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path whose file replaces ``path`` at the end. Raises ArchiverError for an OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        raise ArchiverError(f"{error.filename or path}: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_zip(
+    path: Path, files: Mapping[str, Path], texts: Mapping[str, str], packing: int = zipfile.ZIP_DEFLATED
+) -> None:
+    """Write a zip of ``files`` and ``texts`` by their names in it. Raises ArchiverError."""
+    with (
+        partial_file(path) as partial,
+        zipfile.ZipFile(partial, "w", packing, strict_timestamps=False) as archive,
+    ):
+        for name, source in files.items():
+            archive.write(source, name)
+        for name, text in texts.items():
+            archive.writestr(name, text)
+
+
 def _write(path: Path, recipe: ArchiveRecipe, files: dict[str, Path]) -> None:
-    manifest_text = manifest(recipe)
+    text = manifest(recipe)
     if recipe.archive_format == "no-archive":
         for name, source in files.items():
             target = path / name
@@ -232,25 +268,14 @@ def _write(path: Path, recipe: ArchiveRecipe, files: dict[str, Path]) -> None:
             if not (target.exists() and target.samefile(source)):
                 shutil.copy(source, target)
         (path / MANIFEST).parent.mkdir(parents=True, exist_ok=True)
-        (path / MANIFEST).write_text(manifest_text)
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if recipe.archive_format == "tgz":
-            with tarfile.open(partial, "w:gz") as tar:
-                for name, source in files.items():
-                    tar.add(source.resolve(), arcname=f"{recipe.model_name}/{name}")
-                entry = tarfile.TarInfo(f"{recipe.model_name}/{MANIFEST}")
-                entry.size = len(manifest_text.encode())
-                tar.addfile(entry, io.BytesIO(manifest_text.encode()))
-        else:
-            packing = zipfile.ZIP_STORED if recipe.archive_format == "zip-store" else zipfile.ZIP_DEFLATED
-            with zipfile.ZipFile(partial, "w", packing, strict_timestamps=False) as archive:
-                for name, source in files.items():
-                    archive.write(source, name)
-                archive.writestr(MANIFEST, manifest_text)
-        partial.replace(path)
-    except OSError as error:
-        raise ArchiverError(f"{error.filename or path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+        (path / MANIFEST).write_text(text)
+    elif recipe.archive_format == "tgz":
+        with partial_file(path) as partial, tarfile.open(partial, "w:gz") as tar:
+            for name, source in files.items():
+                tar.add(source.resolve(), arcname=f"{recipe.model_name}/{name}")
+            entry = tarfile.TarInfo(f"{recipe.model_name}/{MANIFEST}")
+            entry.size = len(text.encode())
+            tar.addfile(entry, io.BytesIO(text.encode()))
+    else:
+        packing = zipfile.ZIP_STORED if recipe.archive_format == "zip-store" else zipfile.ZIP_DEFLATED
+        write_zip(path, files, {MANIFEST: text}, packing)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from serve_app.errors import InvalidWorkflow
-from serve_app.model_store import workflow_archive
+from serve_app.model_store import archiver, workflow_archive
 from serve_app.model_store.archiver import ArchiverError, WrittenArchive
 
 ARCHIVER = "0.2.15"  # the version in the manifests
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
 
 
 @dataclass(frozen=True)
@@ -34,39 +28,12 @@ class WorkflowArchiveRecipe:
 
 def make(recipe: WorkflowArchiveRecipe) -> WrittenArchive:
     """Write the archive of a recipe. Raises ArchiverError, and leaves no partial archive."""
-    if not _NAME.fullmatch(recipe.workflow_name):
-        raise ArchiverError(
-            "Workflow name contains special characters.\n"
-            r"The allowed regular expression filter for workflow name is: ^[A-Za-z0-9][A-Za-z0-9_\-.]*$"
-        )
-    export = Path(recipe.export_path)
-    if not export.is_dir():
-        raise ArchiverError(
-            f"Given export-path {recipe.export_path} is not a directory. "
-            "Point to a valid export-path directory."
-        )
-    path = export.resolve() / f"{recipe.workflow_name}.war"
-    warnings = []
-    if path.exists():
-        if not recipe.force:
-            raise ArchiverError(
-                f"{path} already exists.\nPlease specify --force/-f option to overwrite the workflow archive "
-                "output file.\nSee -h/--help for more details."
-            )
-        warnings.append(f"Overwriting {path} ...")
+    path, warnings = archiver.output_path(
+        "workflow", recipe.workflow_name, ".war", recipe.export_path, recipe.force
+    )
     files = {file.name: file for file in _files(recipe)}
     _check(recipe, files)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
-            for name, file in files.items():
-                archive.write(file, name)
-            archive.writestr(workflow_archive.MANIFEST, manifest(recipe))
-        partial.replace(path)
-    except OSError as error:
-        raise ArchiverError(f"{error.filename or path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    archiver.write_zip(path, files, {workflow_archive.MANIFEST: manifest(recipe)})
     return WrittenArchive(path, len(files), tuple(warnings))
 
 
@@ -75,8 +42,7 @@ def manifest(recipe: WorkflowArchiveRecipe) -> str:
     workflow = {"workflowName": recipe.workflow_name, "specFile": os.path.basename(recipe.spec_file)}
     if recipe.handler:
         workflow["handler"] = os.path.basename(recipe.handler)
-    created = datetime.now().strftime("%d/%m/%Y %H:%M:%S")
-    return json.dumps({"createdOn": created, "workflow": workflow, "archiverVersion": ARCHIVER}, indent=2)
+    return archiver.manifest_text(ARCHIVER, workflow=workflow)
 
 
 def _files(recipe: WorkflowArchiveRecipe) -> Iterator[Path]:
