@@ -23,14 +23,12 @@ def build(args: dict[str, Any]) -> Any:
     settings = load(args, "the args of configs/app.yaml")
     if not settings.home:
         settings = dataclasses.replace(settings, home=os.environ.get(HOME_ENV) or os.getcwd())
-    if path := os.environ.get(LOG_DIR_ENV):
-        settings = dataclasses.replace(
-            settings, telemetry=dataclasses.replace(settings.telemetry, log_dir=path)
-        )
-    if path := os.environ.get(METRICS_DIR_ENV):
-        settings = dataclasses.replace(
-            settings, telemetry=dataclasses.replace(settings.telemetry, metrics_dir=path)
-        )
+    telemetry = dataclasses.replace(
+        settings.telemetry,
+        log_dir=os.environ.get(LOG_DIR_ENV) or settings.telemetry.log_dir,
+        metrics_dir=os.environ.get(METRICS_DIR_ENV) or settings.telemetry.metrics_dir,
+    )
+    settings = dataclasses.replace(settings, telemetry=telemetry)
     # Errors in these settings stop the start here, where the operator sees them.
     torchserve.load_catalog(settings)
     parse_location(settings)

@@ -20,25 +20,26 @@ from serve_app.domain import traffic_policy as policies
 from serve_app.domain import validation
 from serve_app.errors import BadRequest, ConfigurationError
 
-_STRICT = validation.STRICT
 MIB = 1 << 20
 
-INFERENCE_HOST = (
-    "TORCHRELAY_INFERENCE_HOST"  # the variable in which `torchrelay start` says where clients come in
-)
+# The variable in which `torchrelay start` passes the address that clients connect to.
+INFERENCE_HOST = "TORCHRELAY_INFERENCE_HOST"
+
+
+class _Section:
+    """The base of all sections: unknown keys are refused."""
+
+    __pydantic_config__ = validation.STRICT
 
 
 @dataclass(frozen=True)
-class ModelStoreSettings:
+class ModelStoreSettings(_Section):
     """The sources of archives, and the limits of their size."""
 
-    __pydantic_config__ = _STRICT
     model_store: str = "model_store"
     workflow_store: str = ""  # of .war archives; empty: model_store
     allowed_urls: tuple[str, ...] = ("file://.*", "http(s)?://.*", "s3://.*", "gs://.*", "hf://.*")
-    storage_options: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # to fsspec, by scheme: s3, gs, hf
+    storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # to fsspec, by scheme
     download_timeout: float = 120.0  # seconds, for the whole download
     max_archive_bytes: int = 64 * 1024 * MIB
     max_unpacked_bytes: int = 128 * 1024 * MIB
@@ -48,10 +49,9 @@ class ModelStoreSettings:
 
 
 @dataclass(frozen=True)
-class RuntimeSettings:
+class RuntimeSettings(_Section):
     """The defaults of a version, after its registration and its model-config.yaml."""
 
-    __pydantic_config__ = _STRICT
     default_workers_per_model: int = 0  # 0 at start-up: one; 0 at a registration: none, as TorchServe
     default_response_timeout: int = 120  # seconds
     default_startup_timeout: int = 120  # seconds
@@ -59,9 +59,8 @@ class RuntimeSettings:
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
     max_response_size: int = 0  # bytes of one row's answer; 0: no limit
-    service_envelope: str = (
-        ""  # body, json, kserve or kservev2; a model's own model-config.yaml goes before it
-    )
+    # body, json, kserve or kservev2; a model's own model-config.yaml has precedence
+    service_envelope: str = ""
     blacklist_env_vars: str = ""  # a regular expression: variables that no handler sees
     header_key_sequence_id: str = "ts_request_sequence_id"
     header_key_sequence_start: str = "ts_request_sequence_start"
@@ -74,16 +73,14 @@ class RuntimeSettings:
 
 
 @dataclass(frozen=True)
-class VersionSettings:
+class VersionSettings(_Section):
     """The settings of one version at its registration; its model-config.yaml and the caller have precedence.
 
     Delay in milliseconds, timeouts in seconds; None: no setting.
     """
 
-    __pydantic_config__ = _STRICT
-    default_version: bool = (
-        False  # calls that name no version get this one, from the start-up that first loads it
-    )
+    # requests without a version go to this one, from the start-up that first loads it
+    default_version: bool = False
     min_workers: int | None = None
     max_workers: int | None = None
     batch_size: int | None = None
@@ -93,10 +90,9 @@ class VersionSettings:
 
 
 @dataclass(frozen=True)
-class ControlSettings:
+class ControlSettings(_Section):
     """The location of the registry, and the period of the reconcile loop."""
 
-    __pydantic_config__ = _STRICT
     state_dir: str = "state"
     database_url: str = ""  # empty: SQLite in state_dir
     reconcile_period: float = 2.0  # seconds
@@ -108,20 +104,17 @@ class ControlSettings:
 
 
 @dataclass(frozen=True)
-class InferenceSettings:
+class InferenceSettings(_Section):
     """The inference port, 8080."""
 
-    __pydantic_config__ = _STRICT
     max_request_size: int = 6_553_500  # bytes
     gateways: int = 1  # gateway replicas, at most one a node
     unix_sockets: bool = True  # reach replicas of the same machine over sockets rather than through Ray
-    late_response: Literal["send", "drop"] = (
-        "send"  # to a request over clientTimeoutInMills: 504, or none at all
-    )
+    # to a request over clientTimeoutInMills: 504, or none at all
+    late_response: Literal["send", "drop"] = "send"
     max_workflow_items: int = 1000  # for each of which a workflow's step is asked, of one call
-    handler_errors: Literal["hidden", "message", "traceback"] = (
-        "hidden"  # how much of a handler's error a caller sees
-    )
+    # how much of a handler's error a caller sees
+    handler_errors: Literal["hidden", "message", "traceback"] = "hidden"
     serve_management: bool = False  # the management API on this port too
     serve_metrics: bool = False  # /metrics on this port too
     # Headers Access-Control-Allow-* of every answer, on every port; empty: that one is not sent.
@@ -131,23 +124,19 @@ class InferenceSettings:
 
 
 @dataclass(frozen=True)
-class AsyncPredictionSettings:
+class AsyncPredictionSettings(_Section):
     """Predictions that are requested with ``Prefer: respond-async`` and answered later. Seconds and bytes."""
 
-    __pydantic_config__ = _STRICT
     enabled: bool = True  # false: they are answered at once, whatever they prefer
     retention_s: Annotated[float, pydantic.Field(gt=0)] = 3600.0  # for which an answer is kept
-    max_queue_time_s: Annotated[float, pydantic.Field(ge=0)] = (
-        600.0  # how long a prediction is retried while all queues are full
-    )
+    # how long a prediction is retried while all queues are full
+    max_queue_time_s: Annotated[float, pydantic.Field(ge=0)] = 600.0
     concurrency: Annotated[int, pydantic.Field(ge=1)] = 64  # that run at once
     model_concurrency: Annotated[int, pydantic.Field(ge=1)] = 16  # of one model
     max_predictions: Annotated[int, pydantic.Field(ge=1)] = 20_000  # that wait, run or are kept
     max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1024 * MIB  # of their requests and answers
     max_result_size: Annotated[int, pydantic.Field(ge=1)] = 64 * MIB  # of one answer
-    inline_max_bytes: Annotated[int, pydantic.Field(ge=0)] = (
-        1 * MIB
-    )  # what is larger lies in ``results``, not in the database
+    inline_max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1 * MIB  # larger bodies are in ``results``
     results: str = ""  # a folder, as a path or a URL of fsspec's; empty: one in state_dir
     webhook_urls: tuple[str, ...] = ()  # patterns of what may be told of an end; empty: nothing may
     webhook_secret: str = ""  # "env:NAME"
@@ -157,10 +146,9 @@ class AsyncPredictionSettings:
 
 
 @dataclass(frozen=True)
-class ManagementSettings:
+class ManagementSettings(_Section):
     """The listeners of the Management deployment."""
 
-    __pydantic_config__ = _STRICT
     host: str = "127.0.0.1"
     port: int = 8081
     metrics_host: str = "127.0.0.1"
@@ -172,13 +160,12 @@ class ManagementSettings:
 
 
 @dataclass(frozen=True)
-class GrpcSettings:
+class GrpcSettings(_Section):
     """The gRPC ports: inference beside each gateway replica, management beside the Management deployment.
 
     Ages of connections are in seconds; 0: without end.
     """
 
-    __pydantic_config__ = _STRICT
     host: str = "127.0.0.1"
     port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 7070  # 0: none
     management_host: str = "127.0.0.1"
@@ -189,17 +176,14 @@ class GrpcSettings:
     max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
     management_max_connection_age: Annotated[float, pydantic.Field(ge=0)] = 0.0
     management_max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
-    max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = (
-        10_000  # of one port at once; more are refused
-    )
+    max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = 10_000  # of one port; more are refused
     reflection: bool = True  # the ports tell tools like grpcurl what they speak
 
 
 @dataclass(frozen=True)
-class KeySettings:
+class KeySettings(_Section):
     """A key of the operator: its digest, or the variable that holds it, never the key itself."""
 
-    __pydantic_config__ = _STRICT
     name: str = ""
     key: str = ""  # "sha256:<64 hex digits>" or "env:NAME"
     role: Literal["infer", "observe", "manage"] = "infer"
@@ -232,35 +216,30 @@ def _parse_switch(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class AuthSettings:
+class AuthSettings(_Section):
     """Authorization of requests. A request sends its key as ``Authorization: Bearer KEY``."""
 
-    __pydantic_config__ = _STRICT
     # auto: on as soon as an address is not the loopback's
     mode: Annotated[Literal["auto", "on", "off"], pydantic.BeforeValidator(_parse_switch)] = "auto"
     key_file: str = "key_file.json"  # TorchServe's tokens, new at each start; its folder must be writable
-    token_expiration: Annotated[float, pydantic.Field(gt=0)] = (
-        60.0  # minutes that a TorchServe token is good for
-    )
+    token_expiration: Annotated[float, pydantic.Field(gt=0)] = 60.0  # minutes, of a TorchServe token
     torchserve_tokens: bool = True  # make the three keys of key_file.json
     keys: tuple[KeySettings, ...] = ()  # of the operator's own
     metrics: Literal["open", "observe"] = "open"  # observe: /metrics wants a key that may observe every model
 
 
 @dataclass(frozen=True)
-class TelemetrySettings:
+class TelemetrySettings(_Section):
     """Logs and metrics."""
 
-    __pydantic_config__ = _STRICT
     metrics_mode: Literal["prometheus", "log", "legacy"] = "prometheus"  # where TorchServe's metrics go
     metrics_dir: str = ""  # of ts_metrics.log and model_metrics.log, in the other modes; empty: log_dir
     metrics_config: str = ""  # a metrics.yaml, on every node; empty: TorchServe's default catalogue
     model_metrics_auto_detect: bool = False  # handlers' metrics that no file declares are taken too
     system_metrics: bool = True  # CPU, memory, disk and GPUs of every node
     system_metrics_period: float = 60.0  # seconds
-    log_dir: str = (
-        "logs"  # access_log.log, ts_log.log and model_log.log; every process of a node appends to them
-    )
+    # of access_log.log, ts_log.log and model_log.log; every process of a node appends to them
+    log_dir: str = "logs"
     log_format: Literal["text", "json"] = "text"  # TorchServe's layout, or an object a line
     log_bytes: int = 256 * MIB  # a larger ts_log.log or model_log.log is put aside as ts_log.log.1; 0: never
     log_level: str = "INFO"
@@ -270,8 +249,7 @@ class TelemetrySettings:
 
 
 @dataclass(frozen=True)
-class Settings:
-    __pydantic_config__ = _STRICT
+class Settings(_Section):
     store: ModelStoreSettings = field(default_factory=ModelStoreSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     control: ControlSettings = field(default_factory=ControlSettings)
@@ -307,11 +285,9 @@ class Settings:
     def results_location(self) -> str:
         """The folder of bodies that are too large for the database: an absolute path, or a URL."""
         value = self.async_predictions.results
-        return (
-            value
-            if "://" in value
-            else str(self.root / value if value else self.state_dir / "async_predictions")
-        )
+        if "://" in value:
+            return value
+        return str(self.root / value if value else self.state_dir / "async_predictions")
 
     @property
     def crash_reports_dir(self) -> Path:

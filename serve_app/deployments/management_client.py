@@ -78,9 +78,7 @@ class ManagementClient:
 
     def __init__(self, reader: RoutingTableReader, meters: Meters) -> None:
         self.before_report: Callable[[], None] = lambda: None  # called before samples are taken
-        self.on_connect: Callable[[], None] = lambda: (
-            None
-        )  # called whenever the connection to Management is established
+        self.on_connect: Callable[[], None] = lambda: None  # called whenever Management is connected
         self._report_queue = ReportQueue(self._observe)
         self.sources = self._report_queue.sources  # what is reported every half second: by name, what is new
         self._handle = serve.get_deployment_handle(MANAGEMENT, SERVER)

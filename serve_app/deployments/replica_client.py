@@ -244,9 +244,7 @@ class RemoteBackend:
                     continue
                 if isinstance(result, RelayError):
                     row.future.set_exception(result)
-                elif isinstance(
-                    result, list
-                ):  # it streamed after all: give the pieces, and know better next time
+                elif isinstance(result, list):  # chunks: the next requests have calls of their own
                     self._streams = True
                     row.future.set_result(_to_stream(result))
                 else:

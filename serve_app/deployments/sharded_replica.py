@@ -51,9 +51,8 @@ class ShardRank:
         logs.configure(settings, identity, spec.config.get("log_level"))
         self._spec = spec
         self._archive = NodeArchive(spec, settings, management)
-        self._metrics = Meters(torchserve.create_recorders(settings)).torchserve.cache(
-            spec.name
-        )  # the handler's metrics; never read
+        # The handler's metrics, which nothing reads.
+        self._metrics = Meters(torchserve.create_recorders(settings)).torchserve.cache(spec.name)
         self._handler_thread = HandlerThread()
 
     async def load(self, placement: RankPlacement, port: int) -> StartFailed | None:
@@ -78,11 +77,7 @@ class ShardRank:
         return None
 
     def _load(self, placement: RankPlacement, port: int) -> None:
-        from handlers.distributed.process_group import (
-            Rendezvous,  # late: it imports torch, which may be the archive's own
-        )
-
-        Rendezvous(placement, port).join()
+        _rendezvous(placement, port).join()
         self._runner.load()
         if self._runner.loop is None:
             self._runner.warm_up()
@@ -206,18 +201,16 @@ class RankGroup:
             rank.sequence_ended.remote(name, reason)
         self._runner.sequence_ended(name, reason)
 
-    def _wait_for_ranks(self, others: Sequence[Any], own_load: bool) -> bool:
+    def _wait_for_ranks(self, others: Sequence[Any], own_failure: bool) -> bool:
         """Wait for the other ranks; return whether they ended the batch as rank 0 did."""
         deadline = time.monotonic() + _RANK_LAG_TIMEOUT_S
         for number, other in enumerate(others, 1):
             try:
-                if ray.get(other, timeout=max(0.0, deadline - time.monotonic())) is own_load:
+                if ray.get(other, timeout=max(0.0, deadline - time.monotonic())) is own_failure:
                     continue
-                reason = (
-                    "answered a batch where rank 0 failed"
-                    if own_load
-                    else "failed at a batch that rank 0 answered"
-                )
+                reason = "failed at a batch that rank 0 answered"
+                if own_failure:
+                    reason = "answered a batch where rank 0 failed"
             except RayActorError:
                 reason = "ended"
             except GetTimeoutError:
@@ -261,9 +254,8 @@ class RankGroup:
         except RayActorError:
             self._mark_lost(number, "ended")
         except Exception as error:
-            self._mark_lost(
-                number, f"is not well ({error.cause if isinstance(error, RayTaskError) else error})"
-            )
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            self._mark_lost(number, f"is not well ({cause})")
 
     def close(self) -> None:
         """End the other ranks."""
@@ -281,10 +273,10 @@ def has_handler_failure(responses: Sequence[InferenceResponse | RelayError]) -> 
     )
 
 
-def _rendezvous(placement: RankPlacement) -> Any:
-    from handlers.distributed.process_group import Rendezvous
+def _rendezvous(placement: RankPlacement, port: int = 0) -> Any:
+    from handlers.distributed.process_group import Rendezvous  # late: torch may be the archive's own
 
-    return Rendezvous(placement)
+    return Rendezvous(placement, port)
 
 
 async def _health(rank: Any) -> None:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 STALE_AFTER = 3600.0  # seconds without a write, after which partial work of any process is removed
 
 
@@ -58,7 +60,7 @@ def remove_stale(partial: Path) -> None:
 
 def _is_stale(directory: Path) -> bool:
     host, _, owner = directory.name.rpartition("-")[0].rpartition("-")
-    if host == socket.gethostname() and owner.isdecimal() and not _is_alive(int(owner)):
+    if host == socket.gethostname() and owner.isdecimal() and not psutil.pid_exists(int(owner)):
         return True
     newest = 0.0
     for folder, _, files in os.walk(directory):
@@ -66,13 +68,3 @@ def _is_stale(directory: Path) -> bool:
             with contextlib.suppress(FileNotFoundError):
                 newest = max(newest, os.lstat(path).st_mtime)
     return 0.0 < newest < time.time() - STALE_AFTER
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

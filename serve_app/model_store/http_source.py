@@ -36,9 +36,8 @@ def download(
             httpx.Client(
                 follow_redirects=True,
                 timeout=min(IDLE_TIMEOUT, settings.download_timeout),
-                headers={
-                    "accept-encoding": "identity"
-                },  # already compressed; an encoding would hide the length
+                # Archives are compressed already, and an encoding would hide the length.
+                headers={"accept-encoding": "identity"},
                 event_hooks={"request": [check_redirect]},
             ) as client,
             client.stream("GET", url) as response,
@@ -53,9 +52,8 @@ def download(
             for chunk in response.iter_raw(MIB):
                 transfer.write(target, chunk)
         return file
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except BaseException as error:
         file.unlink(missing_ok=True)
-        raise DownloadFailed(url, f"{type(error).__name__}: {error}") from None
-    except BaseException:
-        file.unlink(missing_ok=True)
+        if isinstance(error, httpx.HTTPError | httpx.InvalidURL):
+            raise DownloadFailed(url, f"{type(error).__name__}: {error}") from None
         raise

@@ -115,13 +115,18 @@ def handler_module(handler: str) -> str:
 
 def resolve_file(directory: Path, manifest: Manifest, name: str) -> Path:
     """Return the file ``name`` of the model. Raises InvalidArchive where it is missing or outside."""
+    path = find_inside(directory, name)
+    if path is None:
+        problem = f"{name!r} is named but not in the archive; add it, or correct its name"
+        raise InvalidArchive(manifest.archive, problem)
+    return path
+
+
+def find_inside(directory: Path, name: str) -> Path | None:
+    """Return the existing path ``name`` below ``directory``; None where it is missing or outside."""
     home = directory.resolve()
     try:
         path = (home / name).resolve()
-        if home in path.parents and path.exists():
-            return path
-    except (OSError, RuntimeError, ValueError):
-        pass
-    raise InvalidArchive(
-        manifest.archive, f"{name!r} is named but not in the archive; add it, or correct its name"
-    )
+        return path if home in path.parents and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL, a name too long
+        return None

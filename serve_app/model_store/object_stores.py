@@ -93,15 +93,11 @@ def download(
     try:
         system = _file_system(where, settings)
         return _download(system, where.path, url, folder, DownloadProgress(url, settings, progress), settings)
-    except DownloadFailed:
+    except BaseException as error:  # each library has its own error classes
         shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except Exception as error:  # each library has its own error classes
-        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, DownloadFailed) or not isinstance(error, Exception):
+            raise
         raise DownloadFailed(url, _explain(scheme, error)) from None
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def file_system_options(scheme: str, settings: ModelStoreSettings, idle_timeout: float) -> dict[str, Any]:
@@ -183,8 +179,12 @@ def _copy(system: Any, path: str, file: Path, transfer: DownloadProgress) -> Pat
 
 
 def _name(path: str) -> str:
-    last = path.rstrip("/").rpartition("/")[2].partition("@")[0]
-    return re.sub(r"[^\w.-]", "_", last)[-128:].lstrip(".") or "archive"
+    return safe_name(path.rstrip("/").rpartition("/")[2].partition("@")[0])
+
+
+def safe_name(name: str) -> str:
+    """Return ``name`` as a file name of safe characters."""
+    return re.sub(r"[^\w.-]", "_", name)[-128:].lstrip(".") or "archive"
 
 
 def _explain(scheme: str, error: Exception) -> str:

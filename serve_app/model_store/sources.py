@@ -53,7 +53,7 @@ def fetch(
             return object_stores.download(bucket, url, into, settings, progress)
         return download(
             url,
-            into / _file_name(url),
+            into / object_stores.safe_name(unquote(urlsplit(url).path.rsplit("/", 1)[-1])),
             settings,
             progress,
             lambda redirect: _check_allowed(redirect, redirect, settings),
@@ -108,8 +108,3 @@ def _existing(path: Path | None, url: str) -> Path:
     except (OSError, ValueError):
         pass
     raise ArchiveNotFound(f"Model not found at: {url}")
-
-
-def _file_name(url: str) -> str:
-    last = unquote(urlsplit(url).path.rsplit("/", 1)[-1])
-    return re.sub(r"[^\w.-]", "_", last)[-128:].lstrip(".") or "archive"

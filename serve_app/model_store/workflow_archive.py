@@ -17,6 +17,7 @@ from typing import Any
 from serve_app.domain import validation, workflow_graph
 from serve_app.domain.workflow_graph import WorkflowGraph, WorkflowStep
 from serve_app.errors import InvalidGraph, InvalidWorkflow
+from serve_app.model_store.manifest import find_inside
 
 MANIFEST = "WAR-INF/MANIFEST.json"
 _REBUILD = "rebuild the archive with torchrelay workflow archive"
@@ -74,10 +75,9 @@ def read(directory: Path, archive: str, name: str | None = None) -> WorkflowArch
 def parse(text: bytes | str, where: str) -> dict[str, Any]:
     """Parse a specification in YAML or JSON. Raises InvalidWorkflow."""
     try:
-        raw_settings = validation.parse_yaml(text)
+        return validation.parse_yaml(text)
     except validation.DocumentError as error:
         raise InvalidWorkflow(where, str(error)) from None
-    return raw_settings
 
 
 def build_graph(
@@ -107,14 +107,10 @@ def _manifest(directory: Path, archive: str) -> dict[str, str]:
 
 
 def _file(directory: Path, name: str, archive: str) -> Path:
-    home = directory.resolve()
-    try:
-        path = (home / name).resolve()
-        if home in path.parents and path.is_file():
-            return path
-    except (OSError, RuntimeError, ValueError):
-        pass
-    raise InvalidWorkflow(archive, f"{name!r} is named but not in the archive; {_REBUILD}")
+    path = find_inside(directory, name)
+    if path is None or not path.is_file():
+        raise InvalidWorkflow(archive, f"{name!r} is named but not in the archive; {_REBUILD}")
+    return path
 
 
 def check_handler(file: Path | None, graph: WorkflowGraph, where: str) -> None:
@@ -174,10 +170,7 @@ def _build_torchserve_graph(
     models, dag = specification.get("models") or {}, specification["dag"]
     if not isinstance(models, Mapping):
         raise InvalidWorkflow(where, f"models: it must be a mapping, and is {models!r}")
-    shared = {
-        **_DEFAULTS,
-        **{key: _number(models, key, "models", where) for key in _DEFAULTS if key in models},
-    }
+    shared = _DEFAULTS | _numbers(models, "models", where)
     own = {key: value for key, value in models.items() if key not in _DEFAULTS}
     settings = {
         str(model): _settings(raw_settings, shared, f"models.{model}", where)
@@ -251,11 +244,8 @@ def _edges(dag: Any, where: str) -> dict[str, list[str]]:
 
 
 def _settings(raw_settings: Any, shared: Mapping[str, int], place: str, where: str) -> dict[str, int]:
-    if (
-        not isinstance(raw_settings, Mapping)
-        or not isinstance(raw_settings.get("url"), str)
-        or not raw_settings["url"]
-    ):
+    url = raw_settings.get("url") if isinstance(raw_settings, Mapping) else None
+    if not isinstance(url, str) or not url:
         raise InvalidWorkflow(where, f"{place}: it must be a mapping with a url")
     known = {*_DEFAULTS, "url"}
     for key in raw_settings:
@@ -263,22 +253,20 @@ def _settings(raw_settings: Any, shared: Mapping[str, int], place: str, where: s
             near = validation.did_you_mean(str(key), known)
             hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}"
             raise InvalidWorkflow(where, f"{place}: unknown key {key!r}; {hint}")
-    own = {
-        **shared,
-        **{key: _number(raw_settings, key, place, where) for key in _DEFAULTS if key in raw_settings},
-    }
-    if own["max-workers"] < own["min-workers"]:
-        own["max-workers"] = own["min-workers"]
+    own = {**shared, **_numbers(raw_settings, place, where)}
+    own["max-workers"] = max(own["max-workers"], own["min-workers"])
     return own
 
 
-def _number(values: Mapping[str, Any], key: str, place: str, where: str) -> int:
-    value, minimum = values[key], 0 if key in _FROM_ZERO else 1
-    if type(value) is not int or value < minimum:
-        raise InvalidWorkflow(
-            where, f"{place}.{key}: it must be a whole number from {minimum}, and is {value!r}"
-        )
-    return value
+def _numbers(values: Mapping[str, Any], place: str, where: str) -> dict[str, int]:
+    """Return the settings of ``_DEFAULTS`` that are in ``values``. Raises InvalidWorkflow."""
+    numbers = {key: values[key] for key in _DEFAULTS if key in values}
+    for key, value in numbers.items():
+        minimum = 0 if key in _FROM_ZERO else 1
+        if type(value) is not int or value < minimum:
+            problem = f"it must be a whole number from {minimum}, and is {value!r}"
+            raise InvalidWorkflow(where, f"{place}.{key}: {problem}")
+    return numbers
 
 
 def _java(value: Any) -> str:

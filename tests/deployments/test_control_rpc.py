@@ -36,7 +36,7 @@ SERVICES = (
 
 
 def test_the_rpc_has_the_methods_of_the_protocol() -> None:
-    assert METHODS == PROTOCOL.keys() | {"render"}
+    assert PROTOCOL.keys() | {"render"} == METHODS
 
 
 @pytest.mark.parametrize("name", sorted(PROTOCOL))
