@@ -12,6 +12,7 @@ import logging
 import pickle
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray.exceptions
@@ -43,28 +44,26 @@ MAX_ROWS = 64  # rows of one call; a batch rarely holds more
 MAX_BYTES = 8 << 20  # bytes of one call, unless one row alone is larger
 
 
+@dataclass(slots=True, eq=False)
 class _RemoteRow:
-    __slots__ = ("arrived", "attempts", "future", "group", "request", "size")
+    request: InferenceRequest
+    future: asyncio.Future[InferenceResponse | ResponseStream]
+    arrived: float = field(default_factory=time.monotonic)
+    group: _RowGroup | None = None
+    attempts: int = 0
 
-    def __init__(
-        self, request: InferenceRequest, future: asyncio.Future[InferenceResponse | ResponseStream]
-    ) -> None:
-        self.request = request
-        self.arrived = time.monotonic()
-        self.group: _RowGroup | None = None
-        self.size = sum(len(part.value) for part in request.inputs)
-        self.future = future
-        self.attempts = 0
+    @property
+    def size(self) -> int:
+        """Bytes of its inputs."""
+        return sum(len(part.value) for part in self.request.inputs)
 
 
+@dataclass(slots=True, eq=False)
 class _RowGroup:
     """Rows that share a handle call."""
 
-    __slots__ = ("rows", "task")
-
-    def __init__(self, rows: list[_RemoteRow]) -> None:
-        self.rows = rows
-        self.task: asyncio.Task[None] | None = None
+    rows: list[_RemoteRow]
+    task: asyncio.Task[None] | None = None
 
 
 class RemoteBackend:
@@ -174,14 +173,10 @@ class RemoteBackend:
 
     def _on_disconnect(self, row: _RemoteRow) -> None:
         """Free the place of a disconnected client, and cancel a call that nobody waits for."""
-        group = row.group
-        if (
-            not self._rows.remove(row)
-            and group is not None
-            and all(other.future.done() for other in group.rows)
-        ):
-            assert group.task is not None
-            group.task.cancel()
+        if self._rows.remove(row) or row.group is None:
+            return
+        if row.group.task is not None and all(other.future.done() for other in row.group.rows):
+            row.group.task.cancel()
 
     def _schedule_send(self) -> None:
         """Send at the end of this turn of the event loop, so that rows of one turn share a call."""

@@ -28,9 +28,11 @@ RATIO_FLOOR = 10 * MIB  # unpacked bytes up to which the ratio is not checked
 _MAX_HEADERS = MIB  # bytes of headers between two files of a tar; tarfile keeps them in memory
 _MAX_LINK = 4096  # bytes of a link's target
 _BLOCK = 512
+_PERMISSIONS = {stat.S_IFLNK: 0o777, stat.S_IFDIR: 0o755}  # in a packed archive; of files: see pack
 
 _BROKEN = "rebuild it with torch-model-archiver, or copy it again"
 _LEAVES = "leaves the model's directory; put the file itself in"
+_SPECIAL = "{!r} is neither a file nor a directory; remove it"
 _HOSTILE = "repack it from inside the model's directory"
 
 # A file where another entry needs a directory, a name too long, a hard link to nothing or to a directory.
@@ -80,28 +82,24 @@ def pack(directory: Path, archive: Path, settings: ModelStoreSettings) -> None:
                 count += 1
                 name = path.relative_to(home).as_posix()
                 mode = path.lstat().st_mode
-                size += path.lstat().st_size if stat.S_ISREG(mode) else 0
+                kind = stat.S_IFMT(mode)
+                size += path.lstat().st_size if kind == stat.S_IFREG else 0
                 if count > settings.max_files:
                     raise InvalidArchive(directory.name, _too_many(settings))
                 if size > min(settings.max_archive_bytes, settings.max_unpacked_bytes):
                     raise InvalidArchive(
                         directory.name, "is larger than max_archive_bytes or max_unpacked_bytes"
                     )
-                info = zipfile.ZipInfo(name + "/" * stat.S_ISDIR(mode))  # its date is a constant
-                if stat.S_ISLNK(mode):
-                    info.external_attr = (stat.S_IFLNK | 0o777) << 16
-                    packed.writestr(info, _link_target(path, home, directory.name))
-                elif stat.S_ISDIR(mode):
-                    info.external_attr = (stat.S_IFDIR | 0o755) << 16
-                    packed.writestr(info, b"")
-                elif stat.S_ISREG(mode):
-                    info.external_attr = (stat.S_IFREG | (0o755 if mode & 0o111 else 0o644)) << 16
+                if kind not in (stat.S_IFLNK, stat.S_IFDIR, stat.S_IFREG):
+                    raise InvalidArchive(directory.name, _SPECIAL.format(name))
+                info = zipfile.ZipInfo(f"{name}/" if kind == stat.S_IFDIR else name)  # its date is a constant
+                info.external_attr = (kind | _PERMISSIONS.get(kind, 0o755 if mode & 0o111 else 0o644)) << 16
+                if kind == stat.S_IFREG:
                     with path.open("rb") as source, packed.open(info, "w", force_zip64=True) as target:
                         shutil.copyfileobj(source, target, MIB)
                 else:
-                    raise InvalidArchive(
-                        directory.name, f"{name!r} is neither a file nor a directory; remove it"
-                    )
+                    link = _link_target(path, home, directory.name) if kind == stat.S_IFLNK else b""
+                    packed.writestr(info, link)
     except BaseException:
         archive.unlink(missing_ok=True)
         raise
@@ -218,7 +216,7 @@ def _extract_zip(file: BinaryIO, tree: _ExtractedTree) -> None:
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise tree.refuse(f"{name!r} is neither stored nor deflated; {_BROKEN}")
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
-                raise tree.refuse(f"{name!r} is neither a file nor a directory; remove it")
+                raise tree.refuse(_SPECIAL.format(name))
             if kind == stat.S_IFLNK:
                 with archive.open(info) as entry:
                     tree.link(name, os.fsdecode(entry.read(_MAX_LINK)))
@@ -247,7 +245,7 @@ def _extract_tar(file: BinaryIO, tree: _ExtractedTree) -> None:
                 elif entry.issym() or entry.islnk():
                     tree.link(entry.name, entry.linkname, hard=entry.islnk())
                 else:
-                    raise tree.refuse(f"{entry.name!r} is neither a file nor a directory; remove it")
+                    raise tree.refuse(_SPECIAL.format(entry.name))
                 reader.remaining = _MAX_HEADERS
         # tarfile stops silently at a header that it cannot read; a complete tar ends with a block of zeros.
         if reader.last != bytes(_BLOCK):

@@ -54,29 +54,27 @@ def check_model(directory: Path, manifest: Manifest, task: str | None = None) ->
     task = task or config.task
     for sample in config.samples or ():
         resolve_file(directory, manifest, sample)
-    _check_handler(directory, manifest)
+    own_handler = handler_file(directory, manifest.handler)
+    _check_handler(directory, manifest, own_handler)
+    built_in = handler_module(manifest.handler) if own_handler is None else ""
     if manifest.model_file is not None:
         _check_compiles(directory / manifest.model_file, manifest)
-    if handler_module(manifest.handler) == HUGGING_FACE and handler_file(directory, manifest.handler) is None:
+    if built_in == HUGGING_FACE:
         task = _task(directory, manifest, task, config)
-    if (
-        handler_module(manifest.handler) in parallelism_check.HANDLERS
-        and handler_file(directory, manifest.handler) is None
-    ):
+    if built_in in parallelism_check.HANDLERS:
         config = parallelism_check.translate(config)
         parallelism_check.check(directory, config, manifest.config_file or CONFIG)
-    _check_weights(directory, manifest, config.trusted is True)
+    _check_weights(directory, manifest, built_in, config.trusted is True)
     return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
 
 
-def _check_handler(directory: Path, manifest: Manifest) -> None:
+def _check_handler(directory: Path, manifest: Manifest, file: Path | None) -> None:
     if not manifest.handler:
         remedy = (
             "name one when registering, or set default_service_handler; "
             "a Hugging Face folder has a config.json"
         )
         raise InvalidArchive(manifest.archive, f"names no handler; {remedy}")
-    file = handler_file(directory, manifest.handler)
     if file is not None:
         return _check_compiles(file, manifest)
     from handlers import HANDLERS  # late: reading a manifest needs no handler
@@ -96,17 +94,12 @@ def _check_handler(directory: Path, manifest: Manifest) -> None:
     )
 
 
-def _check_weights(directory: Path, manifest: Manifest, trusted: bool) -> None:
+def _check_weights(directory: Path, manifest: Manifest, built_in: str, trusted: bool) -> None:
     """Check that a built-in handler can read the weights; an archive's own handler is not checked."""
     from handlers import FOLDER_HANDLERS, HANDLERS, extras
     from handlers.loading import pickle_scan
 
-    own = handler_file(directory, manifest.handler) is not None
-    if (
-        own
-        or manifest.serialized_file is None
-        or handler_module(manifest.handler) not in HANDLERS.keys() - FOLDER_HANDLERS
-    ):
+    if manifest.serialized_file is None or built_in not in HANDLERS.keys() - FOLDER_HANDLERS:
         return
     is_onnx = manifest.serialized_file.endswith(".onnx")
     if is_onnx and manifest.requirements_file is None and not extras.is_installed("onnxruntime"):

@@ -21,7 +21,7 @@ log = logging.getLogger("torchrelay.manifest")
 
 
 class _KeyType(NamedTuple):
-    """The type of a key: its description, and a parser that raises ValueError."""
+    """The type of a key: its description, and a parser that raises ValueError or BadRequest."""
 
     description: str
     parse: Callable[[Any], Any]
@@ -51,20 +51,6 @@ def _list(description: str, item_type: type) -> _KeyType:
         return type(value) is list and all(type(item) is item_type for item in value)
 
     return _type(description, accepts, tuple)
-
-
-def _autoscaling(value: Any) -> Autoscaling:
-    try:
-        return autoscaling.read(value)
-    except BadRequest as error:
-        raise ValueError(str(error)) from None
-
-
-def _signature(value: Any) -> Signature:
-    try:
-        return signature.read(value)
-    except BadRequest as error:
-        raise ValueError(str(error)) from None
 
 
 def _profile(value: Any) -> int:
@@ -146,10 +132,10 @@ class ModelConfig:
     envelope: Literal["body", "json", "kserve", "kservev2"] | None = _own_key(
         _one_of("body", "json", "kserve", "kservev2")
     )
-    autoscaling: Autoscaling | None = _own_key(_KeyType("a mapping", _autoscaling))  # noqa: RUF009
+    autoscaling: Autoscaling | None = _own_key(_KeyType("a mapping", autoscaling.read))  # noqa: RUF009
     tensors: bool | None = _own_key(_FLAG)  # a row is {name: array}
     signature: Signature | None = _own_key(  # noqa: RUF009
-        _KeyType("a mapping of inputs and outputs", _signature)
+        _KeyType("a mapping of inputs and outputs", signature.read)
     )
     profile: int | None = _own_key(_KeyType("true, false or a mapping", _profile))  # batches
 
@@ -178,14 +164,16 @@ class ModelConfig:
         """
         if manifest.config_file is None:
             return cls()
-        return cls.parse(
-            resolve_file(directory, manifest, manifest.config_file).read_bytes(), config_origin(manifest)
-        )
+        file = resolve_file(directory, manifest, manifest.config_file)
+        return cls.parse(file.read_bytes(), f"{manifest.archive}/{manifest.config_file}")
 
     @classmethod
     def parse(cls, text: str | bytes, where: str = CONFIG) -> ModelConfig:
         """Return the configuration in a YAML text; ``where`` is its name in errors."""
-        raw = _yaml(text, where)
+        try:
+            raw = validation.parse_yaml(text)
+        except validation.DocumentError as error:
+            raise ConfigurationError(where, str(error)) from None
         known = {f.metadata.get("key", f.name): f for f in fields(cls) if f.metadata}
         values = {}
         for key, value in raw.items():
@@ -200,7 +188,7 @@ class ModelConfig:
             description, parse_value = entry.metadata["type"]
             try:
                 values[entry.name] = parse_value(value)
-            except ValueError as error:
+            except (ValueError, BadRequest) as error:
                 if "ours" in entry.metadata:
                     raise ConfigurationError(
                         where, str(error) or f"{key}: {value!r} must be {description}"
@@ -229,14 +217,3 @@ _HANDLERS_KEYS = (
     "offload_folder",
     "parameters",
 )
-
-
-def config_origin(manifest: Manifest) -> str:
-    return f"{manifest.archive}/{manifest.config_file}"
-
-
-def _yaml(text: str | bytes, where: str) -> dict[Any, Any]:
-    try:
-        return validation.parse_yaml(text)
-    except validation.DocumentError as error:
-        raise ConfigurationError(where, str(error)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -32,19 +33,15 @@ async def bind(
     while True:
         try:
             sock = _bind_socket(host, port)
-        except OSError as error:
-            failure = error
-        else:
             if not shared:
                 return sock
             sock.close()  # SO_REUSEPORT must be set before binding
             return _bind_socket(host, port, shared)
+        except OSError as error:
+            failure = error
         if shared and failure.errno == errno.EADDRINUSE:
-            try:
+            with contextlib.suppress(OSError):
                 sock = _bind_socket(host, port, shared)
-            except OSError as error:
-                failure = error
-            else:
                 log.warning("%s is shared with another process%s", where, describe_port_owner(port))
                 return sock
         if failure.errno != errno.EADDRINUSE or loop.time() > deadline:
