@@ -22,7 +22,7 @@ from serve_app.cli.errors import StartError
 from serve_app.client import NO_RETRIES, Client
 from serve_app.errors import ConfigurationError
 from serve_app.net import tls
-from serve_app.net.port_owner import describe_port_owner
+from serve_app.net.bind import describe_port_owner
 from serve_app.settings import INFERENCE_HOST, Settings, load
 
 _STOP_TIMEOUT = 3.0  # seconds for a clean end, before the rest is killed

@@ -5,27 +5,44 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from serve_app.control.table_publisher import TablePublisher
-from serve_app.telemetry.metrics import MetricsAggregator
+from serve_app.domain.model import VersionStats
+from serve_app.telemetry.metrics import Meters, MetricsAggregator
 
 _COLLECT_TIMEOUT = 1.0  # seconds for which a slow process is waited for
 
 
 class ClusterMetrics:
-    """The totals over all processes; ``live_readers`` returns the processes that run."""
+    """The totals over all processes: the metrics page, and the statistics of each version.
+
+    ``live_readers`` returns the processes that run; ``meters`` are those of this process.
+    """
 
     def __init__(
         self,
         publisher: TablePublisher,
         aggregator: MetricsAggregator,
         live_readers: Callable[[], Awaitable[set[str]]],
+        meters: Meters,
     ) -> None:
         self._publisher = publisher
         self._aggregator = aggregator
         self._live_readers = live_readers
+        self._meters = meters
 
     async def collect(self) -> None:
         """Bring the samples of every live process up to date."""
         await self._publisher.collect_metrics(_COLLECT_TIMEOUT, self._live_readers)
+        self._aggregator.put("management", self._meters.report())
+
+    async def render(self, names: frozenset[str] | None = None) -> bytes:
+        """Return the metrics page; with ``names``, only the samples of these names."""
+        await self.collect()
+        return self._aggregator.render(names)
+
+    async def get_version_stats(self) -> list[VersionStats]:
+        """Return what the whole cluster has counted of each version."""
+        await self.collect()
+        return self._aggregator.version_stats()
 
     def total(self, name: str, **labels: str) -> int:
         """Return the sum of a metric over all processes, as last collected."""

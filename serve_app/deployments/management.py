@@ -46,7 +46,6 @@ from serve_app.deployments.control_rpc import ControlDispatcher
 from serve_app.deployments.grpc_listener import GrpcListener
 from serve_app.deployments.http_listener import HttpListener
 from serve_app.deployments.management_client import ReportQueue
-from serve_app.deployments.metrics_reporter import MetricsReporter
 from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.replica_options import autoscaling_config, user_config
 from serve_app.domain.model import ModelRef, Stage
@@ -165,8 +164,9 @@ class Management:
             reconcile_loop.trigger,
             settings.runtime.header_key_sequence_id.lower(),
         )
-        metrics = ClusterMetrics(self._table_publisher, self._metrics_aggregator, reconcile_loop.live_readers)
-        self._metrics_reporter = MetricsReporter(metrics, self._metrics_aggregator, self._meters)
+        metrics = self._cluster_metrics = ClusterMetrics(
+            self._table_publisher, self._metrics_aggregator, reconcile_loop.live_readers, self._meters
+        )
         self._models = ModelService(
             self._state,
             reconcile_loop,
@@ -194,7 +194,7 @@ class Management:
             self._rollouts,
             self._shadow,
             self._async_predictions,
-            self._metrics_reporter,
+            self._cluster_metrics,
         )
 
     def _start_tasks(self) -> None:
@@ -255,7 +255,7 @@ class Management:
         )
         together = (m.host, m.port) == (m.metrics_host, m.metrics_port)
         render = (
-            self._metrics_reporter.render if m.enable_metrics_api and (together or m.serve_metrics) else None
+            self._cluster_metrics.render if m.enable_metrics_api and (together or m.serve_metrics) else None
         )
         listeners: list[HttpListener | GrpcListener] = []
         access = access_log.access_log(self._settings)
@@ -269,7 +269,7 @@ class Management:
         alone = m.enable_metrics_api and not together
         if alone and not ((shared.serve_metrics or m.serve_metrics) and m.metrics_port in no_port):
             metrics = metrics_app(
-                self._metrics_reporter.render,
+                self._cluster_metrics.render,
                 self._settings,
                 lambda: self._table_publisher.table.access,
                 self._meters,

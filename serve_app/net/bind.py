@@ -8,8 +8,9 @@ import errno
 import logging
 import socket
 
+import psutil
+
 from serve_app.errors import ConfigurationError
-from serve_app.net.port_owner import describe_port_owner
 
 log = logging.getLogger("torchrelay.http_listener")
 
@@ -66,3 +67,15 @@ def _bind_socket(host: str, port: int, shared: bool = False) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def describe_port_owner(port: int) -> str:
+    """Return `` by pid 12 (name)`` for the process that listens on ``port``; empty where it is not
+    visible.
+    """
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            address, pid = connection.laddr, connection.pid
+            if connection.status == psutil.CONN_LISTEN and address and address.port == port and pid:
+                return f" by pid {pid} ({psutil.Process(pid).name()})"
+    return ""

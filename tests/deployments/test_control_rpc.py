@@ -10,6 +10,7 @@ import pytest
 
 from serve_app.control.api import ControlAPI
 from serve_app.control.async_predictions.service import AsyncPredictionService
+from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.models import ModelService
 from serve_app.control.rollouts.service import RolloutService
@@ -17,7 +18,6 @@ from serve_app.control.shadow.service import ShadowService
 from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
 from serve_app.deployments.control_rpc import METHODS, ControlClient, ControlDispatcher
-from serve_app.deployments.metrics_reporter import MetricsReporter
 from serve_app.errors import ModelNotFound
 
 PROTOCOL = {name: method for name, method in vars(ControlAPI).items() if not name.startswith("_")}
@@ -26,7 +26,7 @@ PROTOCOL = {name: method for name, method in vars(ControlAPI).items() if not nam
 SERVICES = (
     AsyncPredictionService,
     ExperimentService,
-    MetricsReporter,
+    ClusterMetrics,
     ModelService,
     RolloutService,
     ShadowService,

@@ -132,7 +132,7 @@ class Cluster:
             AcknowledgementPolicy(self.reconcile_loop.live_readers, 0.2),
             self.reconcile_loop.trigger,
         )
-        metrics = ClusterMetrics(self.publisher, self.total, self.reconcile_loop.live_readers)
+        metrics = ClusterMetrics(self.publisher, self.total, self.reconcile_loop.live_readers, self.meters)
         self.models = ModelService(
             self.state,
             self.reconcile_loop,
