@@ -83,28 +83,29 @@ class ModelReplica:
         self._hung = False
         self._group: RankGroup | None = None  # only of a sharded version
         self._replica = replica
+        self._handler_thread = HandlerThread()
         self._sequences: SequenceBatcher | None = None  # only of a stateful version
         self._meters = Meters(torchserve.create_recorders(settings))
         self._autoscaled = AutoscalingStats()
         self._meters.on_batch = self._autoscaled.record_batch
         self._crash_reporter = CrashReporter(settings.crash_reports_dir, spec.ref.app, spec.digest, replica)
         try:
-            await self._start(replica)
+            await self._start()
         except BaseException:
             self._crash_reporter.close()  # the exception reports the failed start
             raise
         self._crash_reporter.set_ready()
 
-    async def _start(self, replica: str) -> None:
-        spec, settings = self._spec, self._settings
+    async def _start(self) -> None:
+        spec, settings, replica = self._spec, self._settings, self._replica
         reader = RoutingTableReader(on_table=self._apply_table)
         self._management_client = ManagementClient(reader, self._meters)
         await asyncio.to_thread(haproxy_error_page.install_page, ray.get_runtime_context().get_node_id())
-        await self._report_crashes(replica)
+        await self._report_crashes()
         await self._pause_after_crashes()
         started_at = time.monotonic()
         try:
-            await self._load(replica)
+            await self._load()
         except StartFailed as error:
             log.error("%s\n%s", error, error.detail)
             # Serve keeps only the end of a long message; Management receives the whole traceback of the
@@ -145,11 +146,10 @@ class ModelReplica:
     def _holds_sequence(self, sequence: str) -> bool:
         return self._sequences is not None and self._sequences.holds(sequence)
 
-    async def _report_crashes(self, replica: str) -> None:
+    async def _report_crashes(self) -> None:
         """Report crashes of replicas on this node to Management, which sees only its own node."""
-        if deaths := await asyncio.to_thread(
-            crash_reports.collect_reports, self._settings.crash_reports_dir, replica
-        ):
+        folder = self._settings.crash_reports_dir
+        if deaths := await asyncio.to_thread(crash_reports.collect_reports, folder, self._replica):
             self._management_client.management.died.remote(deaths)
 
     async def _pause_after_crashes(self) -> None:
@@ -165,14 +165,13 @@ class ModelReplica:
             log.warning("%s: its last replicas crashed; starting in %s s", self._spec.ref.app, pause)
             await asyncio.sleep(pause)
 
-    async def _load(self, replica: str) -> None:
-        spec, settings = self._spec, self._settings
-        handler_thread = HandlerThread()
+    async def _load(self) -> None:
+        spec, settings, handler_thread = self._spec, self._settings, self._handler_thread
         loop = asyncio.get_running_loop()
         management = self._management_client.management
         archive = NodeArchive(spec, settings, management)
         if spec.ranks > 1:
-            self._group = RankGroup(spec, settings, management, replica, handler_thread)
+            self._group = RankGroup(spec, settings, management, self._replica, handler_thread)
 
         def load(directory: Path) -> Runner:
             runner = archive.create_runner(directory, self._meters.torchserve.cache(spec.name))
@@ -204,8 +203,8 @@ class ModelReplica:
                 raise
             reason = "\n".join(filter(None, (str(error), getattr(error, "detail", ""))))
             raise StartFailed(spec.name, spec.version, reason) from None
-        self._runner = runner
-        self._batcher = self._create_batcher(runner, handler_thread)
+        self._executor = self._group or runner
+        self._batcher = self._create_batcher(runner)
         if spec.signature is None:
             self._management_client.on_connect = lambda: management.offers.remote(
                 spec.ref, spec.digest, runner.signature
@@ -213,9 +212,9 @@ class ModelReplica:
         if self._group is not None:
             self._group_watch = loop.create_task(self._exit_with_group(self._group))
 
-    def _create_batcher(self, runner: Runner, handler_thread: HandlerThread) -> AnyBatcher | SequenceBatcher:
+    def _create_batcher(self, runner: Runner) -> AnyBatcher | SequenceBatcher:
         """Create the batcher of this version, with sequence batching in front where it has sequences."""
-        batcher = self._create_row_batcher(runner, handler_thread)
+        batcher = self._create_row_batcher(runner)
         spec = self._spec
         if not spec.sequence_batching:
             return batcher
@@ -234,31 +233,27 @@ class ModelReplica:
                 overlap=spec.continuous_batching,
                 close_timeout=(drain_timeout(spec) - _SHUTDOWN_MARGIN_S) / 2,
             ),
-            on_end=self._sequence_end_callback(runner, handler_thread),
+            on_end=self._sequence_end_callback(runner),
         )
         return self._sequences
 
-    def _sequence_end_callback(
-        self, runner: Runner, handler_thread: HandlerThread
-    ) -> Callable[[str, str], None]:
+    def _sequence_end_callback(self, runner: Runner) -> Callable[[str, str], None]:
         """Return the function that passes the end of a sequence to the handler, in the handler thread."""
         if not runner.handles_sequence_end:
             return lambda name, reason: None
-        executor = runner if self._group is None else self._group
-        loop = runner.loop
 
         def on_end(name: str, reason: str) -> None:
-            if loop is not None:
-                loop.call_soon_threadsafe(runner.sequence_ended, name, reason)
+            if runner.loop is not None:
+                runner.loop.call_soon_threadsafe(runner.sequence_ended, name, reason)
             else:
-                handler_thread.post(executor.sequence_ended, name, reason)
+                self._handler_thread.post(self._executor.sequence_ended, name, reason)
 
         return on_end
 
-    def _create_row_batcher(self, runner: Runner, handler_thread: HandlerThread) -> AnyBatcher:
+    def _create_row_batcher(self, runner: Runner) -> AnyBatcher:
         spec = self._spec
         limits: dict[str, Any] = {
-            "handler_thread": handler_thread,
+            "handler_thread": self._handler_thread,
             "queue_size": spec.job_queue_size,
             "response_timeout": spec.response_timeout,
             "on_hung": self._exit_hung,
@@ -268,13 +263,10 @@ class ModelReplica:
         if spec.continuous_batching:
             # Twice as many where there are sequences: a request to a running stream needs a place beside it.
             size = spec.batch_size * (2 if spec.sequence_batching else 1)
-            executor = runner if self._group is None else self._group
-            delay = spec.max_batch_delay
-            return ContinuousBatcher(
-                executor.run, spec.ref, self._meters, max_batch_size=size, max_batch_delay=delay, **limits
-            )
+            limits |= {"max_batch_size": size, "max_batch_delay": spec.max_batch_delay}
+            return ContinuousBatcher(self._executor.run, spec.ref, self._meters, **limits)
         batcher = Batcher(
-            runner.run if self._group is None else self._group.run,
+            self._executor.run,
             spec.ref,
             self._meters,
             prepare=runner.prepare,
@@ -384,10 +376,7 @@ class ModelReplica:
     async def check_health(self) -> None:
         if self._hung:
             raise RuntimeError("the handler hangs")
-        if self._group is not None:
-            await self._group.check()
-        else:
-            await self._runner.check_health()
+        await self._executor.check_health()
 
     async def _drain(self) -> None:
         """Answer the requests of the Unix-socket transport, which Ray Serve does not know; later ones go

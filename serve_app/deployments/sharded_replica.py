@@ -242,7 +242,7 @@ class RankGroup:
         """Wait until a rank is lost; return which one, and how."""
         return await asyncio.shield(self._lost)
 
-    async def check(self) -> None:
+    async def check_health(self) -> None:
         """Raise where a rank does not respond in time; a rank whose handler is unhealthy is lost."""
         checks = [self._check_rank(0, self._runner.check_health())]
         checks += [self._check_rank(number, _health(rank)) for number, rank in enumerate(self._ranks, 1)]
