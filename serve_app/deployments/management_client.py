@@ -81,16 +81,11 @@ class ManagementClient:
         self.on_connect: Callable[[], None] = lambda: None  # called whenever Management is connected
         self._report_queue = ReportQueue(self._observe)
         self.sources = self._report_queue.sources  # what is reported every half second: by name, what is new
-        self._handle = serve.get_deployment_handle(MANAGEMENT, SERVER)
+        self.management = serve.get_deployment_handle(MANAGEMENT, SERVER)  # for calls beside the poll too
         self._source = serve.get_replica_context().replica_id.unique_id
         self._reader = reader
         self._meters = meters
         self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def management(self) -> Any:
-        """The handle of Management, for calls beside the poll."""
-        return self._handle
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -108,7 +103,7 @@ class ManagementClient:
             task.cancel()
         with contextlib.suppress(Exception):  # Management is down: the call below raises
             await self._report_queue.drain(_SHUTDOWN_TIMEOUT_S)
-        await self._handle.disconnect.remote(self._source, self._collect_samples())
+        await self.management.disconnect.remote(self._source, self._collect_samples())
 
     def _collect_samples(self) -> MetricsReport:
         self.before_report()
@@ -119,7 +114,9 @@ class ManagementClient:
         is_connected = False  # since Management started last
         while True:
             try:
-                answer = await self._handle.poll.remote(self._source, self._reader.table.generation, samples)
+                answer = await self.management.poll.remote(
+                    self._source, self._reader.table.generation, samples
+                )
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # Management is down or being replaced: the last table stays in use
@@ -135,4 +132,4 @@ class ManagementClient:
                 self._reader.update(answer)
 
     async def _observe(self, number: int, payloads: dict[str, Any]) -> bool:
-        return bool(await self._handle.observe.remote(self._source, number, payloads))
+        return bool(await self.management.observe.remote(self._source, number, payloads))

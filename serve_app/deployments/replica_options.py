@@ -47,21 +47,16 @@ _POLICY_CLASSES = {"requests": "OngoingRequestsPolicy", "latency": "LatencyPolic
 
 _MIN_CPU = 0.001  # of a CPU: a placement group bundle cannot be empty
 
-# Ray Serve's own access log stalls the event loop for 17 ms every 1,000 lines; the protocols write ours off
-# the loop.
-_LOGGING_CONFIG = {"enable_access_log": False}
-
-# A handle dispatches queued requests by retries with back-off; Ray's initial 0.5 s starves a deep queue.
-_REQUEST_ROUTER_CONFIG = {"initial_backoff_s": 0.005, "max_backoff_s": 0.02}
-
 # Options of all of our deployments: frequent health checks, short shutdown.
 COMMON_OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2,
     "health_check_timeout_s": 10,
     "graceful_shutdown_timeout_s": 10,
     "graceful_shutdown_wait_loop_s": 0.5,
-    "request_router_config": _REQUEST_ROUTER_CONFIG,
-    "logging_config": _LOGGING_CONFIG,
+    # A handle dispatches queued requests by retries with back-off; Ray's initial 0.5 s starves a deep queue.
+    "request_router_config": {"initial_backoff_s": 0.005, "max_backoff_s": 0.02},
+    # Ray Serve's own access log stalls the event loop for 17 ms every 1,000 lines; ours is written off it.
+    "logging_config": {"enable_access_log": False},
 }
 
 

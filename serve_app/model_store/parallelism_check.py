@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from handlers.distributed.degrees import check_divisible, degrees, layout
 from handlers.errors import HandlerLoadError
@@ -30,10 +30,8 @@ def translate(config: ModelConfig) -> ModelConfig:
     level = config.parallel_level or (config.torchrun or {}).get("nproc-per-node")
     if key is None or type(level) is not int or config.tensor_parallel or config.pipeline_parallel:
         return config
-    raw = {**config.raw, key: level}
-    if key == "tensor_parallel":
-        return replace(config, tensor_parallel=level, raw=raw)
-    return replace(config, pipeline_parallel=level, raw=raw)
+    translated: dict[str, Any] = {key: level, "raw": {**config.raw, key: level}}
+    return replace(config, **translated)
 
 
 def check(directory: Path, config: ModelConfig, where: str) -> None:
