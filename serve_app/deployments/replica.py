@@ -25,7 +25,7 @@ from serve_app.deployments.management_client import ManagementClient
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.deployments.ray_batcher import RayBatcher
 from serve_app.deployments.replica_options import drain_timeout
-from serve_app.deployments.sequence_router import LocalReplica, sequence_headers
+from serve_app.deployments.sequence_router import LocalBackend, LocalReplica, sequence_headers
 from serve_app.deployments.sharded_replica import RankGroup
 from serve_app.deployments.uds_transport import UdsServer, socket_path, write_chunks
 from serve_app.domain.model import ModelSpec, Stage
@@ -57,13 +57,6 @@ _EXIT_HUNG = 70
 
 
 AnyBatcher = Batcher | RayBatcher | AsyncBatcher | ContinuousBatcher
-
-
-class LocalBackend:
-    """The model of this process, as a backend of the data plane."""
-
-    def __init__(self, concurrency_limit: ConcurrencyLimit) -> None:
-        self.infer = concurrency_limit.submit
 
 
 @serve.deployment
@@ -122,7 +115,9 @@ class ModelReplica:
             self._meters,
             settings,
             self._management_client.sources,
-            LocalReplica(spec.ref, replica, self._holds_sequence, LocalBackend(self._concurrency_limit)),
+            LocalReplica(
+                spec.ref, replica, self._holds_sequence, LocalBackend(self._concurrency_limit.submit)
+            ),
         )
         self._access = access_log.access_log(settings)
         self._uds_server = UdsServer(self._concurrency_limit.enqueue, self._holds_sequence)

@@ -41,8 +41,8 @@ class LocalReplica:
     backend: InferenceBackend
 
 
-class _FunctionBackend:
-    """A backend that is one function."""
+class LocalBackend:
+    """A backend that is a function of this process."""
 
     __slots__ = ("infer",)
 
@@ -80,7 +80,7 @@ class SequenceRouter:
         row = selection.route
         if not name:
             ref = ModelRef(request.model, row.version)
-            return selection, _FunctionBackend(partial(self._infer_unnamed, ref, row))
+            return selection, LocalBackend(partial(self._infer_unnamed, ref, row))
         replica = names.replica_of(name)
         is_client_name = not replica
         if is_client_name:
@@ -92,9 +92,7 @@ class SequenceRouter:
                 raise SequenceLost(request.model, name, why)
             selection = VersionSelection(route)
         ref = ModelRef(request.model, route.version)
-        return selection, _FunctionBackend(
-            partial(self._infer_named, ref, route, replica, name, is_client_name)
-        )
+        return selection, LocalBackend(partial(self._infer_named, ref, route, replica, name, is_client_name))
 
     def _row_of(self, model: str, replica: str) -> VersionRoute | None:
         versions = self._reader.table.models[model].versions

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from handlers import FOLDER_HANDLERS, HANDLERS, HandlerLoadError, extras, tasks
+from handlers.distributed.degrees import check_divisible, degrees, layout
+from handlers.loading import pickle_scan
 from serve_app.domain.validation import did_you_mean
-from serve_app.errors import InvalidArchive
-from serve_app.model_store import parallelism_check
+from serve_app.errors import ConfigurationError, InvalidArchive
 from serve_app.model_store.manifest import (
     CONFIG,
     HUGGING_FACE,
@@ -23,6 +28,8 @@ from serve_app.model_store.manifest import (
 from serve_app.model_store.model_config import ModelConfig
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SHARDED_HANDLERS = ("causal_lm", "llm")  # built-in handlers that are sharded by configuration alone
+_OWN_KEYS = {"tp": "tensor_parallel", "pp": "pipeline_parallel"}  # by TorchServe's parallelType
 
 
 def check_model(directory: Path, manifest: Manifest, task: str | None = None) -> ModelConfig:
@@ -61,9 +68,9 @@ def check_model(directory: Path, manifest: Manifest, task: str | None = None) ->
         _check_compiles(directory / manifest.model_file, manifest)
     if built_in == HUGGING_FACE:
         task = _task(directory, manifest, task, config)
-    if built_in in parallelism_check.HANDLERS:
-        config = parallelism_check.translate(config)
-        parallelism_check.check(directory, config, manifest.config_file or CONFIG)
+    if built_in in _SHARDED_HANDLERS:
+        config = _translate_parallelism(config)
+        _check_parallelism(directory, config, manifest.config_file or CONFIG)
     _check_weights(directory, manifest, built_in, config.trusted is True)
     return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
 
@@ -77,8 +84,6 @@ def _check_handler(directory: Path, manifest: Manifest, file: Path | None) -> No
         raise InvalidArchive(manifest.archive, f"names no handler; {remedy}")
     if file is not None:
         return _check_compiles(file, manifest)
-    from handlers import HANDLERS  # late: reading a manifest needs no handler
-
     module, function = handler_module(manifest.handler), manifest.handler.partition(":")[2]
     if module in HANDLERS and function in ("", "handle"):
         return
@@ -96,9 +101,6 @@ def _check_handler(directory: Path, manifest: Manifest, file: Path | None) -> No
 
 def _check_weights(directory: Path, manifest: Manifest, built_in: str, trusted: bool) -> None:
     """Check that a built-in handler can read the weights; an archive's own handler is not checked."""
-    from handlers import FOLDER_HANDLERS, HANDLERS, extras
-    from handlers.loading import pickle_scan
-
     if manifest.serialized_file is None or built_in not in HANDLERS.keys() - FOLDER_HANDLERS:
         return
     is_onnx = manifest.serialized_file.endswith(".onnx")
@@ -116,8 +118,6 @@ def _check_weights(directory: Path, manifest: Manifest, built_in: str, trusted: 
 
 
 def _task(directory: Path, manifest: Manifest, requested: str | None, config: ModelConfig) -> str:
-    from handlers import HandlerLoadError, tasks
-
     try:
         return tasks.select_task(directory, requested, config.trusted is True)
     except HandlerLoadError as error:
@@ -144,3 +144,39 @@ def _check_compiles(file: Path, manifest: Manifest) -> None:
         raise InvalidArchive(
             manifest.archive, f"{file.name} is not Python ({error}); mend the file"
         ) from None
+
+
+def _translate_parallelism(config: ModelConfig) -> ModelConfig:
+    """Translate TorchServe's ``parallelType: tp`` or ``pp`` to own keys, for a handler of ``_SHARDED_HANDLERS``.
+
+    The number is ``parallelLevel``, or torchrun's ``nproc-per-node``. The file's own ``tensor_parallel`` and
+    ``pipeline_parallel`` take precedence.
+    """
+    key = _OWN_KEYS.get(config.parallel_type or "")
+    level = config.parallel_level or (config.torchrun or {}).get("nproc-per-node")
+    if key is None or type(level) is not int or config.tensor_parallel or config.pipeline_parallel:
+        return config
+    translated: dict[str, Any] = {key: level, "raw": {**config.raw, key: level}}
+    return replace(config, **translated)
+
+
+def _check_parallelism(directory: Path, config: ModelConfig, where: str) -> None:
+    """Raise ConfigurationError where the model in ``directory`` cannot be sharded as configured."""
+    try:
+        layout(config.raw)
+    except HandlerLoadError as error:
+        raise ConfigurationError(where, str(error)) from None
+    tensor, pipeline = degrees(config.raw)
+    candidates = [directory / "config.json", *sorted(directory.glob("*/config.json"))]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if tensor * pipeline == 1 or file is None:
+        return
+    try:
+        model_config = json.loads(file.read_bytes())
+        model_config = {**model_config, **(model_config.get("text_config") or {})}
+    except (ValueError, TypeError, AttributeError):
+        return  # loading it will report the error
+    try:
+        check_divisible(SimpleNamespace(**model_config), tensor, pipeline, file.relative_to(directory))
+    except HandlerLoadError as error:
+        raise ConfigurationError(where, str(error)) from None
