@@ -110,14 +110,10 @@ class ModelReplica:
         load_time = self._meters.torchserve.child("WorkerLoadTime", worker, "Host")
         load_time.record(round((time.monotonic() - started_at) * 1000))
         self._concurrency_limit = ConcurrencyLimit(self._batcher, spec.ref)
+        backend = LocalBackend(self._concurrency_limit.submit)
+        local = LocalReplica(spec.ref, replica, self._holds_sequence, backend)
         self._plane, self._mirror = create_data_plane(
-            reader,
-            self._meters,
-            settings,
-            self._management_client.sources,
-            LocalReplica(
-                spec.ref, replica, self._holds_sequence, LocalBackend(self._concurrency_limit.submit)
-            ),
+            reader, self._meters, settings, self._management_client.sources, local
         )
         self._access = access_log.access_log(settings)
         self._uds_server = UdsServer(self._concurrency_limit.enqueue, self._holds_sequence)

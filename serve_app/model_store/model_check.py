@@ -147,7 +147,7 @@ def _check_compiles(file: Path, manifest: Manifest) -> None:
 
 
 def _translate_parallelism(config: ModelConfig) -> ModelConfig:
-    """Translate TorchServe's ``parallelType: tp`` or ``pp`` to own keys, for a handler of ``_SHARDED_HANDLERS``.
+    """Translate TorchServe's ``parallelType: tp`` or ``pp`` to own keys.
 
     The number is ``parallelLevel``, or torchrun's ``nproc-per-node``. The file's own ``tensor_parallel`` and
     ``pipeline_parallel`` take precedence.
