@@ -38,6 +38,7 @@ from serve_app.runtime.batching.async_batcher import AsyncBatcher
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.runtime.batching.continuous_batcher import ContinuousBatcher
+from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.runtime.handler_thread import HandlerThread
@@ -54,9 +55,6 @@ log = logging.getLogger("torchrelay.model")
 _RESPONSE_FLUSH_S = 0.3  # seconds in which the last responses are sent before the process ends
 _SHUTDOWN_MARGIN_S = 4.0  # seconds of the drain timeout that the other steps of a shutdown need
 _EXIT_HUNG = 70
-
-
-AnyBatcher = Batcher | RayBatcher | AsyncBatcher | ContinuousBatcher
 
 
 @serve.deployment
@@ -203,7 +201,7 @@ class ModelReplica:
         if self._group is not None:
             self._group_watch = loop.create_task(self._exit_with_group(self._group))
 
-    def _create_batcher(self, runner: Runner) -> AnyBatcher | SequenceBatcher:
+    def _create_batcher(self, runner: Runner) -> RequestBatcher:
         """Create the batcher of this version, with sequence batching in front where it has sequences."""
         batcher = self._create_row_batcher(runner)
         spec = self._spec
@@ -241,7 +239,7 @@ class ModelReplica:
 
         return on_end
 
-    def _create_row_batcher(self, runner: Runner) -> AnyBatcher:
+    def _create_row_batcher(self, runner: Runner) -> RequestBatcher:
         spec = self._spec
         limits: dict[str, Any] = {
             "handler_thread": self._handler_thread,
