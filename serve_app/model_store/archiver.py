@@ -20,7 +20,7 @@ from typing import Any, Literal
 from handlers import HANDLERS
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError
-from serve_app.model_store.manifest import MANIFEST
+from serve_app.model_store.manifest import MANIFEST, find_syntax_error
 from serve_app.model_store.model_config import ModelConfig
 
 Format = Literal["default", "zip-store", "tgz", "no-archive"]
@@ -181,12 +181,8 @@ def _tree(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _check_compiles(path: Path, option: str) -> None:
-    try:
-        compile(path.read_bytes(), path.name, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise ArchiverError(f"{option} {path}, line {error.lineno}: {error.msg}; correct the file") from None
-    except ValueError as error:
-        raise ArchiverError(f"{option} {path} is not Python ({error}); correct the file") from None
+    if problem := find_syntax_error(path):
+        raise ArchiverError(f"{option} {path}{problem}; correct the file")
 
 
 def _nearest(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -102,6 +103,22 @@ def handler_file(directory: Path, handler: str) -> Path | None:
         if path.name and file.is_file():
             return file
     return None
+
+
+def find_syntax_error(file: Path, hint: str = "") -> str:
+    """Return why ``file`` is not Python, as the text after its name; empty where it compiles.
+
+    ``hint`` is added to a syntax error.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about the author's code are not reported
+            compile(file.read_bytes(), file.name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f", line {error.lineno}: {error.msg}{hint}"
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return f" is not Python ({error})"
+    return ""
 
 
 def archive_stem(archive: str) -> str:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from serve_app.model_store.manifest import (
     CONFIG,
     HUGGING_FACE,
     Manifest,
+    find_syntax_error,
     handler_file,
     handler_module,
     resolve_file,
@@ -130,20 +130,9 @@ def _importable(package: str, directory: Path) -> bool:
 
 
 def _check_compiles(file: Path, manifest: Manifest) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about the author's code are not reported
-            compile(file.read_bytes(), file.name, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-        raise InvalidArchive(
-            manifest.archive,
-            f"{file.name}, line {error.lineno}: {error.msg} (read with {python}); mend the file",
-        ) from None
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidArchive(
-            manifest.archive, f"{file.name} is not Python ({error}); mend the file"
-        ) from None
+    hint = f" (read with Python {sys.version_info.major}.{sys.version_info.minor})"
+    if problem := find_syntax_error(file, hint):
+        raise InvalidArchive(manifest.archive, f"{file.name}{problem}; mend the file")
 
 
 def _translate_parallelism(config: ModelConfig) -> ModelConfig:

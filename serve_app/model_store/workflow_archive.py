@@ -17,7 +17,7 @@ from typing import Any
 from serve_app.domain import validation, workflow_graph
 from serve_app.domain.workflow_graph import WorkflowGraph, WorkflowStep
 from serve_app.errors import InvalidGraph, InvalidWorkflow
-from serve_app.model_store.manifest import find_inside
+from serve_app.model_store.manifest import find_inside, find_syntax_error
 
 MANIFEST = "WAR-INF/MANIFEST.json"
 _REBUILD = "rebuild the archive with torchrelay workflow archive"
@@ -124,16 +124,9 @@ def check_handler(file: Path | None, graph: WorkflowGraph, where: str) -> None:
                 "add it with --handler",
             )
         return
-    try:
-        module = ast.parse(file.read_bytes(), file.name)
-        compile(module, file.name, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise InvalidWorkflow(
-            where, f"{file.name}, line {error.lineno}: {error.msg}; correct the file"
-        ) from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise InvalidWorkflow(where, f"{file.name} is not Python ({error}); correct the file") from None
-    names = _defined_names(module)
+    if problem := find_syntax_error(file):
+        raise InvalidWorkflow(where, f"{file.name}{problem}; correct the file")
+    names = _defined_names(ast.parse(file.read_bytes(), file.name))
     for name, step in graph.steps.items():
         if step.function and names is not None and step.function not in names:
             near = validation.did_you_mean(step.function, names)
