@@ -15,8 +15,14 @@ from serve_app.domain import rollout as rollouts
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain import workflow_graph as graphs
 from serve_app.domain.access import AccessTable, matches
-from serve_app.domain.async_prediction import StoredRequest, StoredResponse
-from serve_app.domain.experiment import Experiment, Reward
+from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
+from serve_app.domain.experiment import (
+    Experiment,
+    ExperimentDocument,
+    ExperimentSummary,
+    Reward,
+    RewardCounts,
+)
 from serve_app.domain.model import (
     ModelEvent,
     ModelRef,
@@ -25,13 +31,12 @@ from serve_app.domain.model import (
     VersionDescription,
     VersionStats,
 )
-from serve_app.domain.rollout import RolloutPlan
-from serve_app.domain.traffic_policy import TrafficPolicy
-from serve_app.domain.workflow_graph import WorkflowGraph
+from serve_app.domain.rollout import RolloutDocument, RolloutPlan
+from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, TrafficPolicy
+from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowGraph
 from serve_app.errors import BadRequest, InvalidWorkflow, MethodNotAllowed, MissingParameter
 from serve_app.settings import Settings
 
-JsonDict = dict[str, Any]  # a JSON object that a protocol sends unchanged
 RolloutAction = Literal["pause", "resume", "abort"]
 
 
@@ -70,27 +75,27 @@ class ControlAPI(Protocol):
         self, model: str, registration: str | None, since: int | None, timeout: float
     ) -> list[ModelEvent]: ...
 
-    async def get_traffic(self, model: str) -> JsonDict: ...
+    async def get_traffic(self, model: str) -> TrafficDocument: ...
 
-    async def set_traffic(self, model: str, policy: TrafficPolicy) -> JsonDict: ...
+    async def set_traffic(self, model: str, policy: TrafficPolicy) -> TrafficDocument: ...
 
-    async def get_shadow(self, model: str) -> JsonDict: ...
+    async def get_shadow(self, model: str) -> ShadowDocument: ...
 
     async def reset_shadow(self, model: str) -> None: ...
 
-    async def start_experiment(self, experiment: Experiment) -> JsonDict: ...
+    async def start_experiment(self, experiment: Experiment) -> ExperimentDocument: ...
 
-    async def list_experiments(self, model: str | None) -> list[JsonDict]: ...
+    async def list_experiments(self, model: str | None) -> list[ExperimentSummary]: ...
 
-    async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict: ...
+    async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument: ...
 
-    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict: ...
+    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument: ...
 
     async def delete_experiment(self, id: str, allowed_models: tuple[str, ...]) -> None: ...
 
     async def record_rewards(
         self, id: str, rewards: list[Reward], allowed_models: tuple[str, ...]
-    ) -> JsonDict: ...
+    ) -> RewardCounts: ...
 
     async def register_workflow(
         self, registration: Registration, graph: WorkflowGraph | None
@@ -98,25 +103,27 @@ class ControlAPI(Protocol):
 
     async def list_workflows(self) -> list[tuple[str, str]]: ...
 
-    async def get_workflow(self, name: str) -> list[JsonDict]: ...
+    async def get_workflow(self, name: str) -> list[WorkflowDocument]: ...
 
     async def unregister_workflow(self, name: str, version: str | None) -> None: ...
 
-    async def start_rollout(self, model: str, plan: RolloutPlan) -> JsonDict: ...
+    async def start_rollout(self, model: str, plan: RolloutPlan) -> RolloutDocument: ...
 
-    async def get_rollout(self, model: str) -> JsonDict: ...
+    async def get_rollout(self, model: str) -> RolloutDocument: ...
 
-    async def update_rollout(self, model: str, action: RolloutAction) -> JsonDict: ...
+    async def update_rollout(self, model: str, action: RolloutAction) -> RolloutDocument: ...
 
-    async def submit_prediction(self, request: StoredRequest) -> JsonDict: ...
+    async def submit_prediction(self, request: StoredRequest) -> AsyncPredictionDocument: ...
 
-    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict: ...
+    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> AsyncPredictionDocument: ...
 
     async def get_prediction_result(
         self, id: str, allowed_models: tuple[str, ...]
-    ) -> tuple[JsonDict, StoredResponse | None]: ...
+    ) -> tuple[AsyncPredictionDocument, StoredResponse | None]: ...
 
-    async def cancel_prediction(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict | None: ...
+    async def cancel_prediction(
+        self, id: str, allowed_models: tuple[str, ...]
+    ) -> AsyncPredictionDocument | None: ...
 
 
 class ControlPlane:
@@ -248,7 +255,7 @@ class ControlPlane:
         end = start + limit
         return rows[start:end], end if end <= len(rows) else None
 
-    async def get_workflow(self, name: str) -> list[JsonDict]:
+    async def get_workflow(self, name: str) -> list[WorkflowDocument]:
         """Return every version of a workflow, the default one first. Raises WorkflowNotFound."""
         return await self._backend.get_workflow(name)
 
@@ -270,22 +277,22 @@ class ControlPlane:
 
     # Traffic. Documents arrive as parsed JSON and are validated here; BadRequest names the key and the cure.
 
-    async def get_traffic(self, model: str) -> JsonDict:
+    async def get_traffic(self, model: str) -> TrafficDocument:
         """Return a model's policy, and the split that is active in its place. Raises ModelNotFound."""
         return await self._backend.get_traffic(model)
 
-    async def set_traffic(self, model: str, document: Any) -> JsonDict:
+    async def set_traffic(self, model: str, document: Any) -> TrafficDocument:
         """Split the model's traffic as ``document`` specifies once this returns.
 
         Raises ModelNotFound, VersionNotFound, and Conflict while an experiment or a rollout splits it.
         """
         return await self._backend.set_traffic(model, policies.read(document))
 
-    async def reset_traffic(self, model: str) -> JsonDict:
+    async def reset_traffic(self, model: str) -> TrafficDocument:
         """Send every request to the default version again. Raises as ``set_traffic`` does."""
         return await self._backend.set_traffic(model, TrafficPolicy())
 
-    async def get_shadow(self, model: str) -> JsonDict:
+    async def get_shadow(self, model: str) -> ShadowDocument:
         """Return how a shadow's responses agree with the live ones. Raises ModelNotFound and NotFound."""
         return await self._backend.get_shadow(model)
 
@@ -293,7 +300,7 @@ class ControlPlane:
         """Delete a model's shadow statistics and the inputs stored with them. Raises ModelNotFound."""
         await self._backend.reset_shadow(model)
 
-    async def start_experiment(self, model: str, document: Any) -> JsonDict:
+    async def start_experiment(self, model: str, document: Any) -> ExperimentDocument:
         """Split a model's traffic among the arms of an experiment; return it with its id.
 
         Raises ModelNotFound, VersionNotFound, and Conflict while another experiment or a rollout is active.
@@ -302,7 +309,7 @@ class ControlPlane:
 
     async def list_experiments(
         self, model: str | None = None, allowed_models: tuple[str, ...] = ("*",)
-    ) -> list[JsonDict]:
+    ) -> list[ExperimentSummary]:
         """Return the experiments of a model (None: of all models), the newest first.
 
         Raises ModelNotFound.
@@ -310,11 +317,11 @@ class ControlPlane:
         found = await self._backend.list_experiments(model)
         return [document for document in found if matches(document["model"], allowed_models)]
 
-    async def get_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> JsonDict:
+    async def get_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> ExperimentDocument:
         """Return an experiment and its results so far. Raises ExperimentNotFound and ModelNotAllowed."""
         return await self._backend.get_experiment(id, allowed_models)
 
-    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> JsonDict:
+    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> ExperimentDocument:
         """Put the model's policy back in force; the measurements are kept.
 
         Raises as ``get_experiment`` does.
@@ -330,51 +337,55 @@ class ControlPlane:
 
     async def record_rewards(
         self, id: str, document: Any, allowed_models: tuple[str, ...] = ("*",)
-    ) -> JsonDict:
+    ) -> RewardCounts:
         """Count rewards, each once however often it is sent; all of them, or none where one is invalid.
 
         Raises as ``get_experiment`` does, and ExposureNotFound.
         """
         return await self._backend.record_rewards(id, experiments.read_rewards(document), allowed_models)
 
-    async def start_rollout(self, model: str, document: Any) -> JsonDict:
+    async def start_rollout(self, model: str, document: Any) -> RolloutDocument:
         """Move a model's traffic to a version step by step.
 
         Raises ModelNotFound, VersionNotFound and Conflict.
         """
         return await self._backend.start_rollout(model, rollouts.read(document))
 
-    async def get_rollout(self, model: str) -> JsonDict:
+    async def get_rollout(self, model: str) -> RolloutDocument:
         """Return a model's last rollout, with its decisions. Raises ModelNotFound and NotFound."""
         return await self._backend.get_rollout(model)
 
-    async def update_rollout(self, model: str, action: RolloutAction) -> JsonDict:
+    async def update_rollout(self, model: str, action: RolloutAction) -> RolloutDocument:
         """Pause, resume or abort a model's rollout.
 
         Raises as ``get_rollout`` does, and Conflict where it has ended.
         """
         return await self._backend.update_rollout(model, action)
 
-    async def submit_prediction(self, request: StoredRequest) -> JsonDict:
+    async def submit_prediction(self, request: StoredRequest) -> AsyncPredictionDocument:
         """Store a request that is answered later; return the prediction's status.
 
         Raises AsyncQueueFull, IdempotencyKeyReused, BadRequest.
         """
         return await self._backend.submit_prediction(request)
 
-    async def get_prediction(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> JsonDict:
+    async def get_prediction(
+        self, id: str, allowed_models: tuple[str, ...] = ("*",)
+    ) -> AsyncPredictionDocument:
         """Return a prediction's status. Raises PredictionNotFound and ModelNotAllowed."""
         return await self._backend.get_prediction(id, allowed_models)
 
     async def get_prediction_result(
         self, id: str, allowed_models: tuple[str, ...] = ("*",)
-    ) -> tuple[JsonDict, StoredResponse | None]:
+    ) -> tuple[AsyncPredictionDocument, StoredResponse | None]:
         """Return a prediction's status, and its response once it has one.
 
         Raises as ``get_prediction`` does, and PredictionCancelled.
         """
         return await self._backend.get_prediction_result(id, allowed_models)
 
-    async def cancel_prediction(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> JsonDict | None:
+    async def cancel_prediction(
+        self, id: str, allowed_models: tuple[str, ...] = ("*",)
+    ) -> AsyncPredictionDocument | None:
         """Cancel a prediction, or delete it (None) where it has ended. Raises as ``get_prediction`` does."""
         return await self._backend.cancel_prediction(id, allowed_models)

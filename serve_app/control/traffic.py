@@ -6,14 +6,13 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from serve_app.control import registry_changes
-from serve_app.control.api import JsonDict
 from serve_app.control.registry import Registry, active_split, find_version, running_experiment
 from serve_app.control.state import StateStore
 from serve_app.domain import traffic_policy as policies
-from serve_app.domain.traffic_policy import BUCKET_COUNT, TrafficPolicy
+from serve_app.domain.traffic_policy import BUCKET_COUNT, TrafficDocument, TrafficPolicy
 from serve_app.errors import InProgress, RelayError
 
 log = logging.getLogger("torchrelay.traffic")
@@ -25,11 +24,11 @@ class TrafficService:
     def __init__(self, state: StateStore) -> None:
         self._state = state
 
-    async def get_traffic(self, model: str) -> JsonDict:
+    async def get_traffic(self, model: str) -> TrafficDocument:
         find_version(self._state.registry, model, None)
         return to_document(self._state.registry, model)
 
-    async def set_traffic(self, model: str, policy: TrafficPolicy) -> JsonDict:
+    async def set_traffic(self, model: str, policy: TrafficPolicy) -> TrafficDocument:
         async with self._state.write_lock:
             await self._state.commit(registry_changes.set_policy(self._state.registry, model, policy))
             return to_document(self._state.registry, model)
@@ -49,7 +48,7 @@ class TrafficService:
                 log.error("control.traffic.%s is not in force: %s", model, error)
 
 
-def to_document(registry: Registry, model: str) -> JsonDict:
+def to_document(registry: Registry, model: str) -> TrafficDocument:
     """Return a model's policy as JSON, with the active shares in basis points under ``active``."""
     record = registry.models[model]
     split = active_split(registry, model)
@@ -67,4 +66,4 @@ def to_document(registry: Registry, model: str) -> JsonDict:
             shares[split.arms[arm]] += share
         versions = shares
     active = {**source, "default": record.default, "versions": dict(sorted(versions.items()))}
-    return {**policies.write(record.policy), policies.ACTIVE: active}
+    return cast(TrafficDocument, {**policies.write(record.policy), policies.ACTIVE: active})

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from typing_extensions import NotRequired, TypedDict
+
+from serve_app.domain.validation import documented
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 TERMINAL_STATES: tuple[State, ...] = ("done", "failed", "cancelled")
@@ -41,6 +45,30 @@ class StoredResponse:
     retry_after: int | None = None
 
 
+class WebhookState(TypedDict):
+    url: str
+    state: Literal["", "pending", "delivered", "failed"]
+
+
+class AsyncPredictionDocument(TypedDict):
+    """The state of an async prediction. Times are in seconds since the epoch."""
+
+    id: str
+    state: State
+    model: str
+    version: Annotated[str | None, documented("The requested version.")]
+    request_id: str
+    created: float | None
+    started: float | None
+    ended: float | None
+    expires: float | None
+    status: Annotated[int | None, documented("The status of the response.")]
+    self: Annotated[str, documented("The path of this document.")]
+    result: Annotated[str | None, documented("The path of the response, once there is one.")]
+    error: NotRequired[Annotated[str, documented("The reason of a failure without a response.")]]
+    webhook: NotRequired[WebhookState]
+
+
 @dataclass(frozen=True, slots=True)
 class AsyncPrediction:
     """The state of an asynchronous prediction. Times are in seconds since the epoch; 0: not yet."""
@@ -66,26 +94,22 @@ class AsyncPrediction:
     def has_ended(self) -> bool:
         return self.state in TERMINAL_STATES
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> AsyncPredictionDocument:
         """Return the document for clients."""
-        document: dict[str, Any] = {
+        document: AsyncPredictionDocument = {
             "id": self.id,
             "state": self.state,
             "model": self.model,
             "version": self.version,
-        }
-        document |= {
             "request_id": self.request_id,
             "created": _rounded(self.created),
             "started": _rounded(self.started),
-        }
-        document |= {
             "ended": _rounded(self.ended),
             "expires": _rounded(self.expires),
             "status": self.status or None,
+            "self": f"/async/{self.id}",
+            "result": f"/async/{self.id}/result" if self.state in ("done", "failed") else None,
         }
-        document["self"] = f"/async/{self.id}"
-        document["result"] = f"/async/{self.id}/result" if self.state in ("done", "failed") else None
         if self.error:
             document["error"] = self.error
         if self.webhook:

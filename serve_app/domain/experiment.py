@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from typing_extensions import TypedDict
 
 from serve_app.domain import json_path, validation
 from serve_app.domain.traffic_policy import ActiveSplit, StickyKey, allocate, find_weights_error
+from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
 
 BUCKET_GROUPS = 1_000  # of an arm's buckets, from which its variance is estimated
@@ -21,7 +24,7 @@ _MAX_NAME_LENGTH = 200  # of a name, and of an event's id
 class Arm:
     __pydantic_config__ = validation.STRICT
     version: str
-    weight: int  # basis points
+    weight: Annotated[int, documented("Basis points.", minimum=1)]
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,13 @@ class ExperimentMetric:
     """
 
     __pydantic_config__ = validation.STRICT
-    name: str
+    name: Annotated[str, documented(minLength=1, maxLength=_MAX_NAME_LENGTH)]
     kind: Literal["latency", "error_rate", "output", "reward"] = "latency"
-    goal: Literal["increase", "decrease"] | None = (
-        None  # None: decrease for latency and error_rate, else increase
-    )
-    path: str = ""
+    goal: Annotated[
+        Literal["increase", "decrease"] | None,
+        documented("Default: decrease for latency and error_rate, else increase."),
+    ] = None
+    path: Annotated[str, documented("Kind output: the JSON path of the number.")] = ""
     per: Literal["exposure", "event"] = "exposure"
 
     @property
@@ -48,14 +52,22 @@ class ExperimentMetric:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class ExperimentPlan:
+    """The document that operators write. Without a key each request is assigned by itself."""
+
     __pydantic_config__ = validation.STRICT
-    name: str
-    arms: Mapping[str, Arm]
-    metrics: tuple[ExperimentMetric, ...]
-    baseline: str
-    key: StickyKey | None = None  # None: each request is assigned by itself
-    salt: str = ""  # empty: the experiment's id
+    name: Annotated[str, documented("The display name.", minLength=1, maxLength=_MAX_NAME_LENGTH)]
+    arms: Annotated[
+        Mapping[str, Arm], documented("Two or more; their weights sum to 10,000.", minProperties=2)
+    ]
+    metrics: Annotated[tuple[ExperimentMetric, ...], documented("The compared metrics.", minItems=1)]
+    baseline: Annotated[str, documented("The arm that the others are compared with.")]
+    key: StickyKey | None = None
+    salt: Annotated[str, documented("The salt of the key's hash; empty: the experiment's id.")] = ""
+
+
+@dataclass(frozen=True)
+class Experiment(ExperimentPlan):
     id: str = ""
     model: str = ""
     state: Literal["running", "stopped"] = "running"
@@ -87,7 +99,30 @@ class Experiment:
         )
 
 
-_OPERATOR_KEYS = ("name", "arms", "metrics", "baseline", "key", "salt")
+class ExperimentSummary(TypedDict):
+    """An experiment without its results. Times are in seconds since the epoch."""
+
+    id: str
+    name: str
+    model: str
+    state: Literal["running", "stopped"]
+    started_at: float
+    ended: float | None
+    key: Annotated[dict[str, str] | None, documented("One of header, cookie and json.")]
+    arms: dict[str, dict[str, Any]]
+    baseline: str
+
+
+class ExperimentDocument(ExperimentSummary, total=False):
+    """An experiment with its results."""
+
+    status: Annotated[str, documented("Present while some replicas have not applied the change.")]
+    sentence: Annotated[str, documented("A summary of the result.")]
+    alpha: float
+    comparisons: int
+    alpha_per_comparison: float
+    metrics: Annotated[dict[str, dict[str, Any]], documented("The result of each metric.")]
+    sample_ratio: Annotated[dict[str, Any], documented("Whether the arms' sizes fit their weights.")]
 
 
 def read(document: Any) -> Experiment:
@@ -97,12 +132,8 @@ def read(document: Any) -> Experiment:
     """
     if not isinstance(document, Mapping):
         raise BadRequest("An experiment is a JSON object with name, arms, metrics and baseline.")
-    if unknown := [key for key in document if key not in _OPERATOR_KEYS]:
-        suggestion = validation.did_you_mean(str(unknown[0]), _OPERATOR_KEYS)
-        cure = f"did you mean {suggestion!r}?" if suggestion else f"known here: {', '.join(_OPERATOR_KEYS)}"
-        raise BadRequest(f"Experiment: unknown key {unknown[0]!r}; {cure}")
     try:
-        experiment = validation.read(Experiment, document)
+        experiment = Experiment(**vars(validation.read(ExperimentPlan, document)))
     except validation.DocumentError as error:
         raise BadRequest(f"Experiment: {error}") from None
     if problem := _find_error(experiment):
@@ -166,11 +197,14 @@ class Reward:
     """
 
     __pydantic_config__ = validation.STRICT
-    value: float  # true is 1
-    request_id: str = ""
-    key: str = ""
-    metric: str = ""  # optional where the experiment has one reward
-    id: str = ""  # events with the same id count once; without one, those of a request or key do
+    value: Annotated[float, documented("The reward; true is 1.")]
+    request_id: Annotated[str, documented("The x-request-id of a response.")] = ""
+    key: Annotated[str, documented("The sticky key of a client, instead of request_id.")] = ""
+    metric: Annotated[str, documented("The reward metric; required if there are several.")] = ""
+    id: Annotated[
+        str,
+        documented("Events with the same id count once; without one, those of a request or key do."),
+    ] = ""
 
     def __post_init__(self) -> None:
         if bool(self.request_id) == bool(self.key):
@@ -187,8 +221,24 @@ class Reward:
         return self.request_id or self.key
 
 
+RewardList = Annotated[list[Reward], documented(minItems=1, maxItems=MAX_EVENTS_PER_REQUEST)]
+
+
+class RewardEvents(TypedDict):
+    __pydantic_config__ = validation.STRICT  # type: ignore[misc]
+    events: RewardList
+
+
+RewardsBody = Reward | RewardList | RewardEvents  # of a request
+
+
+class RewardCounts(TypedDict):
+    counted: Annotated[int, documented(minimum=0)]
+    repeated: Annotated[int, documented(minimum=0)]
+
+
 def read_rewards(document: Any) -> list[Reward]:
-    """Parse one event, a list of events, or ``{"events": [...]}``.
+    """Parse the events of a ``RewardsBody``.
 
     Raises BadRequest, which names the key and the remedy.
     """

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain import validation
 from serve_app.domain.traffic_policy import BUCKET_COUNT, ActiveSplit, StickyKey, allocate
+from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
 
 BASELINE, CANDIDATE = "baseline", "candidate"  # the arms of its trial
@@ -21,11 +24,17 @@ class Guardrails:
     """The limits on how much worse than the concurrent baseline the candidate may be; None: not checked."""
 
     __pydantic_config__ = validation.STRICT
-    error_rate: float | None = 0.01  # share of calls that failed, above the baseline's
-    p99: float | None = 1.5  # 99th percentile of the latency, as a multiple of the baseline's
-    non_finite: float | None = 0.0  # share of answers with NaN or infinity in them, above the baseline's
-    empty: float | None = 0.01  # share of answers with nothing in them, above the baseline's
-    out_of_memory: int | None = 0  # calls of the candidate that may fail so
+    error_rate: Annotated[float | None, documented("The share of failed requests above the baseline's.")] = (
+        0.01
+    )
+    p99: Annotated[float | None, documented("The p99 latency as a multiple of the baseline's.")] = 1.5
+    non_finite: Annotated[
+        float | None, documented("The share of responses with NaN or infinity above the baseline's.")
+    ] = 0.0
+    empty: Annotated[float | None, documented("The share of empty responses above the baseline's.")] = 0.01
+    out_of_memory: Annotated[
+        int | None, documented("The number of requests that may fail for lack of memory.")
+    ] = 0
 
 
 @dataclass(frozen=True)
@@ -33,18 +42,23 @@ class RolloutPlan:
     """The settings of a rollout. Times are in seconds, steps in percent of the model's requests."""
 
     __pydantic_config__ = validation.STRICT
-    to: str
-    steps: tuple[float, ...] = (1, 5, 25, 50, 100)
-    bake_s: float = 60.0  # for which each step must hold
+    to: Annotated[str, documented("The new version.")]
+    steps: Annotated[
+        tuple[Annotated[float, documented(exclusiveMinimum=0, maximum=100)], ...],
+        documented("Percent of the requests: increasing, the last is 100.", minItems=1, maxItems=MAX_STEPS),
+    ] = (1, 5, 25, 50, 100)
+    bake_s: Annotated[float, documented("The minimum duration of a step.", minimum=0)] = 60.0
     guardrails: Guardrails = field(default_factory=Guardrails)
-    min_calls: int = 50  # of the candidate in each step, before the next
-    keep_warm_s: float | None = (
-        600.0  # the version that was replaced keeps its workers so long; None: for good
-    )
-    key: StickyKey | None = (
-        None  # whoever shows the same key gets the same version, and once the candidate stays with it
-    )
-    salt: str = ""  # of the key's hash; empty: the rollout's id
+    min_calls: Annotated[
+        int, documented("The minimum number of requests to the new version in each step.", minimum=0)
+    ] = 50
+    keep_warm_s: Annotated[
+        float | None, documented("How long the old version keeps its workers; null: forever.", minimum=0)
+    ] = 600.0
+    key: Annotated[
+        StickyKey | None, documented("Requests with the same key get the same version, once the new one.")
+    ] = None
+    salt: Annotated[str, documented("The salt of the key's hash; empty: the rollout's id.")] = ""
 
 
 State = Literal["starting", "running", "paused", "promoted", "rolled_back", "aborted"]
@@ -111,6 +125,32 @@ class Rollout:
     def split_id(self, step: int) -> str:
         """Return the id under which a step's requests are counted."""
         return f"{self.id}:{step}"
+
+
+class RolloutDocument(TypedDict):
+    """The state of a rollout. Times are in seconds since the epoch."""
+
+    model: str
+    id: str
+    baseline: Annotated[str, documented("The old version.")]
+    to: Annotated[str, documented("The new version.")]
+    state: State
+    percent: Annotated[
+        float, documented("The percentage of requests to the new version.", minimum=0, maximum=100)
+    ]
+    step: int
+    started_at: float
+    since: Annotated[float, documented("The start of the step.")]
+    ended: float | None
+    next: Annotated[str | None, documented("The condition of the next step.")]
+    plan: RolloutPlan
+    figures: Annotated[dict[str, dict[str, Any]], documented("The statistics of both versions in this step.")]
+    guardrails: Annotated[list[dict[str, Any]], documented("The state of each guardrail.")]
+    keeps_warm: bool
+    decisions: list[RolloutDecision]
+    status: NotRequired[
+        Annotated[str, documented("Present while some replicas have not applied the change.")]
+    ]
 
 
 def _to_basis_points(percent: float) -> int:

@@ -11,9 +11,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic.json_schema import SkipJsonSchema
+from typing_extensions import NotRequired, Required, TypedDict
 
 from serve_app.domain import json_path, validation
+from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
 
 BUCKET_COUNT = 10_000  # basis points, and the buckets into which keys are hashed
@@ -33,7 +37,7 @@ class StickyKey:
     __pydantic_config__ = validation.STRICT
     header: str = ""
     cookie: str = ""
-    json: str = ""  # a path into the first input that is JSON
+    json: Annotated[str, documented("A path into the first input that is JSON: $.user.id")] = ""
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.header, self.cookie, self.json))) != 1:
@@ -45,7 +49,7 @@ class StickyKey:
 
 @dataclass(frozen=True)
 class ComparisonRule:
-    """The rule by which two responses agree; see shadow/comparison.py.
+    """The rule by which two responses agree.
 
     ``auto``: one of the others, by the content. ``allclose``: numbers by ``rtol`` and ``atol``, all else
     equal. ``top_k``: the same first label, and enough common ones among the first ``k``. ``label`` and
@@ -54,11 +58,14 @@ class ComparisonRule:
 
     __pydantic_config__ = validation.STRICT
     kind: Literal["auto", "allclose", "top_k", "label", "text"] = "auto"
-    at: str = "$"  # where in an answer that is JSON, as a path
-    rtol: float = 1e-3  # of the live answer's number
-    atol: float = 1e-6
-    k: int = 5
-    least: float = 1.0  # share of common labels, or similarity of texts, from which on answers agree
+    at: Annotated[str, documented("The JSON path of the compared value.")] = "$"
+    rtol: Annotated[float, documented("The relative tolerance of allclose.", minimum=0)] = 1e-3
+    atol: Annotated[float, documented("The absolute tolerance of allclose.", minimum=0)] = 1e-6
+    k: Annotated[int, documented("The k of top_k.", minimum=1, maximum=1000)] = 5
+    least: Annotated[
+        float,
+        documented("The minimum share of common labels, or similarity.", exclusiveMinimum=0, maximum=1),
+    ] = 1.0
 
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
@@ -76,12 +83,16 @@ class ShadowPolicy:
     """A version that gets copies of some requests; its responses are compared and discarded."""
 
     __pydantic_config__ = validation.STRICT
-    version: str
-    percent: float = 100.0  # of the calls that name no version, to a hundredth
+    version: Annotated[str, documented("The version that receives copies.")]
+    percent: Annotated[
+        float, documented("The percentage of requests without a version.", minimum=0.01, maximum=100)
+    ] = 100.0
     compare: ComparisonRule = ComparisonRule()
-    keep: int = 20  # of the worst disagreements, with their inputs
-    redact: tuple[str, ...] = ()  # JSON paths of inputs and outputs that are not kept
-    timeout_s: float = 30.0  # after which a copy is given up
+    keep: Annotated[
+        int, documented("The number of worst mismatches that are stored.", minimum=0, maximum=1000)
+    ] = 20
+    redact: Annotated[tuple[str, ...], documented("JSON paths of values that are not stored.")] = ()
+    timeout_s: Annotated[float, documented("The timeout of a copy in seconds.", exclusiveMinimum=0)] = 30.0
 
     def __post_init__(self) -> None:
         if not 0.01 <= self.percent <= 100:
@@ -97,6 +108,30 @@ class ShadowPolicy:
     def stats_key(self) -> tuple[str, ComparisonRule, int, tuple[str, ...]]:
         """The settings that statistics depend on: those of other settings do not add up."""
         return self.version, self.compare, self.keep, self.redact
+
+
+class ShadowComparison(TypedDict):
+    """How the shadow's responses compare with those of one live version; rates are shares."""
+
+    version: str
+    shadow: Annotated[str, documented("The version that receives copies.")]
+    since: Annotated[float, documented("Seconds since the epoch.")]
+    calls: Annotated[Mapping[Any, int], documented("By outcome.")]
+    reasons: Mapping[str, Mapping[str, int]]
+    agreement_rate: float | None
+    error_rate: float | None
+    label_flip_rate: float | None
+    measures: Mapping[str, float | None]
+    latency: Annotated[Mapping[str, Mapping[str, float]], documented("Of live and shadow.")]
+    disagreements: Annotated[list[dict[str, Any]], documented("The worst mismatches.")]
+
+
+class ShadowDocument(TypedDict):
+    """How the responses of a model's shadow match the live ones."""
+
+    model: str
+    shadow: ShadowPolicy | None
+    against: list[ShadowComparison]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +212,10 @@ def _merge_ranges(ranges: Iterable[tuple[str, int]]) -> BucketAllocation:
     return BucketAllocation(tuple(bounds), tuple(names))
 
 
+BasisPoints = Annotated[int, documented("Basis points.", minimum=0, maximum=BUCKET_COUNT)]
+Shares = Annotated[Mapping[str, BasisPoints], documented("Basis points by version; their sum is 10,000.")]
+
+
 @dataclass(frozen=True)
 class TrafficPolicy:
     """A model's policy.
@@ -189,13 +228,14 @@ class TrafficPolicy:
 
     __pydantic_config__ = validation.STRICT
     policy: Literal["default", "weighted", "sticky"] = "default"
-    versions: Mapping[str, int] = field(default_factory=dict)
+    versions: Shares = field(default_factory=dict)
     key: StickyKey | None = None
-    salt: str = ""  # of sticky's hash; empty: the model's name
-    header: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
+    salt: Annotated[str, documented("The salt of the key's hash; empty: the model's name.")] = ""
+    header: Annotated[str, documented("The request header in which testers name a version or a label.")] = ""
+    labels: Annotated[Mapping[str, str], documented("Versions by label.")] = field(default_factory=dict)
     shadow: ShadowPolicy | None = None
-    allocation: BucketAllocation | None = None  # of sticky and weighted; not the operator's to say
+    # Of sticky and weighted; an operator cannot set it.
+    allocation: SkipJsonSchema[BucketAllocation | None] = None
 
     def __post_init__(self) -> None:
         _check_token(self.header)
@@ -208,9 +248,29 @@ class TrafficPolicy:
         return {*self.versions, *self.labels.values(), *shadow}
 
 
-# What the management API says beside a policy's document; passed over, so that what was read can be written
-# again.
-ACTIVE = "active"
+class ActiveShares(TypedDict):
+    """The active split, by the policy or by the experiment or rollout that replaces it."""
+
+    by: Literal["policy", "experiment", "rollout"]
+    id: NotRequired[Annotated[str, documented("The id of the experiment or the rollout.")]]
+    default: Annotated[str, documented("The model's default version.")]
+    versions: Shares
+
+
+class TrafficDocument(TypedDict, total=False):
+    """A model's policy without its defaults, and the active split, which is ignored in requests."""
+
+    policy: Required[Literal["default", "weighted", "sticky"]]
+    versions: Shares
+    key: StickyKey
+    salt: str
+    header: str
+    labels: Mapping[str, str]
+    shadow: ShadowPolicy
+    active: Required[ActiveShares]
+
+
+ACTIVE = "active"  # ignored in requests, so that a document can be written as it was read
 _OPERATOR_KEYS = tuple(f.name for f in fields(TrafficPolicy) if f.name != "allocation")
 
 

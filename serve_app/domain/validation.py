@@ -17,6 +17,15 @@ STRICT = pydantic.ConfigDict(extra="forbid")  # as ``__pydantic_config__`` of ea
 
 T = TypeVar("T")
 
+
+def documented(description: str = "", **keywords: Any) -> Any:
+    """Return the metadata of an annotation: a description and JSON Schema keywords.
+
+    They appear in the OpenAPI documents and validate nothing, since our errors have messages of their own.
+    """
+    return pydantic.Field(description=description or None, json_schema_extra=keywords or None)
+
+
 _ADAPTERS: dict[type, pydantic.TypeAdapter[Any]] = {}  # building one takes milliseconds
 _MAX_YAML_VALUES = 100_000  # values in a YAML text once its aliases are written out
 

@@ -10,9 +10,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+from typing_extensions import Required, TypedDict
 
 from serve_app.domain import validation
+from serve_app.domain.validation import documented
 from serve_app.errors import InvalidGraph, InvalidWorkflow
 
 REQUEST = "request"
@@ -35,13 +38,20 @@ class WorkflowStep:
     """
 
     __pydantic_config__ = validation.STRICT
-    model: str = ""  # NAME, or NAME:VERSION
+    model: Annotated[str, documented("NAME or NAME:VERSION")] = ""
     function: str = ""
-    inputs: str | Mapping[str, str] = ""  # empty: the request, unless each says something
-    each: str | Mapping[str, str] = ""
-    parallel: int = 16
-    retries: int = 0  # after the first attempt
-    timeout_s: float | None = None  # of one attempt
+    # Empty: the request, unless there is ``each``.
+    inputs: Annotated[str | Mapping[str, str], documented("A source, or sources by name.")] = ""
+    each: Annotated[str | Mapping[str, str], documented("Sources that are lists, by name too.")] = ""
+    parallel: Annotated[
+        int, documented("The number of concurrent items.", minimum=1, maximum=_MAX_PARALLEL)
+    ] = 16
+    retries: Annotated[
+        int, documented("Retries after the first attempt.", minimum=0, maximum=_MAX_RETRIES)
+    ] = 0
+    timeout_s: Annotated[
+        float | None, documented("The timeout of an attempt in seconds.", exclusiveMinimum=0)
+    ] = None
 
     def __post_init__(self) -> None:
         if bool(self.model) == bool(self.function):
@@ -87,16 +97,20 @@ class WorkflowStep:
 
 
 @dataclass(frozen=True)
-class _WorkflowDocument:
+class WorkflowSource:
     """The document that operators write."""
 
     __pydantic_config__ = validation.STRICT
-    steps: Mapping[str, WorkflowStep]
-    name: str = ""
+    steps: Annotated[Mapping[str, WorkflowStep], documented("By name.")]
+    name: Annotated[str, documented("The workflow's name in requests.")] = ""
     version: str = "1.0"
-    output: str | tuple[str, ...] = ()  # empty: the steps for which no other waits
-    timeout_s: float | None = None  # of a call
-    workers: int = 1  # replicas of its functions
+    output: Annotated[
+        str | tuple[str, ...], documented("The steps whose outputs are returned; default: the last ones.")
+    ] = ()
+    timeout_s: Annotated[
+        float | None, documented("The timeout of a request in seconds.", exclusiveMinimum=0)
+    ] = None
+    workers: Annotated[int, documented("The replicas of its functions.", minimum=1, maximum=_MAX_WORKERS)] = 1
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_s)
@@ -105,7 +119,7 @@ class _WorkflowDocument:
 
 
 @dataclass(frozen=True)
-class WorkflowGraph(_WorkflowDocument):
+class WorkflowGraph(WorkflowSource):
     """A validated workflow.
 
     ``owned`` are the models that were registered with it and are removed with it. ``torchserve`` is the
@@ -153,6 +167,32 @@ class WorkflowGraph(_WorkflowDocument):
         return any(name == model for name, _ in self.models.values())
 
 
+class FunctionsStatus(TypedDict):
+    """The workers of a workflow's functions."""
+
+    phase: str
+    workers: int
+
+
+class WorkflowDocument(TypedDict, total=False):
+    """A version of a workflow: TorchServe's fields, then ours."""
+
+    workflowName: Required[str]
+    workflowUrl: Required[Annotated[str, documented("Of its archive; empty without one.")]]
+    minWorkers: int
+    maxWorkers: int
+    batchSize: int
+    maxBatchDelay: int
+    workflowDag: Annotated[str, documented("The successors of each step.")]
+    workflowVersion: Required[str]
+    defaultVersion: Required[Annotated[bool, documented("Whether requests without a version run this one.")]]
+    steps: Required[dict[str, WorkflowStep]]
+    output: Required[list[str]]
+    ongoing: Required[Annotated[int, documented("Requests in progress.", minimum=0)]]
+    timeout_s: float
+    functions: FunctionsStatus
+
+
 def read(document: Any, where: str = "the workflow") -> WorkflowGraph:
     """Parse the graph in a document.
 
@@ -161,10 +201,10 @@ def read(document: Any, where: str = "the workflow") -> WorkflowGraph:
     if not isinstance(document, Mapping) or not isinstance(document.get("steps"), Mapping):
         raise InvalidWorkflow(where, 'is no workflow: it has no mapping "steps" of names to steps')
     try:
-        fields = validation.read(_WorkflowDocument, document)
+        fields = validation.read(WorkflowSource, document)
     except validation.DocumentError as error:
         raise InvalidWorkflow(where, str(error)) from None
-    graph = WorkflowGraph(**{key: getattr(fields, key) for key in _WorkflowDocument.__dataclass_fields__})
+    graph = WorkflowGraph(**vars(fields))
     return validate(graph, where)
 
 

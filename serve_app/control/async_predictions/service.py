@@ -20,7 +20,13 @@ from typing import Any
 from serve_app.control.async_predictions.store import AsyncPredictionStore
 from serve_app.control.async_predictions.webhooks import WebhookSender
 from serve_app.domain.access import matches
-from serve_app.domain.async_prediction import AsyncPrediction, State, StoredRequest, StoredResponse
+from serve_app.domain.async_prediction import (
+    AsyncPrediction,
+    AsyncPredictionDocument,
+    State,
+    StoredRequest,
+    StoredResponse,
+)
 from serve_app.errors import (
     AsyncQueueFull,
     IdempotencyKeyReused,
@@ -85,7 +91,7 @@ class AsyncPredictionService:
 
     # Operations
 
-    async def submit_prediction(self, request: StoredRequest) -> dict[str, Any]:
+    async def submit_prediction(self, request: StoredRequest) -> AsyncPredictionDocument:
         """Store a request that is executed later, and return the prediction.
 
         Raises AsyncQueueFull, IdempotencyKeyReused and BadRequest.
@@ -102,12 +108,12 @@ class AsyncPredictionService:
                 return known.to_dict()
             return (await self._accept(request)).to_dict()
 
-    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> dict[str, Any]:
+    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> AsyncPredictionDocument:
         return self._find(id, allowed_models).to_dict()
 
     async def get_prediction_result(
         self, id: str, allowed_models: tuple[str, ...]
-    ) -> tuple[dict[str, Any], StoredResponse | None]:
+    ) -> tuple[AsyncPredictionDocument, StoredResponse | None]:
         """Return a prediction, and its response where there is one.
 
         Raises PredictionNotFound, PredictionCancelled, PredictionLost and ResultStoreUnavailable.
@@ -118,7 +124,9 @@ class AsyncPredictionService:
         response = await self._store.get_response(prediction) if prediction.has_ended else None
         return prediction.to_dict(), response
 
-    async def cancel_prediction(self, id: str, allowed_models: tuple[str, ...]) -> dict[str, Any] | None:
+    async def cancel_prediction(
+        self, id: str, allowed_models: tuple[str, ...]
+    ) -> AsyncPredictionDocument | None:
         """Cancel an unfinished prediction, or delete a finished one and return None."""
         prediction = self._find(id, allowed_models)
         if prediction.has_ended:

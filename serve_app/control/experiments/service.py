@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from serve_app.control.api import JsonDict
 from serve_app.control.experiments import registry_changes
 from serve_app.control.experiments.analysis import ArmTotals, assess
 from serve_app.control.metric_store import MetricStore
@@ -18,7 +17,14 @@ from serve_app.control.state import StateStore
 from serve_app.dataplane.experiment_collector import ERROR_RATE, LATENCY, OUTPUT, REWARD, UNITS, ArmStats
 from serve_app.domain import validation
 from serve_app.domain.access import matches
-from serve_app.domain.experiment import Experiment, ExperimentMetric, Reward
+from serve_app.domain.experiment import (
+    Experiment,
+    ExperimentDocument,
+    ExperimentMetric,
+    ExperimentSummary,
+    Reward,
+    RewardCounts,
+)
 from serve_app.domain.sequential_statistics import Groups
 from serve_app.errors import BadRequest, ExposureNotFound, InProgress, ModelNotAllowed, Unavailable
 
@@ -49,17 +55,17 @@ class ExperimentService:
                 with contextlib.suppress(Unavailable):  # the next time, then
                     await self._metric_store.delete(trial)
 
-    async def start_experiment(self, experiment: Experiment) -> JsonDict:
+    async def start_experiment(self, experiment: Experiment) -> ExperimentDocument:
         begun = replace(experiment, id=secrets.token_hex(5), started_at=time.time())
         async with self._state.write_lock:
             late = await self._commit(registry_changes.start(self._state.registry, begun))
-        return await self._results(begun) | late
+        return await self._results(begun, late)
 
-    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict:
+    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
         self._find(id, allowed_models)
         async with self._state.write_lock:
             late = await self._commit(registry_changes.stop(self._state.registry, id, time.time()))
-        return await self._results(self._find(id, allowed_models)) | late
+        return await self._results(self._find(id, allowed_models), late)
 
     async def delete_experiment(self, id: str, allowed_models: tuple[str, ...]) -> None:
         self._find(id, allowed_models)
@@ -67,28 +73,28 @@ class ExperimentService:
             await self._commit(registry_changes.delete(self._state.registry, id))
         await self.delete_orphans()
 
-    async def _commit(self, after: Registry) -> JsonDict:
-        """Commit a change; return the status to add where some reader does not have it yet."""
+    async def _commit(self, after: Registry) -> str:
+        """Commit a change; return its status where some reader does not have it yet."""
         if after is not self._state.registry:
             try:
                 await self._state.commit(after)
             except InProgress as late:
-                return {"status": str(late)}
-        return {}
+                return str(late)
+        return ""
 
-    async def list_experiments(self, model: str | None) -> list[JsonDict]:
+    async def list_experiments(self, model: str | None) -> list[ExperimentSummary]:
         registry = self._state.registry
         if model is not None:
             find_version(registry, model, None)
         found = [e for e in registry.experiments.values() if model in (None, e.model)]
         return [_to_document(e) for e in sorted(found, key=lambda e: e.started_at, reverse=True)]
 
-    async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> JsonDict:
+    async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
         return await self._results(self._find(id, allowed_models))
 
     async def record_rewards(
         self, id: str, rewards: list[Reward], allowed_models: tuple[str, ...]
-    ) -> JsonDict:
+    ) -> RewardCounts:
         experiment = self._find(id, allowed_models)
         answers = await self._metric_store.record_rewards(
             id, [_with_metric(experiment, reward) for reward in rewards]
@@ -105,7 +111,8 @@ class ExperimentService:
             raise ModelNotAllowed(experiment.model)
         return experiment
 
-    async def _results(self, experiment: Experiment) -> JsonDict:
+    async def _results(self, experiment: Experiment, late: str = "") -> ExperimentDocument:
+        """Return an experiment with its results; ``late`` is the status of a change."""
         figures = self._metric_store.arm_stats(experiment.id)
         tallies = [
             ArmTotals(
@@ -132,12 +139,15 @@ class ExperimentService:
                     found["metrics"][metric.name]["arms"][name]["missing"] = seen.missing.get(
                         OUTPUT + metric.name, 0
                     )
-        return _to_document(experiment) | found
+        document: ExperimentDocument = {**_to_document(experiment), **found}  # type: ignore[typeddict-item]
+        if late:
+            document["status"] = late
+        return document
 
 
-def _to_document(experiment: Experiment) -> JsonDict:
+def _to_document(experiment: Experiment) -> ExperimentSummary:
     """Return an experiment without its results as JSON."""
-    key = experiment.key
+    key = validation.write(experiment.key) if experiment.key is not None else None
     return {
         "id": experiment.id,
         "name": experiment.name,
@@ -145,7 +155,7 @@ def _to_document(experiment: Experiment) -> JsonDict:
         "state": experiment.state,
         "started_at": experiment.started_at,
         "ended": experiment.ended_at or None,
-        "key": key and {source: where for source, where in validation.write(key).items() if where},
+        "key": key and {source: where for source, where in key.items() if where},
         "arms": validation.write(experiment)["arms"],
         "baseline": experiment.baseline,
     }

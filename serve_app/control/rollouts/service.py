@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from serve_app.control.api import JsonDict, RolloutAction
+from serve_app.control.api import RolloutAction
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.registry import Registry, find_version
 from serve_app.control.replica_health import HealthTracker
@@ -17,7 +17,7 @@ from serve_app.control.rollouts import registry_changes, state_machine
 from serve_app.control.rollouts.guardrails import Figures
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelStatus
-from serve_app.domain.rollout import Rollout, RolloutPlan
+from serve_app.domain.rollout import Rollout, RolloutDocument, RolloutPlan
 from serve_app.errors import Conflict, InProgress, RelayError, Unavailable
 from serve_app.settings import RuntimeSettings
 
@@ -46,7 +46,7 @@ class RolloutService:
         self._process_started_at = time.time()
         self._ids_with_metrics: set[str] = set()  # ids of which there may be figures
 
-    async def start_rollout(self, model: str, plan: RolloutPlan) -> JsonDict:
+    async def start_rollout(self, model: str, plan: RolloutPlan) -> RolloutDocument:
         async with self._state.write_lock:
             now = time.time()
             after = registry_changes.start(self._state.registry, model, plan, secrets.token_hex(5), now)
@@ -54,13 +54,13 @@ class RolloutService:
             self._health.reset_backoff(ModelRef(model, plan.to))
             late = await self._commit(after)
         log.info("%s", state_machine.format_decision(rollout, rollout))
-        return await self._document(rollout) | late
+        return await self._document(rollout, late)
 
-    async def get_rollout(self, model: str) -> JsonDict:
+    async def get_rollout(self, model: str) -> RolloutDocument:
         return await self._document(registry_changes.find(self._state.registry, model))
 
-    async def update_rollout(self, model: str, action: RolloutAction) -> JsonDict:
-        late: JsonDict = {}
+    async def update_rollout(self, model: str, action: RolloutAction) -> RolloutDocument:
+        late = ""
         async with self._state.write_lock:
             before = registry_changes.find(self._state.registry, model)
             try:
@@ -71,7 +71,7 @@ class RolloutService:
                 late = await self._commit(registry_changes.apply_decision(self._state.registry, after))
         if after is not before:
             log.info("%s", state_machine.format_decision(before, after))
-        return await self._document(after) | late
+        return await self._document(after, late)
 
     async def run(self) -> None:
         """Evaluate all rollouts once a second until cancelled."""
@@ -115,7 +115,7 @@ class RolloutService:
         after = registry.rollouts[rollout.model]
         log.log(_LEVELS.get(after.state, logging.INFO), "%s", state_machine.format_decision(rollout, after))
         if late:
-            log.warning("%s: %s", rollout.model, late["status"])
+            log.warning("%s: %s", rollout.model, late)
 
     async def _next_state(self, rollout: Rollout, now: float) -> Rollout:
         """Return an active rollout after its evaluation; the same one where nothing changes."""
@@ -158,18 +158,22 @@ class RolloutService:
     def _figures(self, rollout: Rollout) -> Figures:
         return [self._metric_store.arm_stats(rollout.split_id(step)) for step in range(rollout.step + 1)]
 
-    async def _document(self, rollout: Rollout) -> JsonDict:
-        return await asyncio.to_thread(
+    async def _document(self, rollout: Rollout, late: str = "") -> RolloutDocument:
+        """Return a rollout as JSON; ``late`` is the status of a change."""
+        document = await asyncio.to_thread(
             state_machine.to_document, rollout, self._figures(rollout), time.time()
         )
+        if late:
+            document["status"] = late
+        return document
 
-    async def _commit(self, after: Registry) -> JsonDict:
-        """Commit a change; return the status to add where some reader does not have it yet."""
+    async def _commit(self, after: Registry) -> str:
+        """Commit a change; return its status where some reader does not have it yet."""
         try:
             await self._state.commit(after)
         except InProgress as late:
-            return {"status": str(late)}
-        return {}
+            return str(late)
+        return ""
 
     async def _delete_old_metrics(self) -> None:
         """Delete the metrics of rollouts that were removed with their model or replaced."""

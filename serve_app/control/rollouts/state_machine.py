@@ -15,6 +15,7 @@ from serve_app.domain.rollout import (
     CANDIDATE,
     Rollout,
     RolloutDecision,
+    RolloutDocument,
     RolloutPlan,
     State,
     Verdict,
@@ -179,7 +180,7 @@ def format_decision(before: Rollout, after: Rollout) -> str:
     return f"{after.model}: {'' if decision.verdict == 'scaled_down' else f'{to} '}{words}: {decision.reason}"
 
 
-def to_document(rollout: Rollout, figures: Figures, now: float) -> dict[str, Any]:
+def to_document(rollout: Rollout, figures: Figures, now: float) -> RolloutDocument:
     """Return a rollout as JSON.
 
     Durations are in seconds, and moments in seconds since the epoch.

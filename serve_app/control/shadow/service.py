@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import ModelRecord, find_version
@@ -14,7 +13,7 @@ from serve_app.dataplane.experiment_collector import quantile
 from serve_app.dataplane.shadow.mirror import ShadowPair
 from serve_app.dataplane.shadow.stats import OUTCOMES, ShadowStats
 from serve_app.domain import validation
-from serve_app.domain.traffic_policy import ShadowPolicy
+from serve_app.domain.traffic_policy import ShadowComparison, ShadowDocument, ShadowPolicy
 from serve_app.errors import NotFound, Unavailable
 
 log = logging.getLogger("torchrelay.shadow")
@@ -63,7 +62,7 @@ class ShadowService:
         for pair, figures in seen:
             self._add(pair, figures)
 
-    async def get_shadow(self, model: str) -> dict[str, Any]:
+    async def get_shadow(self, model: str) -> ShadowDocument:
         find_version(self._state.registry, model, None)
         self._drop_outdated()
         shadow = self._state.registry.models[model].policy.shadow
@@ -150,7 +149,7 @@ def _digests(record: ModelRecord | None, live: str, shadow: ShadowPolicy) -> tup
     return record.versions[live].digest, record.versions[shadow.version].digest
 
 
-def _to_document(live: str, account: ShadowRecord) -> dict[str, Any]:
+def _to_document(live: str, account: ShadowRecord) -> ShadowComparison:
     """Return a live version's shadow statistics as JSON."""
     figures = account.figures
     calls = figures.calls

@@ -7,9 +7,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-from serve_app.control.api import JsonDict
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.lifecycle_events import EventHistory, EventLog
@@ -22,7 +21,7 @@ from serve_app.control.workflows import registry_changes
 from serve_app.domain import validation
 from serve_app.domain.access import matches
 from serve_app.domain.model import ModelRef, ModelSpec, Registration
-from serve_app.domain.workflow_graph import WorkflowGraph, WorkflowStep
+from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowGraph, WorkflowStep
 from serve_app.errors import (
     Conflict,
     InProgress,
@@ -103,7 +102,7 @@ class WorkflowService:
         names = sorted(workflow_versions(self._state.registry))
         return [(name, models[name].versions[models[name].default].url) for name in names]
 
-    async def get_workflow(self, name: str) -> list[JsonDict]:
+    async def get_workflow(self, name: str) -> list[WorkflowDocument]:
         record = self._state.registry.models.get(name)
         if record is None or not is_workflow(record):
             raise WorkflowNotFound(name)
@@ -202,19 +201,21 @@ class WorkflowService:
                 for part in removed:
                     self._reconcile_loop.release(part)
 
-    def _to_document(self, spec: ModelSpec, is_default: bool) -> JsonDict:
+    def _to_document(self, spec: ModelSpec, is_default: bool) -> WorkflowDocument:
         """Return a version as JSON: TorchServe's keys, then ours."""
         graph = spec.graph
         assert graph is not None
-        document: JsonDict = {"workflowName": spec.name, "workflowUrl": spec.url}
-        document |= graph.torchserve or {
+        torchserve = graph.torchserve or {
             "minWorkers": spec.min_workers,
             "maxWorkers": spec.max_workers,
             "batchSize": spec.batch_size,
             "maxBatchDelay": 0,
             "workflowDag": graph.dag,
         }
-        document |= {
+        document: WorkflowDocument = {
+            "workflowName": spec.name,
+            "workflowUrl": spec.url,
+            **cast(WorkflowDocument, torchserve),
             "workflowVersion": spec.version,
             "defaultVersion": is_default,
             "steps": {name: _step_document(step) for name, step in graph.steps.items()},
@@ -255,7 +256,7 @@ def _to_error(name: str, failures: Sequence[tuple[str, RelayError]]) -> Workflow
     return WorkflowFailed(name, message, "\n".join(filter(None, details)))
 
 
-def _step_document(step: WorkflowStep) -> dict[str, Any]:
+def _step_document(step: WorkflowStep) -> Any:
     """Return a step as in its document, without the keys that have their default."""
     default = validation.write(WorkflowStep(model="m"))
     return {key: value for key, value in validation.write(step).items() if value != default[key]}

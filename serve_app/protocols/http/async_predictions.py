@@ -19,7 +19,7 @@ import orjson
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
-from serve_app.domain.async_prediction import StoredRequest, StoredResponse
+from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
 from serve_app.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -161,7 +161,7 @@ class AsyncRoutes:
                 raise MethodNotAllowed()
 
     async def _send_result(
-        self, exchange: HttpExchange, document: dict[str, Any], response: StoredResponse | None
+        self, exchange: HttpExchange, document: AsyncPredictionDocument, response: StoredResponse | None
     ) -> None:
         exchange.model, exchange.version = document["model"], document["version"] or ""
         if response is None:
@@ -173,7 +173,10 @@ class AsyncRoutes:
 
 
 async def _send_document(
-    exchange: HttpExchange, document: dict[str, Any], status: int = 200, headers: Headers | None = None
+    exchange: HttpExchange,
+    document: AsyncPredictionDocument,
+    status: int = 200,
+    headers: Headers | None = None,
 ) -> None:
     exchange.model, exchange.version = document["model"], document["version"] or ""
     all_headers = [JSON, (_STATE_HEADER, document["state"].encode()), *(headers or ())]

@@ -13,10 +13,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from functools import lru_cache
 from random import getrandbits
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from typing_extensions import TypedDict
 
 from serve_app.domain.access import KeyGrant
 from serve_app.domain.request import InferenceResponse, Priority, ResponseStream
+from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, RelayError, RequestTooLarge, WorkflowStepError, get_reason
 from serve_app.settings import InferenceSettings
 
@@ -43,6 +46,18 @@ _RESERVED_HEADERS = {name for name, _ in DEFAULT_HEADERS} | {
 }
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 PRIORITY_HEADER = "x-request-priority"
+InferenceHeaders = TypedDict(
+    "InferenceHeaders",
+    {
+        "x-request-timeout-seconds": Annotated[
+            float,
+            documented("The timeout, 0 for none; late requests have status 504.", minimum=0, maximum=86400),
+        ],
+        "x-request-priority": Annotated[
+            Literal["high", "normal", "low"], documented("The priority in the queue.")
+        ],
+    },
+)
 _PRIORITIES: dict[str, Priority] = {"high": "high", "normal": "normal", "low": "low"}
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _BODYLESS_STATUSES = (204, 304)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
+from typing_extensions import TypedDict
+
 from serve_app.control.api import ControlPlane
+from serve_app.domain.experiment import ExperimentSummary
+from serve_app.domain.validation import documented
 from serve_app.errors import MethodNotAllowed, ResourceNotFound
 from serve_app.protocols.http import auth, json_body
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.torchserve.errors import send_json
+
+
+class ExperimentList(TypedDict):
+    """Experiments without their results, the newest first."""
+
+    experiments: list[ExperimentSummary]
+
+
+class PurgeParameters(TypedDict):
+    purge: Annotated[Literal["true", "false"], documented("true: delete it with its measurements.")]
 
 
 async def handle_model(exchange: HttpExchange, control: ControlPlane, model: str, limit: int) -> None:
@@ -18,7 +32,8 @@ async def handle_model(exchange: HttpExchange, control: ControlPlane, model: str
         document = await json_body.read(exchange, limit)
         await send_json(exchange, await control.start_experiment(model, document))
     elif exchange.method == "GET":
-        await send_json(exchange, {"experiments": await control.list_experiments(model)})
+        experiments: ExperimentList = {"experiments": await control.list_experiments(model)}
+        await send_json(exchange, experiments)
     else:
         raise MethodNotAllowed()
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 from urllib.parse import parse_qsl
 
+from typing_extensions import TypedDict
+
 from serve_app.domain.access import AccessTable
+from serve_app.domain.validation import documented
 from serve_app.errors import MethodNotAllowed, ModelNotAllowed, ResourceNotFound
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
@@ -14,6 +18,9 @@ from serve_app.settings import Settings
 
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
+MetricsParameters = TypedDict(
+    "MetricsParameters", {"name[]": Annotated[list[str], documented("Only metrics with these names.")]}
+)
 Render = Callable[[frozenset[str] | None], Awaitable[bytes]]
 """Renders the metrics page; with names, only the samples that have them."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from serve_app.control.api import ControlPlane
 from serve_app.errors import MethodNotAllowed
 from serve_app.protocols.http.exchange import HttpExchange
@@ -13,6 +15,7 @@ async def handle(exchange: HttpExchange, control: ControlPlane, model: str) -> N
 
     A shadow is configured with the model's traffic policy.
     """
+    document: Any
     if exchange.method == "GET":
         document = await control.get_shadow(model)
     elif exchange.method == "DELETE":

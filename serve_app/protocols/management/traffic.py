@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from serve_app.control.api import ControlPlane
 from serve_app.errors import MethodNotAllowed
 from serve_app.protocols.http import json_body
@@ -11,6 +13,7 @@ from serve_app.protocols.torchserve import errors, openapi
 
 async def handle(exchange: HttpExchange, control: ControlPlane, model: str, limit: int) -> None:
     """Send the policy that is active after the request; a body has at most ``limit`` bytes."""
+    document: Any
     if exchange.method == "GET":
         document = await control.get_traffic(model)
     elif exchange.method == "PUT":

@@ -6,18 +6,53 @@ import base64
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain.request import InferenceResponse, InputPart
+from serve_app.domain.validation import STRICT, documented
 from serve_app.protocols.openai.errors import InvalidField
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 _FORMATS = ("float", "base64")
-_FIELDS = ("model", "input", "encoding_format", "user")
 # Sent with each text: Torchrelay's own sentence models return the number of tokens, others ignore it.
 _COUNT_TOKENS = InputPart("parameters", b'{"tokens": true}', "application/json")
+
+
+_Text = Annotated[str, documented(minLength=1)]
+
+
+class EmbeddingsBody(TypedDict):
+    """The body of a request."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    model: Annotated[str, documented("name, or name:version", minLength=1)]
+    input: _Text | Annotated[list[_Text], documented(minItems=1, maxItems=MAX_INPUTS)]
+    encoding_format: NotRequired[Literal["float", "base64"]]
+    user: NotRequired[str]
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: Annotated[int, documented(minimum=0)]
+    embedding: Annotated[list[float] | str, documented("Or base64 of little-endian float32.")]
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+_FIELDS = tuple(EmbeddingsBody.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -68,16 +103,18 @@ def encode_response(
 
     Raises InvalidField if the model does not return vectors.
     """
-    data, tokens = [], 0
+    data: list[Embedding] = []
+    tokens = 0
     for index, response in enumerate(responses):
         vector, count = _parse_vector(response.body, model)
         tokens += count
-        embedding: Any = vector
+        embedding: list[float] | str = vector
         if embedding_request.base64:
             embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         data.append({"object": "embedding", "index": index, "embedding": embedding})
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return orjson.dumps({"object": "list", "data": data, "model": model, "usage": usage})
+    usage: EmbeddingUsage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    document: EmbeddingList = {"object": "list", "data": data, "model": model, "usage": usage}
+    return orjson.dumps(document)
 
 
 def _parse_vector(body: bytes, model: str) -> tuple[list[float], int]:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app import errors
+from serve_app.domain.validation import documented
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
+
+
+class OpenAIErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: Annotated[str | None, documented("The machine-readable reason.")]
+    detail: NotRequired[
+        Annotated[str, documented("Details of a handler's failure, if the operator enables them.")]
+    ]
+
+
+class OpenAIError(TypedDict):
+    error: OpenAIErrorFields
 
 
 class InvalidField(errors.BadRequest):
@@ -57,14 +73,14 @@ def find_status(error: Exception) -> tuple[int, str, str]:
     return status, kind, code or errors.get_reason(error)
 
 
-def to_document(error: Exception, request_id: str = "", shown: Shown = "hidden") -> dict[str, Any]:
+def to_document(error: Exception, request_id: str = "", shown: Shown = "hidden") -> OpenAIError:
     """Return the body of an error; ``shown`` is the part of a handler's failure that it contains."""
     _, kind, code = find_status(error)
     message = str(error)
     if not isinstance(error, errors.RelayError):  # its message is not meant for the caller
         message = f"Unexpected {type(error).__name__}; the server's log has more under {request_id}."
     param = "model" if isinstance(error, _MODEL_ERRORS) else getattr(error, "field", None)
-    document: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    document: OpenAIErrorFields = {"message": message, "type": kind, "param": param, "code": code}
     if shown != "hidden" and isinstance(error, _HANDLER_ERRORS) and (detail := error.detail.strip()):
         document["detail"] = detail if shown == "traceback" else detail.splitlines()[-1]
     return {"error": document}

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.access import matches
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
+from serve_app.domain.validation import documented
 from serve_app.errors import HandlerRejected, InvalidBody, MethodNotAllowed, NoReplica, RelayError
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import (
@@ -37,6 +39,44 @@ Route = Callable[[HttpExchange], Awaitable[None]]
 
 _MIN_CONCURRENT_TEXTS = 16  # of one request, even if the model's batches are smaller
 _NO_BUFFERING = (b"x-accel-buffering", b"no")
+
+
+_ModelId = Annotated[str, documented("name, or name:version", minLength=1)]
+
+
+class CompletionBody(TypedDict):
+    """A request; the handler defines further fields: prompt, max_tokens, temperature, stop, stream, …"""
+
+    model: _ModelId
+
+
+class ChatMessage(TypedDict):
+    role: str
+
+
+class ChatCompletionBody(TypedDict):
+    """A request; the handler defines further fields: max_tokens, temperature, stop, tools, …"""
+
+    model: _ModelId
+    messages: list[ChatMessage]
+    stream: NotRequired[Annotated[bool, documented("Answer with server-sent events.")]]
+
+
+class OpenAIModel(TypedDict):
+    """OpenAI's fields, and those of KServe's first protocol, which has the same addresses."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    name: str
+    ready: bool
+
+
+class OpenAIModelList(TypedDict):
+    object: Literal["list"]
+    data: list[OpenAIModel]
+    models: Annotated[list[str], documented("The ids, as in KServe's first protocol.")]
 
 
 class OpenAIRoutes:
@@ -87,9 +127,8 @@ class OpenAIRoutes:
     async def _list_models(self, exchange: HttpExchange) -> None:
         ids = list(self._iterate_ids(auth.get_allowed_models(exchange)))
         data = [_describe_model(id) for id in ids]
-        await exchange.send_response(
-            200, [JSON], orjson.dumps({"object": "list", "data": data, "models": ids})
-        )
+        document: OpenAIModelList = {"object": "list", "data": data, "models": ids}
+        await exchange.send_response(200, [JSON], orjson.dumps(document))
 
     def _iterate_ids(self, allowed_models: tuple[str, ...]) -> Iterator[str]:
         """Yield the name of each model, and ``name:version`` for each version if there are several."""
@@ -268,8 +307,7 @@ def _is_ready(version: VersionRoute) -> bool:
     return version.phase in ("ready", "idle") or version.replicas > 0
 
 
-def _describe_model(id: str) -> dict[str, Any]:
-    """Return OpenAI's fields, and those of KServe's first protocol, which has the same addresses."""
+def _describe_model(id: str) -> OpenAIModel:
     return {"id": id, "object": "model", "created": 0, "owned_by": "torchrelay", "name": id, "ready": True}
 
 

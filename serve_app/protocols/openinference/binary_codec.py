@@ -8,22 +8,79 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain import tensors
 from serve_app.domain.request import InferenceResponse, InputPart
 from serve_app.domain.signature import ANY, DATATYPES, Signature, abbreviate
 from serve_app.domain.tensors import TensorLayout
+from serve_app.domain.validation import documented
 from serve_app.errors import InvalidBody
+from serve_app.protocols.http.exchange import InferenceHeaders
 from serve_app.protocols.openinference import conversion
 from serve_app.protocols.openinference.conversion import Parameter, ParsedInference, RequestedOutput
+from serve_app.protocols.openinference.metadata import Count, Datatype
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
 _MAX_CACHED_JSON = 1024  # bytes of the JSON before raw tensors
 _MAX_ITEMS = 1_000  # inputs, or outputs, of a request
 _OBJECT_TYPES, _SCALAR_TYPES = {dict}, {str, int, float, bool}
+
+
+_Name = Annotated[str, documented(minLength=1)]
+_Parameters = Annotated[dict[str, Parameter], documented("Parameters of the request, input or output.")]
+
+
+_JSONLength = TypedDict(
+    "_JSONLength",
+    {
+        "inference-header-content-length": Annotated[
+            int,
+            documented(
+                "The size of the JSON in bytes if tensors follow it; 0: the body is the model's only input.",
+                minimum=0,
+            ),
+        ]
+    },
+)
+
+
+class TensorHeaders(InferenceHeaders, _JSONLength):
+    """The headers of every inference request, and the size of the JSON."""
+
+
+class TensorDocument(TypedDict):
+    """A tensor; its elements follow the JSON as bytes where ``data`` is absent."""
+
+    name: _Name
+    datatype: Datatype
+    shape: Annotated[Sequence[Count], documented(maxItems=32)]
+    parameters: NotRequired[_Parameters]
+    data: NotRequired[Annotated[Any, documented("The elements, flat or nested as in the shape.")]]
+
+
+class OutputRequest(TypedDict):
+    name: _Name
+    parameters: NotRequired[_Parameters]
+
+
+class InferRequest(TypedDict):
+    id: NotRequired[str]
+    parameters: NotRequired[_Parameters]
+    inputs: Annotated[list[TensorDocument], documented(maxItems=_MAX_ITEMS)]
+    outputs: NotRequired[
+        Annotated[list[OutputRequest], documented("Default: all outputs.", maxItems=_MAX_ITEMS)]
+    ]
+
+
+class InferResponse(TypedDict):
+    model_name: str
+    model_version: str
+    id: NotRequired[str]
+    outputs: list[TensorDocument]
 
 
 class _BinaryInput(NamedTuple):
@@ -163,7 +220,8 @@ def encode_response(
     binary_flags = [
         all_binary if requested.binary is None else requested.binary for requested in inference.outputs
     ] or [all_binary] * len(outputs)
-    documents, buffers = [], []
+    documents: list[TensorDocument] = []
+    buffers = []
     for tensor, binary in zip(outputs, binary_flags):
         name, datatype, shape, data = tensor
         if binary:
@@ -182,15 +240,14 @@ def encode_response(
     return b"".join((header, *buffers)), len(header) if buffers else None
 
 
-def _encode_header(model: str, version: str, id: str, outputs: list[dict[str, Any]]) -> bytes:
-    document: dict[str, Any] = {"model_name": model, "model_version": version}
-    if id:
-        document["id"] = id
-    document["outputs"] = outputs
+def _encode_header(model: str, version: str, id: str, outputs: list[TensorDocument]) -> bytes:
+    document: InferResponse = {"model_name": model, "model_version": version, "id": id, "outputs": outputs}
+    if not id:
+        del document["id"]
     return orjson.dumps(document)
 
 
-def _describe_binary_output(name: str, datatype: str, shape: Sequence[int], size: int) -> dict[str, Any]:
+def _describe_binary_output(name: str, datatype: str, shape: Sequence[int], size: int) -> TensorDocument:
     """Return the JSON of an output whose ``size`` bytes follow."""
     return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import orjson
+from typing_extensions import TypedDict
 
 from serve_app import errors
+from serve_app.domain.validation import documented
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
+
+
+class OpenInferenceError(TypedDict):
+    error: Annotated[str, documented("The error message.")]
 
 
 class UnsupportedFeature(errors.BadRequest):
@@ -65,7 +71,7 @@ def find_status(error: Exception, generates: bool = False) -> int:
     return 500
 
 
-def to_document(error: Exception, request_id: str = "", shown: Shown = "hidden") -> dict[str, Any]:
+def to_document(error: Exception, request_id: str = "", shown: Shown = "hidden") -> OpenInferenceError:
     """Return the body of an error; ``shown`` is the part of a handler's failure that it contains."""
     if not isinstance(error, errors.RelayError):  # its message is not meant for the caller
         reference = f"; the server's log has more under {request_id}" if request_id else ""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, Priority, ResponseStream
 from serve_app.domain.signature import abbreviate
+from serve_app.domain.validation import documented
 from serve_app.errors import HandlerRejected, InvalidBody, RelayError
 from serve_app.protocols.openinference.conversion import build_rejection
 
@@ -23,6 +25,22 @@ _SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "seed", "stop")
 _FINISH_REASONS = {"length": "length", "stop": "eos_token"}
 _EVENT_PREFIX = b"data: "
 _DONE = b"[DONE]"
+
+
+class GenerateBody(TypedDict):
+    text_input: Annotated[str, documented("The prompt.")]
+    id: NotRequired[str]
+    parameters: NotRequired[
+        Annotated[dict[str, Any], documented("max_tokens, temperature, top_p, top_k, seed, stop, details")]
+    ]
+
+
+class GeneratedText(TypedDict):
+    text_output: str
+    model_name: str
+    model_version: str
+    id: NotRequired[str]
+    details: NotRequired[Annotated[dict[str, str], documented("The finish_reason.")]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +105,7 @@ def build_request(
     )
 
 
-def to_document(generate_request: GenerateRequest, response: InferenceResponse) -> dict[str, Any]:
+def to_document(generate_request: GenerateRequest, response: InferenceResponse) -> GeneratedText:
     """Return the document of a response. Raises HandlerRejected."""
     if not 200 <= response.status < 300:
         raise build_rejection(response, _error_message(response.body))
@@ -119,8 +137,8 @@ async def encode_events(generate_request: GenerateRequest, stream: ResponseStrea
 
 def _build_output(
     generate_request: GenerateRequest, version: str, text: Any, finish_reason: Any
-) -> dict[str, Any]:
-    output = {
+) -> GeneratedText:
+    output: GeneratedText = {
         "text_output": text or "",
         "model_name": generate_request.model,
         "model_version": version,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from typing_extensions import NotRequired, TypedDict
 
 import serve_app
 from serve_app.domain import signature
 from serve_app.domain.access import matches
 from serve_app.domain.model import VersionStats
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
-
-JsonDict = dict[str, Any]
+from serve_app.domain.validation import documented
 
 PLATFORM = "torchrelay"
 EXTENSIONS = (
@@ -27,18 +28,112 @@ EXTENSIONS = (
 )
 _NANOSECONDS = 1e9  # per second
 
+Count = Annotated[int, documented(minimum=0)]
+Datatype = Annotated[str, documented(enum=list(signature.DATATYPES))]
 
-def describe_server() -> JsonDict:
+
+class ServerMetadata(TypedDict):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(TypedDict):
+    name: str
+    datatype: Datatype
+    shape: Annotated[list[int], documented("-1: any length.")]
+
+
+class ModelMetadata(TypedDict):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class PortConfig(TypedDict):
+    name: str
+    data_type: str
+    dims: list[int]
+
+
+class TritonModelConfig(TypedDict):
+    """The parts of a model's configuration that Triton's clients read."""
+
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: Annotated[int, documented("0: shapes include the batch axis.")]
+    input: list[PortConfig]
+    output: list[PortConfig]
+    dynamic_batching: dict[str, list[int]]
+    instance_group: list[dict[str, Any]]
+    model_transaction_policy: dict[str, bool]
+    version_policy: dict[str, dict[str, list[str]]]
+
+
+RepositoryState = Literal["READY", "LOADING", "UNAVAILABLE"]
+
+
+class RepositoryEntry(TypedDict):
+    name: str
+    version: str
+    state: RepositoryState
+    reason: str
+
+
+class Duration(TypedDict):
+    count: Count
+    ns: Count
+
+
+class BatchStatistics(TypedDict):
+    batch_size: Annotated[int, documented(minimum=1)]
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class VersionStatistics(TypedDict):
+    name: str
+    version: str
+    last_inference: Annotated[
+        int, documented("Milliseconds since the epoch; 0 without an inference.", minimum=0)
+    ]
+    inference_count: Count
+    execution_count: Count
+    inference_stats: dict[str, Duration]
+    batch_stats: list[BatchStatistics]
+    memory_usage: list[Any]
+
+
+class Statistics(TypedDict):
+    model_stats: list[VersionStatistics]
+
+
+class Readiness(TypedDict):
+    name: NotRequired[str]
+    ready: bool
+
+
+def describe_server() -> ServerMetadata:
     return {"name": "torchrelay", "version": serve_app.__version__, "extensions": list(EXTENSIONS)}
 
 
-def describe_model(name: str, model: ModelRoute, version: VersionRoute) -> JsonDict:
+def describe_model(name: str, model: ModelRoute, version: VersionRoute) -> ModelMetadata:
     """Return the metadata of one version.
 
     Inputs and outputs are empty if neither its signature file nor its handler declares them.
     """
     ports = signature.write(version.signature or signature.Signature())
-    return {"name": name, "versions": sorted(model.versions), "platform": PLATFORM, **ports}
+    return {
+        "name": name,
+        "versions": sorted(model.versions),
+        "platform": PLATFORM,
+        "inputs": ports["inputs"],
+        "outputs": ports["outputs"],
+    }
 
 
 def is_ready(version: VersionRoute) -> bool:
@@ -46,7 +141,7 @@ def is_ready(version: VersionRoute) -> bool:
     return version.phase == "idle" or (version.phase == "ready" and version.replicas > 0)
 
 
-def describe_config(name: str, version: VersionRoute) -> JsonDict:
+def describe_config(name: str, version: VersionRoute) -> TritonModelConfig:
     """Return the parts of a model's configuration that Triton's clients read.
 
     ``max_batch_size`` is 0, which means that shapes include the batch axis.
@@ -66,27 +161,33 @@ def describe_config(name: str, version: VersionRoute) -> JsonDict:
     }
 
 
-def _describe_port(port: JsonDict) -> JsonDict:
+def _describe_port(port: TensorMetadata) -> PortConfig:
     datatype = "STRING" if port["datatype"] == "BYTES" else port["datatype"]
     return {"name": port["name"], "data_type": f"TYPE_{datatype}", "dims": port["shape"]}
 
 
 def list_versions(
     table: RoutingTable, allowed_models: tuple[str, ...], only_ready: bool = False
-) -> list[JsonDict]:
+) -> list[RepositoryEntry]:
     """Return the state of every version of the models that match ``allowed_models``."""
-    documents = []
+    documents: list[RepositoryEntry] = []
     for name, model in sorted(table.models.items()):
         for version in model.versions.values() if matches(name, allowed_models) else ():
             ready = is_ready(version)
             if ready or not only_ready:
-                state = "READY" if ready else "LOADING" if version.phase == "loading" else "UNAVAILABLE"
+                state = _repository_state(version)
                 reason = "" if ready or state == "LOADING" else (version.last_error.strip() or "unloaded")
                 documents.append({"name": name, "version": version.version, "state": state, "reason": reason})
     return documents
 
 
-def describe_statistics(stats: Iterable[VersionStats]) -> JsonDict:
+def _repository_state(version: VersionRoute) -> RepositoryState:
+    if is_ready(version):
+        return "READY"
+    return "LOADING" if version.phase == "loading" else "UNAVAILABLE"
+
+
+def describe_statistics(stats: Iterable[VersionStats]) -> Statistics:
     """Return the statistics of versions in the format of the extension ``statistics``.
 
     Times are in nanoseconds. ``compute_infer`` counts batches; the times before and after the model are not
@@ -95,8 +196,8 @@ def describe_statistics(stats: Iterable[VersionStats]) -> JsonDict:
     return {"model_stats": [_describe_version_stats(version) for version in stats]}
 
 
-def _describe_version_stats(stats: VersionStats) -> JsonDict:
-    def duration(count: int, seconds: float) -> JsonDict:
+def _describe_version_stats(stats: VersionStats) -> VersionStatistics:
+    def duration(count: int, seconds: float) -> Duration:
         return {"count": count, "ns": round(seconds * _NANOSECONDS)}
 
     return {

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from typing_extensions import TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.domain.model import Registration
 from serve_app.domain.signature import abbreviate
+from serve_app.domain.validation import STRICT, documented
 from serve_app.errors import ArchiveNotFound, InvalidBody, ModelNotFound
 from serve_app.protocols.openinference.errors import UnsupportedFeature
 
 _MAX_WORKERS = 1_000
+
+
+class LoadParameters(TypedDict, total=False):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    url: Annotated[str, documented("Another archive.")]
+    workers: Annotated[int, documented(minimum=1, maximum=_MAX_WORKERS)]
+
+
+class LoadRequest(TypedDict, total=False):
+    parameters: LoadParameters
+
+
+class IndexRequest(TypedDict, total=False):
+    ready: Annotated[bool, documented("true: only ready versions.")]
 
 
 async def load(

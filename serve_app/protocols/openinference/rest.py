@@ -184,8 +184,8 @@ class OpenInferenceRoutes:
         finally:
             disconnect_check.cancel()
         response_headers = [JSON, *build_response_headers(response, with_content_type=False)]
-        document = generate.to_document(generate_request, response)
-        await exchange.send_response(200, response_headers, orjson.dumps(document))
+        output = generate.to_document(generate_request, response)
+        await exchange.send_response(200, response_headers, orjson.dumps(output))
 
     async def _stream(
         self, exchange: HttpExchange, generate_request: generate.GenerateRequest, stream: ResponseStream

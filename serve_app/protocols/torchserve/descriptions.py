@@ -3,15 +3,92 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.domain import autoscaling
 from serve_app.domain.model import ReplicaInfo, ScalingProgress, VersionDescription
+from serve_app.domain.validation import documented
 from serve_app.errors import NoReplica
 
 MAX_PAGE_SIZE = 100
 _DEFAULT_MAX_BATCH_DELAY_MS = 100  # TorchServe shows it where none is set
+_Count = Annotated[int, documented(minimum=0)]
+_UTC = documented("In UTC.", format="date-time")
+
+
+class ModelEntry(TypedDict):
+    modelName: str
+    modelUrl: Annotated[str, documented("The URL of the default version.")]
+
+
+class ModelPage(TypedDict):
+    nextPageToken: NotRequired[
+        Annotated[str, documented("The token of the next page; absent on the last one.")]
+    ]
+    models: Annotated[list[ModelEntry], documented(maxItems=MAX_PAGE_SIZE)]
+
+
+class WorkerDescription(TypedDict):
+    id: str
+    startTime: Annotated[str, _UTC]
+    status: Literal["READY", "LOADING", "UNLOADING"]
+    memoryUsage: Annotated[int, documented("The resident memory in bytes.")]
+    pid: Annotated[int, documented("The process id.")]
+    gpu: Annotated[bool, documented("Whether it uses a GPU.")]
+    gpuUsage: Annotated[str, documented("The visible GPUs, or N/A.")]
+
+
+class JobQueueStatus(TypedDict):
+    remainingCapacity: Annotated[int, documented("The free places in the queues.", minimum=0)]
+    pendingRequests: Annotated[int, documented("The requests in the queues.", minimum=0)]
+
+
+class ModelDescription(TypedDict):
+    """A version of a model: TorchServe's fields, then ours."""
+
+    modelName: str
+    modelVersion: str
+    modelUrl: Annotated[str, documented("The source of the archive.")]
+    runtime: Annotated[str, documented("The interpreter of the handler.")]
+    minWorkers: _Count
+    maxWorkers: _Count
+    batchSize: Annotated[int, documented("The maximum number of requests in a batch.", minimum=1)]
+    maxBatchDelay: Annotated[
+        int, documented("The time in milliseconds that an incomplete batch waits.", minimum=0)
+    ]
+    responseTimeout: Annotated[float, documented("The timeout of a batch in seconds.")]
+    startupTimeout: Annotated[float, documented("The timeout of a worker's start in seconds.")]
+    maxRetryTimeoutInSec: int
+    clientTimeoutInMills: int
+    parallelType: str
+    parallelLevel: int
+    deviceType: str
+    deviceIds: NotRequired[list[int]]
+    continuousBatching: bool
+    useJobTicket: bool
+    useVenv: bool
+    stateful: bool
+    sequenceMaxIdleMSec: int
+    sequenceTimeoutMSec: int
+    maxNumSequence: int
+    maxSequenceJobQueueSize: int
+    loadedAtStartup: bool
+    workers: list[WorkerDescription]
+    jobQueueStatus: JobQueueStatus
+    autoscaling: NotRequired[
+        Annotated[dict[str, Any], documented("The autoscaling policy, if there is one.")]
+    ]
+    task: NotRequired[Annotated[str, documented("The task of a Hugging Face folder.")]]
+    customizedMetadata: NotRequired[
+        Annotated[dict[str, Any], documented("The handler's own metadata; with customized=true.")]
+    ]
+    lastError: NotRequired[
+        Annotated[str, documented("The last error that ended a worker or prevented its start.")]
+    ]
+    lastErrorTime: NotRequired[Annotated[str, _UTC]]
 
 
 class NoReplicaToDescribe(NoReplica):
@@ -26,13 +103,14 @@ class NoReplicaToDescribe(NoReplica):
 
 async def list_models(
     control: ControlPlane, limit: int, start: int, allowed_models: tuple[str, ...]
-) -> dict[str, Any]:
+) -> ModelPage:
     """Return a page of the models whose names match ``allowed_models``."""
     limit = limit if 0 <= limit <= MAX_PAGE_SIZE else MAX_PAGE_SIZE
     page, next_start = await control.list_models(max(start, 0), limit, allowed_models)
-    document: dict[str, Any] = {} if next_start is None else {"nextPageToken": str(next_start)}
-    document["models"] = [{"modelName": name, "modelUrl": url} for name, url in page]
-    return document
+    models: list[ModelEntry] = [{"modelName": name, "modelUrl": url} for name, url in page]
+    if next_start is None:
+        return {"models": models}
+    return {"nextPageToken": str(next_start), "models": models}
 
 
 def describe_registration(progress: ScalingProgress) -> tuple[int, str]:
@@ -79,10 +157,10 @@ _IN_PROGRESS = {
 }
 
 
-def describe_version(description: VersionDescription) -> dict[str, Any]:
+def describe_version(description: VersionDescription) -> ModelDescription:
     """Return a version's description with TorchServe's fields, in its order; ours follow."""
     spec, status = description.spec, description.status
-    document: dict[str, Any] = {
+    document: ModelDescription = {
         "modelName": spec.name,
         "modelVersion": spec.version,
         "modelUrl": spec.url,
@@ -100,10 +178,7 @@ def describe_version(description: VersionDescription) -> dict[str, Any]:
         "parallelType": spec.parallel_type,
         "parallelLevel": spec.parallel_level,
         "deviceType": spec.device_type or ("gpu" if spec.num_gpus else "cpu"),
-    }
-    if spec.device_ids:
-        document["deviceIds"] = list(spec.device_ids)
-    document |= {
+        "deviceIds": list(spec.device_ids),
         "continuousBatching": spec.continuous_batching,
         "useJobTicket": spec.use_job_ticket,
         "useVenv": spec.use_venv,
@@ -119,6 +194,8 @@ def describe_version(description: VersionDescription) -> dict[str, Any]:
             "pendingRequests": description.pending,
         },
     }
+    if not spec.device_ids:
+        del document["deviceIds"]
     if spec.scaling is not None:
         document["autoscaling"] = autoscaling.write(spec.scaling)
     if task := spec.config.get("task"):
@@ -134,7 +211,7 @@ def describe_version(description: VersionDescription) -> dict[str, Any]:
     return document
 
 
-def _describe_worker(worker: ReplicaInfo) -> dict[str, Any]:
+def _describe_worker(worker: ReplicaInfo) -> WorkerDescription:
     return {
         "id": worker.id,
         "startTime": _utc(worker.started_at),

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app import errors
+from serve_app.domain.validation import documented
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
+
+
+class TorchServeError(TypedDict):
+    """An error in TorchServe's format."""
+
+    code: Annotated[int, documented("The status of the response.")]
+    type: Annotated[str, documented("The name of the error.")]
+    message: Annotated[str, documented("The error message.")]
+    detail: NotRequired[Annotated[str, documented("Details, if there are any and the caller may see them.")]]
+
+
+class Status(TypedDict):
+    """The result of a change, as a sentence."""
+
+    status: str
 
 
 class TokenNotIssued(errors.AccessDenied):
@@ -102,7 +119,7 @@ def clamp_status(code: int) -> int:
 
 def to_document(
     error: Exception, request_id: str = "", handler_errors: HandlerErrors = "hidden"
-) -> dict[str, Any] | None:
+) -> TorchServeError | Status | None:
     """Return the body of an error response; None when it has no body.
 
     ``handler_errors`` sets how much of a handler's failure is in it.
@@ -113,7 +130,7 @@ def to_document(
     if not isinstance(error, errors.RelayError):  # its message is not meant for clients
         log_hint = f"; the server's log has more under {request_id}" if request_id else ""
         return {"code": status, "type": name, "message": f"Unexpected {type(error).__name__}{log_hint}."}
-    document: dict[str, Any] = {"code": status, "type": name, "message": str(error)}
+    document: TorchServeError = {"code": status, "type": name, "message": str(error)}
     if isinstance(error, _WITH_DETAIL) and error.detail:
         document["detail"] = error.detail
     elif (

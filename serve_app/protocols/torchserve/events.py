@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Annotated
 from urllib.parse import parse_qsl
 
 import orjson
+from typing_extensions import TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.domain.model import FINAL_STAGES, ModelEvent
 from serve_app.domain.request import InferenceResponse, ResponseStream
+from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
 from serve_app.protocols.http.exchange import ClientDisconnected, HttpExchange
 from serve_app.protocols.http.sse import EVENT_STREAM, HEARTBEAT_INTERVAL_S, KEEP_ALIVE_COMMENT
+from serve_app.protocols.torchserve.parameters import Flag
 
 _HEADERS = [(b"content-type", EVENT_STREAM.encode()), (b"x-accel-buffering", b"no")]
+
+
+class EventParameters(TypedDict):
+    since: Annotated[int, documented("Only events after this one.", minimum=0)]
+    follow: Annotated[Flag, documented("true: continue the stream after the model is ready or has failed.")]
+    registration: Annotated[str, documented("Only the registration with this name.")]
+
+
+EventHeaders = TypedDict(
+    "EventHeaders", {"last-event-id": Annotated[str, documented("As since.", pattern="^[0-9]+$")]}
+)
 
 
 async def stream(exchange: HttpExchange, control: ControlPlane, model: str) -> None:

@@ -320,7 +320,7 @@ class TorchServeStatus:
         self._handler_errors = settings.inference.handler_errors
 
     def __call__(self, error: Exception, rpc: GrpcCall) -> str:
-        document = errors.to_document(error, rpc.request_id, self._handler_errors) or {}
+        document: Any = errors.to_document(error, rpc.request_id, self._handler_errors) or {}
         parts = (document.get("message") or str(error), document.get("detail"), document.get("type"))
         return "\n".join(part for part in parts if part)
 

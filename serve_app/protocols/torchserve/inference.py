@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Annotated, Literal
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, Kind, ResponseStream
+from serve_app.domain.validation import documented
 from serve_app.errors import (
     ClientTimeout,
     MethodNotAllowed,
@@ -22,6 +24,7 @@ from serve_app.protocols.http import auth
 from serve_app.protocols.http.async_predictions import AsyncInterceptor
 from serve_app.protocols.http.exchange import (
     HttpExchange,
+    InferenceHeaders,
     arm_header,
     build_response_headers,
     encode_handler_headers,
@@ -39,6 +42,33 @@ Route = Callable[[HttpExchange], Awaitable[None]]
 # Seconds for which a late request stays unanswered where TorchServe would never answer it.
 LATE_RESPONSE_HOLD_S = 120.0
 _ROUTES_WITHOUT_KEY = ("ping", "health", "api-description")  # and every OPTIONS request
+
+
+class PredictionHeaders(InferenceHeaders):
+    accept: Annotated[
+        str, documented("text/event-stream: stream the response as server-sent events.", pattern="^[ -~]*$")
+    ]
+
+
+class InvocationParameters(TypedDict):
+    model_name: Annotated[str, documented("The model.")]
+
+
+class Health(TypedDict):
+    status: Literal["Healthy", "Unhealthy"]
+
+
+class Liveness(TypedDict):
+    live: bool
+
+
+class StartupState(TypedDict):
+    """The readiness; versions are written as model/version."""
+
+    ready: Annotated[bool, documented("Whether all models of the start-up are ready or have failed.")]
+    loading: list[str]
+    failed: list[str]
+    reason: NotRequired[Annotated[str, documented("Present until a routing table has been received.")]]
 
 
 class InferenceRoutes:
@@ -265,7 +295,7 @@ class InferenceRoutes:
         else:
             raise ResourceNotFound()
 
-    def _readiness(self) -> dict[str, Any]:
+    def _readiness(self) -> StartupState:
         """Return which versions are loading and which have failed, as model/version."""
         table = self._plane.table
         phases: dict[str, list[str]] = {"loading": [], "failed": []}
@@ -273,7 +303,11 @@ class InferenceRoutes:
             for version in route.versions.values():
                 if version.phase in phases:
                     phases[version.phase].append(f"{model}/{version.version}")
-        document: dict[str, Any] = {"ready": self._plane.ready, **phases}
+        document: StartupState = {
+            "ready": self._plane.ready,
+            "loading": phases["loading"],
+            "failed": phases["failed"],
+        }
         if table.generation == 0:
             document["reason"] = "no routing table has reached this process yet"
         return document

@@ -4,18 +4,87 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
 import orjson
+from typing_extensions import TypedDict
 
 from serve_app.domain import autoscaling
 from serve_app.domain.model import Registration
+from serve_app.domain.validation import documented
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.torchserve import form_data
 from serve_app.protocols.torchserve.errors import JsonSyntaxError
 
 _MAX_ID_LENGTH = 100  # characters of a registration's id
+_INT32_MAX = 2**31 - 1
+Flag = Annotated[str, documented("true; every other value is false.")]
+
+
+def _integer(description: str) -> Any:
+    return documented(description, minimum=0, maximum=_INT32_MAX)
+
+
+class PageParameters(TypedDict, total=False):
+    limit: Annotated[str, documented("The maximum number on a page, 0 to 100; other values stand for 100.")]
+    next_page_token: Annotated[str, documented("The nextPageToken of the previous page.")]
+
+
+class RegistrationParameters(TypedDict, total=False):
+    url: Annotated[str, documented("A file of the model store, or the URL of the archive.")]
+    model_name: Annotated[str, documented("The model's name; default: that of the manifest.")]
+    handler: Annotated[str, documented("The handler; default: that of the manifest.")]
+    task: Annotated[str, documented("The task of a Hugging Face folder; default: derived from its files.")]
+    runtime: Annotated[str, documented("The interpreter of the handler; default: that of the manifest.")]
+    registration: Annotated[
+        str, documented("A name chosen by the caller, to filter the events of this registration.")
+    ]
+    batch_size: Annotated[int, _integer("The maximum number of requests in a batch.")]
+    max_batch_delay: Annotated[int, _integer("The time in milliseconds that an incomplete batch waits.")]
+    initial_workers: Annotated[int, _integer("The number of workers to start.")]
+    response_timeout: Annotated[int, _integer("The timeout of a batch in seconds.")]
+    startup_timeout: Annotated[int, _integer("The timeout of a worker's start in seconds.")]
+    synchronous: Annotated[Flag, documented("true: respond after the workers have started.")]
+    s3_sse_kms: Annotated[Flag, documented("true: an https URL of S3's is signed.")]
+
+
+_Seconds = Annotated[float, documented("Seconds of sustained load before workers change.", minimum=0)]
+
+
+class ScalingParameters(TypedDict, total=False):
+    min_worker: Annotated[int, _integer("The minimum number of workers; default 1.")]
+    max_worker: Annotated[int, _integer("The maximum; default min_worker.")]
+    synchronous: Annotated[Flag, documented("true: respond after the workers have started.")]
+    autoscaling_policy: Annotated[
+        Literal["requests", "latency"], documented("The signal that the number of workers follows.")
+    ]
+    target_ongoing_requests: Annotated[float, documented("The target number of rows per worker.", minimum=0)]
+    target_p95_ms: Annotated[float, documented("Policy latency: the target p95 in milliseconds.", minimum=0)]
+    upscale_delay_s: _Seconds
+    downscale_delay_s: _Seconds
+    downscale_to_zero_delay_s: Annotated[_Seconds, documented("The same for the last worker.")]
+    look_back_period_s: Annotated[
+        float, documented("The seconds over which load and latency are measured.", minimum=0)
+    ]
+
+
+class DescribeParameters(TypedDict, total=False):
+    customized: Annotated[Flag, documented("true: include the handler's own metadata.")]
+
+
+class TokenParameters(TypedDict, total=False):
+    type: Annotated[Literal["management", "inference"], documented("The key to replace.")]
+
+
+class WorkflowParameters(TypedDict, total=False):
+    url: Annotated[str, documented("A name in the workflow store, or a URL.")]
+    workflow_name: Annotated[str, documented("The name; default: the archive's.")]
+    response_timeout: Annotated[int, documented("The timeout of its models in seconds.")]
+    startup_timeout: Annotated[int, documented("The timeout of their start in seconds.")]
+    s3_sse_kms: Annotated[Flag, documented("true: an https URL of S3's is signed.")]
+
+
 _TEXT_PARAMETERS = ("model_name", "handler", "task", "runtime")
 COUNT_PARAMETERS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
 _INTEGER_PARAMETERS = {*COUNT_PARAMETERS, "min_worker", "max_worker"}
@@ -24,14 +93,9 @@ AUTOSCALING_PARAMETERS = {key: key for key in autoscaling.KEYS if key != "policy
     "autoscaling_policy": "policy"
 }
 _PARAMETERS = {
-    "url",
-    "synchronous",
     "model_version",
-    "s3_sse_kms",
-    "registration",
-    *_TEXT_PARAMETERS,
-    *_INTEGER_PARAMETERS,
-    *AUTOSCALING_PARAMETERS,
+    *RegistrationParameters.__annotations__,
+    *ScalingParameters.__annotations__,
 }
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 

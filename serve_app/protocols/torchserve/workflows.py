@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.domain import validation
@@ -15,10 +16,25 @@ from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.torchserve import errors, form_data
 from serve_app.protocols.torchserve.descriptions import MAX_PAGE_SIZE
-from serve_app.protocols.torchserve.parameters import parse_bool, parse_integer, parse_query
+from serve_app.protocols.torchserve.parameters import (
+    WorkflowParameters,
+    parse_bool,
+    parse_integer,
+    parse_query,
+)
 from serve_app.settings import Settings
 
 _YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+
+
+class WorkflowEntry(TypedDict):
+    workflowName: str
+    workflowUrl: str
+
+
+class WorkflowPage(TypedDict):
+    nextPageToken: NotRequired[str]
+    workflows: list[WorkflowEntry]
 
 
 class WorkflowRoutes:
@@ -62,8 +78,10 @@ class WorkflowRoutes:
         limit = limit if 0 <= limit <= MAX_PAGE_SIZE else MAX_PAGE_SIZE
         start = max(parse_integer(query.get("next_page_token"), 0), 0)
         page, next_start = await self._control.list_workflows(start, limit, auth.get_allowed_models(exchange))
-        document: dict[str, Any] = {} if next_start is None else {"nextPageToken": str(next_start)}
-        document["workflows"] = [{"workflowName": name, "workflowUrl": url} for name, url in page]
+        workflows: list[WorkflowEntry] = [{"workflowName": name, "workflowUrl": url} for name, url in page]
+        document: WorkflowPage = {"workflows": workflows}
+        if next_start is not None:
+            document = {"nextPageToken": str(next_start), "workflows": workflows}
         await errors.send_json(exchange, document)
 
     async def _register(self, exchange: HttpExchange) -> None:
@@ -86,7 +104,7 @@ def _workflow_document(fields: dict[str, Any]) -> dict[str, Any] | None:
     return {key: value for key, value in fields.items() if key not in _PARAMETERS}
 
 
-_PARAMETERS = ("url", "workflow_name", "response_timeout", "startup_timeout", "s3_sse_kms")
+_PARAMETERS = tuple(WorkflowParameters.__annotations__)
 
 
 def _parse_registration(fields: dict[str, Any]) -> Registration:
