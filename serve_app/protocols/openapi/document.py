@@ -1,0 +1,235 @@
+"""OpenAPI 3.1 documents of operations; pydantic generates their schemas from the annotated types."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from typing_extensions import TypedDict
+
+import serve_app
+from serve_app.domain.validation import documented
+from serve_app.protocols.openapi.operations import API, Content, Operation, Status
+
+Json = dict[str, Any]
+Mode = Literal["validation", "serialization"]
+
+_DESCRIPTION = """Serves PyTorch models on Ray Serve with TorchServe's API, the Open Inference Protocol and OpenAI's API.
+
+Errors have the format of the request's protocol. Each has the header `x-torchrelay-reason`, temporary ones also `retry-after`.
+"""  # noqa: E501
+_SECURITY_SCHEMES = {
+    "key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A key with the required permission, if the server requires keys.",
+    }
+}
+_NAME = "^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+# Excludes the segments that have another meaning in a path.
+_VERSION = "^(?!(events|experiments|invoke|predict|rollout|shadow|traffic)$)[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+
+
+class _PathParameters(TypedDict):
+    model_name: Annotated[str, documented("The model.", pattern=_NAME)]
+    model_version: Annotated[
+        str, documented("The version, or a label of the model's traffic policy.", pattern=_VERSION)
+    ]
+    model_id: Annotated[str, documented("name, or name:version", pattern=_NAME)]
+    workflow_name: Annotated[str, documented("The workflow.", pattern=_NAME)]
+    workflow_version: Annotated[str, documented("The version.", pattern=_NAME)]
+    experiment_id: Annotated[str, documented("The experiment's id.", pattern="^[0-9a-f]+$")]
+    id: Annotated[str, documented("The id of the prediction.", pattern="^[0-9a-f]{32}$")]
+    url_path: Annotated[str, documented("Sent to the handler as the header url_path; may contain slashes.")]
+
+
+_REQUEST_ID = {
+    "description": "The id of the request in the server's log.",
+    "schema": {"type": "string", "format": "uuid"},
+}
+_MODEL_VERSION = {"description": "The version that answered.", "schema": {"type": "string"}}
+_ERROR_REASON = {"description": "The machine-readable reason of the error.", "schema": {"type": "string"}}
+_RETRY_AFTER = {
+    "description": "Seconds after which a retry makes sense.",
+    "schema": {"type": "integer", "minimum": 1},
+}
+_RETRYABLE = (429, 503, 504)
+_STATUS_DESCRIPTIONS: dict[Status, str] = {
+    "default": "The handler's own status and body.",
+    200: "The request succeeded.",
+    202: "Accepted; some replicas have not applied the change yet.",
+    204: "Done; there is no body.",
+    400: "The request is invalid.",
+    401: "The key is missing or lacks the permission.",
+    403: "The request is forbidden.",
+    404: "The resource does not exist.",
+    405: "The method is not allowed, or the model API is disabled.",
+    409: "It exists already, or it conflicts with an active policy, experiment, rollout or workflow.",
+    410: "The state of the sequence, or the response, is lost.",
+    413: "The body is larger than inference.max_request_size.",
+    422: "The body is not a valid document of this type.",
+    424: "The model's handler failed.",
+    429: "The model's limit of concurrent requests is reached.",
+    500: "A worker or the server failed.",
+    501: "This part of the protocol is not supported.",
+    503: "No replica is available, or the handler failed.",
+    504: "The deadline has passed.",
+    507: "Out of memory.",
+}
+
+
+class Document:
+    """The document of one port, which is built on first use because that takes a while."""
+
+    def __init__(self, title: str, *apis: API) -> None:
+        self._title = title
+        self._apis = apis
+
+    @property
+    def methods(self) -> dict[str, list[str]]:
+        """The methods of each path."""
+        methods: dict[str, list[str]] = {}
+        for api in self._apis:
+            for path, operation in api.operations:
+                methods.setdefault(path, []).append(operation.method)
+        return methods
+
+    @cached_property
+    def content(self) -> Json:
+        schemas = _Schemas(self._apis)
+        paths: Json = {}
+        responses: Json = {}
+        for api in self._apis:
+            for path, operation in api.operations:
+                path_item = paths.setdefault(path, {})
+                path_item[operation.method.lower()] = _render_operation(path, operation, api, schemas)
+                for status in api.errors.list_statuses(path, operation):
+                    responses[f"{api.errors.kind.__name__}{status}"] = _render_error(status, api, schemas)
+        tags = {api.tag: {"name": api.tag, "description": api.description} for api in self._apis}
+        components = {
+            "responses": dict(sorted(responses.items())),
+            "schemas": schemas.components,
+            "securitySchemes": _SECURITY_SCHEMES,
+        }
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": self._title, "version": serve_app.__version__, "description": _DESCRIPTION},
+            "servers": [{"url": "/"}],
+            "tags": list(tags.values()),
+            "security": [{}, {"key": []}],
+            "paths": paths,
+            "components": components,
+        }
+
+
+class _SchemaGenerator(GenerateJsonSchema):
+    """pydantic's generator, without titles of fields and with the docstrings of dataclasses."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def dataclass_schema(self, schema: Any) -> Json:
+        json_schema = super().dataclass_schema(schema)
+        cls = schema["cls"]
+        if not cls.__doc__.startswith(f"{cls.__name__}("):  # the signature, where there is no docstring
+            json_schema["description"] = inspect.cleandoc(cls.__doc__)
+        return json_schema
+
+
+class _Schemas:
+    """The schemas of all types of some APIs: ``components``, and references to them."""
+
+    def __init__(self, apis: tuple[API, ...]) -> None:
+        types = dict.fromkeys(used for api in apis for used in _iterate_types(api))
+        inputs = [(index, mode, TypeAdapter[Any](kind)) for index, (kind, mode) in enumerate(types)]
+        generated, definitions = TypeAdapter.json_schemas(
+            inputs, ref_template="#/components/schemas/{model}", schema_generator=_SchemaGenerator
+        )
+        self.components: Json = definitions.get("$defs", {})
+        self._generated = {used: generated[index, used[1]] for index, used in enumerate(types)}
+
+    def render_content(self, content: Content, mode: Mode) -> Json:
+        return {media: {"schema": self._generated[kind, mode]} for media, kind in content.types.items()}
+
+
+def _iterate_types(api: API) -> Iterator[tuple[Any, Mode]]:
+    yield api.errors.kind, "serialization"
+    for _, operation in api.operations:
+        if operation.request_content is not None:
+            for kind in operation.request_content.types.values():
+                yield kind, "validation"
+        for content in operation.contents.values():
+            for kind in content.types.values():
+                yield kind, "serialization"
+
+
+@cache
+def _render_parameters(kind: type, location: str) -> list[Json]:
+    """Return the parameters that the fields of a TypedDict describe."""
+    fields = TypeAdapter(kind).json_schema(schema_generator=_SchemaGenerator)["properties"]
+    return [
+        {
+            "in": location,
+            "name": name,
+            "description": field.pop("description"),
+            "required": location == "path",
+            "schema": field,
+        }
+        for name, field in fields.items()
+    ]
+
+
+def _render_operation(path: str, operation: Operation, api: API, schemas: _Schemas) -> Json:
+    names = re.findall(r"{(\w+)}", path)
+    parameters = [item for item in _render_parameters(_PathParameters, "path") if item["name"] in names]
+    for location, kind in (("query", operation.query), ("header", operation.headers)):
+        if kind is not None:
+            parameters += _render_parameters(kind, location)
+    document: Json = {
+        "tags": [api.tag],
+        "operationId": operation.id,
+        "summary": operation.summary,
+        "parameters": parameters,
+    }
+    if (body := operation.request_content) is not None:
+        document["requestBody"] = {
+            "content": schemas.render_content(body, "validation"),
+            "required": body.required,
+            "description": body.description,
+        }
+    if operation.deprecated:
+        document["deprecated"] = True
+    errors = {
+        str(status): {"$ref": f"#/components/responses/{api.errors.kind.__name__}{status}"}
+        for status in api.errors.list_statuses(path, operation)
+    }
+    successes = {
+        str(status): _render_response(status, content, schemas)
+        for status, content in operation.contents.items()
+    }
+    document["responses"] = {**errors, **successes}
+    return document
+
+
+def _render_response(status: Status, content: Content, schemas: _Schemas) -> Json:
+    headers = {"x-request-id": _REQUEST_ID}
+    if content.from_model:
+        headers["x-model-version"] = _MODEL_VERSION
+    document: Json = {"description": content.description or _STATUS_DESCRIPTIONS[status], "headers": headers}
+    if content.types:
+        document["content"] = schemas.render_content(content, "serialization")
+    return document
+
+
+def _render_error(status: int, api: API, schemas: _Schemas) -> Json:
+    types = {} if status in api.errors.without_body else {"application/json": api.errors.kind}
+    document = _render_response(status, Content(types), schemas)
+    document["headers"]["x-torchrelay-reason"] = _ERROR_REASON
+    if status in _RETRYABLE:
+        document["headers"]["retry-after"] = _RETRY_AFTER
+    return document

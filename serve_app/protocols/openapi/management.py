@@ -1,0 +1,259 @@
+"""The management API: models, traffic and workflows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from serve_app.domain.experiment import ExperimentDocument, ExperimentPlan, RewardCounts, RewardsBody
+from serve_app.domain.rollout import RolloutDocument, RolloutPlan
+from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, TrafficPolicy
+from serve_app.domain.validation import documented
+from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowSource
+from serve_app.protocols.management.experiments import ExperimentList, PurgeParameters
+from serve_app.protocols.openapi.operations import (
+    API,
+    Content,
+    Operation,
+    delete,
+    get,
+    json,
+    options,
+    post,
+    put,
+)
+from serve_app.protocols.openapi.torchserve import ERRORS, OpenAPIDocument
+from serve_app.protocols.openinference.metadata import Readiness
+from serve_app.protocols.torchserve.descriptions import ModelDescription, ModelPage
+from serve_app.protocols.torchserve.errors import Status
+from serve_app.protocols.torchserve.events import EventHeaders, EventParameters
+from serve_app.protocols.torchserve.parameters import (
+    DescribeParameters,
+    PageParameters,
+    RegistrationParameters,
+    ScalingParameters,
+    TokenParameters,
+    WorkflowParameters,
+)
+from serve_app.protocols.torchserve.workflows import WorkflowPage
+
+_Models = Annotated[list[ModelDescription], documented(minItems=1)]
+_Workflows = Annotated[list[WorkflowDocument], documented("The default version first.", minItems=1)]
+_CHANGED = {200: Status, 202: Status}
+_SCALED = {
+    200: Status,
+    202: json(Status, "Accepted; the change continues in the background, or is not applied everywhere yet."),
+    206: json(Status, "Some of the workers have not started yet."),
+}
+_BODY_PARAMETERS = Content(
+    {"application/json": dict[str, Any], "application/x-www-form-urlencoded": dict[str, Any]},
+    "The parameters of the query, which they override.",
+    required=False,
+)
+
+
+def _describe_api(id: str) -> Operation:
+    return options(id, "Describe the model's API.", OpenAPIDocument)
+
+
+def _version(suffix: str, subject: str) -> list[Operation]:
+    """Return the operations of a model or of one of its versions."""
+    return [
+        get(
+            f"describe{suffix}",
+            f'Describe {subject}; the version "all" stands for every version.',
+            _Models,
+            (503,),
+            query=DescribeParameters,
+        ),
+        put(
+            f"scale{suffix}",
+            f"Change the number of workers of {subject}.",
+            _SCALED,
+            (409, 507),
+            _BODY_PARAMETERS,
+            query=ScalingParameters,
+        ),
+        delete(f"unregister{suffix}", f"Unregister {subject}.", _CHANGED, (403, 405, 409)),
+        _describe_api(f"describe{suffix}_api"),
+    ]
+
+
+_CONFLICT = (409,)
+_MODEL = "/models/{model_name}"
+_VERSION = f"{_MODEL}/{{model_version}}"
+
+MODELS = API(
+    "TorchServe: management",
+    "Registration, scaling and description of models.",
+    ERRORS,
+    {
+        "/models": [
+            get("models", "List the models by name.", ModelPage, query=PageParameters),
+            post(
+                "register",
+                "Register an archive, or a Hugging Face folder.",
+                _SCALED,
+                (403, 404, 405, 409, 507),
+                _BODY_PARAMETERS,
+                query=RegistrationParameters,
+            ),
+        ],
+        _MODEL: _version("", "a model's default version"),
+        _VERSION: _version("_version", "one version of a model"),
+        f"{_VERSION}/set-default": [
+            put(
+                "set_default", "Set the version that serves requests without a version.", _CHANGED, _CONFLICT
+            ),
+            _describe_api("set_default_api"),
+        ],
+        f"{_MODEL}/events": [
+            get(
+                "events",
+                "Stream the events of a model's start.",
+                Content({"text/event-stream": Any}, "Server-sent events."),
+                query=EventParameters,
+                headers=EventHeaders,
+            )
+        ],
+        "/v1/models/{model_name}": [
+            get("v1_ready", "Get whether a model's default version is ready.", Readiness)
+        ],
+        "/token": [
+            get(
+                "token",
+                "Write a new key to the key file.",
+                json(Any, "A line end; the key is in the file."),
+                (404,),
+                query=TokenParameters,
+            )
+        ],
+    },
+)
+
+_TRAFFIC = {200: TrafficDocument, 202: TrafficDocument}
+_ROLLOUT = {200: RolloutDocument, 202: RolloutDocument}
+_EXPERIMENT = {200: ExperimentDocument, 202: ExperimentDocument}
+REWARDS = API(
+    "Rewards",
+    "Rewards of requests, recorded on the inference port.",
+    ERRORS,
+    {
+        "/experiments/{experiment_id}/events": [
+            post(
+                "reward",
+                "Record rewards; each counts once, however often it is posted.",
+                RewardCounts,
+                body=RewardsBody,
+            )
+        ]
+    },
+)
+TRAFFIC = API(
+    "Traffic",
+    "Policies, shadows, rollouts and experiments.",
+    ERRORS,
+    {
+        f"{_MODEL}/traffic": [
+            get("traffic", "Get a model's policy and the active split.", TrafficDocument),
+            put(
+                "set_traffic",
+                "Set the traffic policy of a model.",
+                _TRAFFIC,
+                _CONFLICT,
+                TrafficPolicy | TrafficDocument,
+            ),
+            delete("reset_traffic", "Reset to the default version.", _TRAFFIC, _CONFLICT),
+            _describe_api("traffic_api"),
+        ],
+        f"{_MODEL}/shadow": [
+            get("shadow", "Get the statistics of a shadow.", ShadowDocument),
+            delete("reset_shadow", "Delete the statistics of a shadow.", Status),
+            _describe_api("shadow_api"),
+        ],
+        f"{_MODEL}/rollout": [
+            get("rollout", "Get a model's last rollout.", RolloutDocument),
+            post(
+                "start_rollout",
+                "Start a rollout, which moves requests to a new version in steps.",
+                _ROLLOUT,
+                _CONFLICT,
+                RolloutPlan,
+            ),
+        ],
+        **{
+            f"{_MODEL}/rollout/{verb}": [post(f"{verb}_rollout", summary, _ROLLOUT, _CONFLICT)]
+            for verb, summary in {
+                "pause": "Pause a rollout at its current share.",
+                "resume": "Resume a rollout.",
+                "abort": "Abort a rollout: the old version receives all requests again.",
+            }.items()
+        },
+        f"{_MODEL}/experiments": [
+            get(
+                "model_experiments",
+                "List a model's experiments, newest first, without results.",
+                ExperimentList,
+            ),
+            post(
+                "start_experiment",
+                "Start an experiment, which splits requests among its arms.",
+                _EXPERIMENT,
+                _CONFLICT,
+                ExperimentPlan,
+            ),
+        ],
+        "/experiments": [get("experiments", "List the experiments of all models.", ExperimentList)],
+        "/experiments/{experiment_id}": [
+            get("experiment", "Get the current results of an experiment.", ExperimentDocument),
+            delete(
+                "stop_experiment",
+                "Stop an experiment, or delete a stopped one.",
+                {200: ExperimentDocument | Status, 202: ExperimentDocument},
+                _CONFLICT,
+                query=PurgeParameters,
+            ),
+        ],
+        **REWARDS.paths,
+    },
+)
+
+_WORKFLOW_BODY = WorkflowParameters | WorkflowSource
+WORKFLOWS = API(
+    "Workflows",
+    "Registration and description. A workflow is called by name, like a model.",
+    ERRORS,
+    {
+        "/workflows": [
+            get("workflows", "List workflows by name.", WorkflowPage, query=PageParameters),
+            post(
+                "register_workflow",
+                "Register a workflow, from a .war or from a document.",
+                _CHANGED,
+                (404, 405, 409, 507),
+                Content(
+                    {"application/json": _WORKFLOW_BODY, "application/yaml": _WORKFLOW_BODY},
+                    "A workflow, or the parameters of the query, which they override.",
+                    required=False,
+                ),
+                query=WorkflowParameters,
+            ),
+        ],
+        "/workflows/{workflow_name}": [
+            get("workflow", "Describe every version of a workflow.", _Workflows),
+            delete(
+                "unregister_workflow",
+                "Unregister a workflow and the models of its archive.",
+                _CHANGED,
+                (405, 409),
+            ),
+        ],
+        "/workflows/{workflow_name}/{workflow_version}": [
+            delete(
+                "unregister_workflow_version",
+                "Unregister one version of a workflow.",
+                _CHANGED,
+                (403, 405, 409),
+            )
+        ],
+    },
+)
