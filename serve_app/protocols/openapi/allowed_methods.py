@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from functools import cached_property
 
-from serve_app.protocols.openapi.builders import Json
+from starlette.routing import compile_path
 
-_SEGMENT_PATTERNS = {"{url_path}": ".+"}  # may contain slashes
+from serve_app.protocols.openapi.document import Document
 
 
 class AllowedMethods:
     """The allowed methods of the paths in ``document``, which is read on first use because that is rare."""
 
-    def __init__(self, document: Json) -> None:
+    def __init__(self, document: Document) -> None:
         self._document = document
 
     def allow(self, path: str, but: str) -> bytes | None:
@@ -28,23 +28,15 @@ class AllowedMethods:
 
     @cached_property
     def _paths(self) -> list[tuple[re.Pattern[str], list[str]]]:
-        # More specific paths come first, as in the routers.
-        paths = sorted(self._document["paths"].items(), key=lambda item: item[0].count("{"))
-        return [(_compile_path(path), _list_methods(operations)) for path, operations in paths]
+        # More specific paths come first, as in the routers. The parameter url_path may contain slashes.
+        paths = sorted(self._document.methods.items(), key=lambda item: item[0].count("{"))
+        return [
+            (compile_path(path.replace("{url_path}", "{url_path:path}"))[0], _add_implied_methods(methods))
+            for path, methods in paths
+        ]
 
 
-def _compile_path(path: str) -> re.Pattern[str]:
-    segments = re.split(r"(\{\w+\})", path)
-    return re.compile(
-        "".join(
-            _SEGMENT_PATTERNS.get(segment, "[^/]+") if segment.startswith("{") else re.escape(segment)
-            for segment in segments
-        )
-    )
-
-
-def _list_methods(operations: Json) -> list[str]:
-    methods = [method.upper() for method in operations]
+def _add_implied_methods(methods: list[str]) -> list[str]:
     head = ["HEAD"] if "GET" in methods else []
     options = ["OPTIONS"] if "OPTIONS" not in methods else []
     return [*methods, *head, *options]

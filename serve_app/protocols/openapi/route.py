@@ -8,14 +8,14 @@ import orjson
 
 from serve_app.errors import MethodNotAllowed
 from serve_app.protocols.http.exchange import JSON, HttpExchange
-from serve_app.protocols.openapi.builders import Json
+from serve_app.protocols.openapi.document import Document
 from serve_app.protocols.torchserve import errors
 
 
 class OpenAPIRoutes:
     """The route, which needs no key because the document describes no model."""
 
-    def __init__(self, document: Json) -> None:
+    def __init__(self, document: Document) -> None:
         self._document = document
 
     send_error = staticmethod(errors.send_error)
@@ -30,4 +30,4 @@ class OpenAPIRoutes:
 
     @cached_property
     def _encoded_document(self) -> bytes:
-        return orjson.dumps(self._document)
+        return orjson.dumps(self._document.content)

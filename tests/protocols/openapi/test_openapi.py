@@ -18,19 +18,22 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from schemathesis.checks import CHECKS
 
+from serve_app.control.rollouts import state_machine
 from serve_app.domain import tensors
+from serve_app.domain.async_prediction import AsyncPrediction
 from serve_app.domain.model import ModelEvent, ModelSpec, ReplicaInfo
 from serve_app.domain.request import InferenceRequest, InferenceResponse
+from serve_app.domain.rollout import Rollout, RolloutPlan
 from serve_app.protocols import openapi
 
 pytestmark = pytest.mark.integration
 
 
 DOCUMENTS = {
-    "inference": openapi.inference(),
-    "both": openapi.inference(True),
-    "management": openapi.management(),
-    "metrics": openapi.metrics(),
+    "inference": openapi.inference().content,
+    "both": openapi.inference(True).content,
+    "management": openapi.management().content,
+    "metrics": openapi.metrics().content,
 }
 METHODS_TO_CHECK = ("GET", "POST", "PUT", "DELETE")
 # Tags of paths that serve every method alike.
@@ -175,12 +178,7 @@ def test_every_described_operation_is_routed(ports: dict[str, Any], port: str) -
     requests = []
     for path, operations in DOCUMENTS[port]["paths"].items():
         if path not in ("/token", "/metrics"):  # served only with keys, and on the metrics port
-            parameters = {**values, "id": "m"} if path.startswith("/v1/models/") else values
-            path_with_values = re.sub(
-                r"\{(\w+)\}",
-                lambda match, parameters=parameters: parameters.get(match[1], "m"),
-                path,
-            )
+            path_with_values = re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], "m"), path)
             requests += [(method.upper(), path_with_values) for method in operations]
     assert sorted(set(requests) - set(find_routed(ports[port].app, requests))) == []
 
@@ -193,15 +191,11 @@ def test_each_port_serves_its_document(inference: Any) -> None:
 
 @pytest.mark.parametrize("port", ["inference", "management", "both"])
 def test_rejected_methods_list_the_allowed_ones(ports: dict[str, Any], port: str) -> None:
+    parameters = {"id": "0" * 32, "url_path": "v1/completions"}
     for path, operations in DOCUMENTS[port]["paths"].items():
-        parameters = {"id": "m" if path.startswith("/v1/models/") else "0" * 32, "url_path": "v1/completions"}
         response = ports[port](
             "TRACE",
-            re.sub(
-                r"\{(\w+)\}",
-                lambda match, parameters=parameters: parameters.get(match[1], "m"),
-                path,
-            ),
+            re.sub(r"\{(\w+)\}", lambda match: parameters.get(match[1], "m"), path),
         )
         assert response.status == 405, path
         allowed = set(response["allow"].split(", "))
@@ -235,25 +229,12 @@ def stub_features(control_api: Any) -> None:
     policy = {"policy": "default", "active": {"by": "policy", "default": "1.0", "versions": {"1.0": 10000}}}
     arms = {name: {"version": version, "weight": 5000} for name, version in (("a", "1.0"), ("b", "2.0"))}
     experiment = {"id": "e1", "name": "e", "model": "m", "state": "running", "arms": arms, "baseline": "a"}
-    rollout = {
-        "model": "m",
-        "id": "r",
-        "baseline": "1.0",
-        "to": "2.0",
-        "state": "running",
-        "percent": 5.0,
-        "plan": {},
-    }
-    rollout |= {"figures": {}, "guardrails": [], "decisions": []}
+    experiment |= {"started_at": 1.0, "ended": None, "key": None}
+    decided = Rollout(RolloutPlan("2.0"), "r", "m", "1.0", "running", 1.0)
+    rollout = state_machine.to_document(decided, [], 2.0)
     workflow = {"workflowName": "w", "workflowUrl": "", "workflowVersion": "1.0", "defaultVersion": True}
-    prediction = {
-        "id": "0" * 32,
-        "state": "queued",
-        "model": "m",
-        "version": None,
-        "created": 1.0,
-        "self": "/async/0",
-    }
+    prediction = AsyncPrediction("0" * 32, "m", None, "", 1.0).to_dict()
+    shadow = {"model": "m", "shadow": None, "against": []}
 
     def return_value(response: Any) -> Any:
         async def method(*_: Any) -> Any:
@@ -269,11 +250,12 @@ def stub_features(control_api: Any) -> None:
     control_api.record_rewards = return_value({"counted": 1, "repeated": 0})
     control_api.start_rollout = control_api.get_rollout = control_api.update_rollout = return_value(rollout)
     control_api.list_workflows = return_value([("w", "")])
-    control_api.get_workflow = return_value([{**workflow, "steps": {}, "output": []}])
+    control_api.get_workflow = return_value([{**workflow, "steps": {}, "output": [], "ongoing": 0}])
     control_api.submit_prediction = control_api.get_prediction = control_api.cancel_prediction = return_value(
-        {**prediction, "result": None}
+        prediction
     )
-    control_api.get_prediction_result = return_value(({**prediction, "result": None}, None))
+    control_api.get_prediction_result = return_value((prediction, None))
+    control_api.get_shadow = return_value(shadow)
     control_api.get_version_stats = return_value([])
     control_api.poll_events = return_value([ModelEvent(1, "", "m", "1.0", "ready", 1.0, {})])
 
