@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from serve_app.domain import json_path, validation
 from serve_app.domain.traffic_policy import ActiveSplit, StickyKey, allocate, find_weights_error
-from serve_app.domain.validation import documented
+from serve_app.domain.validation import PendingStatus, documented
 from serve_app.errors import BadRequest
 
 BUCKET_GROUPS = 1_000  # of an arm's buckets, from which its variance is estimated
@@ -53,13 +53,11 @@ class ExperimentMetric:
 
 @dataclass(frozen=True)
 class ExperimentPlan:
-    """The document that operators write. Without a key each request is assigned by itself."""
+    """An experiment, which splits requests among its arms; without a key, each request by itself."""
 
     __pydantic_config__ = validation.STRICT
     name: Annotated[str, documented("The display name.", minLength=1, maxLength=_MAX_NAME_LENGTH)]
-    arms: Annotated[
-        Mapping[str, Arm], documented("Two or more; their weights sum to 10,000.", minProperties=2)
-    ]
+    arms: Annotated[Mapping[str, Arm], documented("Their weights sum to 10,000.", minProperties=2)]
     metrics: Annotated[tuple[ExperimentMetric, ...], documented("The compared metrics.", minItems=1)]
     baseline: Annotated[str, documented("The arm that the others are compared with.")]
     key: StickyKey | None = None
@@ -116,7 +114,7 @@ class ExperimentSummary(TypedDict):
 class ExperimentDocument(ExperimentSummary, total=False):
     """An experiment with its results."""
 
-    status: Annotated[str, documented("Present while some replicas have not applied the change.")]
+    status: PendingStatus
     sentence: Annotated[str, documented("A summary of the result.")]
     alpha: float
     comparisons: int
@@ -203,7 +201,7 @@ class Reward:
     metric: Annotated[str, documented("The reward metric; required if there are several.")] = ""
     id: Annotated[
         str,
-        documented("Events with the same id count once; without one, those of a request or key do."),
+        documented("An idempotency key; default: request_id or key."),
     ] = ""
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain import validation
 from serve_app.domain.traffic_policy import BUCKET_COUNT, ActiveSplit, StickyKey, allocate
-from serve_app.domain.validation import documented
+from serve_app.domain.validation import PendingStatus, documented
 from serve_app.errors import BadRequest
 
 BASELINE, CANDIDATE = "baseline", "candidate"  # the arms of its trial
@@ -24,22 +24,16 @@ class Guardrails:
     """The limits on how much worse than the concurrent baseline the candidate may be; None: not checked."""
 
     __pydantic_config__ = validation.STRICT
-    error_rate: Annotated[float | None, documented("The share of failed requests above the baseline's.")] = (
-        0.01
-    )
+    error_rate: Annotated[float | None, documented("The share of failures above the baseline's.")] = 0.01
     p99: Annotated[float | None, documented("The p99 latency as a multiple of the baseline's.")] = 1.5
-    non_finite: Annotated[
-        float | None, documented("The share of responses with NaN or infinity above the baseline's.")
-    ] = 0.0
+    non_finite: Annotated[float | None, documented("NaN or infinity: share above the baseline's.")] = 0.0
     empty: Annotated[float | None, documented("The share of empty responses above the baseline's.")] = 0.01
-    out_of_memory: Annotated[
-        int | None, documented("The number of requests that may fail for lack of memory.")
-    ] = 0
+    out_of_memory: Annotated[int | None, documented("Failures for lack of memory.")] = 0
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """The settings of a rollout. Times are in seconds, steps in percent of the model's requests."""
+    """A rollout, which moves requests to a new version in steps. Times are in seconds."""
 
     __pydantic_config__ = validation.STRICT
     to: Annotated[str, documented("The new version.")]
@@ -49,15 +43,11 @@ class RolloutPlan:
     ] = (1, 5, 25, 50, 100)
     bake_s: Annotated[float, documented("The minimum duration of a step.", minimum=0)] = 60.0
     guardrails: Guardrails = field(default_factory=Guardrails)
-    min_calls: Annotated[
-        int, documented("The minimum number of requests to the new version in each step.", minimum=0)
-    ] = 50
+    min_calls: Annotated[int, documented("The minimum of requests in each step.", minimum=0)] = 50
     keep_warm_s: Annotated[
         float | None, documented("How long the old version keeps its workers; null: forever.", minimum=0)
     ] = 600.0
-    key: Annotated[
-        StickyKey | None, documented("Requests with the same key get the same version, once the new one.")
-    ] = None
+    key: StickyKey | None = None  # a request with the key of an earlier one keeps the new version
     salt: Annotated[str, documented("The salt of the key's hash; empty: the rollout's id.")] = ""
 
 
@@ -135,9 +125,7 @@ class RolloutDocument(TypedDict):
     baseline: Annotated[str, documented("The old version.")]
     to: Annotated[str, documented("The new version.")]
     state: State
-    percent: Annotated[
-        float, documented("The percentage of requests to the new version.", minimum=0, maximum=100)
-    ]
+    percent: Annotated[float, documented("The new version's percentage.", minimum=0, maximum=100)]
     step: int
     started_at: float
     since: Annotated[float, documented("The start of the step.")]
@@ -148,9 +136,7 @@ class RolloutDocument(TypedDict):
     guardrails: Annotated[list[dict[str, Any]], documented("The state of each guardrail.")]
     keeps_warm: bool
     decisions: list[RolloutDecision]
-    status: NotRequired[
-        Annotated[str, documented("Present while some replicas have not applied the change.")]
-    ]
+    status: NotRequired[PendingStatus]
 
 
 def _to_basis_points(percent: float) -> int:

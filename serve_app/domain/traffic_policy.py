@@ -88,9 +88,7 @@ class ShadowPolicy:
         float, documented("The percentage of requests without a version.", minimum=0.01, maximum=100)
     ] = 100.0
     compare: ComparisonRule = ComparisonRule()
-    keep: Annotated[
-        int, documented("The number of worst mismatches that are stored.", minimum=0, maximum=1000)
-    ] = 20
+    keep: Annotated[int, documented("The number of worst mismatches to store.", minimum=0, maximum=1000)] = 20
     redact: Annotated[tuple[str, ...], documented("JSON paths of values that are not stored.")] = ()
     timeout_s: Annotated[float, documented("The timeout of a copy in seconds.", exclusiveMinimum=0)] = 30.0
 

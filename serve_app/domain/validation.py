@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic
 import yaml
@@ -32,6 +32,9 @@ _MAX_YAML_VALUES = 100_000  # values in a YAML text once its aliases are written
 
 class DocumentError(ValueError):
     """An invalid document; the message names the key, the problem and the remedy."""
+
+
+PendingStatus = Annotated[str, documented("Present while some replicas have not applied the change.")]
 
 
 def _adapter(kind: type) -> pydantic.TypeAdapter[Any]:

@@ -43,15 +43,11 @@ class WorkflowStep:
     # Empty: the request, unless there is ``each``.
     inputs: Annotated[str | Mapping[str, str], documented("A source, or sources by name.")] = ""
     each: Annotated[str | Mapping[str, str], documented("Sources that are lists, by name too.")] = ""
-    parallel: Annotated[
-        int, documented("The number of concurrent items.", minimum=1, maximum=_MAX_PARALLEL)
-    ] = 16
-    retries: Annotated[
-        int, documented("Retries after the first attempt.", minimum=0, maximum=_MAX_RETRIES)
-    ] = 0
-    timeout_s: Annotated[
-        float | None, documented("The timeout of an attempt in seconds.", exclusiveMinimum=0)
-    ] = None
+    parallel: Annotated[int, documented("Concurrent items.", minimum=1, maximum=_MAX_PARALLEL)] = 16
+    retries: Annotated[int, documented("Retries of an attempt.", minimum=0, maximum=_MAX_RETRIES)] = 0
+    timeout_s: Annotated[float | None, documented("An attempt's timeout in seconds.", exclusiveMinimum=0)] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         if bool(self.model) == bool(self.function):
@@ -104,12 +100,10 @@ class WorkflowSource:
     steps: Annotated[Mapping[str, WorkflowStep], documented("By name.")]
     name: Annotated[str, documented("The workflow's name in requests.")] = ""
     version: str = "1.0"
-    output: Annotated[
-        str | tuple[str, ...], documented("The steps whose outputs are returned; default: the last ones.")
-    ] = ()
-    timeout_s: Annotated[
-        float | None, documented("The timeout of a request in seconds.", exclusiveMinimum=0)
-    ] = None
+    output: Annotated[str | tuple[str, ...], documented("The returned steps; default: the last ones.")] = ()
+    timeout_s: Annotated[float | None, documented("A request's timeout in seconds.", exclusiveMinimum=0)] = (
+        None
+    )
     workers: Annotated[int, documented("The replicas of its functions.", minimum=1, maximum=_MAX_WORKERS)] = 1
 
     def __post_init__(self) -> None:

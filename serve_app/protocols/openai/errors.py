@@ -17,9 +17,7 @@ class OpenAIErrorFields(TypedDict):
     type: str
     param: str | None
     code: Annotated[str | None, documented("The machine-readable reason.")]
-    detail: NotRequired[
-        Annotated[str, documented("Details of a handler's failure, if the operator enables them.")]
-    ]
+    detail: NotRequired[Annotated[str, documented("Of a handler's failure, if enabled.")]]
 
 
 class OpenAIError(TypedDict):

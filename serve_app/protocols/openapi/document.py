@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import cache, cached_property
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import TypeAdapter
@@ -14,7 +15,7 @@ from typing_extensions import TypedDict
 
 import serve_app
 from serve_app.domain.validation import documented
-from serve_app.protocols.openapi.operations import API, Content, Operation, Status
+from serve_app.protocols.openapi.operations import API, Content, Operation, StatusCode
 
 Json = dict[str, Any]
 Mode = Literal["validation", "serialization"]
@@ -59,15 +60,11 @@ _RETRY_AFTER = {
     "schema": {"type": "integer", "minimum": 1},
 }
 _RETRYABLE = (429, 503, 504)
-_STATUS_DESCRIPTIONS: dict[Status, str] = {
+# Descriptions that are more exact than HTTP's reason phrases.
+_STATUS_DESCRIPTIONS: dict[StatusCode, str] = {
     "default": "The handler's own status and body.",
-    200: "The request succeeded.",
     202: "Accepted; some replicas have not applied the change yet.",
-    204: "Done; there is no body.",
-    400: "The request is invalid.",
     401: "The key is missing or lacks the permission.",
-    403: "The request is forbidden.",
-    404: "The resource does not exist.",
     405: "The method is not allowed, or the model API is disabled.",
     409: "It exists already, or it conflicts with an active policy, experiment, rollout or workflow.",
     410: "The state of the sequence, or the response, is lost.",
@@ -76,7 +73,6 @@ _STATUS_DESCRIPTIONS: dict[Status, str] = {
     424: "The model's handler failed.",
     429: "The model's limit of concurrent requests is reached.",
     500: "A worker or the server failed.",
-    501: "This part of the protocol is not supported.",
     503: "No replica is available, or the handler failed.",
     504: "The deadline has passed.",
     507: "Out of memory.",
@@ -216,11 +212,12 @@ def _render_operation(path: str, operation: Operation, api: API, schemas: _Schem
     return document
 
 
-def _render_response(status: Status, content: Content, schemas: _Schemas) -> Json:
+def _render_response(status: StatusCode, content: Content, schemas: _Schemas) -> Json:
     headers = {"x-request-id": _REQUEST_ID}
     if content.from_model:
         headers["x-model-version"] = _MODEL_VERSION
-    document: Json = {"description": content.description or _STATUS_DESCRIPTIONS[status], "headers": headers}
+    description = content.description or _STATUS_DESCRIPTIONS.get(status) or HTTPStatus(int(status)).phrase
+    document: Json = {"description": description, "headers": headers}
     if content.types:
         document["content"] = schemas.render_content(content, "serialization")
     return document

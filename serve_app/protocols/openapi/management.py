@@ -10,18 +10,8 @@ from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, Tra
 from serve_app.domain.validation import documented
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowSource
 from serve_app.protocols.management.experiments import ExperimentList, PurgeParameters
-from serve_app.protocols.openapi.operations import (
-    API,
-    Content,
-    Operation,
-    delete,
-    get,
-    json,
-    options,
-    post,
-    put,
-)
-from serve_app.protocols.openapi.torchserve import ERRORS, OpenAPIDocument
+from serve_app.protocols.openapi.operations import API, Content, Operation, delete, get, json, post, put
+from serve_app.protocols.openapi.torchserve import ERRORS, describe_api
 from serve_app.protocols.openinference.metadata import Readiness
 from serve_app.protocols.torchserve.descriptions import ModelDescription, ModelPage
 from serve_app.protocols.torchserve.errors import Status
@@ -51,10 +41,6 @@ _BODY_PARAMETERS = Content(
 )
 
 
-def _describe_api(id: str) -> Operation:
-    return options(id, "Describe the model's API.", OpenAPIDocument)
-
-
 def _version(suffix: str, subject: str) -> list[Operation]:
     """Return the operations of a model or of one of its versions."""
     return [
@@ -73,12 +59,14 @@ def _version(suffix: str, subject: str) -> list[Operation]:
             _BODY_PARAMETERS,
             query=ScalingParameters,
         ),
-        delete(f"unregister{suffix}", f"Unregister {subject}.", _CHANGED, (403, 405, 409)),
-        _describe_api(f"describe{suffix}_api"),
+        delete(f"unregister{suffix}", f"Unregister {subject}.", _CHANGED, _REMOVAL),
+        describe_api(f"describe{suffix}_api"),
     ]
 
 
 _CONFLICT = (409,)
+_REMOVAL = (403, 405, 409)
+_EVENTS = Content({"text/event-stream": Any}, "Server-sent events.")
 _MODEL = "/models/{model_name}"
 _VERSION = f"{_MODEL}/{{model_version}}"
 
@@ -101,16 +89,14 @@ MODELS = API(
         _MODEL: _version("", "a model's default version"),
         _VERSION: _version("_version", "one version of a model"),
         f"{_VERSION}/set-default": [
-            put(
-                "set_default", "Set the version that serves requests without a version.", _CHANGED, _CONFLICT
-            ),
-            _describe_api("set_default_api"),
+            put("set_default", "Set the version of requests that name none.", _CHANGED, _CONFLICT),
+            describe_api("set_default_api"),
         ],
         f"{_MODEL}/events": [
             get(
                 "events",
                 "Stream the events of a model's start.",
-                Content({"text/event-stream": Any}, "Server-sent events."),
+                _EVENTS,
                 query=EventParameters,
                 headers=EventHeaders,
             )
@@ -118,15 +104,7 @@ MODELS = API(
         "/v1/models/{model_name}": [
             get("v1_ready", "Get whether a model's default version is ready.", Readiness)
         ],
-        "/token": [
-            get(
-                "token",
-                "Write a new key to the key file.",
-                json(Any, "A line end; the key is in the file."),
-                (404,),
-                query=TokenParameters,
-            )
-        ],
+        "/token": [get("token", "Write a new key to the key file.", Any, (404,), query=TokenParameters)],
     },
 )
 
@@ -139,12 +117,7 @@ REWARDS = API(
     ERRORS,
     {
         "/experiments/{experiment_id}/events": [
-            post(
-                "reward",
-                "Record rewards; each counts once, however often it is posted.",
-                RewardCounts,
-                body=RewardsBody,
-            )
+            post("reward", "Record rewards; each counts once.", RewardCounts, body=RewardsBody)
         ]
     },
 )
@@ -156,29 +129,19 @@ TRAFFIC = API(
         f"{_MODEL}/traffic": [
             get("traffic", "Get a model's policy and the active split.", TrafficDocument),
             put(
-                "set_traffic",
-                "Set the traffic policy of a model.",
-                _TRAFFIC,
-                _CONFLICT,
-                TrafficPolicy | TrafficDocument,
+                "set_traffic", "Set the traffic policy.", _TRAFFIC, _CONFLICT, TrafficPolicy | TrafficDocument
             ),
             delete("reset_traffic", "Reset to the default version.", _TRAFFIC, _CONFLICT),
-            _describe_api("traffic_api"),
+            describe_api("traffic_api"),
         ],
         f"{_MODEL}/shadow": [
             get("shadow", "Get the statistics of a shadow.", ShadowDocument),
             delete("reset_shadow", "Delete the statistics of a shadow.", Status),
-            _describe_api("shadow_api"),
+            describe_api("shadow_api"),
         ],
         f"{_MODEL}/rollout": [
             get("rollout", "Get a model's last rollout.", RolloutDocument),
-            post(
-                "start_rollout",
-                "Start a rollout, which moves requests to a new version in steps.",
-                _ROLLOUT,
-                _CONFLICT,
-                RolloutPlan,
-            ),
+            post("start_rollout", "Start a rollout.", _ROLLOUT, _CONFLICT, RolloutPlan),
         ],
         **{
             f"{_MODEL}/rollout/{verb}": [post(f"{verb}_rollout", summary, _ROLLOUT, _CONFLICT)]
@@ -189,18 +152,8 @@ TRAFFIC = API(
             }.items()
         },
         f"{_MODEL}/experiments": [
-            get(
-                "model_experiments",
-                "List a model's experiments, newest first, without results.",
-                ExperimentList,
-            ),
-            post(
-                "start_experiment",
-                "Start an experiment, which splits requests among its arms.",
-                _EXPERIMENT,
-                _CONFLICT,
-                ExperimentPlan,
-            ),
+            get("model_experiments", "List a model's experiments, newest first.", ExperimentList),
+            post("start_experiment", "Start an experiment.", _EXPERIMENT, _CONFLICT, ExperimentPlan),
         ],
         "/experiments": [get("experiments", "List the experiments of all models.", ExperimentList)],
         "/experiments/{experiment_id}": [
@@ -217,7 +170,11 @@ TRAFFIC = API(
     },
 )
 
-_WORKFLOW_BODY = WorkflowParameters | WorkflowSource
+_WORKFLOW = Content(
+    dict.fromkeys(("application/json", "application/yaml"), WorkflowParameters | WorkflowSource),
+    "A workflow, or the parameters of the query, which they override.",
+    required=False,
+)
 WORKFLOWS = API(
     "Workflows",
     "Registration and description. A workflow is called by name, like a model.",
@@ -230,30 +187,16 @@ WORKFLOWS = API(
                 "Register a workflow, from a .war or from a document.",
                 _CHANGED,
                 (404, 405, 409, 507),
-                Content(
-                    {"application/json": _WORKFLOW_BODY, "application/yaml": _WORKFLOW_BODY},
-                    "A workflow, or the parameters of the query, which they override.",
-                    required=False,
-                ),
+                _WORKFLOW,
                 query=WorkflowParameters,
             ),
         ],
         "/workflows/{workflow_name}": [
             get("workflow", "Describe every version of a workflow.", _Workflows),
-            delete(
-                "unregister_workflow",
-                "Unregister a workflow and the models of its archive.",
-                _CHANGED,
-                (405, 409),
-            ),
+            delete("unregister_workflow", "Unregister a workflow with its models.", _CHANGED, (405, 409)),
         ],
         "/workflows/{workflow_name}/{workflow_version}": [
-            delete(
-                "unregister_workflow_version",
-                "Unregister one version of a workflow.",
-                _CHANGED,
-                (403, 405, 409),
-            )
+            delete("unregister_workflow_version", "Unregister one version of a workflow.", _CHANGED, _REMOVAL)
         ],
     },
 )

@@ -32,7 +32,6 @@ from serve_app.protocols.openinference.repository import IndexRequest, LoadReque
 from serve_app.protocols.torchserve.inference import Liveness
 
 _INFERENCE_ERRORS = (410, 422, 429, 501, 503, 504, 507)
-
 _CHANGE_ERRORS = (405, 409, 501, 503, 507)
 _HANDLER_RESPONSE = json(OpenInferenceError, "The handler's own status.")
 _READINESS = {200: Readiness, 503: json(Readiness | OpenInferenceError, "Not ready.")}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-Status = int | str  # "default" stands for the handler's own
+StatusCode = int | str  # "default" stands for the handler's own
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Operation:
         return None if self.body is None else _to_content(self.body)
 
     @property
-    def contents(self) -> dict[Status, Content]:
+    def contents(self) -> dict[StatusCode, Content]:
         """The contents of the responses that are no errors, by status."""
         responses = self.responses if isinstance(self.responses, dict) else {200: self.responses}
         return {status: _to_content(content) for status, content in responses.items()}

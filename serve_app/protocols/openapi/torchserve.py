@@ -15,15 +15,14 @@ from serve_app.protocols.openapi.operations import (
     Content,
     ErrorFormat,
     Operation,
-    Status,
+    StatusCode,
     delete,
     get,
     json,
     options,
     post,
 )
-from serve_app.protocols.torchserve.errors import Status as ChangeStatus
-from serve_app.protocols.torchserve.errors import TorchServeError
+from serve_app.protocols.torchserve.errors import Status, TorchServeError
 from serve_app.protocols.torchserve.inference import (
     Health,
     InvocationParameters,
@@ -44,11 +43,15 @@ class OpenAPIDocument(TypedDict):
     paths: dict[str, Any]
 
 
+def describe_api(id: str, errors: tuple[int, ...] = (), query: type | None = None) -> Operation:
+    return options(id, "Describe the model's API.", OpenAPIDocument, errors, query=query)
+
+
 ASYNC_RESPONSE = json(
     AsyncPredictionDocument, "Accepted as an async prediction because of the header Prefer: respond-async."
 )
 _UNAVAILABLE = (503,)
-_RESPONSES: dict[Status, Any] = {
+_RESPONSES: dict[StatusCode, Any] = {
     200: Content({}, "The handler's response.", from_model=True),
     "default": NO_CONTENT,
 }
@@ -73,7 +76,7 @@ def _inference(
         replace(operation, method="GET", id=f"{id}_by_get", body=None),
         operation,
         replace(operation, method="PUT", id=f"{id}_by_put"),
-        options(f"{id}_described", "Describe the model's API.", OpenAPIDocument, (404, 503), query=query),
+        describe_api(f"{id}_described", (404, 503), query),
     ]
 
 
@@ -104,8 +107,7 @@ INFERENCE = API(
         f"/{_VERSION}/predict": _inference("legacy_predict_version", f"{_PREDICT_VERSION} {_QUERY_IS_INPUT}"),
         "/invocations": _inference(
             "invocations",
-            "Run the model that the query or a form field names, or the one loaded at start-up. "
-            + _QUERY_IS_INPUT,
+            f"Run the model that a parameter names, or the one loaded at start-up. {_QUERY_IS_INPUT}",
             InvocationParameters,
         ),
         "/wfpredict/{workflow_name}": _inference("wfpredict", "Run a workflow."),
@@ -115,11 +117,11 @@ HEALTH = replace(
     INFERENCE,
     errors=_NO_ERRORS,
     paths={
-        "/": [get("v1_live", "Get the liveness. KServe's version 1.", ChangeStatus)],
+        "/": [get("v1_live", "Get the liveness. KServe's version 1.", Status)],
         "/ping": [
             get(
                 "ping",
-                "Get whether every default version has its workers, or has time left to start.",
+                "Get whether the default versions have their workers.",
                 {200: Health, 500: json(Health, "Workers are missing.")},
             )
         ],
@@ -127,7 +129,7 @@ HEALTH = replace(
         "/health/ready": [
             get(
                 "ready",
-                "Get the readiness: whether all models of the start-up are loaded.",
+                "Get whether all models of the start-up are loaded.",
                 {200: StartupState, 503: json(StartupState, "Not yet.")},
             )
         ],
@@ -147,8 +149,8 @@ ASYNC_PREDICTIONS = API(
             ),
             delete(
                 "cancel_async_prediction",
-                "Cancel an async prediction, or delete one that has ended.",
-                {200: json(AsyncPredictionDocument, "It is being cancelled."), 204: NO_CONTENT},
+                "Cancel or delete an async prediction.",
+                {200: AsyncPredictionDocument, 204: NO_CONTENT},
                 _UNAVAILABLE,
             ),
         ],

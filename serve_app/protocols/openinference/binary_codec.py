@@ -39,10 +39,7 @@ _JSONLength = TypedDict(
     {
         "inference-header-content-length": Annotated[
             int,
-            documented(
-                "The size of the JSON in bytes if tensors follow it; 0: the body is the model's only input.",
-                minimum=0,
-            ),
+            documented("Bytes of the JSON before tensors; 0: the body is the only input.", minimum=0),
         ]
     },
 )
@@ -71,9 +68,7 @@ class InferRequest(TypedDict):
     id: NotRequired[str]
     parameters: NotRequired[_Parameters]
     inputs: Annotated[list[TensorDocument], documented(maxItems=_MAX_ITEMS)]
-    outputs: NotRequired[
-        Annotated[list[OutputRequest], documented("Default: all outputs.", maxItems=_MAX_ITEMS)]
-    ]
+    outputs: NotRequired[Annotated[list[OutputRequest], documented("Default: all.", maxItems=_MAX_ITEMS)]]
 
 
 class InferResponse(TypedDict):

@@ -31,7 +31,7 @@ class GenerateBody(TypedDict):
     text_input: Annotated[str, documented("The prompt.")]
     id: NotRequired[str]
     parameters: NotRequired[
-        Annotated[dict[str, Any], documented("max_tokens, temperature, top_p, top_k, seed, stop, details")]
+        Annotated[dict[str, Any], documented("max_tokens, temperature, seed, stop, details …")]
     ]
 
 

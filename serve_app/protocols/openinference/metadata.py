@@ -98,9 +98,7 @@ class BatchStatistics(TypedDict):
 class VersionStatistics(TypedDict):
     name: str
     version: str
-    last_inference: Annotated[
-        int, documented("Milliseconds since the epoch; 0 without an inference.", minimum=0)
-    ]
+    last_inference: Annotated[int, documented("Milliseconds since the epoch, or 0.", minimum=0)]
     inference_count: Count
     execution_count: Count
     inference_stats: dict[str, Duration]

@@ -25,9 +25,7 @@ class ModelEntry(TypedDict):
 
 
 class ModelPage(TypedDict):
-    nextPageToken: NotRequired[
-        Annotated[str, documented("The token of the next page; absent on the last one.")]
-    ]
+    nextPageToken: NotRequired[Annotated[str, documented("Absent on the last page.")]]
     models: Annotated[list[ModelEntry], documented(maxItems=MAX_PAGE_SIZE)]
 
 
@@ -56,9 +54,7 @@ class ModelDescription(TypedDict):
     minWorkers: _Count
     maxWorkers: _Count
     batchSize: Annotated[int, documented("The maximum number of requests in a batch.", minimum=1)]
-    maxBatchDelay: Annotated[
-        int, documented("The time in milliseconds that an incomplete batch waits.", minimum=0)
-    ]
+    maxBatchDelay: Annotated[int, documented("Milliseconds that an incomplete batch waits.", minimum=0)]
     responseTimeout: Annotated[float, documented("The timeout of a batch in seconds.")]
     startupTimeout: Annotated[float, documented("The timeout of a worker's start in seconds.")]
     maxRetryTimeoutInSec: int
@@ -78,16 +74,10 @@ class ModelDescription(TypedDict):
     loadedAtStartup: bool
     workers: list[WorkerDescription]
     jobQueueStatus: JobQueueStatus
-    autoscaling: NotRequired[
-        Annotated[dict[str, Any], documented("The autoscaling policy, if there is one.")]
-    ]
+    autoscaling: NotRequired[Annotated[dict[str, Any], documented("The autoscaling policy.")]]
     task: NotRequired[Annotated[str, documented("The task of a Hugging Face folder.")]]
-    customizedMetadata: NotRequired[
-        Annotated[dict[str, Any], documented("The handler's own metadata; with customized=true.")]
-    ]
-    lastError: NotRequired[
-        Annotated[str, documented("The last error that ended a worker or prevented its start.")]
-    ]
+    customizedMetadata: NotRequired[Annotated[dict[str, Any], documented("With customized=true.")]]
+    lastError: NotRequired[Annotated[str, documented("The last error that ended a worker or its start.")]]
     lastErrorTime: NotRequired[Annotated[str, _UTC]]
 
 

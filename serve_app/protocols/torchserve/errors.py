@@ -18,7 +18,7 @@ class TorchServeError(TypedDict):
     code: Annotated[int, documented("The status of the response.")]
     type: Annotated[str, documented("The name of the error.")]
     message: Annotated[str, documented("The error message.")]
-    detail: NotRequired[Annotated[str, documented("Details, if there are any and the caller may see them.")]]
+    detail: NotRequired[Annotated[str, documented("Details that the caller may see.")]]
 
 
 class Status(TypedDict):

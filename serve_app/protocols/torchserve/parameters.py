@@ -37,9 +37,7 @@ class RegistrationParameters(TypedDict, total=False):
     handler: Annotated[str, documented("The handler; default: that of the manifest.")]
     task: Annotated[str, documented("The task of a Hugging Face folder; default: derived from its files.")]
     runtime: Annotated[str, documented("The interpreter of the handler; default: that of the manifest.")]
-    registration: Annotated[
-        str, documented("A name chosen by the caller, to filter the events of this registration.")
-    ]
+    registration: Annotated[str, documented("A name by which its events are selected.")]
     batch_size: Annotated[int, _integer("The maximum number of requests in a batch.")]
     max_batch_delay: Annotated[int, _integer("The time in milliseconds that an incomplete batch waits.")]
     initial_workers: Annotated[int, _integer("The number of workers to start.")]
@@ -57,16 +55,14 @@ class ScalingParameters(TypedDict, total=False):
     max_worker: Annotated[int, _integer("The maximum; default min_worker.")]
     synchronous: Annotated[Flag, documented("true: respond after the workers have started.")]
     autoscaling_policy: Annotated[
-        Literal["requests", "latency"], documented("The signal that the number of workers follows.")
+        Literal["requests", "latency"], documented("The signal that workers follow.")
     ]
     target_ongoing_requests: Annotated[float, documented("The target number of rows per worker.", minimum=0)]
     target_p95_ms: Annotated[float, documented("Policy latency: the target p95 in milliseconds.", minimum=0)]
     upscale_delay_s: _Seconds
     downscale_delay_s: _Seconds
     downscale_to_zero_delay_s: Annotated[_Seconds, documented("The same for the last worker.")]
-    look_back_period_s: Annotated[
-        float, documented("The seconds over which load and latency are measured.", minimum=0)
-    ]
+    look_back_period_s: Annotated[float, documented("Seconds over which load is measured.", minimum=0)]
 
 
 class DescribeParameters(TypedDict, total=False):
