@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from openapi_checks import assert_described
+
 from serve_app.control import registry_changes
 from serve_app.control.api import ControlAPI
 from serve_app.control.experiments.service import ExperimentService
@@ -113,6 +115,7 @@ class Cluster:
             else json.dumps(document).encode()
         )
         response = self._app(method, path, body, **more)
+        assert_described(method, path, response)
         return response.status, json.loads(response.body) if response.body else None
 
     def begin(self, document: Any = DOCUMENT, model: str = "m") -> str:

@@ -1,4 +1,4 @@
-"""The HTTP API of each port as an OpenAPI 3.1 document; each protocol's operations have their own module."""
+"""The HTTP API of each port as an OpenAPI 3.1 document; each protocol's endpoints have their own module."""
 
 from __future__ import annotations
 

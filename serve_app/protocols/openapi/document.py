@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 documents of operations; pydantic generates their schemas from the annotated types."""
+"""OpenAPI 3.1 documents of endpoints; pydantic generates their schemas from the annotated types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 import serve_app
 from serve_app.domain.validation import documented
-from serve_app.protocols.openapi.operations import API, Content, Operation, StatusCode
+from serve_app.protocols.openapi.endpoints import API, Content, Endpoint, StatusCode
 
 Json = dict[str, Any]
 Mode = Literal["validation", "serialization"]
@@ -91,8 +91,8 @@ class Document:
         """The methods of each path."""
         methods: dict[str, list[str]] = {}
         for api in self._apis:
-            for path, operation in api.operations:
-                methods.setdefault(path, []).append(operation.method)
+            for path, endpoint in api.endpoints:
+                methods.setdefault(path, []).append(endpoint.method)
         return methods
 
     @cached_property
@@ -101,10 +101,10 @@ class Document:
         paths: Json = {}
         responses: Json = {}
         for api in self._apis:
-            for path, operation in api.operations:
+            for path, endpoint in api.endpoints:
                 path_item = paths.setdefault(path, {})
-                path_item[operation.method.lower()] = _render_operation(path, operation, api, schemas)
-                for status in api.errors.list_statuses(path, operation):
+                path_item[endpoint.method.lower()] = _render_endpoint(path, endpoint, api, schemas)
+                for status in api.errors.list_statuses(path, endpoint):
                     responses[f"{api.errors.kind.__name__}{status}"] = _render_error(status, api, schemas)
         tags = {api.tag: {"name": api.tag, "description": api.description} for api in self._apis}
         components = {
@@ -155,11 +155,11 @@ class _Schemas:
 
 def _iterate_types(api: API) -> Iterator[tuple[Any, Mode]]:
     yield api.errors.kind, "serialization"
-    for _, operation in api.operations:
-        if operation.request_content is not None:
-            for kind in operation.request_content.types.values():
+    for _, endpoint in api.endpoints:
+        if endpoint.request_content is not None:
+            for kind in endpoint.request_content.types.values():
                 yield kind, "validation"
-        for content in operation.contents.values():
+        for content in endpoint.contents.values():
             for kind in content.types.values():
                 yield kind, "serialization"
 
@@ -180,33 +180,33 @@ def _render_parameters(kind: type, location: str) -> list[Json]:
     ]
 
 
-def _render_operation(path: str, operation: Operation, api: API, schemas: _Schemas) -> Json:
+def _render_endpoint(path: str, endpoint: Endpoint, api: API, schemas: _Schemas) -> Json:
     names = re.findall(r"{(\w+)}", path)
     parameters = [item for item in _render_parameters(_PathParameters, "path") if item["name"] in names]
-    for location, kind in (("query", operation.query), ("header", operation.headers)):
+    for location, kind in (("query", endpoint.query), ("header", endpoint.headers)):
         if kind is not None:
             parameters += _render_parameters(kind, location)
     document: Json = {
         "tags": [api.tag],
-        "operationId": operation.id,
-        "summary": operation.summary,
+        "operationId": endpoint.id,
+        "summary": endpoint.summary,
         "parameters": parameters,
     }
-    if (body := operation.request_content) is not None:
+    if (body := endpoint.request_content) is not None:
         document["requestBody"] = {
             "content": schemas.render_content(body, "validation"),
             "required": body.required,
             "description": body.description,
         }
-    if operation.deprecated:
+    if endpoint.deprecated:
         document["deprecated"] = True
     errors = {
         str(status): {"$ref": f"#/components/responses/{api.errors.kind.__name__}{status}"}
-        for status in api.errors.list_statuses(path, operation)
+        for status in api.errors.list_statuses(path, endpoint)
     }
     successes = {
         str(status): _render_response(status, content, schemas)
-        for status, content in operation.contents.items()
+        for status, content in endpoint.contents.items()
     }
     document["responses"] = {**errors, **successes}
     return document

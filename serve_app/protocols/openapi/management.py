@@ -10,7 +10,7 @@ from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, Tra
 from serve_app.domain.validation import documented
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowSource
 from serve_app.protocols.management.experiments import ExperimentList, PurgeParameters
-from serve_app.protocols.openapi.operations import API, Content, Operation, delete, get, json, post, put
+from serve_app.protocols.openapi.endpoints import API, Content, Endpoint, delete, get, json, post, put
 from serve_app.protocols.openapi.torchserve import ERRORS, describe_api
 from serve_app.protocols.openinference.metadata import Readiness
 from serve_app.protocols.torchserve.descriptions import ModelDescription, ModelPage
@@ -41,8 +41,8 @@ _BODY_PARAMETERS = Content(
 )
 
 
-def _version(suffix: str, subject: str) -> list[Operation]:
-    """Return the operations of a model or of one of its versions."""
+def _version(suffix: str, subject: str) -> list[Endpoint]:
+    """Return the endpoints of a model or of one of its versions."""
     return [
         get(
             f"describe{suffix}",
@@ -108,9 +108,9 @@ MODELS = API(
     },
 )
 
-_TRAFFIC = {200: TrafficDocument, 202: TrafficDocument}
-_ROLLOUT = {200: RolloutDocument, 202: RolloutDocument}
-_EXPERIMENT = {200: ExperimentDocument, 202: ExperimentDocument}
+_TRAFFIC = {200: TrafficDocument, 202: Status}
+_ROLLOUT = {200: RolloutDocument, 202: Status}
+_EXPERIMENT = {200: ExperimentDocument, 202: Status}
 REWARDS = API(
     "Rewards",
     "Rewards of requests, recorded on the inference port.",
@@ -161,7 +161,7 @@ TRAFFIC = API(
             delete(
                 "stop_experiment",
                 "Stop an experiment, or delete a stopped one.",
-                {200: ExperimentDocument | Status, 202: ExperimentDocument},
+                {200: ExperimentDocument | Status, 202: Status},
                 _CONFLICT,
                 query=PurgeParameters,
             ),

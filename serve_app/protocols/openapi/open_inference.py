@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from serve_app.protocols.http.exchange import InferenceHeaders
-from serve_app.protocols.openapi.operations import (
+from serve_app.protocols.openapi.endpoints import (
     API,
     NO_CONTENT,
     Content,
+    Endpoint,
     ErrorFormat,
-    Operation,
     Paths,
     get,
     json,
@@ -28,7 +28,7 @@ from serve_app.protocols.openinference.metadata import (
     Statistics,
     TritonModelConfig,
 )
-from serve_app.protocols.openinference.repository import IndexRequest, LoadRequest
+from serve_app.protocols.openinference.repository import IndexRequest, ModelLoadRequest
 from serve_app.protocols.torchserve.inference import Liveness
 
 _INFERENCE_ERRORS = (410, 422, 429, 501, 503, 504, 507)
@@ -37,14 +37,14 @@ _HANDLER_RESPONSE = json(OpenInferenceError, "The handler's own status.")
 _READINESS = {200: Readiness, 503: json(Readiness | OpenInferenceError, "Not ready.")}
 
 
-def _generate(id: str, summary: str, *media: str) -> list[Operation]:
+def _generate(id: str, summary: str, *media: str) -> list[Endpoint]:
     types = {"application/json": GeneratedText, **dict.fromkeys(media, Any)}
     responses = {200: Content(types, from_model=True), "default": _HANDLER_RESPONSE}
     errors = (*_INFERENCE_ERRORS, 424)
     return [post(id, summary, responses, errors, GenerateBody, headers=InferenceHeaders)]
 
 
-def _get(id: str, summary: str, responses: Any, *more_errors: int) -> list[Operation]:
+def _get(id: str, summary: str, responses: Any, *more_errors: int) -> list[Endpoint]:
     return [get(id, summary, responses, (404, 503, *more_errors))]
 
 
@@ -104,7 +104,7 @@ OPEN_INFERENCE = API(
                 "Start a model, or register the archive of its name.",
                 NO_CONTENT,
                 _CHANGE_ERRORS,
-                json(LoadRequest, required=False),
+                json(ModelLoadRequest, required=False),
             )
         ],
         "/v2/repository/models/{model_name}/unload": [

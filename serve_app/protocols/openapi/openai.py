@@ -14,19 +14,19 @@ from serve_app.protocols.openai.inference import (
     OpenAIModel,
     OpenAIModelList,
 )
-from serve_app.protocols.openapi.operations import (
+from serve_app.protocols.openapi.endpoints import (
     API,
     NO_CONTENT,
     Content,
+    Endpoint,
     ErrorFormat,
-    Operation,
     get,
     json,
     post,
 )
 
 
-def _inference(id: str, summary: str, body: type, result: Content) -> list[Operation]:
+def _inference(id: str, summary: str, body: type, result: Content) -> list[Endpoint]:
     responses = {200: result, "default": NO_CONTENT}
     errors = (400, 404, 410, 429, 503, 504, 507)
     return [post(id, summary, responses, errors, body, headers=InferenceHeaders)]

@@ -9,12 +9,12 @@ from typing_extensions import TypedDict
 
 from serve_app.domain.async_prediction import AsyncPredictionDocument
 from serve_app.protocols.management.metrics import MetricsParameters
-from serve_app.protocols.openapi.operations import (
+from serve_app.protocols.openapi.endpoints import (
     API,
     NO_CONTENT,
     Content,
+    Endpoint,
     ErrorFormat,
-    Operation,
     StatusCode,
     delete,
     get,
@@ -43,7 +43,7 @@ class OpenAPIDocument(TypedDict):
     paths: dict[str, Any]
 
 
-def describe_api(id: str, errors: tuple[int, ...] = (), query: type | None = None) -> Operation:
+def describe_api(id: str, errors: tuple[int, ...] = (), query: type | None = None) -> Endpoint:
     return options(id, "Describe the model's API.", OpenAPIDocument, errors, query=query)
 
 
@@ -62,20 +62,18 @@ _INPUT = Content(
 )
 
 
-def _inference(
-    id: str, summary: str, query: type | None = None, allow_async: bool = False
-) -> list[Operation]:
-    """Return the operations of an inference path.
+def _inference(id: str, summary: str, query: type | None = None, allow_async: bool = False) -> list[Endpoint]:
+    """Return the endpoints of an inference path.
 
     All methods except OPTIONS do the same; those other than GET, POST and PUT are not described.
     """
     responses = {**_RESPONSES, 202: ASYNC_RESPONSE} if allow_async else _RESPONSES
     errors = (404, 410, 413, 429, 503, 504, 507)
-    operation = post(id, summary, responses, errors, _INPUT, query, PredictionHeaders)
+    endpoint = post(id, summary, responses, errors, _INPUT, query, PredictionHeaders)
     return [
-        replace(operation, method="GET", id=f"{id}_by_get", body=None),
-        operation,
-        replace(operation, method="PUT", id=f"{id}_by_put"),
+        replace(endpoint, method="GET", id=f"{id}_by_get", body=None),
+        endpoint,
+        replace(endpoint, method="PUT", id=f"{id}_by_put"),
         describe_api(f"{id}_described", (404, 503), query),
     ]
 

@@ -24,7 +24,7 @@ class LoadParameters(TypedDict, total=False):
     workers: Annotated[int, documented(minimum=1, maximum=_MAX_WORKERS)]
 
 
-class LoadRequest(TypedDict, total=False):
+class ModelLoadRequest(TypedDict, total=False):
     parameters: LoadParameters
 
 

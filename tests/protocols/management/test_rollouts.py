@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openapi_checks import assert_described
 
 from serve_app.control import registry_changes
 from serve_app.control.metric_store import MetricStore
@@ -101,6 +102,7 @@ class Cluster:
             else json.dumps(document).encode()
         )
         response = self._app(method, path, body, **more)
+        assert_described(method, path, response)
         return response.status, json.loads(response.body) if response.body else None
 
     def begin(self, **more: Any) -> Any:

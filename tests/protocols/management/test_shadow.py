@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 import pytest
 import sqlalchemy as sa
+from openapi_checks import assert_described
 
 from serve_app.control import registry_changes
 from serve_app.control.persistence.database import SHADOW_MISMATCHES, SHADOW_STATS, Database
@@ -122,6 +123,7 @@ class Cluster:
 
     def ask(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
         response = self._app(method, path, b"" if document is None else json.dumps(document).encode(), **more)
+        assert_described(method, path, response)
         return response.status, json.loads(response.body) if response.body else None
 
     def set(self, document: Any = SHADOW) -> None:

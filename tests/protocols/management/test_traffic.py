@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openapi_checks import assert_described
 
 from serve_app.control import registry_changes
 from serve_app.control.persistence.database import Database
@@ -111,6 +112,7 @@ class Cluster:
             else json.dumps(document).encode()
         )
         response = self._routes(method, path, body, **more)
+        assert_described(method, path, response)
         return response.status, json.loads(response.body)
 
     def infer(self, path: str = "/predictions/m", body: bytes = b"x", **headers: str) -> Any:

@@ -1,4 +1,4 @@
-"""The operations of an API as values: routes, and the types of what they receive and send."""
+"""The endpoints of an API as values: routes, and the types of what they receive and send."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def json(kind: Any, description: str = "", required: bool = True, from_model: bo
 
 
 @dataclass(frozen=True)
-class Operation:
+class Endpoint:
     """One method of a path.
 
     ``responses``: the type of the JSON with status 200, or types and contents by status. ``errors``: the
@@ -65,35 +65,35 @@ def _to_content(content: Any) -> Content:
 
 
 get, post, put, delete, options = (
-    partial(Operation, method) for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS")
+    partial(Endpoint, method) for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS")
 )
-Paths = Mapping[str, list[Operation]]
+Paths = Mapping[str, list[Endpoint]]
 
 
 @dataclass(frozen=True)
 class ErrorFormat:
     """The error responses of an API; those with a status in ``without_body`` have no body.
 
-    Every operation has the ``common`` statuses, with a parameter in the path 404, and with a body 413.
+    Every endpoint has the ``common`` statuses, with a parameter in the path 404, and with a body 413.
     """
 
     kind: type
     common: tuple[int, ...] = (400, 500)
     without_body: tuple[int, ...] = ()
 
-    def list_statuses(self, path: str, operation: Operation) -> list[int]:
-        """Return all error statuses of an operation."""
-        statuses = {*self.common, *operation.errors}
+    def list_statuses(self, path: str, endpoint: Endpoint) -> list[int]:
+        """Return all error statuses of an endpoint."""
+        statuses = {*self.common, *endpoint.errors}
         if "{" in path:
             statuses.add(404)
-        if operation.body is not None:
+        if endpoint.body is not None:
             statuses.add(413)
         return sorted(statuses)
 
 
 @dataclass(frozen=True)
 class API:
-    """The operations of one protocol, under one tag."""
+    """The endpoints of one protocol, under one tag."""
 
     tag: str
     description: str
@@ -101,6 +101,6 @@ class API:
     paths: Paths
 
     @property
-    def operations(self) -> Iterator[tuple[str, Operation]]:
-        """Every operation, behind its path."""
-        return ((path, operation) for path, operations in self.paths.items() for operation in operations)
+    def endpoints(self) -> Iterator[tuple[str, Endpoint]]:
+        """Every endpoint, behind its path."""
+        return ((path, endpoint) for path, endpoints in self.paths.items() for endpoint in endpoints)
