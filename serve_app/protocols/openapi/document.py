@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
 from functools import cache, cached_property
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -97,7 +96,7 @@ class Document:
 
     @cached_property
     def content(self) -> Json:
-        schemas = _Schemas(self._apis)
+        schemas = _Schemas()
         paths: Json = {}
         responses: Json = {}
         for api in self._apis:
@@ -109,7 +108,7 @@ class Document:
         tags = {api.tag: {"name": api.tag, "description": api.description} for api in self._apis}
         components = {
             "responses": dict(sorted(responses.items())),
-            "schemas": schemas.components,
+            "schemas": dict(sorted(schemas.components.items())),
             "securitySchemes": _SECURITY_SCHEMES,
         }
         return {
@@ -138,30 +137,32 @@ class _SchemaGenerator(GenerateJsonSchema):
 
 
 class _Schemas:
-    """The schemas of all types of some APIs: ``components``, and references to them."""
+    """The schemas of types; those of classes are ``components``, which the others refer to."""
 
-    def __init__(self, apis: tuple[API, ...]) -> None:
-        types = dict.fromkeys(used for api in apis for used in _iterate_types(api))
-        inputs = [(index, mode, TypeAdapter[Any](kind)) for index, (kind, mode) in enumerate(types)]
-        generated, definitions = TypeAdapter.json_schemas(
-            inputs, ref_template="#/components/schemas/{model}", schema_generator=_SchemaGenerator
-        )
-        self.components: Json = definitions.get("$defs", {})
-        self._generated = {used: generated[index, used[1]] for index, used in enumerate(types)}
+    def __init__(self) -> None:
+        self.components: Json = {}
 
     def render_content(self, content: Content, mode: Mode) -> Json:
-        return {media: {"schema": self._generated[kind, mode]} for media, kind in content.types.items()}
+        """Return the content by media type."""
+        return {media: {"schema": self._render(kind, mode)} for media, kind in content.types.items()}
+
+    def _render(self, kind: Any, mode: Mode) -> Json:
+        schema, definitions = _generate_schema(kind, mode)
+        for name, definition in definitions.items():
+            assert self.components.setdefault(name, definition) == definition, f"two schemas of {name}"
+        return schema
 
 
-def _iterate_types(api: API) -> Iterator[tuple[Any, Mode]]:
-    yield api.errors.kind, "serialization"
-    for _, endpoint in api.endpoints:
-        if endpoint.request_content is not None:
-            for kind in endpoint.request_content.types.values():
-                yield kind, "validation"
-        for content in endpoint.contents.values():
-            for kind in content.types.values():
-                yield kind, "serialization"
+@cache
+def _generate_schema(kind: Any, mode: Mode) -> tuple[Json, Json]:
+    """Return the schema of a type, and those of the classes that it refers to.
+
+    It is generated for a list, because pydantic writes the class of an item as a reference.
+    """
+    adapter = TypeAdapter(list[kind])
+    reference = "#/components/schemas/{model}"
+    schema = adapter.json_schema(mode=mode, ref_template=reference, schema_generator=_SchemaGenerator)
+    return schema["items"], schema.get("$defs", {})
 
 
 @cache
