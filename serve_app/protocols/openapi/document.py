@@ -194,11 +194,10 @@ def _render_endpoint(path: str, endpoint: Endpoint, api: API, schemas: _Schemas)
         "parameters": parameters,
     }
     if (body := endpoint.request_content) is not None:
-        document["requestBody"] = {
-            "content": schemas.render_content(body, "validation"),
-            "required": body.required,
-            "description": body.description,
-        }
+        content = schemas.render_content(body, "validation")
+        document["requestBody"] = {"content": content, "required": body.required}
+        if body.description:
+            document["requestBody"]["description"] = body.description
     if endpoint.deprecated:
         document["deprecated"] = True
     errors = {
