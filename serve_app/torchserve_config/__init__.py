@@ -1,8 +1,8 @@
-"""Translation of TorchServe's ``config.properties``, parsed as by Java.
+"""Translation of TorchServe's ``config.properties``, parsed by javaproperties.
 
 ``read`` returns the ``args`` of an app.yaml and the address of the inference port. Missing keys have
 TorchServe's defaults, also where Torchrelay's differ, so that the same file configures the same server.
-``KEYS`` lists all keys, as does configs/README.md.
+``KEYS`` lists all keys, which keys.csv declares and configs/README.md describes.
 """
 
 from serve_app.torchserve_config.keys import KEYS, ConfigKey, reference

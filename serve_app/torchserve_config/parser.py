@@ -1,10 +1,12 @@
-"""A parser of properties files with the syntax of java.util.Properties and TorchServe's ``$$NAME$$``."""
+"""Entries of a properties file with their line numbers, and TorchServe's ``$$NAME$$`` in them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import javaproperties
 
 from serve_app.errors import ConfigurationError
 
@@ -16,9 +18,7 @@ class ConfigEntry(NamedTuple):
     place: str
 
 
-_LINE = re.compile(r"\r\n|\r|\n")
-_SPACE = " \t\f"
-_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
+_LINE_END = re.compile(r"\r\n|\r|\n")
 _VARIABLE = re.compile(r"\$\$([^$]+)\$\$")
 
 
@@ -36,53 +36,24 @@ def parse(text: str, where: str = "config.properties") -> dict[str, ConfigEntry]
     Raises ConfigurationError for an invalid unicode escape.
     """
     entries = {}
-    for number, line in _logical_lines(text):
-        end = 0
-        while end < len(line) and line[end] not in "=:" + _SPACE:
-            end += 2 if line[end] == "\\" else 1
-        rest = line[end:].lstrip(_SPACE)
-        if rest[:1] in ("=", ":"):
-            rest = rest[1:].lstrip(_SPACE)
-        try:
-            entries[_unescape(line[:end])] = ConfigEntry(_unescape(rest), f"line {number}")
-        except ValueError as error:
-            raise ConfigurationError(where, f"line {number}: {error}") from None
+    line = 1
+    try:
+        for element in javaproperties.parse(text):
+            if isinstance(element, javaproperties.KeyValue):
+                entries[_replace_surrogates(element.key)] = ConfigEntry(
+                    _replace_surrogates(element.value), f"line {line}"
+                )
+            line += len(_LINE_END.findall(element.source))
+    except javaproperties.InvalidUEscapeError as error:
+        raise ConfigurationError(
+            where, f"line {line}: {error.escape} is not a character: \\u requires four hexadecimal digits"
+        ) from None
     return entries
 
 
-def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each logical line with its number, without comments and blank lines."""
-    start, logical = 0, ""
-    for number, line in enumerate(_LINE.split(text), 1):
-        line = line.lstrip(_SPACE)
-        if not logical:
-            if not line or line[0] in "#!":
-                continue
-            start = number
-        if (len(line) - len(line.rstrip("\\"))) % 2:
-            logical += line[:-1]
-            continue
-        yield start, logical + line
-        logical = ""
-    if logical:
-        yield start, logical
-
-
-def _unescape(text: str) -> str:
-    if "\\" not in text:
-        return text
-
-    def character(match: re.Match[str]) -> str:
-        escape = match[1]
-        if escape[:1] != "u":
-            return _ESCAPES.get(escape, escape)
-        if len(escape) < 5:
-            raise ValueError(f"\\{escape} is not a character: \\u requires four hexadecimal digits")
-        return chr(int(escape[1:], 16))
-
-    plain = re.sub(r"\\(u[0-9A-Fa-f]{4}|u[0-9A-Fa-f]{0,3}|.|$)", character, text, flags=re.DOTALL)
-    # Two escapes may be one character beyond the basic plane.
-    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _replace_surrogates(text: str) -> str:
+    """Return the text with unpaired surrogates replaced, which no output file can hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def substitute_variables(

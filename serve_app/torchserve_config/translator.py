@@ -84,12 +84,12 @@ def read(
     enabled = flag(entries.get("enable_envvars_config", ConfigEntry("", "")).value.strip())
     urls_too = flag(entries.get("use_env_allowed_urls", ConfigEntry("", "")).value.strip())
     for key in KEYS:
-        if key.override and key.override in environment:
+        if key.variable and key.variable in environment:
             if enabled and (key.name != "allowed_urls" or urls_too):
-                entries[key.name] = ConfigEntry(environment[key.override], f"the variable {key.override}")
+                entries[key.name] = ConfigEntry(environment[key.variable], f"the variable {key.variable}")
             else:
                 wants = "use_env_allowed_urls=true" if enabled else "enable_envvars_config=true"
-                unread.append(f"{key.override} (wants {wants})")
+                unread.append(f"{key.variable} (wants {wants})")
     if unread:
         warnings.append(f"{where}: variables of the environment that are not read: {', '.join(unread)}")
     effective_entries = {
@@ -112,7 +112,7 @@ class _ConfigTranslator:
 
     def reading(self, gpus: int) -> TranslatedConfig:
         for key in KEYS:
-            if key.read is not None and (value := self._value(key)) is not None and key.fate == "setting":
+            if key.parse is not None and (value := self._value(key)) is not None and key.fate == "setting":
                 self._settings[key.becomes.strip("`")] = value
         if "allowed_urls" not in self._entries:
             del self._settings["store.allowed_urls"]
@@ -153,18 +153,18 @@ class _ConfigTranslator:
         text = self._get(key.name)
         if not text:
             return None
-        assert key.read is not None
-        if key.read in (flag, denied, tokens) and text.lower() not in ("true", "false"):
+        assert key.parse is not None
+        if key.parse in (flag, denied, tokens) and text.lower() not in ("true", "false"):
             self._remarks[key.name] = f"{text!r} counts as false, as it does for TorchServe"
         try:
-            return key.read(text)
+            return key.parse(text)
         except ValueError as error:
             raise self._refuse(key.name, f"{text!r} must be {error}") from None
 
     def _number_of_gpu(self) -> int | None:
         text = self._get("number_of_gpu")
         try:
-            return whole(0)(text) if text else None
+            return whole(text) if text else None
         except ValueError as error:
             raise self._refuse("number_of_gpu", f"{text!r} must be {error}") from None
 

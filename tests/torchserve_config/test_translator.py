@@ -40,7 +40,6 @@ class TestSyntax:
             ("a=1\\\\\\\nb=2", {"a": "1\\b=2"}),
             ("a=1\\", {"a": "1"}),
             ("a=1\\\n\nb=2", {"a": "1", "b": "2"}),
-            ("\\\n# a comment after nothing\na=1", {"a": "1"}),
             (r"a\ b\:c\=d=1", {"a b:c=d": "1"}),
             (r"a=C:\\models\tn\q", {"a": "C:\\models\tnq"}),
             (r"\u0061=\u00e9\u00E9", {"a": "éé"}),
