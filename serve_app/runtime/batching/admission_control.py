@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -20,10 +20,10 @@ from serve_app.errors import (
     DeadlineExceeded,
     ModelLoading,
     QueueFull,
-    RelayError,
     ReplicaDied,
     ResponseTimeout,
 )
+from serve_app.runtime.batching.interface import FutureBatcher
 from serve_app.runtime.batching.latency_model import BatchLatencyModel
 from serve_app.runtime.batching.pending_request import PendingRequest
 from serve_app.runtime.batching.request_queue import RequestQueue
@@ -41,7 +41,7 @@ class BatchTimer(Protocol):
     def __call__(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle: ...
 
 
-class AdmissionControl(ABC, Generic[R]):
+class AdmissionControl(FutureBatcher, Generic[R]):
     """An admission control that answers each request exactly once, until it is closed or abandoned.
 
     ``queue_size`` bounds the admitted rows; ``response_timeout`` (seconds) bounds one run of the handler. 0
@@ -95,46 +95,14 @@ class AdmissionControl(ABC, Generic[R]):
         """Seconds, at least 1, after which a client that is refused now may retry."""
 
     async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        """Return the response to a request; a stream is returned with its first chunk.
-
-        Raises RelayError; QueueFull is raised at once.
-        """
-        row = self._admit(request)
+        row = self._admit(request)  # without the callback of enqueue, which costs a turn of the loop
         try:
             return await row.future
         except asyncio.CancelledError:
             self._on_disconnect(row)
             raise
 
-    async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
-        """Return an InferenceResponse, a ResponseStream or a RelayError for each of the ``requests`` of one
-        group.
-        """
-        rows_or_errors: list[R | RelayError] = []
-        for request in requests:
-            try:
-                rows_or_errors.append(self._admit(request))
-            except RelayError as error:
-                rows_or_errors.append(error)
-        rows = [row_or_error for row_or_error in rows_or_errors if isinstance(row_or_error, PendingRequest)]
-        try:
-            if rows:
-                await asyncio.wait([row.future for row in rows])
-        except asyncio.CancelledError:
-            for row in rows:
-                row.future.cancel()
-                self._on_disconnect(row)
-            raise
-        return [
-            _outcome(row_or_error.future) if isinstance(row_or_error, PendingRequest) else row_or_error
-            for row_or_error in rows_or_errors
-        ]
-
     def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
-        """Return the future of the response; cancelling it means that the client disconnected.
-
-        Raises RelayError at once.
-        """
         row = self._admit(request)
         row.future.add_done_callback(lambda future: self._on_disconnect(row) if future.cancelled() else None)
         return row.future
@@ -387,7 +355,3 @@ class QueuedAdmissionControl(AdmissionControl[R]):
             self._abandon_hung(
                 f"the handler gave no answer within response_timeout ({self._response_timeout:g} s)", rows
             )
-
-
-def _outcome(future: asyncio.Future[Any]) -> Any:
-    return future.exception() or future.result()

@@ -11,12 +11,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Any
 
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream, Timings
+from serve_app.domain.request import InferenceRequest, InferenceResponse, Timings
 from serve_app.errors import DeadlineExceeded, HandlerFailed, RelayError, ReplicaDied, ResponseTimeout
 from serve_app.runtime.batching.admission_control import MAX_SHADOWS, AdmissionControl
 from serve_app.runtime.batching.pending_request import Emit, PendingRequest, with_timings
@@ -29,19 +30,11 @@ _PROBE_TIMEOUT_S = 2.0  # seconds in which the handler loop must respond after a
 RunAsync = Callable[[Sequence[InferenceRequest], Emit], Awaitable["list[InferenceResponse | RelayError]"]]
 
 
+@dataclass(slots=True, eq=False)
 class _AsyncRow(PendingRequest):
     """A request that has started; ``task`` is the handler's, on the handler loop."""
 
-    __slots__ = ("task",)
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        future: asyncio.Future[InferenceResponse | ResponseStream],
-        arrived: float,
-    ) -> None:
-        super().__init__(request, future, arrived)
-        self.task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
 
 
 class AsyncBatcher(AdmissionControl[_AsyncRow]):
@@ -172,8 +165,6 @@ class AsyncBatcher(AdmissionControl[_AsyncRow]):
     def _remove(self, row: _AsyncRow) -> None:
         self._rows.discard(row)
         self._shadows -= row.request.priority == "shadow"
-        if row.expiry is not None:
-            row.expiry.cancel()
         self._meters.depth(self._ref.name, self._ref.version, self.pending)
         self._notify_if_drained()
 

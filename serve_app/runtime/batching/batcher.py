@@ -6,19 +6,19 @@ loop. A batch costs two switches between the threads, however many rows it holds
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
 from typing import Any
 
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream, Timings
+from serve_app.domain.request import InferenceRequest, InferenceResponse, Timings
 from serve_app.errors import CannotMeetDeadline, HandlerFailed, RelayError
 from serve_app.runtime.batching.admission_control import QueuedAdmissionControl
 from serve_app.runtime.batching.length_bucketing import select_similar
@@ -41,21 +41,13 @@ Run = Callable[
 ]  # (calls, emit), and (calls, emit, ahead) where rows are prepared
 
 
+@dataclass(slots=True, eq=False)
 class _QueuedRow(PendingRequest):
     """A request that waits for its response."""
 
-    __slots__ = ("batch", "has_emitted", "prepared")
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        future: asyncio.Future[InferenceResponse | ResponseStream],
-        arrived: float,
-    ) -> None:
-        super().__init__(request, future, arrived)
-        self.has_emitted = False  # set in the handler thread: a row that streamed is never run again
-        self.batch: _Batch | None = None
-        self.prepared: Future[Any] | None = None
+    has_emitted: bool = False  # set in the handler thread: a row that streamed is never run again
+    batch: _Batch | None = None
+    prepared: Future[Any] | None = None
 
     @property
     def measured_length(self) -> int | None:
@@ -72,19 +64,18 @@ class _QueuedRow(PendingRequest):
         return length
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
-    """The rows that were passed to the handler thread together."""
+    """The rows that were passed to the handler thread together.
 
-    __slots__ = ("active_rows", "is_finished", "rows", "runs", "started_at")
+    ``runs`` has the seconds of each run and each row's waiting time; there are several after a failure.
+    """
 
-    def __init__(self, rows: list[_QueuedRow]) -> None:
-        self.rows = rows
-        self.active_rows = len(rows)  # rows whose callers still wait
-        self.is_finished = False
-        self.started_at: float | None = None  # when the present run started
-        self.runs: list[
-            tuple[float, list[float]]
-        ] = []  # seconds of each run, and each row's waiting time; several runs after a failure
+    rows: list[_QueuedRow]
+    active_rows: int  # rows whose callers still wait
+    is_finished: bool = False
+    started_at: float | None = None  # when the present run started
+    runs: list[tuple[float, list[float]]] = field(default_factory=list)
 
 
 class Batcher(QueuedAdmissionControl[_QueuedRow]):
@@ -193,15 +184,14 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
             row.prepared = self._prepare(row.request)
         if not self._in_flight or live >= self._ready_size:
             self._schedule_start()
-        expiry = row.expiry
-        if expiry is not None:
-            row.future.add_done_callback(lambda _: expiry.cancel())
 
     def _expire(self, row: _QueuedRow) -> None:
         if not row.future.done():
             super()._expire(row)
 
     def _discard(self, row: _QueuedRow) -> None:
+        if row.expiry is not None:
+            row.expiry.cancel()
         if row.prepared is not None:
             row.prepared.cancel()
         if not self._queue.remove(row):
@@ -260,7 +250,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         rows = [row for row in rows if not row.future.done()]
         if not rows:
             return
-        batch = _Batch(rows)
+        batch = _Batch(rows, len(rows))
         for row in rows:
             row.batch = batch
         if self._in_flight:

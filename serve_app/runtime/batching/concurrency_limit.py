@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
 
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
-from serve_app.errors import QuotaExceeded, RelayError
-from serve_app.runtime.batching.interface import RequestBatcher
+from serve_app.errors import QuotaExceeded
+from serve_app.runtime.batching.interface import FutureBatcher, RequestBatcher
 
 
-class ConcurrencyLimit:
+class ConcurrencyLimit(FutureBatcher):
     """A batcher's interface that admits its share of a version's limit, and raises QuotaExceeded beyond it.
 
     Every path into the replica leads through here, so the replicas together keep the limit. A request counts
@@ -33,69 +31,35 @@ class ConcurrencyLimit:
         self._replica_limit = max(1, limit // max(1, replicas)) if limit else 0
 
     async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        if not self._replica_limit or request.priority == "shadow":
+        if not self._replica_limit:
             return await self._batcher.submit(request)
-        self._acquire(request)
-        try:
-            response = await self._batcher.submit(request)
-        except BaseException:
-            self._release()
-            raise
-        self._release_after(response)
-        return response
+        return await super().submit(request)
 
     def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
         if not self._replica_limit or request.priority == "shadow":
             return self._batcher.enqueue(request)
-        self._acquire(request)
+        self._acquire()
         try:
-            future: asyncio.Future[InferenceResponse | ResponseStream] = self._batcher.enqueue(request)
+            future = self._batcher.enqueue(request)
         except BaseException:
             self._release()
             raise
-        future.add_done_callback(lambda future: self._release_after(_response_of(future)))
+        future.add_done_callback(self._release_after)
         return future
 
-    async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
-        if not self._replica_limit:
-            return await self._batcher.submit_all(requests)
-        responses: list[Any] = [None] * len(requests)
-        admitted: list[int] = []
-        for i, request in enumerate(requests):
-            try:
-                if request.priority != "shadow":
-                    self._acquire(request)
-                admitted.append(i)
-            except QuotaExceeded as error:
-                responses[i] = error
-        admitted_responses: list[Any] = [None] * len(admitted)
-        try:
-            admitted_responses = await self._batcher.submit_all([requests[i] for i in admitted])
-        finally:
-            for i, response in zip(admitted, admitted_responses, strict=True):
-                responses[i] = response
-                if requests[i].priority != "shadow":
-                    self._release_after(response)
-        return responses
-
-    def _acquire(self, request: InferenceRequest) -> None:
+    def _acquire(self) -> None:
         if self._active >= self._replica_limit:
             error = QuotaExceeded(self._ref.name, self._ref.version, self._limit)
             error.retry_after = self._batcher.retry_after
             raise error
         self._active += 1
 
-    def _release_after(self, response: InferenceResponse | ResponseStream | RelayError | None) -> None:
-        if isinstance(response, ResponseStream):
+    def _release_after(self, future: asyncio.Future[InferenceResponse | ResponseStream]) -> None:
+        succeeded = not future.cancelled() and future.exception() is None
+        if succeeded and isinstance(response := future.result(), ResponseStream):
             response.add_done_callback(self._release)
         else:
             self._release()
 
     def _release(self) -> None:
         self._active -= 1
-
-
-def _response_of(
-    future: asyncio.Future[InferenceResponse | ResponseStream],
-) -> InferenceResponse | ResponseStream | None:
-    return None if future.cancelled() or future.exception() is not None else future.result()

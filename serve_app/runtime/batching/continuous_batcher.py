@@ -7,10 +7,9 @@ first step a row has its headers and its request id but no input: the handler's 
 
 from __future__ import annotations
 
-import asyncio
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -20,7 +19,6 @@ from serve_app.domain.request import (
     InferenceRequest,
     InferenceResponse,
     ResponseChunk,
-    ResponseStream,
     Timings,
 )
 from serve_app.errors import DeadlineExceeded, HandlerFailed, RelayError
@@ -33,20 +31,12 @@ from serve_app.telemetry.metrics import Meters
 Run = Callable[[Sequence[InferenceRequest], Emit], "Sequence[InferenceResponse | ResponseChunk | RelayError]"]
 
 
+@dataclass(slots=True, eq=False)
 class _StepRow(PendingRequest):
     """A request that waits or takes part in the steps."""
 
-    __slots__ = ("is_finished", "started_at")
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        future: asyncio.Future[InferenceResponse | ResponseStream],
-        arrived: float,
-    ) -> None:
-        super().__init__(request, future, arrived)
-        self.started_at: float | None = None  # start of its first step
-        self.is_finished = False  # nobody waits for more of it
+    started_at: float | None = None  # start of its first step
+    is_finished: bool = False  # nobody waits for more of it
 
     def finish(self) -> None:
         self.is_finished = True
@@ -55,7 +45,7 @@ class _StepRow(PendingRequest):
 
     def resolve(self, response: InferenceResponse | RelayError) -> None:
         self.finish()
-        super().resolve(response)
+        PendingRequest.resolve(self, response)  # super() needs the class before dataclass added the slots
 
 
 class ContinuousBatcher(QueuedAdmissionControl[_StepRow]):

@@ -1,17 +1,18 @@
-"""The interface that all batchers share."""
+"""The interface that all batchers share, and its methods that wait for futures."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
-from serve_app.errors import ReplicaDied
+from serve_app.errors import RelayError, ReplicaDied
 
 
 class RequestBatcher(Protocol):
-    """A batcher, as the layers in front of it see it; ``AdmissionControl`` describes the methods."""
+    """A batcher, as the layers in front of it see it; its base classes describe the methods."""
 
     @property
     def pending(self) -> int: ...
@@ -41,3 +42,53 @@ class RequestBatcher(Protocol):
     async def close(self) -> None: ...
 
     def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None: ...
+
+
+class FutureBatcher(ABC):
+    """A base class of batchers, whose callers wait for the futures of ``enqueue``."""
+
+    @abstractmethod
+    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
+        """Return the future of the response; cancelling it means that the client disconnected.
+
+        Raises RelayError at once.
+        """
+
+    async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+        """Return the response to a request; a stream is returned with its first chunk. Raises RelayError."""
+        future = self.enqueue(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            await _discard(future)
+            raise
+
+    async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
+        """Return an InferenceResponse, a ResponseStream or a RelayError for each request of one group."""
+        outcomes: list[asyncio.Future[Any] | RelayError] = []
+        for request in requests:
+            try:
+                outcomes.append(self.enqueue(request))
+            except RelayError as error:
+                outcomes.append(error)
+        futures = [outcome for outcome in outcomes if isinstance(outcome, asyncio.Future)]
+        try:
+            if futures:
+                await asyncio.wait(futures)
+        except asyncio.CancelledError:
+            for future in futures:
+                await _discard(future)
+            raise
+        return [_result(outcome) if isinstance(outcome, asyncio.Future) else outcome for outcome in outcomes]
+
+
+async def _discard(future: asyncio.Future[Any]) -> None:
+    """Cancel a request whose client disconnected, or close the stream that arrived at the same time."""
+    if not future.cancel() and not future.cancelled() and future.exception() is None:
+        response = future.result()
+        if isinstance(response, ResponseStream):
+            await response.aclose()
+
+
+def _result(future: asyncio.Future[Any]) -> Any:
+    return ReplicaDied() if future.cancelled() else future.exception() or future.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream, Timings
 from serve_app.errors import ClientTooSlow, RelayError
@@ -78,25 +79,15 @@ class StreamBuffer(AsyncIterator[bytes]):
         self._on_disconnect()
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request with its ``future``; ``stream`` continues after the future where the response is streamed.
+    """A request with its ``future``; ``stream`` continues after the future where the response is streamed."""
 
-    ``expiry`` is the timer of the deadline, if there is one.
-    """
-
-    __slots__ = ("arrived", "expiry", "future", "request", "stream")
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        future: asyncio.Future[InferenceResponse | ResponseStream],
-        arrived: float,
-    ) -> None:
-        self.request = request
-        self.future = future
-        self.arrived = arrived
-        self.stream: StreamBuffer | None = None
-        self.expiry: asyncio.TimerHandle | None = None
+    request: InferenceRequest
+    future: asyncio.Future[InferenceResponse | ResponseStream]
+    arrived: float
+    stream: StreamBuffer | None = None
+    expiry: asyncio.TimerHandle | None = None  # the timer of the deadline
 
     def add_chunk(
         self, chunk: bytes | InferenceResponse, on_disconnect: Callable[[], None] = _ignore_disconnect
@@ -118,6 +109,8 @@ class PendingRequest:
 
         An error is copied: an exception raised in several tasks would collect the tracebacks of all of them.
         """
+        if self.expiry is not None:
+            self.expiry.cancel()
         if self.stream is not None:
             if isinstance(response, InferenceResponse):
                 self.stream.append(response.body)

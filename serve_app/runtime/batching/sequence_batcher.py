@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from serve_app.errors import (
     TooManySequences,
 )
 from serve_app.runtime.batching.admission_control import BatchTimer
-from serve_app.runtime.batching.interface import RequestBatcher
+from serve_app.runtime.batching.interface import FutureBatcher, RequestBatcher
 from serve_app.runtime.batching.sequence_state import EndReason, OpenSequence, SequenceOptions, SequenceRow
 from serve_app.telemetry.metrics import Meters
 
@@ -35,7 +35,7 @@ _STATELESS_KINDS = ("explain", "describe")  # kinds of requests that belong to n
 _MAX_REMEMBERED = 1000  # ended sequences whose reason is kept for their clients
 
 
-class SequenceBatcher:
+class SequenceBatcher(FutureBatcher):
     """A batcher for a stateful model, in front of another batcher.
 
     A request whose headers name no sequence starts one, and the response has its generated name. A name
@@ -100,31 +100,7 @@ class SequenceBatcher:
     def retry_after(self) -> int:
         return self._batcher.retry_after
 
-    async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        """Return the response to a request. Raises RelayError."""
-        response = self.enqueue(request)
-        try:
-            return await response
-        except asyncio.CancelledError:
-            if response.done() and not response.cancelled() and response.exception() is None:
-                await _close_stream(response.result())  # it came as the client disconnected
-            raise
-
-    async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
-        """Return an InferenceResponse, a ResponseStream or a RelayError for each request."""
-        responses = await asyncio.gather(
-            *(self.submit(request) for request in requests), return_exceptions=True
-        )
-        return [
-            response if not isinstance(response, asyncio.CancelledError) else ReplicaDied()
-            for response in responses
-        ]
-
     def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
-        """Return the future of the response; cancelling it means that the client disconnected.
-
-        Raises RelayError at once.
-        """
         if request.kind in _STATELESS_KINDS:
             return self._batcher.enqueue(request)
         if request.priority == "shadow":
@@ -133,7 +109,7 @@ class SequenceBatcher:
         self._timer = self._timer or loop.call_later
         sequence, request = self._resolve_sequence(request)
         ends_sequence = _is_true(request, self._keys.end)
-        row = SequenceRow(request, loop.create_future(), ends_sequence, self._clock())
+        row = SequenceRow(request, loop.create_future(), self._clock(), ends_sequence=ends_sequence)
         if self._is_blocked(sequence):
             if len(sequence.waiting) >= self._options.queue_size:
                 full = QueueFull(
@@ -216,7 +192,7 @@ class SequenceBatcher:
             full.retry_after = self._seconds_to_next_end(now)
             raise full
         self._end_reasons.pop(name, None)
-        sequence = self._open[name] = OpenSequence(name, start, known, now)
+        sequence = self._open[name] = OpenSequence(name, start, known, now, now)
         self._report_count()
         return sequence, request
 
@@ -327,7 +303,7 @@ class SequenceBatcher:
             try:
                 self._run(sequence, row)
             except RelayError as error:
-                row.future.set_exception(error)
+                row.resolve(error)
         self._schedule_idle_check(sequence)
 
     def _schedule_idle_check(self, sequence: OpenSequence) -> None:
@@ -369,10 +345,7 @@ class SequenceBatcher:
         while sequence.waiting:
             row = sequence.waiting.popleft()
             self._waiting -= 1
-            if row.expiry is not None:
-                row.expiry.cancel()
-            if not row.future.done():
-                row.future.set_exception(SequenceLost(self._ref.name, sequence.name, message))
+            row.resolve(SequenceLost(self._ref.name, sequence.name, message))
         self._meters.sequence_ended(self._ref.name, self._ref.version, reason)
         self._on_end(sequence.name, reason)
 
@@ -392,8 +365,8 @@ class SequenceBatcher:
     # Expired rows and disconnected clients
 
     def _expire(self, sequence: OpenSequence, row: SequenceRow) -> None:
-        if self._withdraw(sequence, row) and not row.future.done():
-            row.future.set_exception(DeadlineExceeded(self._ref.name, self._clock() - row.arrived))
+        if self._withdraw(sequence, row):
+            row.resolve(DeadlineExceeded(self._ref.name, self._clock() - row.arrived))
 
     def _on_caller_done(self, sequence: OpenSequence, row: SequenceRow, future: asyncio.Future[Any]) -> None:
         if future.cancelled() and not self._withdraw(sequence, row) and row.batch_future is not None:
@@ -413,8 +386,3 @@ class SequenceBatcher:
 
 def _is_true(request: InferenceRequest, header: str) -> bool:
     return request.headers.get(header, "").lower() == "true"
-
-
-async def _close_stream(response: InferenceResponse | ResponseStream) -> None:
-    if isinstance(response, ResponseStream):
-        await response.aclose()

@@ -4,62 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.sequence_ids import SequenceHeaders
+from serve_app.runtime.batching.pending_request import PendingRequest
 
 EndReason = Literal["ended", "idle", "timeout", "stopped"]
 
 
-class SequenceRow:
-    """A request of a sequence, until it is answered."""
+@dataclass(slots=True, eq=False)
+class SequenceRow(PendingRequest):
+    """A request of a sequence, until it is answered; ``expiry`` runs while it waits for earlier rows."""
 
-    __slots__ = ("arrived", "batch_future", "ends_sequence", "expiry", "future", "request")
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        future: asyncio.Future[InferenceResponse | ResponseStream],
-        ends_sequence: bool,
-        arrived: float,
-    ) -> None:
-        self.request = request
-        self.future = future
-        self.ends_sequence = ends_sequence  # whether the sequence ends with this row
-        self.arrived = arrived
-        self.expiry: asyncio.TimerHandle | None = None  # while it waits for earlier rows
-        self.batch_future: asyncio.Future[Any] | None = None  # the batcher's future, once the row is there
+    ends_sequence: bool = False  # whether the sequence ends with this row
+    batch_future: asyncio.Future[Any] | None = None  # the batcher's future, once the row is there
 
 
+@dataclass(slots=True, eq=False)
 class OpenSequence:
     """An open sequence."""
 
-    __slots__ = (
-        "idle_since",
-        "is_announced",
-        "is_name_known",
-        "name",
-        "opened_at",
-        "row",
-        "streams",
-        "timer",
-        "waiting",
-        "was_started",
-    )
-
-    def __init__(self, name: str, was_started: bool, known: bool, now: float) -> None:
-        self.name = name
-        self.was_started = was_started  # the client started it explicitly, or its name was generated here
-        self.is_name_known = known  # the client knows its name
-        self.is_announced = False  # a response has announced its start
-        self.opened_at = now
-        self.idle_since = now  # time of its last activity
-        self.row: SequenceRow | None = None  # the row that is in the batcher
-        self.streams = 0  # streams that continue while the next row runs
-        self.waiting: deque[SequenceRow] = deque()
-        self.timer: asyncio.TimerHandle | None = None
+    name: str
+    was_started: bool  # the client started it explicitly, or its name was generated here
+    is_name_known: bool  # by the client
+    opened_at: float
+    idle_since: float  # time of its last activity
+    is_announced: bool = False  # a response has announced its start
+    row: SequenceRow | None = None  # the row that is in the batcher
+    streams: int = 0  # streams that continue while the next row runs
+    waiting: deque[SequenceRow] = field(default_factory=deque)
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def busy(self) -> bool:
