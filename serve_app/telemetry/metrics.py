@@ -23,6 +23,7 @@ from serve_app.telemetry.torchserve.recorders import LabeledRecorder, RecorderSa
 _SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
+_VERSION = ("model", "version")
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -31,86 +32,56 @@ class MetricDefinition:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    labels: tuple[str, ...] = ("model", "version")
+    labels: tuple[str, ...]
     buckets: tuple[float, ...] = ()
 
 
-_STEP_LABELS = ("model", "version", "step")
+def _counter(name: str, help: str, *labels: str) -> MetricDefinition:
+    return MetricDefinition(name, "counter", help, labels or _VERSION)
 
+
+def _gauge(name: str, help: str, *labels: str) -> MetricDefinition:
+    return MetricDefinition(name, "gauge", help, labels or _VERSION)
+
+
+def _histogram(name: str, help: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> MetricDefinition:
+    return MetricDefinition(name, "histogram", help, labels or _VERSION, buckets)
+
+
+# Each metric with its help and its labels, by default model and version; the buckets are seconds by default.
 METRICS = (
-    MetricDefinition(
-        "torchrelay_request_latency_seconds",
-        "histogram",
-        "From a request's arrival to its response.",
-        buckets=_SECONDS,
-    ),
-    MetricDefinition(
-        "torchrelay_queue_seconds", "histogram", "A row's wait for its batch.", buckets=_SECONDS
-    ),
-    MetricDefinition(
-        "torchrelay_inference_seconds", "histogram", "A batch's time in the handler.", buckets=_SECONDS
-    ),
-    MetricDefinition("torchrelay_batch_size", "histogram", "Rows of a batch.", buckets=_ROWS),
-    MetricDefinition(
+    _histogram("torchrelay_request_latency_seconds", "From a request's arrival to its response."),
+    _histogram("torchrelay_queue_seconds", "A row's wait for its batch."),
+    _histogram("torchrelay_inference_seconds", "A batch's time in the handler."),
+    _histogram("torchrelay_batch_size", "Rows of a batch.", buckets=_ROWS),
+    _counter(
         "torchrelay_requests",
-        "counter",
         "Completed requests; status: ok, or the reason of the failure.",
-        ("model", "version", "status"),
+        *_VERSION,
+        "status",
     ),
-    MetricDefinition(
-        "torchrelay_http_responses", "counter", "HTTP responses of the inference port.", ("code",)
-    ),
-    MetricDefinition("torchrelay_grpc_responses", "counter", "Responses of the gRPC ports.", ("code",)),
-    MetricDefinition("torchrelay_queue_depth", "gauge", "Rows waiting for a batch."),
-    MetricDefinition("torchrelay_sequences", "gauge", "Open sequences."),
-    MetricDefinition(
-        "torchrelay_sequences_ended",
-        "counter",
-        "Sequences that ended, by reason.",
-        ("model", "version", "reason"),
-    ),
-    MetricDefinition("torchrelay_replicas", "gauge", "Running replicas."),
-    MetricDefinition("torchrelay_replicas_desired", "gauge", "Desired replicas."),
-    MetricDefinition("torchrelay_workflow_ongoing", "gauge", "Requests that a workflow is processing."),
-    MetricDefinition(
+    _counter("torchrelay_http_responses", "HTTP responses of the inference port.", "code"),
+    _counter("torchrelay_grpc_responses", "Responses of the gRPC ports.", "code"),
+    _gauge("torchrelay_queue_depth", "Rows waiting for a batch."),
+    _gauge("torchrelay_sequences", "Open sequences."),
+    _counter("torchrelay_sequences_ended", "Sequences that ended, by reason.", *_VERSION, "reason"),
+    _gauge("torchrelay_replicas", "Running replicas."),
+    _gauge("torchrelay_replicas_desired", "Desired replicas."),
+    _gauge("torchrelay_workflow_ongoing", "Requests that a workflow is processing."),
+    _counter(
         "torchrelay_workflow_steps",
-        "counter",
         "Completed steps; status as in torchrelay_requests.",
-        (*_STEP_LABELS, "status"),
+        *_VERSION,
+        "step",
+        "status",
     ),
-    MetricDefinition(
-        "torchrelay_workflow_step_seconds", "histogram", "A step, with its retries.", _STEP_LABELS, _SECONDS
-    ),
-    MetricDefinition(
-        "torchrelay_async_predictions",
-        "gauge",
-        "Asynchronous predictions: queued, running.",
-        ("model", "state"),
-    ),
-    MetricDefinition(
-        "torchrelay_async_predictions_ended",
-        "counter",
-        "Asynchronous predictions that ended.",
-        ("model", "state"),
-    ),
-    MetricDefinition(
-        "torchrelay_webhooks", "counter", "Webhooks, by outcome: delivered, failed.", ("outcome",)
-    ),
-    MetricDefinition(
-        "torchrelay_shadow_requests",
-        "counter",
-        "Copies for a shadow, by outcome.",
-        ("model", "version", "outcome"),
-    ),
-    MetricDefinition(
-        "torchrelay_shadow_latency_seconds",
-        "histogram",
-        "Latency of a copy for a shadow.",
-        buckets=_SECONDS,
-    ),
-    MetricDefinition(
-        "torchrelay_shadow_label_flips", "counter", "Copies whose first label differed from the live one."
-    ),
+    _histogram("torchrelay_workflow_step_seconds", "A step, with its retries.", *_VERSION, "step"),
+    _gauge("torchrelay_async_predictions", "Asynchronous predictions: queued, running.", "model", "state"),
+    _counter("torchrelay_async_predictions_ended", "Asynchronous predictions that ended.", "model", "state"),
+    _counter("torchrelay_webhooks", "Webhooks, by outcome: delivered, failed.", "outcome"),
+    _counter("torchrelay_shadow_requests", "Copies for a shadow, by outcome.", *_VERSION, "outcome"),
+    _histogram("torchrelay_shadow_latency_seconds", "Latency of a copy for a shadow."),
+    _counter("torchrelay_shadow_label_flips", "Copies whose first label differed from the live one."),
 )
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
@@ -160,9 +131,8 @@ class Meters:
         self._responses: dict[int, Counter] = {}
         self._torchserve_responses: dict[int, LabeledRecorder] = {}
         self._thread_time = self.torchserve.child("WorkerThreadTime", "Host")
-        self.on_batch: Callable[[float, Collection[float], bool], None] = lambda *batch: (
-            None
-        )  # see autoscaling_stats.py
+        # AutoscalingStats.record_batch in a replica that is autoscaled
+        self.on_batch: Callable[[float, Collection[float], bool], None] = lambda *batch: None
 
     def _child(self, *key: str):
         child = self._children.get(key)

@@ -6,21 +6,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import yaml
-
-from serve_app.domain.validation import did_you_mean
+from serve_app.domain import validation
 from serve_app.errors import ConfigurationError
 
 Kind = Literal["counter", "gauge", "histogram"]
-KINDS = ("counter", "gauge", "histogram")
 
 HOSTNAME = "Hostname"  # added to the dimensions of every model metric
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _DIMENSION = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_SECTIONS = ("dimensions", "ts_metrics", "model_metrics")
-_FIELDS = ("name", "unit", "dimensions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +42,29 @@ class MetricCatalog:
     def __iter__(self) -> Iterator[MetricFamily]:
         yield from self.server.values()
         yield from self.model.values()
+
+
+@dataclass(frozen=True)
+class DeclaredMetric:
+    """A metric of a metrics.yaml."""
+
+    name: str
+    unit: str
+    dimensions: list[str]
+    __pydantic_config__ = validation.STRICT
+
+
+_Section = dict[Kind, list[DeclaredMetric] | None] | None
+
+
+@dataclass(frozen=True)
+class _MetricsFile:
+    """The content of a metrics.yaml; ``dimensions`` has YAML anchors only."""
+
+    dimensions: Any = None
+    ts_metrics: _Section = None
+    model_metrics: _Section = None
+    __pydantic_config__ = validation.STRICT
 
 
 _HOST = ("Level", HOSTNAME)
@@ -124,26 +142,21 @@ def load(path: Path) -> MetricCatalog:
     Raises ConfigurationError with the place and the remedy.
     """
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        return parse(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigurationError(
             str(path), f"{error.strerror}; set telemetry.metrics_config to a file"
         ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(str(path), f"this is not text: {error}") from None
 
 
-def parse(text: str, where: str) -> MetricCatalog:
+def parse(text: str | bytes, where: str) -> MetricCatalog:
     """Return the metrics of a text; ``where`` is its origin, for errors."""
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigurationError(where, f"this is not YAML: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigurationError(where, f"the file must be a mapping with {_join_names(_SECTIONS)}")
-    _check_keys(where, document, _SECTIONS)
-    server = _section(f"{where}: ts_metrics", document.get("ts_metrics"), ())
-    model = _section(f"{where}: model_metrics", document.get("model_metrics"), (HOSTNAME,))
+        file = validation.read(_MetricsFile, validation.parse_yaml(text))
+    except validation.DocumentError as error:
+        raise ConfigurationError(where, str(error)) from None
+    server = _families(f"{where}: ts_metrics", file.ts_metrics, ())
+    model = _families(f"{where}: model_metrics", file.model_metrics, (HOSTNAME,))
     for name, family in server.items():
         default = DEFAULT.server.get(name)
         if default is not None and len(default.dimensions) != len(family.dimensions):
@@ -157,49 +170,17 @@ def parse(text: str, where: str) -> MetricCatalog:
     return MetricCatalog(server, built_in | model)
 
 
-def _section(where: str, section: Any, added: tuple[str, ...]) -> dict[str, MetricFamily]:
+def _families(where: str, section: _Section, added: tuple[str, ...]) -> dict[str, MetricFamily]:
     families: dict[str, MetricFamily] = {}
-    if section is None:
-        return families
-    if not isinstance(section, dict):
-        raise ConfigurationError(where, f"must be a mapping with {_join_names(KINDS)}")
-    _check_keys(where, section, KINDS)
-    for kind, metrics in section.items():
-        if not isinstance(metrics, list | None):
-            raise ConfigurationError(f"{where}.{kind}", "must be a list of metrics")
+    for kind, metrics in (section or {}).items():
         for i, metric in enumerate(metrics or ()):
-            family = _family(f"{where}.{kind}[{i}]", kind, metric, added)
-            if family.name in families:
+            labels = (*(each for each in metric.dimensions if each not in added), *added)
+            error = validation_error(metric.name, labels)
+            if error:
+                raise ConfigurationError(f"{where}.{kind}[{i}]", f"{error}; rename it")
+            if metric.name in families:
                 raise ConfigurationError(
-                    f"{where}.{kind}[{i}]", f"{family.name} is declared twice; remove one"
+                    f"{where}.{kind}[{i}]", f"{metric.name} is declared twice; remove one"
                 )
-            families[family.name] = family
+            families[metric.name] = MetricFamily(metric.name, kind, metric.unit, labels)
     return families
-
-
-def _family(where: str, kind: str, metric: Any, added: tuple[str, ...]) -> MetricFamily:
-    if not isinstance(metric, dict):
-        raise ConfigurationError(where, f"must be a mapping with {_join_names(_FIELDS)}")
-    _check_keys(where, metric, _FIELDS)
-    for field in ("name", "unit"):
-        if not isinstance(metric.get(field), str):
-            raise ConfigurationError(where, f"{field} must be a text (got {metric.get(field)!r})")
-    dimensions = metric.get("dimensions")
-    if not isinstance(dimensions, list) or not all(isinstance(each, str) for each in dimensions):
-        raise ConfigurationError(where, f"dimensions must be a list of names (got {dimensions!r})")
-    labels = (*(each for each in dimensions if each not in added), *added)
-    if error := validation_error(metric["name"], labels):
-        raise ConfigurationError(where, f"{error}; rename it")
-    return MetricFamily(metric["name"], cast(Kind, kind), metric["unit"], labels)
-
-
-def _check_keys(where: str, mapping: dict[Any, Any], known_keys: tuple[str, ...]) -> None:
-    for key in mapping:
-        if key not in known_keys:
-            near = did_you_mean(str(key), list(known_keys))
-            remedy = f"did you mean {near!r}?" if near else f"known keys: {', '.join(known_keys)}"
-            raise ConfigurationError(where, f"unknown key {key!r}; {remedy}")
-
-
-def _join_names(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"

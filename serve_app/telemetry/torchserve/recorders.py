@@ -13,6 +13,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from handlers.metrics import CachingMetric, MetricCache, MetricTypes, set_sink
@@ -51,55 +52,50 @@ class LabeledRecorder(Protocol):
         """Count, set or observe ``value``."""
 
 
+@dataclass(slots=True)
 class _Counter:
-    __slots__ = ("_family", "_values", "value")
-
-    def __init__(self, family: MetricFamily, values: tuple[str, ...]) -> None:
-        self._family, self._values = family, values
-        self.value = 0.0
+    family: MetricFamily
+    values: tuple[str, ...]
+    value: float = 0.0
 
     def record(self, value: float, request_id: str = "") -> None:
         if value >= 0:
             self.value += value
 
     def read(self) -> RecorderSample:
-        return RecorderSample(self._family, self._values, self.value)
+        return RecorderSample(self.family, self.values, self.value)
 
 
+@dataclass(slots=True)
 class _Gauge:
-    __slots__ = ("_family", "_set", "_values")
-
-    def __init__(self, family: MetricFamily, values: tuple[str, ...]) -> None:
-        self._family, self._values = family, values
-        self._set = (0.0, 0.0)
+    family: MetricFamily
+    values: tuple[str, ...]
+    value_and_time: tuple[float, float] = (0.0, 0.0)
 
     def record(self, value: float, request_id: str = "") -> None:
-        self._set = (value, time.time())
+        self.value_and_time = (value, time.time())
 
     def read(self) -> RecorderSample:
-        return RecorderSample(self._family, self._values, *self._set)
+        return RecorderSample(self.family, self.values, *self.value_and_time)
 
 
+@dataclass(slots=True)
 class _Histogram:
-    __slots__ = ("_counts", "_family", "_sum", "_values")
-
-    def __init__(self, family: MetricFamily, values: tuple[str, ...]) -> None:
-        self._family, self._values = family, values
-        self._counts = [0] * (len(BUCKETS) + 1)
-        self._sum = 0.0
+    family: MetricFamily
+    values: tuple[str, ...]
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    sum: float = 0.0
 
     def record(self, value: float, request_id: str = "") -> None:
-        self._counts[bisect_left(BUCKETS, value)] += 1
-        self._sum += value
+        self.counts[bisect_left(BUCKETS, value)] += 1
+        self.sum += value
 
     def read(self) -> RecorderSample:
-        return RecorderSample(self._family, self._values, (*self._counts, self._sum))
+        return RecorderSample(self.family, self.values, (*self.counts, self.sum))
 
 
 class MetricsLog:
-    """A log file of metrics: ``time -
-    Name.Unit:value|#Dimension:value,...|#hostname:h,timestamp:seconds``.
-    """
+    """A log file: ``time - Name.Unit:value|#Dimension:value,...|#hostname:h,timestamp:seconds``."""
 
     def __init__(self, writer: AsyncWriter) -> None:
         self._writer = writer
