@@ -28,10 +28,7 @@ from serve_app.errors import (
 from serve_app.runtime import codec
 from serve_app.runtime.tensor_codec import TensorRowCodec
 
-_RESERVED_HEADERS = {
-    "content-type",
-    "ts_stream_next",
-}  # a field of its own; and a door's word, not a handler's
+_RESERVED_HEADERS = {"content-type", "ts_stream_next"}  # set by the response's fields and by protocols
 _INTERNAL_FILES = (loader.__file__, os.path.dirname(__file__) + os.sep)  # files without frames of a handler
 
 Emit = Callable[[int, "bytes | InferenceResponse"], None]
@@ -150,9 +147,7 @@ class BatchExecution:
         return data
 
     def _read_row(self, request: InferenceRequest, future: Future[Any] | None) -> Any:
-        if (
-            future is None or future.cancelled() or future.cancel()
-        ):  # no thread has started it: the batch reads the row itself
+        if future is None or future.cancelled() or future.cancel():  # no thread has prepared the row
             return Row(self._tensor_codec.read(request))
         return future.result()
 

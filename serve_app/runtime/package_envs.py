@@ -1,5 +1,4 @@
-"""What an archive's requirements.txt asks for, installed once on each node for all replicas that want the
-same.
+"""Packages of an archive's requirements.txt, installed once on each node for all replicas with the same.
 
 ::
 
@@ -10,6 +9,10 @@ same.
 An environment lies over the server's own packages: what the server has and the requirements allow is
 not installed again. What this process has imported already cannot be replaced in it, so another version
 of that is refused. An environment that nobody has used for a week is removed.
+
+Ray's runtime_env (``pip``, ``uv``) cannot replace this module: in a virtual environment Ray copies the whole
+environment, gigabytes with torch, for each set of requirements, and again in each session. Ray also installs
+only when a replica starts, so a registration could neither be refused with pip's message nor show progress.
 """
 
 from __future__ import annotations
@@ -63,9 +66,7 @@ class PackageEnvs:
         for directory in (self._locks, self._partial):
             directory.mkdir(parents=True, exist_ok=True)
         self._loaded = loaded_distributions()  # now: what this process imports later, a replica does not
-        self._lock_descriptors: list[
-            int
-        ] = []  # descriptors whose locks say, as long as this process lives, what it uses
+        self._lock_descriptors: list[int] = []  # their locks mark what this process uses while it lives
         remove_stale(self._partial)
         self._remove_unused()
 
@@ -145,11 +146,10 @@ class PackageEnvs:
         """Return the exit code, None after a timeout, and the last lines."""
         timed_out = threading.Event()
         last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         with subprocess.Popen(
             command,
             cwd=directory,  # what a line of the file names lies beside it
-            env=environment,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -86,9 +86,7 @@ class Runner:
         self._envelope = spec.config.get("envelope") or ("" if spec.tensors else settings.service_envelope)
         self._settings = settings
         self._tensor_codec = TensorRowCodec(decoded=settings.decode_input_request)
-        self.signature: Signature | None = (
-            spec.signature
-        )  # what the model takes, as far as file or handler say it
+        self.signature: Signature | None = spec.signature  # that of the handler where the archive has none
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous handler; set by ``load``
         self._check: Callable[[], Coroutine[Any, Any, None]] | None = None  # of an asynchronous handler
@@ -217,15 +215,9 @@ class Runner:
         bytes. Any thread of the handler may call it.
         """
         execution = self._execution(self._context, requests, emit)
-        assert self._handle is not None, "load() comes first"
-        spoken_for = logs.REQUESTS.set(tuple(request.request_id for request in requests))
-        try:
-            data = execution.open(prepared)
-            results = execution.close(self._handle(data, execution.context) if data else [])
-        except BaseException as error:  # SystemExit too: an author's code does not end the thread
-            results = execution.fail(error)
-        finally:
-            logs.REQUESTS.reset(spoken_for)
+        token = logs.REQUESTS.set(tuple(request.request_id for request in requests))
+        results = self._execute(execution, prepared)
+        logs.REQUESTS.reset(token)
         self._log_failures(execution)
         return results
 
@@ -236,15 +228,28 @@ class Runner:
         context = copy.copy(self._context)
         context.metrics = copy.copy(context.metrics)  # the same metrics, of other requests
         execution = self._execution(context, requests, emit)
-        assert self._handle is not None, "load() comes first"
         logs.REQUESTS.set(tuple(request.request_id for request in requests))  # of this task alone
-        try:
-            data = execution.open()
-            results = execution.close(await self._handle(data, execution.context) if data else [])
-        except BaseException as error:
-            results = execution.fail(error)
+        results = await self._execute_async(execution)
         self._log_failures(execution)
         return results
+
+    def _execute(
+        self, execution: BatchExecution, prepared: Sequence[Future[Any] | None] = ()
+    ) -> list[InferenceResponse | RelayError]:
+        assert self._handle is not None, "load() comes first"
+        try:
+            data = execution.open(prepared)
+            return execution.close(self._handle(data, execution.context) if data else [])
+        except BaseException as error:  # SystemExit too: an author's code does not end the thread
+            return execution.fail(error)
+
+    async def _execute_async(self, execution: BatchExecution) -> list[InferenceResponse | RelayError]:
+        assert self._handle is not None, "load() comes first"
+        try:
+            data = execution.open()
+            return execution.close(await self._handle(data, execution.context) if data else [])
+        except BaseException as error:
+            return execution.fail(error)
 
     def _execution(
         self, context: Context, requests: Sequence[InferenceRequest], emit: Emit
@@ -356,19 +361,12 @@ class Runner:
     def _run_once(self, requests: list[InferenceRequest]) -> list[InferenceResponse | RelayError]:
         """Return responses of one batch, without streams and log entries."""
         execution = self._execution(self._context, requests, lambda index, chunk: None)
-        assert self._handle is not None, "load() comes first"
-        try:
-            if not (data := execution.open()):
-                return execution.close([])
-            values = self._handle(data, execution.context)
-            return execution.close(self.loop.run_until_complete(values) if self.loop is not None else values)
-        except BaseException as error:
-            return execution.fail(error)
+        if self.loop is None:
+            return self._execute(execution)
+        return self.loop.run_until_complete(self._execute_async(execution))
 
     def _run_samples(self, what: str, requests: list[InferenceRequest]) -> None:
-        names = [
-            f"warm-up-{number}" for number in range(len(requests))
-        ]  # of sequences, and of requests that go on
+        names = [f"warm-up-{number}" for number in range(len(requests))]  # of sequences and requests
         if self._spec.continuous_batching or self._spec.sequence_batching:
             key, start = self._context.header_key_sequence_id, self._context.header_key_sequence_start
             headers = [{key: name, start: "true"} if self._spec.sequence_batching else {} for name in names]

@@ -146,9 +146,8 @@ class _TeeStream:
         incomplete = self._incomplete.pop(thread, "")
         *lines, rest = (incomplete + text).split("\n")
         for line in lines:
-            line = line.rstrip("\r").rpartition("\r")[
-                2
-            ]  # of a progress bar, which overwrites itself, only the last state
+            # Of a progress bar, which overwrites itself, only the last state is logged.
+            line = line.rstrip("\r").rpartition("\r")[2]
             if line.strip():
                 self._log_line(line)
         if len(rest) > _MAX_LENGTH:
@@ -212,10 +211,7 @@ class _LoggingState:
         if level is not None:
             self._server.setLevel(level)
         for name in list(logging.root.manager.loggerDict):
-            if name.partition(".")[0] in (
-                "torchrelay",
-                "handlers",
-            ):  # also the loggers of the handlers' base classes
+            if name.partition(".")[0] in ("torchrelay", "handlers"):
                 logging.getLogger(name).disabled = False
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from serve_app.torchserve_config.keys import (
     flag,
     load_models,
     tokens,
-    whole,
 )
 from serve_app.torchserve_config.parser import ConfigEntry, parse, substitute_variables
 
@@ -116,8 +115,8 @@ class _ConfigTranslator:
                 self._settings[key.becomes.strip("`")] = value
         if "allowed_urls" not in self._entries:
             del self._settings["store.allowed_urls"]
-        number = self._number_of_gpu()
-        if gpus and number != 0:
+        number_of_gpu = self._settings.pop("runtime.num_gpus", None)
+        if gpus and number_of_gpu != 0:
             self._settings["runtime.num_gpus"] = GPU_SHARE
         self._models()
         inference, secure = self._listeners()
@@ -160,13 +159,6 @@ class _ConfigTranslator:
             return key.parse(text)
         except ValueError as error:
             raise self._refuse(key.name, f"{text!r} must be {error}") from None
-
-    def _number_of_gpu(self) -> int | None:
-        text = self._get("number_of_gpu")
-        try:
-            return whole(text) if text else None
-        except ValueError as error:
-            raise self._refuse("number_of_gpu", f"{text!r} must be {error}") from None
 
     # Models
 
@@ -305,18 +297,13 @@ class _ConfigTranslator:
         if len(there) == 1:
             missing = next(name for name in pair if name not in there)
             raise self._refuse(there[0], f"is set alone; set the other PEM file with {missing}")
-        if secure and not there:
+        over_grpc = flag(self._get("enable_grpc_ssl"))
+        if (secure or over_grpc) and not there:
             if self._get("keystore"):
                 raise self._refuse("keystore", _from_keystore(self._get("keystore")))
-            raise self._refuse(
-                secure[0], f"https requires certificate_file and private_key_file; {_MAKE_PAIR}"
-            )
-        if over_grpc := flag(self._get("enable_grpc_ssl")):
-            if not there:
-                if self._get("keystore"):
-                    raise self._refuse("keystore", _from_keystore(self._get("keystore")))
-                remedy = f"true requires certificate_file and private_key_file; {_MAKE_PAIR}"
-                raise self._refuse("enable_grpc_ssl", remedy)
+            key, value = (secure[0], "https") if secure else ("enable_grpc_ssl", "true")
+            raise self._refuse(key, f"{value} requires certificate_file and private_key_file; {_MAKE_PAIR}")
+        if over_grpc:
             for name in pair:
                 self._settings[f"grpc.{name}"] = self._get(name)
         if there and not secure and not over_grpc:

@@ -36,9 +36,8 @@ _LONG_BATCH_S = 0.01
 _RESPONSE_DELAY_S = 0.001
 _MAX_WINDOW = 256  # rows among which similar lengths are selected: at most 8 batches, at least 2
 
-Run = Callable[
-    ..., "list[InferenceResponse | RelayError]"
-]  # (calls, emit), and (calls, emit, ahead) where rows are prepared
+# (requests, emit), and (requests, emit, prepared) where rows are prepared
+Run = Callable[..., "list[InferenceResponse | RelayError]"]
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +52,7 @@ class _QueuedRow(PendingRequest):
     def measured_length(self) -> int | None:
         """The length of the row, once its handler has measured it."""
         prepared = self.prepared
-        if (
-            prepared is None
-            or not prepared.done()
-            or prepared.cancelled()
-            or prepared.exception() is not None
-        ):
+        if prepared is None or not prepared.done() or prepared.cancelled() or prepared.exception():
             return None
         length: int | None = prepared.result().length
         return length
@@ -129,9 +123,8 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         # selected when the running one ends, from all rows that arrived meanwhile; a full window gains
         # nothing by waiting.
         self._ready_size = max(2 * size, min(8 * size, _MAX_WINDOW)) if self._bucketed else size
-        self._prepare_window = (
-            self._ready_size if self._bucketed else 2 * size
-        )  # rows that are prepared: more would take memory
+        # The rows that are prepared; more would take memory.
+        self._prepare_window = self._ready_size if self._bucketed else 2 * size
 
     @property
     def ongoing(self) -> int:

@@ -75,9 +75,8 @@ class ContinuousBatcher(QueuedAdmissionControl[_StepRow]):
     @property
     def retry_after(self) -> int:
         """Seconds, at least 1, in which the rows that wait now will have been answered."""
-        return max(
-            1, ceil(self._latency_model.estimate(1) * self.pending / self._max_batch_size)
-        )  # the latency model is of whole rows
+        # The latency model is of whole rows.
+        return max(1, ceil(self._latency_model.estimate(1) * self.pending / self._max_batch_size))
 
     @property
     def _idle(self) -> bool:

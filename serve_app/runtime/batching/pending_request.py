@@ -12,9 +12,8 @@ from serve_app.errors import ClientTooSlow, RelayError
 
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024  # bytes of one response that are buffered for a slow client
 
-Emit = Callable[
-    [int, "bytes | InferenceResponse"], None
-]  # the row's index in the batch, and a chunk of its response
+# (the row's index in the batch, a chunk of its response)
+Emit = Callable[[int, "bytes | InferenceResponse"], None]
 
 
 def _ignore_disconnect() -> None:

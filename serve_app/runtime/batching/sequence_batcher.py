@@ -72,9 +72,8 @@ class SequenceBatcher(FutureBatcher):
         self._clock = clock
         self._timer = timer
         self._open: dict[str, OpenSequence] = {}
-        self._end_reasons: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # ended sequences that were started explicitly, and why they ended
+        # Ended sequences that were started explicitly, and why they ended.
+        self._end_reasons: OrderedDict[str, str] = OrderedDict()
         self._waiting = 0  # rows
         self._closing: set[asyncio.Future[None]] = set()  # streams of disconnected clients
         self._rejection_reason = ""

@@ -11,9 +11,7 @@ import ctypes
 import os
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt
-_TRIM_BYTES = (
-    256 << 20
-)  # bytes that may lie free at the end of the process's first heap; a thread's are smaller
+_TRIM_BYTES = 256 << 20  # free bytes at the end of the process's first heap; a thread's heaps are smaller
 _MMAP_BYTES = 32 << 20  # bytes of the largest block that is not mapped by itself: glibc takes no more
 _TOP_PAD_BYTES = 64 << 20  # bytes of a thread's heap, of which it may have several: an empty one stays, too
 # An operator who sets one of these has configured malloc for all processes of the server.
