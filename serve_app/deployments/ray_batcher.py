@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
@@ -19,12 +18,13 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import DeadlineExceeded, QueueFull, RelayError, ReplicaDied
 from serve_app.runtime.batching.batcher import Batcher
+from serve_app.runtime.batching.interface import RequestBatcher
 
 _TORCHSERVE_DELAY = 100  # milliseconds that Ray's batches wait by default
 
 
-class RayBatcher:
-    """A batcher with the interface of ``Batcher``."""
+class RayBatcher(RequestBatcher):
+    """A batcher that collects rows with ``@serve.batch``."""
 
     def __init__(
         self,
@@ -110,12 +110,3 @@ class RayBatcher:
 
     def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
         return asyncio.ensure_future(self.submit(request))
-
-    async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
-        responses = await asyncio.gather(
-            *(self.submit(request) for request in requests), return_exceptions=True
-        )
-        return [
-            response if not isinstance(response, asyncio.CancelledError) else ReplicaDied()
-            for response in responses
-        ]

@@ -13,59 +13,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 
 from serve_app.loadgen.profile import LoadProfile, LoadRequest, LoadResult
 
-_RAMP = (
-    0.5  # seconds at the beginning of a run that are not counted: a batch more or less is 3 % of two seconds
-)
-_SCRIPT = """
-local ffi = require("ffi")
-ffi.cdef("typedef struct {{ long s, ns; }} instant; int clock_gettime(int clock, instant *now);")
-local instant, threads, wires, turn = ffi.new("instant"), {{}}, {{}}, 0
-answers = 0  -- those of this thread that came in the measured time
-
-local function bytes(name)
-  local file = assert(io.open("{folder}/" .. name, "rb"))
-  local content = file:read("*a")
-  file:close()
-  return content
-end
-
-wrk.method = bytes("method")
-{headers}
-
-function setup(thread) table.insert(threads, thread) end
-
-function init(args)
-  for i = 1, {count} do
-    local body = bytes("body" .. (i - 1))
-    wires[i] = wrk.format(nil, nil, nil, body ~= "" and body or nil)
-  end
-end
-
-function request()  -- each after the first of a connection is an answer's sequel
-  ffi.C.clock_gettime(1, instant)
-  local now = tonumber(instant.s) + tonumber(instant.ns) / 1e9
-  from = from or now + {ramp}
-  if from <= now and now < from + {seconds} then answers = answers + 1 end
-  turn = turn % #wires + 1
-  return wires[turn]
-end
-
-function done(summary, latency, requests)
-  local e, counted = summary.errors, 0
-  for _, thread in ipairs(threads) do counted = counted + thread:get("answers") end
-  io.write(string.format(
-    '\\n{mark}{{"counted": %d, "requests": %d, "status": %d, "timeout": %d, ' ..
-    '"connect": %d, "read": %d, "write": %d, ' ..
-    '"p50": %.1f, "p90": %.1f, "p99": %.1f, "max": %.1f}}\\n',
-    counted, summary.requests, e.status, e.timeout, e.connect, e.read, e.write,
-    latency:percentile(50), latency:percentile(90), latency:percentile(99), latency.max))
-end
-"""
+# Seconds at the beginning of a run that are not counted: a batch more or less is 3 % of two seconds.
+_RAMP = 0.5
 _MARK = "torchrelay-result "
+_SCRIPT = resources.files(__package__) / "wrk.lua"
 
 
 class WrkError(Exception):
@@ -84,7 +40,7 @@ def can(request: LoadRequest, load: LoadProfile) -> bool:
 def run(request: LoadRequest, load: LoadProfile, threads: int = 0) -> LoadResult:
     """Send the load with wrk; ``threads`` is 1 up to 16 connections and 2 above where it is 0.
 
-    It runs for whole seconds, so somewhat longer than it measures. Raises WrkFailed.
+    It runs for whole seconds, so somewhat longer than it measures. Raises WrkError.
     """
     if not can(request, load):
         raise WrkError(
@@ -98,20 +54,20 @@ def run(request: LoadRequest, load: LoadProfile, threads: int = 0) -> LoadResult
         (Path(folder) / "method").write_text(request.method)
         for i, body in enumerate(bodies):
             (Path(folder) / f"body{i}").write_bytes(body)
-        script = Path(folder) / "script.lua"
-        assignments = "\n".join(
-            f"wrk.headers[{_lua(name)}] = {_lua(value)}" for name, value in headers.items()
-        )
         seconds = load.seconds or 1.0
-        measured = {"count": len(bodies), "ramp": _RAMP, "seconds": seconds}
-        script.write_text(_SCRIPT.format(folder=folder, headers=assignments, mark=_MARK, **measured))
-        command = [
-            "wrk",
-            "-t",
-            str(threads or (1 if load.connections <= 16 else 2)),
-            "-c",
-            str(load.connections),
-        ]
+        assignments = {
+            "folder": folder,
+            "count": len(bodies),
+            "ramp": _RAMP,
+            "seconds": seconds,
+            "mark": _MARK,
+        }
+        assignments |= {f"wrk.headers[{_lua(name)}]": value for name, value in headers.items()}
+        lines = [f"{name} = {_lua(value)}" for name, value in assignments.items()]
+        script = Path(folder) / "script.lua"
+        script.write_text("\n".join(lines) + "\n" + _SCRIPT.read_text())
+        threads = threads or (1 if load.connections <= 16 else 2)
+        command = ["wrk", "-t", str(threads), "-c", str(load.connections)]
         command += ["--timeout", f"{math.ceil(load.timeout)}s", "-s", str(script)]
         if load.warmup:
             _wrk([*command, "-d", f"{math.ceil(load.warmup)}s", request.url])
@@ -151,9 +107,9 @@ def parse(output: str, load: LoadProfile) -> LoadResult:
     )
 
 
-def _lua(text: str) -> str:
-    """Return a Lua string literal; for valid headers JSON's rules are Lua's."""
-    return json.dumps(text, ensure_ascii=False)
+def _lua(value: str | float) -> str:
+    """Return a Lua literal; for valid headers JSON's rules are Lua's."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _wrk(command: list[str]) -> str:

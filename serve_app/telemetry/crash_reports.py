@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -120,34 +119,19 @@ def format_stack(frame: FrameType) -> str:
 
 def collect_reports(folder: Path, exclude: str = "") -> list[CrashReport]:
     """Return and remove the reports of dead replicas; ``exclude`` is the calling replica, if it is one."""
-    reports = []
-    for path in folder.glob("*.words"):
-        if path.stem != exclude:
-            with _take_file(path) as text:
-                if text:
-                    reports.append(_build_report(text, path))
-    return reports
+    paths = [path for path in folder.glob("*.words") if path.stem != exclude]
+    return [_build_report(text, path) for path in paths if (text := _take_file(path))]
 
 
-@contextlib.contextmanager
-def _take_file(path: Path) -> Iterator[bytes]:
-    """Remove a dead replica's file and yield its content; empty if the replica lives or the file is gone."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        yield b""
-        return
-    try:
+def _take_file(path: Path) -> bytes:
+    """Remove a dead replica's file and return its content; empty if the replica lives or the file is gone."""
+    with contextlib.suppress(OSError), path.open("r+b") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file).st_nlink and os.fstat(file).st_size:
+        # Another process may have taken the file; an empty file was just created and is not yet locked.
+        if os.fstat(file.fileno()).st_nlink and (text := file.read()):
             path.unlink(missing_ok=True)
-            yield os.read(file, 1 << 20)
-        else:  # taken by another process, or just created and not yet locked
-            yield b""
-    except OSError:
-        yield b""
-    finally:
-        os.close(file)
+            return text
+    return b""
 
 
 def _build_report(text: bytes, path: Path) -> CrashReport:
@@ -177,11 +161,10 @@ def _build_report(text: bytes, path: Path) -> CrashReport:
                 "monitor, a container's limit, Ray Serve because it failed health checks), or its native "
                 "code called exit()"
             )
-    lines = [line for line in output.splitlines() if line.strip() and not _SERVER_LINE.match(line)][
-        -_MAX_LINES:
-    ]
+    lines = [line for line in output.splitlines() if line.strip() and not _SERVER_LINE.match(line)]
     if lines:
-        cause = cause.rstrip() + "\nThe last lines of its standard error:\n" + "\n".join(lines)
+        last_lines = "\n".join(lines[-_MAX_LINES:])
+        cause = f"{cause.rstrip()}\nThe last lines of its standard error:\n{last_lines}"
     phase = "while it loaded the model" if loading else "while it served"
     return CrashReport(
         app=fields.get("app", ""),

@@ -55,19 +55,19 @@ class ProcessIdentity:
         return cls(f"W-{replica}-{model}_{version}", model, version, replica)
 
 
-class LineFormatter:
+class LineFormatter(logging.Formatter):
     """A formatter of records as lines of a file; a traceback has several."""
 
     def __init__(self, identity: ProcessIdentity, form: Literal["text", "json"]) -> None:
+        super().__init__()
         self._identity = identity
         self._json = form == "json"
         self._timestamp = TimestampFormatter()
-        self._exceptions = logging.Formatter()
 
-    def record(self, record: logging.LogRecord) -> str:
+    def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
         if record.exc_info:
-            message += "\n" + self._exceptions.formatException(record.exc_info)
+            message += "\n" + self.formatException(record.exc_info)
         if record.stack_info:
             message += "\n" + record.stack_info
         return self.line(record.created, record.levelname, self._identity.name, record.name, message)
@@ -101,14 +101,14 @@ class _LogHandler(logging.Handler):
     Closing the handler, as an author's code may do, does not close the writer.
     """
 
-    def __init__(self, writer: AsyncWriter, format_record: Callable[[logging.LogRecord], str]) -> None:
+    def __init__(self, writer: AsyncWriter, formatter: logging.Formatter) -> None:
         super().__init__()
         self._writer = writer
-        self._format_record = format_record
+        self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._writer.put(self._format_record(record))
+            self._writer.put(self.format(record))
         except Exception:
             self.handleError(record)
 
@@ -183,15 +183,13 @@ class _LoggingState:
         self._identity = identity
         # Not sys.stderr: in a replica that is Ray Serve's stream, which buffers many lines.
         console = AsyncWriter(StreamSink(stream or sys.__stderr__ or sys.stderr), "console", period=0.0)
-        self._writers = [
-            console,
-            AsyncWriter(FileSink(settings.log_dir / SERVER_LOG, telemetry.log_bytes), SERVER_LOG),
-        ]
+        file = AsyncWriter(FileSink(settings.log_dir / SERVER_LOG, telemetry.log_bytes), SERVER_LOG)
+        self._writers = [console, file]
         self._undo: list[Callable[[], None]] = []
         self._server = logging.getLogger("torchrelay")
         self._handlers: list[logging.Handler] = [
-            _LogHandler(self._writers[0], logging.Formatter(_CONSOLE).format),
-            _LogHandler(self._writers[1], self._formatter.record),
+            _LogHandler(console, logging.Formatter(_CONSOLE)),
+            _LogHandler(file, self._formatter),
         ]
         self._server.propagate = False
         self.restore(level)
@@ -235,14 +233,11 @@ class _LoggingState:
                 formatter.line(time.time(), level, f"{name}-{stream}", "MODEL_LOG", line)
             )
 
-        out, err = (
-            _TeeStream(sys.stdout, line_logger("stdout", "INFO")),
-            _TeeStream(sys.stderr, line_logger("stderr", "WARNING")),
-        )
         before = sys.stdout, sys.stderr, root.level
-        sys.stdout, sys.stderr = out, err
+        sys.stdout = _TeeStream(sys.stdout, line_logger("stdout", "INFO"))
+        sys.stderr = _TeeStream(sys.stderr, line_logger("stderr", "WARNING"))
 
-        file_handler = _LogHandler(writer, formatter.record)
+        file_handler = _LogHandler(writer, formatter)
         # Without a handler, Python prints warnings to standard error; this handler keeps that.
         console_handler = logging.StreamHandler(before[1])
         console_handler.setLevel(logging.WARNING)

@@ -23,7 +23,7 @@ from serve_app.errors import (
     ReplicaDied,
     ResponseTimeout,
 )
-from serve_app.runtime.batching.interface import FutureBatcher
+from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.latency_model import BatchLatencyModel
 from serve_app.runtime.batching.pending_request import PendingRequest
 from serve_app.runtime.batching.request_queue import RequestQueue
@@ -41,7 +41,7 @@ class BatchTimer(Protocol):
     def __call__(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle: ...
 
 
-class AdmissionControl(FutureBatcher, Generic[R]):
+class AdmissionControl(RequestBatcher, Generic[R]):
     """An admission control that answers each request exactly once, until it is closed or abandoned.
 
     ``queue_size`` bounds the admitted rows; ``response_timeout`` (seconds) bounds one run of the handler. 0
@@ -79,21 +79,6 @@ class AdmissionControl(FutureBatcher, Generic[R]):
         self._queue_size = self._queue_size if queue_size is None else queue_size
         self._response_timeout = self._response_timeout if response_timeout is None else response_timeout
 
-    @property
-    @abstractmethod
-    def pending(self) -> int:
-        """Rows that count against ``queue_size``, without shadows."""
-
-    @property
-    @abstractmethod
-    def ongoing(self) -> int:
-        """Rows that wait or run, without shadows."""
-
-    @property
-    @abstractmethod
-    def retry_after(self) -> int:
-        """Seconds, at least 1, after which a client that is refused now may retry."""
-
     async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         row = self._admit(request)  # without the callback of enqueue, which costs a turn of the loop
         try:
@@ -115,10 +100,6 @@ class AdmissionControl(FutureBatcher, Generic[R]):
             self._drained = self._drained or asyncio.Event()
             await self._drained.wait()
         self.handler_thread.shutdown(wait=False)
-
-    @abstractmethod
-    def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None:
-        """Fail the running rows with ``failure``, and all waiting and later rows with ModelLoading."""
 
     @abstractmethod
     def _admit(self, request: InferenceRequest) -> R:

@@ -1,47 +1,14 @@
-"""The interface that all batchers share, and its methods that wait for futures."""
+"""The interface that all batchers share, with its methods that wait for futures."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import RelayError, ReplicaDied
-
-
-class RequestBatcher(Protocol):
-    """A batcher, as the layers in front of it see it; its base classes describe the methods."""
-
-    @property
-    def pending(self) -> int: ...
-
-    @property
-    def ongoing(self) -> int: ...
-
-    @property
-    def retry_after(self) -> int: ...
-
-    def configure(
-        self,
-        *,
-        max_batch_size: int,
-        max_batch_delay: int | None,
-        queue_size: int,
-        response_timeout: float,
-        retries: bool,
-    ) -> None: ...
-
-    async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream: ...
-
-    async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]: ...
-
-    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]: ...
-
-    async def close(self) -> None: ...
-
-    def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None: ...
 
 
 class FutureBatcher(ABC):
@@ -80,6 +47,45 @@ class FutureBatcher(ABC):
                 await _discard(future)
             raise
         return [_result(outcome) if isinstance(outcome, asyncio.Future) else outcome for outcome in outcomes]
+
+
+class RequestBatcher(FutureBatcher):
+    """A batcher, as the layers in front of it see it."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> int:
+        """Rows that count against the queue size, without shadows."""
+
+    @property
+    @abstractmethod
+    def ongoing(self) -> int:
+        """Rows that wait or run, without shadows."""
+
+    @property
+    @abstractmethod
+    def retry_after(self) -> int:
+        """Seconds, at least 1, after which a client that is refused now may retry."""
+
+    @abstractmethod
+    def configure(
+        self,
+        *,
+        max_batch_size: int,
+        max_batch_delay: int | None,
+        queue_size: int,
+        response_timeout: float,
+        retries: bool,
+    ) -> None:
+        """Apply new limits."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Refuse new rows, and answer the admitted ones."""
+
+    @abstractmethod
+    def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None:
+        """Fail the running rows with ``failure``, and all waiting and later rows with ModelLoading."""
 
 
 async def _discard(future: asyncio.Future[Any]) -> None:

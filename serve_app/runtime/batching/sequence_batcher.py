@@ -26,7 +26,7 @@ from serve_app.errors import (
     TooManySequences,
 )
 from serve_app.runtime.batching.admission_control import BatchTimer
-from serve_app.runtime.batching.interface import FutureBatcher, RequestBatcher
+from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.sequence_state import EndReason, OpenSequence, SequenceOptions, SequenceRow
 from serve_app.telemetry.metrics import Meters
 
@@ -35,7 +35,7 @@ _STATELESS_KINDS = ("explain", "describe")  # kinds of requests that belong to n
 _MAX_REMEMBERED = 1000  # ended sequences whose reason is kept for their clients
 
 
-class SequenceBatcher(FutureBatcher):
+class SequenceBatcher(RequestBatcher):
     """A batcher for a stateful model, in front of another batcher.
 
     A request whose headers name no sequence starts one, and the response has its generated name. A name
