@@ -55,13 +55,8 @@ def run(request: LoadRequest, load: LoadProfile, threads: int = 0) -> LoadResult
         for i, body in enumerate(bodies):
             (Path(folder) / f"body{i}").write_bytes(body)
         seconds = load.seconds or 1.0
-        assignments = {
-            "folder": folder,
-            "count": len(bodies),
-            "ramp": _RAMP,
-            "seconds": seconds,
-            "mark": _MARK,
-        }
+        assignments: dict[str, str | float] = {"folder": folder, "mark": _MARK, "count": len(bodies)}
+        assignments |= {"ramp": _RAMP, "seconds": seconds}
         assignments |= {f"wrk.headers[{_lua(name)}]": value for name, value in headers.items()}
         lines = [f"{name} = {_lua(value)}" for name, value in assignments.items()]
         script = Path(folder) / "script.lua"
@@ -92,7 +87,7 @@ def parse(output: str, load: LoadProfile) -> LoadResult:
         "connect": found["connect"],
         "disconnect": found["read"] + found["write"],
     }
-    microseconds = {k: found[k] / 1e6 if good else math.nan for k in ("p50", "p90", "p99", "max")}
+    latencies = {k: found[k] / 1e6 if good else math.nan for k in ("p50", "p90", "p99", "max")}
     return LoadResult(
         engine="wrk",
         connections=load.connections,
@@ -100,10 +95,10 @@ def parse(output: str, load: LoadProfile) -> LoadResult:
         requests=good,
         completed=round(found["counted"] * good / found["requests"]) if good else 0,
         errors={kind: int(count) for kind, count in kinds.items() if count},
-        p50=microseconds["p50"],
-        p90=microseconds["p90"],
-        p99=microseconds["p99"],
-        max=microseconds["max"],
+        p50=latencies["p50"],
+        p90=latencies["p90"],
+        p99=latencies["p99"],
+        max=latencies["max"],
     )
 
 

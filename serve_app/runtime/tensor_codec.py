@@ -40,12 +40,9 @@ class TensorRowCodec:
         self._form = form
         self._decoded = decoded
         self._signature = signature
-        self._outputs = (
-            {port.name: port.datatype for port in signature.outputs} if signature is not None else {}
-        )
-        self._default_output = (
-            next(iter(self._outputs)) if len(self._outputs) == 1 else tensors.DEFAULT_OUTPUT_NAME
-        )
+        outputs = signature.outputs if signature is not None else ()
+        self._outputs = {port.name: port.datatype for port in outputs}
+        self._default_output = outputs[0].name if len(self._outputs) == 1 else tensors.DEFAULT_OUTPUT_NAME
         self._tensors_only = tensors_only
 
     def read(self, request: InferenceRequest) -> dict[str, Any]:

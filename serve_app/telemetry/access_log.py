@@ -52,36 +52,18 @@ class AccessLog:
 
         ``client_ids`` are ids that the client sent; only the JSON format has them.
         """
-        record = (
-            time.time(),
-            client,
-            method,
-            path,
-            http_version,
-            status,
-            milliseconds,
-            request_id,
-            model,
-            version,
-        )
-        self._writer.put((record, client_ids), _FIXED_SIZE + len(path))
+        head = (time.time(), client, method, path, http_version, status, milliseconds)
+        self._writer.put((*head, request_id, model, version, client_ids), _FIXED_SIZE + len(path))
 
     def _format(self, record: Any) -> str:
         """Return a record's line; called in the writer's thread, so that a request does not wait for it."""
-        (
-            (now, client, method, path, http_version, status, milliseconds, request_id, model, version),
-            client_ids,
-        ) = record
+        now, client, method, path, http_version, status, milliseconds = record[:7]
+        request_id, model, version, client_ids = record[7:]
         timestamp = self._timestamp(now)
         if self.json:
-            line = {
-                "time": timestamp,
-                "client": client,
-                "method": method,
-                "path": path,
-                "http_version": http_version,
-            }
-            line |= {"status": status, "milliseconds": round(milliseconds, 3), "request_id": request_id}
+            line = {"time": timestamp, "client": client, "method": method, "path": path}
+            line |= {"http_version": http_version, "status": status}
+            line |= {"milliseconds": round(milliseconds, 3), "request_id": request_id}
             if model:
                 line |= {"model": model, "version": version}
             if client_ids:

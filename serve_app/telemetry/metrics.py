@@ -97,10 +97,10 @@ _STATS_SAMPLES = {
 }
 
 
+@dataclass(slots=True)
 class _RequestMeters:
     """The meters of a completed request, by model, version, status and requested version."""
 
-    __slots__ = ("count", "latency", "microseconds", "queue_microseconds", "queue_time", "total")
     count: Counter
     latency: Histogram
     total: LabeledRecorder
@@ -154,14 +154,14 @@ class Meters:
         ``requested_version`` is the version that it named; ``queue`` are the seconds that it waited for its
         batch, None where it never ran.
         """
-        if not version:
-            requested_version = None  # chosen by the client: storing each value would fill the memory
-        meters = self._request_meters.get((model, version, status, requested_version))
-        if meters is None:
-            meters = self._create_request_meters(model, version, status, requested_version)
-        meters.count.inc()
-        if not version:
+        if not version:  # the client chose any name: caching its meters would fill the memory
+            self._child("torchrelay_requests", model, version, status).inc()
             return
+        key = (model, version, status, requested_version)
+        meters = self._request_meters.get(key)
+        if meters is None:
+            meters = self._request_meters[key] = self._create_request_meters(*key)
+        meters.count.inc()
         meters.latency.observe(seconds)
         meters.total.record(1.0)
         if queue is not None:
@@ -172,17 +172,15 @@ class Meters:
     def _create_request_meters(
         self, model: str, version: str, status: str, requested_version: str | None
     ) -> _RequestMeters:
-        key = (model, version, status, requested_version)
-        meters = self._request_meters[key] = _RequestMeters()
-        meters.count = self._child("torchrelay_requests", model, version, status)
-        if version:
-            meters.latency = self._child("torchrelay_request_latency_seconds", model, version)
-            torchserve, labels = self.torchserve, (model, requested_version or "default")
-            meters.total = torchserve.child("ts_inference_requests_total", *labels)
-            meters.microseconds = torchserve.child("ts_inference_latency_microseconds", *labels)
-            meters.queue_microseconds = torchserve.child("ts_queue_latency_microseconds", *labels)
-            meters.queue_time = torchserve.child("QueueTime", "Host")
-        return meters
+        torchserve, labels = self.torchserve, (model, requested_version or "default")
+        return _RequestMeters(
+            self._child("torchrelay_requests", model, version, status),
+            self._child("torchrelay_request_latency_seconds", model, version),
+            torchserve.child("ts_inference_requests_total", *labels),
+            torchserve.child("ts_inference_latency_microseconds", *labels),
+            torchserve.child("ts_queue_latency_microseconds", *labels),
+            torchserve.child("QueueTime", "Host"),
+        )
 
     def response(self, code: int) -> None:
         """Record an HTTP response of the inference port."""

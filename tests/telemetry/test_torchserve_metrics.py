@@ -145,7 +145,7 @@ def test_unknown_versions_create_no_meters() -> None:
     meters = Meters()
     for i in range(50):
         meters.request("", "", "version_not_found", 0.001, str(i))
-    assert len(meters._request_meters) == 1
+    assert [(name, value) for name, _, value in meters.samples()] == [("torchrelay_requests_total", 50.0)]
     assert not meters.torchserve.samples()
 
 

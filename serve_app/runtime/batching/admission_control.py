@@ -16,13 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
-from serve_app.errors import (
-    DeadlineExceeded,
-    ModelLoading,
-    QueueFull,
-    ReplicaDied,
-    ResponseTimeout,
-)
+from serve_app.errors import DeadlineExceeded, ModelLoading, QueueFull, ReplicaDied, ResponseTimeout
 from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.latency_model import BatchLatencyModel
 from serve_app.runtime.batching.pending_request import PendingRequest

@@ -72,6 +72,9 @@ class _Batch:
     runs: list[tuple[float, list[float]]] = field(default_factory=list)
 
 
+_Responses = list[tuple[_QueuedRow, InferenceResponse | RelayError]]
+
+
 class Batcher(QueuedAdmissionControl[_QueuedRow]):
     """A batcher that runs requests together and answers each with its own response or error.
 
@@ -255,7 +258,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
 
     def _execute(self, batches: list[_Batch]) -> None:
         for batch in batches:
-            responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]] = []
+            responses: _Responses = []
             try:
                 self._run_rows(batch, batch.rows, responses)
             except BaseException:  # Runner.run raises nothing; whatever else does must not lose rows
@@ -263,12 +266,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
                 responses = [(row, failure) for row in batch.rows]
             self._call_on_loop(self._finish, batch, responses)
 
-    def _run_rows(
-        self,
-        batch: _Batch,
-        rows: list[_QueuedRow],
-        responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]],
-    ) -> None:
+    def _run_rows(self, batch: _Batch, rows: list[_QueuedRow], responses: _Responses) -> None:
         rows = [row for row in rows if self._is_wanted(row, responses)]
         if not rows:
             return
@@ -309,9 +307,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
                 result = with_timings(result, Timings(started_at - row.arrived, seconds, size))
             responses.append((row, result))
 
-    def _is_wanted(
-        self, row: _QueuedRow, responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]]
-    ) -> bool:
+    def _is_wanted(self, row: _QueuedRow, responses: _Responses) -> bool:
         """Return whether a caller still waits for the row; checked just before the run."""
         if row.future.done():
             return False
@@ -322,9 +318,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
 
     # On the event loop again
 
-    def _finish(
-        self, batch: _Batch, responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]]
-    ) -> None:
+    def _finish(self, batch: _Batch, responses: _Responses) -> None:
         if not self._in_flight or self._in_flight[0] is not batch:
             return  # its rows were abandoned
         self._in_flight.popleft()
@@ -342,9 +336,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         else:
             self._resolve_rows(batch, responses)
 
-    def _resolve_rows(
-        self, batch: _Batch, responses: list[tuple[_QueuedRow, InferenceResponse | RelayError]]
-    ) -> None:
+    def _resolve_rows(self, batch: _Batch, responses: _Responses) -> None:
         self._unsent -= 1
         for row, response in responses:
             row.resolve(response)

@@ -15,12 +15,7 @@ from math import ceil
 from typing import Any
 
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import (
-    InferenceRequest,
-    InferenceResponse,
-    ResponseChunk,
-    Timings,
-)
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, Timings
 from serve_app.errors import DeadlineExceeded, HandlerFailed, RelayError
 from serve_app.runtime.batching.admission_control import QueuedAdmissionControl
 from serve_app.runtime.batching.pending_request import Emit, PendingRequest, with_timings
