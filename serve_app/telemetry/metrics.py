@@ -308,25 +308,26 @@ class MetricsAggregator:
     """
 
     def __init__(self, initial: Iterable[MetricFamily] = ()) -> None:
-        self._live: dict[str, list[Sample]] = {}
+        self._live: dict[str, MetricsReport] = {}
+        # Of ended processes.
         self._ended: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        self._batches: dict[str, Mapping[tuple[str, str], BatchStats]] = {}
-        self._ended_batches: dict[tuple[str, str], BatchStats] = {}  # of ended processes
+        self._ended_batches: dict[tuple[str, str], BatchStats] = {}
         self._page = MetricsPage(initial)
 
     def put(self, source: str, report: MetricsReport) -> None:
-        self._live[source] = report.samples
-        self._batches[source] = report.batches
-        self._page.put(source, report.readings)
+        self._live[source] = report
 
     def end(self, source: str) -> None:
         """Keep the counts of the ended process ``source``, and remove its gauges."""
+        report = self._live.pop(source, None)
+        if report is None:
+            return
         gauges = {metric.name for metric in METRICS if metric.kind == "gauge"}
-        for name, labels, value in self._live.pop(source, []):
+        for name, labels, value in report.samples:
             if name not in gauges:
                 self._ended[name, labels] = self._ended.get((name, labels), 0.0) + value
-        _add(self._ended_batches, self._batches.pop(source, {}))
-        self._page.end(source)
+        _add(self._ended_batches, report.batches)
+        self._page.keep_counts(report.readings)
 
     @property
     def sources(self) -> list[str]:
@@ -352,7 +353,7 @@ class MetricsAggregator:
                 failed = label.get("status", "ok") != "ok"
                 version_sums["failed" if failed else _STATS_SAMPLES[name]] += value
         batch_stats: dict[tuple[str, str], BatchStats] = {}
-        for batches in (self._ended_batches, *self._batches.values()):
+        for batches in (self._ended_batches, *(report.batches for report in self._live.values())):
             _add(batch_stats, batches)
         no_batches = BatchStats()
         return [
@@ -378,12 +379,13 @@ class MetricsAggregator:
         """Return the sums in Prometheus' text format 0.0.4; with ``names`` only these samples."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_MetricCollector(self._families(names)))
-        return self._page.render(names).encode() + generate_latest(registry)
+        readings = [reading for report in self._live.values() for reading in report.readings]
+        return self._page.render(readings, names).encode() + generate_latest(registry)
 
     def _sums(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         sums = dict(self._ended)
-        for samples in self._live.values():
-            for name, labels, value in samples:
+        for report in self._live.values():
+            for name, labels, value in report.samples:
                 sums[name, labels] = sums.get((name, labels), 0.0) + value
         return sums
 

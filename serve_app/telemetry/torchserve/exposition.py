@@ -22,23 +22,20 @@ class MetricsPage:
 
     def __init__(self, initial: Iterable[MetricFamily] = ()) -> None:
         self._families = {family.name: family for family in initial}
-        self._live: dict[str, list[RecorderSample]] = {}
         self._ended: dict[tuple[str, tuple[str, ...]], RecorderSample] = {}
         self._warned: set[str] = set()
 
-    def put(self, source: str, readings: list[RecorderSample]) -> None:
-        self._live[source] = readings
+    def keep_counts(self, readings: Iterable[RecorderSample]) -> None:
+        """Keep the counts of an ended process, without its gauges."""
+        self._add(self._ended, (reading for reading in readings if reading.family.kind != "gauge"))
 
-    def end(self, source: str) -> None:
-        """Keep the counts of the ended process ``source``, and remove its gauges."""
-        readings = [reading for reading in self._live.pop(source, ()) if reading.family.kind != "gauge"]
-        self._add(self._ended, readings)
+    def render(self, live: Iterable[RecorderSample], names: Collection[str] | None = None) -> str:
+        """Return the page with the samples of all ``live`` processes.
 
-    def render(self, names: Collection[str] | None = None) -> str:
-        """Return the page; with ``names`` only these samples, and the families that have some."""
+        With ``names`` it has only these samples, and the families that have some.
+        """
         totals = dict(self._ended)
-        for readings in self._live.values():
-            self._add(totals, readings)
+        self._add(totals, live)
         samples: dict[str, list[str]] = {name: [] for name in self._families}
         for (name, _), reading in totals.items():
             samples[name] += (line for sample, line in _samples(reading) if names is None or sample in names)

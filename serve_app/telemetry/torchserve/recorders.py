@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -180,13 +179,13 @@ class TorchServeRecorders:
         self._warned: set[str] = set()
 
     @property
-    def initial(self) -> Iterator[MetricFamily]:
+    def initial(self) -> list[MetricFamily]:
         """The metrics that are rendered before their first update in this mode, as by TorchServe."""
-        for family in self.catalog:
-            if family in BUILT_IN:
-                continue
-            if self._mode == "prometheus" or (self._mode == "legacy" and family.name in LEGACY):
-                yield family
+        return [f for f in self.catalog if f not in BUILT_IN and self._is_rendered(f.name)]
+
+    def _is_rendered(self, name: str) -> bool:
+        """Return whether this mode renders the metric as a page, instead of lines of a file."""
+        return self._mode == "prometheus" or (self._mode == "legacy" and name in LEGACY)
 
     def child(self, name: str, *values: str) -> LabeledRecorder:
         """Return the recorder of a server metric with these label values; the host's name is added."""
@@ -194,16 +193,25 @@ class TorchServeRecorders:
         with self._lock:
             child = self._server.get(key)
             if child is None:
-                child = self._server[key] = self._create_server_recorder(name, (*values, self.hostname))
+                family = self.catalog.server.get(name)
+                child = self._server[key] = (
+                    self._create_recorder(family, values, self._server_lines, _LineRecorder)
+                    if family is not None
+                    else _NO_OP
+                )
             return child
 
-    def _create_server_recorder(self, name: str, values: tuple[str, ...]) -> LabeledRecorder:
-        family = self.catalog.server.get(name)
-        if family is None:
-            return _NO_OP
-        if self._mode == "prometheus" or (self._mode == "legacy" and name in LEGACY):
+    def _create_recorder(
+        self,
+        family: MetricFamily,
+        values: tuple[str, ...],
+        lines: MetricsLog | None,
+        line_recorder: type[_LineRecorder],
+    ) -> LabeledRecorder:
+        values = (*values, self.hostname)
+        if self._is_rendered(family.name):
             return _RECORDERS[family.kind](family, values)
-        return _NO_OP if self._server_lines is None else _LineRecorder(self._server_lines, family, values)
+        return _NO_OP if lines is None else line_recorder(lines, family, values)
 
     def cache(self, model: str) -> MetricCache:
         """Return ``context.metrics`` of this process, with the declared metrics; updates are recorded
@@ -238,7 +246,7 @@ class TorchServeRecorders:
                 return self._drop(
                     name, f"{_MAX_LABEL_SETS} combinations of dimensions exist already; use fewer"
                 )
-            child = self._create_model_recorder(family, (*values, self.hostname))
+            child = self._create_recorder(family, values, self._model_lines, _RequestLineRecorder)
             if has_room:
                 self._model[name, values] = child
             return child
@@ -258,13 +266,6 @@ class TorchServeRecorders:
             name, metric.metric_type.value, str(metric.unit), dimensions
         )
         return family
-
-    def _create_model_recorder(self, family: MetricFamily, values: tuple[str, ...]) -> LabeledRecorder:
-        if self._mode == "prometheus":
-            return _RECORDERS[family.kind](family, values)
-        return (
-            _NO_OP if self._model_lines is None else _RequestLineRecorder(self._model_lines, family, values)
-        )
 
     def _drop(self, name: str, reason: str) -> LabeledRecorder:
         if name not in self._warned:
