@@ -37,8 +37,8 @@ def can(request: LoadRequest, load: LoadProfile) -> bool:
     return load.rate is None and load.requests is None and load.limit is None and request.check is None
 
 
-def run(request: LoadRequest, load: LoadProfile, threads: int = 0) -> LoadResult:
-    """Send the load with wrk; ``threads`` is 1 up to 16 connections and 2 above where it is 0.
+def run(request: LoadRequest, load: LoadProfile) -> LoadResult:
+    """Send the load with wrk, in one thread up to 16 connections and in two above.
 
     It runs for whole seconds, so somewhat longer than it measures. Raises WrkError.
     """
@@ -61,8 +61,8 @@ def run(request: LoadRequest, load: LoadProfile, threads: int = 0) -> LoadResult
         lines = [f"{name} = {_lua(value)}" for name, value in assignments.items()]
         script = Path(folder) / "script.lua"
         script.write_text("\n".join(lines) + "\n" + _SCRIPT.read_text())
-        threads = threads or (1 if load.connections <= 16 else 2)
-        command = ["wrk", "-t", str(threads), "-c", str(load.connections)]
+        threads = "1" if load.connections <= 16 else "2"
+        command = ["wrk", "-t", threads, "-c", str(load.connections)]
         command += ["--timeout", f"{math.ceil(load.timeout)}s", "-s", str(script)]
         if load.warmup:
             _wrk([*command, "-d", f"{math.ceil(load.warmup)}s", request.url])

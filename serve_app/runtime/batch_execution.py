@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,12 +26,11 @@ from serve_app.errors import (
     RelayError,
 )
 from serve_app.runtime import codec
+from serve_app.runtime.batching.pending_request import Emit
 from serve_app.runtime.tensor_codec import TensorRowCodec
 
 _RESERVED_HEADERS = {"content-type", "ts_stream_next"}  # set by the response's fields and by protocols
 _INTERNAL_FILES = (loader.__file__, os.path.dirname(__file__) + os.sep)  # files without frames of a handler
-
-Emit = Callable[[int, "bytes | InferenceResponse"], None]
 
 
 class BatchExecution:
