@@ -13,9 +13,7 @@ Engine = Literal["auto", "asyncio", "wrk"]
 
 
 def send(request: LoadRequest, load_: LoadProfile, engine: Engine = "auto") -> LoadResult:
-    """Send a load and return what came of it; ``auto`` is wrk where it is installed and can do what is
-    asked.
-    """
+    """Send a load and return its result; ``auto`` is wrk where it is installed and supports the load."""
     if engine == "wrk" or (engine == "auto" and wrk.installed() and wrk.can(request, load_)):
         return wrk.run(request, load_)
     return load.run(request, load_)

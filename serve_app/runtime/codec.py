@@ -28,9 +28,7 @@ _KIND_HEADERS = {
 
 
 def decode(part: InputPart) -> Any:
-    """Return a part's value: an object for JSON, ``str`` for text, else ``bytearray``; also where the type is
-    wrong.
-    """
+    """Return a part's value: JSON's object, ``str`` for text, else ``bytearray``, also for a wrong type."""
     media_type = part.content_type
     if media_type:
         if media_type != "application/json":

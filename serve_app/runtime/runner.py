@@ -49,9 +49,7 @@ _LOG_REPEAT_S = 60.0  # seconds after which a traceback that stays the same is l
 
 
 class Runner:
-    """A runner of a version's handler over the files in ``directory``; each row gets one response or one
-    error.
-    """
+    """A runner of a version's handler in ``directory``; each row gets one response or one error."""
 
     def __init__(
         self,
@@ -279,9 +277,7 @@ class Runner:
         return TensorRowCodec("arrays" if arrays else "values", decoded, self.signature, self._spec.tensors)
 
     async def check_health(self) -> None:
-        """Raise the error of an asynchronous handler's ``check_health``; for any event loop but the
-        handler's.
-        """
+        """Raise the error of an asynchronous ``check_health``; called on any event loop but the handler's."""
         if self._check is not None and self.loop is not None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._check(), self.loop))
 

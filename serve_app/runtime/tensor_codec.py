@@ -69,9 +69,7 @@ class TensorRowCodec:
             raise UnsupportedOutput(f"a handler's answer is no tensors: {error}") from None
 
     def rows(self, requests: Sequence[InferenceRequest], array: np.ndarray) -> list[Any]:
-        """Return the results in an array with a row for each request, all of one kind; as JSON where they
-        need it.
-        """
+        """Return the results in an array with a row for each request of one kind, as JSON where needed."""
         if self._tensors_only or (requests and requests[0].kind == "tensors"):
             return list(array)
         written = json_encoder.dumps_rows(array)

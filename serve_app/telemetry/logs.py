@@ -284,9 +284,7 @@ Start = TypeVar("Start", bound=Callable[..., Awaitable[None]])
 
 
 def report_start_failure(start: Start) -> Start:
-    """Decorate a deployment's start: print its error on the console, as Ray Serve writes it to own files
-    only.
-    """
+    """Decorate a deployment's start to print its error on the console, not only into Ray Serve's files."""
 
     @functools.wraps(start)
     async def wrapper(self: Any, *args: Any, **options: Any) -> None:

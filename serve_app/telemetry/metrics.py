@@ -128,7 +128,6 @@ class Meters:
         self._request_meters: dict[tuple[str, str, str, str | None], _RequestMeters] = {}
         self._batches: dict[tuple[str, str], tuple[Callable[[float], None], ...]] = {}
         self._batch_stats: dict[tuple[str, str], BatchStats] = {}
-        self._responses: dict[int, Counter] = {}
         self._torchserve_responses: dict[int, LabeledRecorder] = {}
         self._thread_time = self.torchserve.child("WorkerThreadTime", "Host")
         # AutoscalingStats.record_batch in a replica that is autoscaled
@@ -184,10 +183,7 @@ class Meters:
 
     def response(self, code: int) -> None:
         """Record an HTTP response of the inference port."""
-        counter = self._responses.get(code)
-        if counter is None:
-            counter = self._responses[code] = self._child("torchrelay_http_responses", str(code))
-        counter.inc()
+        self._child("torchrelay_http_responses", str(code)).inc()
         self.rest(code)
 
     def grpc_response(self, code: str) -> None:

@@ -237,9 +237,7 @@ class QueuedAdmissionControl(AdmissionControl[R]):
         """Remove and return the running rows and the staged rows."""
 
     def _check_admission(self, request: InferenceRequest, waiting: int) -> None:
-        """Raise RelayError for a request that may not wait behind ``waiting`` rows although the queue has
-        room.
-        """
+        """Raise RelayError for a request that may not wait behind ``waiting`` rows in a queue with room."""
 
     def _on_enqueued(self, row: R) -> None:
         """Handle a row that has just entered the queue."""

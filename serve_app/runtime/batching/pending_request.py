@@ -91,9 +91,7 @@ class PendingRequest:
     def add_chunk(
         self, chunk: bytes | InferenceResponse, on_disconnect: Callable[[], None] = _ignore_disconnect
     ) -> None:
-        """Add an intermediate chunk; the first is an InferenceResponse with the status and headers of the
-        stream.
-        """
+        """Add a chunk; the first is an InferenceResponse with the status and headers of the stream."""
         if isinstance(chunk, InferenceResponse):
             if self.future.done():
                 return

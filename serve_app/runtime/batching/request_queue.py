@@ -84,9 +84,7 @@ class RequestQueue(Generic[R]):
         return rows
 
     def window(self, max_rows: int) -> list[R]:
-        """Return the next row, then the others of its kind among the first ``max_rows``; the queue is not
-        empty.
-        """
+        """Return the next row and those of its kind among the first ``max_rows``; the queue is not empty."""
         first = self.peek()
         kind = first.request.kind
         return [
@@ -124,9 +122,7 @@ class RequestQueue(Generic[R]):
         return None
 
     def count_before(self, priority: Priority) -> int:
-        """Return how many rows have at least this priority; aged rows of lower priority may still run before
-        them.
-        """
+        """Return how many rows have at least this priority; aged rows of lower priority may overtake them."""
         if len(self._normal) == self.live and priority != "high":
             return self.live
         count = 0

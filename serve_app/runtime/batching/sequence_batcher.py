@@ -162,9 +162,7 @@ class SequenceBatcher(RequestBatcher):
         )
 
     def _resolve_sequence(self, request: InferenceRequest) -> tuple[OpenSequence, InferenceRequest]:
-        """Return the request's sequence, which it may start, and the request with the headers that a handler
-        reads.
-        """
+        """Return the request's sequence, which it may start, and the request with the handler's headers."""
         keys = self._keys
         name = request.headers.get(keys.id, "")
         start = _is_true(request, keys.start)

@@ -214,9 +214,7 @@ class TorchServeRecorders:
         return _NO_OP if lines is None else line_recorder(lines, family, values)
 
     def cache(self, model: str) -> MetricCache:
-        """Return ``context.metrics`` of this process, with the declared metrics; updates are recorded
-        here.
-        """
+        """Return ``context.metrics`` of this process with the declared metrics; it records updates here."""
         cache = MetricCache(model)
         for family in self.catalog.model.values():
             cache.add_metric_to_cache(
