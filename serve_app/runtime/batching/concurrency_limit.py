@@ -38,21 +38,14 @@ class ConcurrencyLimit(FutureBatcher):
     def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
         if not self._replica_limit or request.priority == "shadow":
             return self._batcher.enqueue(request)
-        self._acquire()
-        try:
-            future = self._batcher.enqueue(request)
-        except BaseException:
-            self._release()
-            raise
-        future.add_done_callback(self._release_after)
-        return future
-
-    def _acquire(self) -> None:
         if self._active >= self._replica_limit:
             error = QuotaExceeded(self._ref.name, self._ref.version, self._limit)
             error.retry_after = self._batcher.retry_after
             raise error
+        future = self._batcher.enqueue(request)
         self._active += 1
+        future.add_done_callback(self._release_after)
+        return future
 
     def _release_after(self, future: asyncio.Future[InferenceResponse | ResponseStream]) -> None:
         succeeded = not future.cancelled() and future.exception() is None

@@ -74,7 +74,6 @@ class SequenceBatcher(RequestBatcher):
         self._open: dict[str, OpenSequence] = {}
         # Ended sequences that were started explicitly, and why they ended.
         self._end_reasons: OrderedDict[str, str] = OrderedDict()
-        self._waiting = 0  # rows
         self._closing: set[asyncio.Future[None]] = set()  # streams of disconnected clients
         self._rejection_reason = ""
         self._all_ended = asyncio.Event()
@@ -84,6 +83,11 @@ class SequenceBatcher(RequestBatcher):
     def configure(self, **limits: Any) -> None:
         """Apply new limits of batches."""
         self._batcher.configure(**limits)
+
+    @property
+    def _waiting(self) -> int:
+        """Rows that wait for earlier rows of their sequence."""
+        return sum(len(sequence.waiting) for sequence in self._open.values())
 
     @property
     def pending(self) -> int:
@@ -119,7 +123,6 @@ class SequenceBatcher(RequestBatcher):
                 full.retry_after = self.retry_after
                 raise full
             sequence.waiting.append(row)
-            self._waiting += 1
             if request.deadline is not None:
                 row.expiry = self._timer(request.deadline - time.time(), self._expire, sequence, row)
         else:
@@ -292,7 +295,6 @@ class SequenceBatcher(RequestBatcher):
             return
         while sequence.waiting and sequence.row is None and (self._options.overlap or not sequence.streams):
             row = sequence.waiting.popleft()
-            self._waiting -= 1
             if row.expiry is not None:
                 row.expiry.cancel()
             if row.future.done():
@@ -341,7 +343,6 @@ class SequenceBatcher(RequestBatcher):
                 self._end_reasons.popitem(last=False)
         while sequence.waiting:
             row = sequence.waiting.popleft()
-            self._waiting -= 1
             row.resolve(SequenceLost(self._ref.name, sequence.name, message))
         self._meters.sequence_ended(self._ref.name, self._ref.version, reason)
         self._on_end(sequence.name, reason)
@@ -375,7 +376,6 @@ class SequenceBatcher(RequestBatcher):
             sequence.waiting.remove(row)
         except ValueError:
             return False
-        self._waiting -= 1
         if row.expiry is not None:
             row.expiry.cancel()
         return True
