@@ -1,4 +1,4 @@
-"""From a config.properties to settings of ours."""
+"""The translator of a config.properties to settings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from serve_app.domain.validation import did_you_mean
@@ -49,7 +50,7 @@ class TranslationNote:
 
 @dataclass(frozen=True)
 class TranslatedConfig:
-    """What a config.properties says, in our words."""
+    """The translation of a config.properties."""
 
     args: Mapping[str, Mapping[str, Any]]  # of an app.yaml; only what differs from our own defaults
     inference: ListenAddress
@@ -80,8 +81,9 @@ def read(
     entries.update({key: ConfigEntry(value, option) for key, (value, option) in (command or {}).items()})
     warnings = []
     unread = []
-    enabled = flag(entries.get("enable_envvars_config", ConfigEntry("", "")).value.strip())
-    urls_too = flag(entries.get("use_env_allowed_urls", ConfigEntry("", "")).value.strip())
+    unset = ConfigEntry("", "")
+    enabled = flag(entries.get("enable_envvars_config", unset).value.strip())
+    urls_too = flag(entries.get("use_env_allowed_urls", unset).value.strip())
     for key in KEYS:
         if key.variable and key.variable in environment:
             if enabled and (key.name != "allowed_urls" or urls_too):
@@ -91,12 +93,9 @@ def read(
                 unread.append(f"{key.variable} (wants {wants})")
     if unread:
         warnings.append(f"{where}: variables of the environment that are not read: {', '.join(unread)}")
-    effective_entries = {
-        key: entry._replace(value=entry.value.strip())
-        for key, entry in entries.items()
-        if entry.value.strip()
-    }
-    return _ConfigTranslator(where, effective_entries, warnings).reading(gpus)
+    stripped = {key: entry._replace(value=entry.value.strip()) for key, entry in entries.items()}
+    effective_entries = {key: entry for key, entry in stripped.items() if entry.value}
+    return _ConfigTranslator(where, effective_entries, warnings).translate(gpus)
 
 
 class _ConfigTranslator:
@@ -109,7 +108,7 @@ class _ConfigTranslator:
         self._settings: dict[str, Any] = dict(MANNERS)
         self._remarks: dict[str, str] = {}
 
-    def reading(self, gpus: int) -> TranslatedConfig:
+    def translate(self, gpus: int) -> TranslatedConfig:
         for key in KEYS:
             if key.parse is not None and (value := self._value(key)) is not None and key.fate == "setting":
                 self._settings[key.becomes.strip("`")] = value
@@ -121,11 +120,10 @@ class _ConfigTranslator:
         self._models()
         inference, secure = self._listeners()
         self._unknown()
-        unserved = [key for key in KEYS if key.fate == "unserved" and self._differs(key)]
-        for key in unserved:
-            self._warnings.append(
-                f"{self._where}: {self._place(key.name)}: {key.name} is not served: {key.becomes}"
-            )
+        for key in KEYS:
+            if key.fate == "unserved" and self._get(key.name) != key.default:
+                place = self._place(key.name)
+                self._warnings.append(f"{self._where}: {place}: {key.name} is not served: {key.becomes}")
         return TranslatedConfig(
             args=_differences(self._settings),
             inference=inference,
@@ -140,9 +138,6 @@ class _ConfigTranslator:
 
     def _place(self, name: str) -> str:
         return self._entries[name].place if name in self._entries else "default"
-
-    def _differs(self, key: ConfigKey) -> bool:
-        return key.name in self._entries and self._entries[key.name].value != key.default
 
     def _refuse(self, name: str, what: str) -> ConfigurationError:
         return ConfigurationError(self._where, f"{self._place(name)}: {name}: {what}")
@@ -244,18 +239,16 @@ class _ConfigTranslator:
     # Addresses
 
     def _listeners(self) -> tuple[ListenAddress, bool]:
-        """Where the three APIs listen; returns the inference port, and whether it is secure."""
+        """Set the addresses of the three APIs; return the inference port, and whether it is secure."""
         names = ("inference_address", "management_address", "metrics_address")
         inference, management, metrics = listeners = tuple(self._listener(name) for name in names)
-        for i, one in enumerate(listeners):
-            for j in range(i):
-                other = listeners[j]
-                if one != other and one.port == other.port:
-                    raise self._refuse(
-                        names[i],
-                        f"{self._get(names[i])} has the port of {names[j]}, {self._get(names[j])}: "
-                        "write the same address in both, or another port in one",
-                    )
+        for (first, one), (second, other) in combinations(zip(names, listeners, strict=True), 2):
+            if one != other and one.port == other.port:
+                raise self._refuse(
+                    second,
+                    f"{self._get(second)} has the port of {first}, {self._get(first)}: "
+                    "write the same address in both, or another port in one",
+                )
         settings = self._settings
         if management == inference:
             settings["inference.serve_management"], settings["management.port"] = True, 0
@@ -269,10 +262,8 @@ class _ConfigTranslator:
             settings["management.serve_metrics"], settings["management.metrics_port"] = True, 0
             self._remarks["metrics_address"] = "on the management port: `management.serve_metrics`"
         else:
-            settings["management.metrics_host"], settings["management.metrics_port"] = (
-                metrics.host,
-                metrics.port,
-            )
+            settings["management.metrics_host"] = metrics.host
+            settings["management.metrics_port"] = metrics.port
         self._certificates(dict(zip(names, listeners)))
         return inference, inference.secure
 
