@@ -1,19 +1,34 @@
-"""The benchmark: a load generator, and the comparison with other servers."""
+"""A load generator for HTTP servers."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from serve_app.loadgen import load, wrk
+from handlers import extras
+from serve_app.loadgen import wrk
 from serve_app.loadgen.profile import LoadProfile, LoadRequest, LoadResult
 
-__all__ = ["Engine", "LoadProfile", "LoadRequest", "LoadResult", "send"]
+__all__ = ["Engine", "EngineMissing", "LoadProfile", "LoadRequest", "LoadResult", "send"]
 
 Engine = Literal["auto", "asyncio", "wrk"]
 
 
+class EngineMissing(Exception):
+    """An error: the package of the selected engine is not installed."""
+
+
 def send(request: LoadRequest, load_: LoadProfile, engine: Engine = "auto") -> LoadResult:
-    """Send a load and return its result; ``auto`` is wrk where it is installed and supports the load."""
+    """Send a load and return its result; ``auto`` is wrk where it is installed and supports the load.
+
+    Raises EngineMissing with the command that installs the engine.
+    """
     if engine == "wrk" or (engine == "auto" and wrk.installed() and wrk.can(request, load_)):
         return wrk.run(request, load_)
+    try:
+        from serve_app.loadgen import load  # late: httptools belongs to the extra `server`
+    except ModuleNotFoundError as error:
+        command = extras.install_command("httptools")
+        raise EngineMissing(
+            f"The engine asyncio needs httptools, which is not installed: {command}"
+        ) from error
     return load.run(request, load_)

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.loadgen import Engine, LoadProfile, LoadRequest, LoadResult, send
+from serve_app.loadgen import Engine, EngineMissing, LoadProfile, LoadRequest, LoadResult, send
 from serve_app.loadgen.wrk import WrkError
 
 _OPEN_CONNECTIONS = 256  # the most that an open loop opens where nobody says
@@ -79,8 +79,8 @@ def bench(  # noqa: PLR0913  # options of the command
             )
             with progress.status(f"{count} connections" + (f", {rate:g} arrivals/s" if rate else "")):
                 results.append(send(request, load, cast("Engine", engine)))
-    except (ValueError, WrkError) as error:
-        progress.print(f"[red]{error}[/red]", highlight=False)
+    except (ValueError, WrkError, EngineMissing) as error:
+        progress.print(str(error), style="red", highlight=False, markup=False)
         raise typer.Exit(2) from None
     if as_json:
         json.dump([as_dict(result) for result in results], sys.stdout, indent=2)
