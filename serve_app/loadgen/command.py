@@ -80,7 +80,7 @@ def bench(  # noqa: PLR0913  # options of the command
             with progress.status(f"{count} connections" + (f", {rate:g} arrivals/s" if rate else "")):
                 results.append(send(request, load, cast("Engine", engine)))
     except (ValueError, WrkError, EngineMissing) as error:
-        progress.print(str(error), style="red", highlight=False, markup=False)
+        progress.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
     if as_json:
         json.dump([as_dict(result) for result in results], sys.stdout, indent=2)
