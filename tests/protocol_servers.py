@@ -30,9 +30,10 @@ from protocol_fakes import (
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
-from serve_app.deployments.grpc_listener import GrpcListener
+from serve_app.deployments.grpc_listener import GrpcListener, ManagementGrpcListener
 from serve_app.domain.access import AccessTable
 from serve_app.domain.routing_table import RoutingTable
+from serve_app.protocols.grpc.http2.server import Http2Server
 from serve_app.protocols.grpc_app import inference_server, management_server
 from serve_app.protocols.http_app import ASGIApp, inference_app, management_app
 from serve_app.settings import ControlSettings, InferenceSettings, Settings, load
@@ -132,8 +133,13 @@ def serve_grpc(make: Callable[[], Any], tls: ssl.SSLContext | None = None) -> It
     def run(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
-    async def open_() -> GrpcListener:
-        listener = GrpcListener(make(), "127.0.0.1", 0, "grpc.port", tls)
+    async def open_() -> GrpcListener | ManagementGrpcListener:
+        server = make()  # gRPC's own server belongs to the running loop
+        listener: GrpcListener | ManagementGrpcListener
+        if isinstance(server, Http2Server):
+            listener = GrpcListener(server, "127.0.0.1", 0, "grpc.port", tls)
+        else:
+            listener = ManagementGrpcListener(server, "127.0.0.1", 0, "grpc.management_port")
         await listener.open()
         return listener
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import grpc
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
@@ -43,7 +44,7 @@ from serve_app.deployments import env_check
 from serve_app.deployments.applications import model_application
 from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlDispatcher
-from serve_app.deployments.grpc_listener import GrpcListener
+from serve_app.deployments.grpc_listener import ManagementGrpcListener, load_credentials
 from serve_app.deployments.http_listener import HttpListener
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.replica_client import ReplicaClients
@@ -103,9 +104,9 @@ class Management:
             log.warning("%s", warning)
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self._listeners: list[HttpListener | GrpcListener] = []
+        self._listeners: list[HttpListener | ManagementGrpcListener] = []
         management_tls = await asyncio.to_thread(tls.management_context, settings)
-        grpc_tls = await asyncio.to_thread(tls.grpc_context, settings)
+        grpc_credentials = await asyncio.to_thread(load_credentials, settings)
         settings.state_dir.mkdir(parents=True, exist_ok=True)
         # Reports of an earlier process of Management are of no use any more.
         await asyncio.to_thread(crash_reports.collect_reports, settings.crash_reports_dir)
@@ -136,7 +137,7 @@ class Management:
         )
         self._state.publish()  # before any request: the table holds the access rules
         await self._async_predictions.load()
-        for listener in self._create_listeners(inference_port, management_tls, grpc_tls):
+        for listener in self._create_listeners(inference_port, management_tls, grpc_credentials):
             await listener.open()
             self._listeners.append(listener)
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
@@ -245,8 +246,11 @@ class Management:
         return keys
 
     def _create_listeners(
-        self, inference_port: int, context: ssl.SSLContext | None, by_grpc: ssl.SSLContext | None
-    ) -> list[HttpListener | GrpcListener]:
+        self,
+        inference_port: int,
+        context: ssl.SSLContext | None,
+        credentials: grpc.ServerCredentials | None,
+    ) -> list[HttpListener | ManagementGrpcListener]:
         """Create the listeners of the ports that are not shared with the inference port, and that of gRPC."""
         m, shared, g = self._settings.management, self._settings.inference, self._settings.grpc
         no_port = (0, inference_port)
@@ -257,12 +261,12 @@ class Management:
         render = (
             self._cluster_metrics.render if m.enable_metrics_api and (together or m.serve_metrics) else None
         )
-        listeners: list[HttpListener | GrpcListener] = []
+        listeners: list[HttpListener | ManagementGrpcListener] = []
         access = access_log.access_log(self._settings)
         if g.management_port:
             server = management_server(control, self._settings, self._meters, access)
             where = g.management_host, g.management_port, "grpc.management_port"
-            listeners.append(GrpcListener(server, *where, by_grpc))
+            listeners.append(ManagementGrpcListener(server, *where, credentials))
         if not (shared.serve_management and m.port in no_port):
             api = management_app(control, self._settings, access, render=render, meters=self._meters)
             listeners.append(HttpListener(api, m.host, m.port, "management.port", context))

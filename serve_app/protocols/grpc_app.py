@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.proto import pool
+from serve_app.protocols.grpc import aio_server
 from serve_app.protocols.grpc.call import ServiceAdapter
 from serve_app.protocols.grpc.health import HealthService
 from serve_app.protocols.grpc.http2.server import Http2Limits, Http2Server
@@ -33,8 +35,15 @@ def inference_server(
     access: AccessLog | None = None,
 ) -> Http2Server:
     """Return the server of the inference port, which several servers of a node may share."""
-    g = settings.grpc
-    server = _create_server(settings, g.max_connection_age, g.max_connection_age_grace)
+    server = Http2Server(
+        Http2Limits(
+            max_message_size=settings.inference.max_request_size,
+            max_response_size=settings.runtime.max_response_size,
+            max_concurrent_calls=settings.grpc.max_concurrent_calls,
+            max_connection_age=settings.grpc.max_connection_age,
+            connection_age_grace=settings.grpc.max_connection_age_grace,
+        )
+    )
     adapter = ServiceAdapter(lambda: plane.access, meters.grpc_response, access)
     services: dict[str, GrpcService] = {
         torchserve.INFERENCE: torchserve.InferenceService(plane, settings, adapter),
@@ -46,29 +55,13 @@ def inference_server(
 
 def management_server(
     control: ControlPlane, settings: Settings, meters: Meters, access: AccessLog | None = None
-) -> Http2Server:
-    """Return the server of the management port."""
-    g = settings.grpc
-    server = _create_server(settings, g.management_max_connection_age, g.management_max_connection_age_grace)
+) -> grpc.aio.Server:
+    """Return the server of the management port, for the running event loop."""
+    server = aio_server.create_server(settings)
     adapter = ServiceAdapter(lambda: control.access, meters.grpc_response, access)
-    services: dict[str, GrpcService] = {
-        torchserve.MANAGEMENT: torchserve.ManagementService(control, settings, adapter)
-    }
-    _add_services(server, settings, lambda: True, services)
+    service = torchserve.ManagementService(control, settings, adapter)
+    _add_services(server, settings, lambda: True, {torchserve.MANAGEMENT: service})
     return server
-
-
-def _create_server(settings: Settings, max_age: float, grace: float) -> Http2Server:
-    """Return a server without services; ages are in seconds, 0 means unlimited."""
-    return Http2Server(
-        Http2Limits(
-            max_message_size=settings.inference.max_request_size,
-            max_response_size=settings.runtime.max_response_size,
-            max_concurrent_calls=settings.grpc.max_concurrent_calls,
-            max_connection_age=max_age,
-            connection_age_grace=grace,
-        )
-    )
 
 
 class GrpcService(Protocol):
@@ -79,11 +72,18 @@ class GrpcService(Protocol):
 
 
 def _add_services(
-    server: Http2Server, settings: Settings, ready: Callable[[], bool], services: Mapping[str, GrpcService]
+    server: Http2Server | grpc.aio.Server,
+    settings: Settings,
+    ready: Callable[[], bool],
+    services: Mapping[str, GrpcService],
 ) -> None:
     """Add the services, their health service, and reflection if it is enabled."""
     for name, service in services.items():
-        server.add_registered_method_handlers(name, service.methods)
+        if isinstance(server, Http2Server):
+            server.add_registered_method_handlers(name, service.methods)
+        else:
+            handlers = aio_server.adapt(service.methods)
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(ready, services), server)
     if settings.grpc.reflection:
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
