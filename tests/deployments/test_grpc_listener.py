@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import grpc.aio
 import pytest
 from parts import free_port
 
-from serve_app.deployments.grpc_listener import GrpcListener
+from serve_app.deployments.grpc_listener import GrpcListener, ManagementGrpcListener
 from serve_app.errors import ConfigurationError
 from serve_app.protocols.grpc.http2.server import Http2Server
 
@@ -25,6 +26,13 @@ def listener(port: int, shared: bool = False) -> GrpcListener:
     server = Http2Server()
     server.add_registered_method_handlers("test.Test", {"Say": grpc.unary_unary_rpc_method_handler(word)})
     return GrpcListener(server, "127.0.0.1", port, "grpc.port", None, shared)
+
+
+def management_listener(port: int) -> ManagementGrpcListener:
+    server = grpc.aio.server()
+    methods = {"Say": grpc.unary_unary_rpc_method_handler(word)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", methods),))
+    return ManagementGrpcListener(server, "127.0.0.1", port, "grpc.port")
 
 
 async def say(port: int) -> bytes:
@@ -52,11 +60,12 @@ def test_two_share_a_port_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(main())
 
 
-def test_a_port_of_its_own_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("create", [listener, management_listener])
+def test_a_port_of_its_own_is_waited_for(create: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         port = free_port()
         with socket.create_server(("127.0.0.1", port)):
-            new = listener(port)
+            new = create(port)
             opening = asyncio.create_task(new.open())
             while not caplog.messages:
                 await asyncio.sleep(0.01)
@@ -68,13 +77,16 @@ def test_a_port_of_its_own_is_waited_for(caplog: pytest.LogCaptureFixture) -> No
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_port_that_stays_taken_is_an_error_with_its_holder_and_a_cure(shared: bool) -> None:
+CREATE = [listener, partial(listener, shared=True), management_listener]
+
+
+@pytest.mark.parametrize("create", CREATE)
+def test_a_port_that_stays_taken_is_an_error_with_its_holder_and_a_cure(create: Any) -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             with pytest.raises(ConfigurationError) as raised:
-                await listener(port, shared).open(timeout=0.0)
+                await create(port).open(timeout=0.0)
         assert str(raised.value).startswith(f"127.0.0.1:{port}: Address already in use by pid {os.getpid()}")
         assert str(raised.value).endswith("; set grpc.port to another one")
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from parts import free_port
 
-from serve_app.deployments.grpc_listener import GrpcListener
+from serve_app.deployments.grpc_listener import GrpcListener, ManagementGrpcListener, load_credentials
 from serve_app.deployments.http_listener import HttpListener
 from serve_app.errors import ConfigurationError
 from serve_app.net import tls
@@ -150,20 +150,35 @@ def test_errors_of_wrong_files(make: Callable[..., tuple[Path, Path]], tmp_path:
         assert str(caught.value).startswith(result)
 
 
-def test_grpc_has_a_pair_of_its_own(make: Callable[..., tuple[Path, Path]]) -> None:
-    certificate, key = make("localhost")
-    context = tls.grpc_context(
-        Settings(grpc=GrpcSettings(certificate_file=str(certificate), private_key_file=str(key)))
-    )
-    assert tls.grpc_context(Settings()) is None
+async def word(data: bytes, context: Any) -> bytes:
+    return b"here"
 
-    async def word(data: bytes, context: Any) -> bytes:
-        return b"here"
+
+METHODS = {"Say": grpc.unary_unary_rpc_method_handler(word)}
+
+
+def inference_listener(settings: Settings) -> GrpcListener:
+    server = Http2Server()
+    server.add_registered_method_handlers("test.Test", METHODS)
+    return GrpcListener(server, "127.0.0.1", free_port(), "grpc.port", tls.grpc_context(settings))
+
+
+def management_listener(settings: Settings) -> ManagementGrpcListener:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", METHODS),))
+    credentials = load_credentials(settings)
+    return ManagementGrpcListener(server, "127.0.0.1", free_port(), "grpc.management_port", credentials)
+
+
+@pytest.mark.parametrize("create", [inference_listener, management_listener])
+def test_grpc_has_a_pair_of_its_own(make: Callable[..., tuple[Path, Path]], create: Any) -> None:
+    certificate, key = make("localhost")
+    settings = Settings(grpc=GrpcSettings(certificate_file=str(certificate), private_key_file=str(key)))
+    assert tls.grpc_context(Settings()) is None
+    assert load_credentials(Settings()) is None
 
     async def main() -> bytes:
-        server = Http2Server()
-        server.add_registered_method_handlers("test.Test", {"Say": grpc.unary_unary_rpc_method_handler(word)})
-        listener = GrpcListener(server, "127.0.0.1", free_port(), "grpc.port", context)
+        listener = create(settings)
         await listener.open()
         trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
         name = [("grpc.ssl_target_name_override", "localhost.example.com")]

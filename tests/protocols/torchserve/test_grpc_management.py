@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,3 +183,45 @@ def test_management_rights(managed_by_grpc: Any) -> None:
     assert server.control_api.operations[-1][1].allowed_models == ("team-*",)
     error = expect_error(stub.UnregisterModel, UnregisterModelRequest(model_name="m"), **key)
     assert trailing_metadata(error)["x-torchrelay-reason"] == "model_not_allowed"
+
+
+def test_malformed_message_is_rejected(managed_by_grpc: Any) -> None:
+    server = managed_by_grpc()
+    call = server.channel.unary_unary("/org.pytorch.serve.grpc.management.ManagementAPIsService/ListModels")
+    error = expect_error(call, b"\x1a\x7f")
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "is no ListModelsRequest" in error.details()
+    assert trailing_metadata(error)["x-torchrelay-reason"] == "invalid_body"
+
+
+def test_messages_over_the_limits_are_rejected(managed_by_grpc: Any) -> None:
+    server = managed_by_grpc(inference={"max_request_size": 1000}, runtime={"max_response_size": 1000})
+    stub = ManagementAPIsServiceStub(server.channel)
+    error = expect_error(stub.RegisterModel, RegisterModelRequest(url="m" * 2000))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    for name in range(30):
+        stub.RegisterModel(RegisterModelRequest(url=f"model{name}-1.0.mar"))
+    assert expect_error(stub.ListModels, ListModelsRequest()).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_the_access_log_has_the_address_of_the_client(manage: Any) -> None:
+    stub, server = manage
+    stub.ListModels(ListModelsRequest())
+    host, _, port = server.access_log[-1][0].partition(":")
+    assert host == "127.0.0.1" and port.isdecimal()
+
+
+def test_late_call_is_cancelled(managed_by_grpc: Any) -> None:
+    server = managed_by_grpc()
+
+    async def never(registration: Any) -> None:
+        await asyncio.Event().wait()
+
+    server.control_api.register = never
+    stub = ManagementAPIsServiceStub(server.channel)
+    with pytest.raises(grpc.RpcError) as raised:
+        stub.RegisterModel(RegisterModelRequest(url="m-1.0.mar"), timeout=0.1)
+    assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    while not server.access_log:
+        time.sleep(0.005)
+    assert server.access_log[-1][4] == grpc.StatusCode.CANCELLED.value[0]
