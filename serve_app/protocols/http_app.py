@@ -15,6 +15,7 @@ from serve_app.protocols import openapi
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
 from serve_app.protocols.http.exchange import (
     DEFAULT_HEADERS,
+    METHODS,
     ClientDisconnected,
     HttpExchange,
     Receive,
@@ -32,14 +33,11 @@ from serve_app.protocols.torchserve import errors as torchserve_errors
 from serve_app.protocols.torchserve.inference import InferenceRoutes
 from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.protocols.torchserve.websocket import WebSocketRoutes
-from serve_app.protocols.torchserve.workflows import WorkflowRoutes
 from serve_app.settings import Settings
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
 
 _log = logging.getLogger("torchrelay.protocols")
-# TorchServe's predictions accept each of them. TRACE, CONNECT and unknown methods are refused on every route.
-_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"))
 _CLIENT_CLOSED_REQUEST = 499  # in the access log only: the client disconnected before the response
 
 
@@ -75,7 +73,7 @@ class ASGIApp:
         started_at = time.perf_counter()
         exchange = HttpExchange(scope, receive, send, self._default_headers)
         try:
-            if exchange.method not in _METHODS:
+            if exchange.method not in METHODS:
                 raise MethodNotAllowed()
             if exchange.method == "OPTIONS":
                 self._add_allow_header(exchange)
@@ -148,7 +146,7 @@ def inference_app(
     first: ProtocolRouter = InferenceRoutes(plane, settings, control)
     others: list[ProtocolRouter] = [OpenInferenceRoutes(plane, settings, control)]
     if control is not None and settings.inference.serve_management:
-        others += ManagementRoutes(control, settings), WorkflowRoutes(control, settings)
+        others.append(ManagementRoutes(control, settings))
     if control is not None:
         others.append(AsyncRoutes(plane, control, torchserve_errors.send_error))
     others.append(OpenAIRoutes(plane, settings))
@@ -180,9 +178,8 @@ def management_app(
     meters: Meters | None = None,
 ) -> ASGIApp:
     """Return the application of the management port; with ``render`` it serves the metrics as well."""
-    routers: list[ProtocolRouter] = [ManagementRoutes(control, settings), WorkflowRoutes(control, settings)]
     document = openapi.management()
-    routers.append(OpenAPIRoutes(document))
+    routers: list[ProtocolRouter] = [ManagementRoutes(control, settings), OpenAPIRoutes(document)]
     if render is not None:
         routers.append(MetricsRoutes(render, settings, lambda: control.access))
     return ASGIApp(

@@ -34,6 +34,8 @@ DEFAULT_HEADERS = (
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 )
 JSON = (b"content-type", b"application/json")
+# TorchServe's predictions accept each of them. TRACE, CONNECT and unknown methods are refused on every route.
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"))
 # A handler may not set these: the default headers, and headers that frame the body or the connection.
 _RESERVED_HEADERS = {name for name, _ in DEFAULT_HEADERS} | {
     b"x-request-id",
@@ -117,6 +119,10 @@ class HttpExchange:
     def add_header(self, name: bytes, value: bytes) -> None:
         """Add a header to the response, whichever route sends it."""
         self._default_headers = (*self._default_headers, (name, value))
+
+    async def delegate(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], changes: Scope) -> None:
+        """Pass the request to an ASGI application, with ``changes`` to the scope."""
+        await app({**self.scope, **changes}, self._receive, self._send)
 
     async def read_body(self, limit: int) -> bytes:
         """Return the whole body.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
+from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.domain.experiment import ExperimentSummary
 from serve_app.domain.validation import documented
-from serve_app.errors import MethodNotAllowed, ResourceNotFound
 from serve_app.protocols.http import auth, json_body
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.torchserve.errors import send_json
+from serve_app.protocols.management.routing import route
 
 
 class ExperimentList(TypedDict):
@@ -26,43 +26,48 @@ class PurgeParameters(TypedDict):
     purge: Annotated[Literal["true", "false"], documented("true: delete it with its measurements.")]
 
 
-async def handle_model(exchange: HttpExchange, control: ControlPlane, model: str, limit: int) -> None:
-    """Handle ``/models/{model}/experiments``: POST starts one, GET lists them."""
-    if exchange.method == "POST":
-        document = await json_body.read(exchange, limit)
-        await send_json(exchange, await control.start_experiment(model, document))
-    elif exchange.method == "GET":
-        experiments: ExperimentList = {"experiments": await control.list_experiments(model)}
-        await send_json(exchange, experiments)
-    else:
-        raise MethodNotAllowed()
+def build_routes(control: ControlPlane, limit: int) -> list[Route]:
+    """Return the routes of experiments; a body has at most ``limit`` bytes.
 
-
-async def handle(exchange: HttpExchange, control: ControlPlane, rest: list[str], limit: int) -> None:
-    """Handle ``/experiments``, ``/experiments/{id}`` and ``/experiments/{id}/events``.
-
-    GET lists the experiments of every model that the request's key covers. By id, GET returns the results so
-    far; DELETE stops an experiment, and with ``purge=true`` deletes a stopped one. POST of events records
-    rewards for requests that the experiment routed.
+    By id, GET returns the results so far; DELETE stops an experiment, and with ``purge=true`` deletes a
+    stopped one. The list of all experiments has those of every model that the request's key covers.
     """
-    allowed_models = auth.get_allowed_models(exchange)
-    match [exchange.method, *rest]:
-        case ["GET"]:
-            document: Any = {"experiments": await control.list_experiments(allowed_models=allowed_models)}
-        case ["GET", id]:
-            document = await control.get_experiment(id, allowed_models)
-        case ["DELETE", id] if _should_forget(exchange):
-            await control.delete_experiment(id, allowed_models)
-            document = {"status": f'Experiment "{id}" forgotten'}
-        case ["DELETE", id]:
-            document = await control.stop_experiment(id, allowed_models)
-        case ["POST", id, "events"]:
-            document = await control.record_rewards(id, await json_body.read(exchange, limit), allowed_models)
-        case [_] | [_, _] | [_, _, "events"]:
-            raise MethodNotAllowed()
-        case _:
-            raise ResourceNotFound()
-    await send_json(exchange, document)
+
+    async def start(exchange: HttpExchange, model: str) -> Any:
+        return await control.start_experiment(model, await json_body.read(exchange, limit))
+
+    async def list_of_model(exchange: HttpExchange, model: str) -> ExperimentList:
+        return {"experiments": await control.list_experiments(model)}
+
+    async def list_all(exchange: HttpExchange) -> ExperimentList:
+        allowed_models = auth.get_allowed_models(exchange)
+        return {"experiments": await control.list_experiments(allowed_models=allowed_models)}
+
+    async def get(exchange: HttpExchange, id: str) -> Any:
+        return await control.get_experiment(id, auth.get_allowed_models(exchange))
+
+    async def delete(exchange: HttpExchange, id: str) -> Any:
+        allowed_models = auth.get_allowed_models(exchange)
+        if not _should_forget(exchange):
+            return await control.stop_experiment(id, allowed_models)
+        await control.delete_experiment(id, allowed_models)
+        return {"status": f'Experiment "{id}" forgotten'}
+
+    async def record(exchange: HttpExchange, id: str) -> Any:
+        return await record_rewards(exchange, control, id, limit)
+
+    return [
+        route("/models/{model}/experiments", GET=list_of_model, POST=start),
+        route("/experiments", GET=list_all),
+        route("/experiments/{id}", GET=get, DELETE=delete),
+        route("/experiments/{id}/events", POST=record),
+    ]
+
+
+async def record_rewards(exchange: HttpExchange, control: ControlPlane, id: str, limit: int) -> Any:
+    """Record rewards for requests that an experiment routed; return the document of the response."""
+    document = await json_body.read(exchange, limit)
+    return await control.record_rewards(id, document, auth.get_allowed_models(exchange))
 
 
 def _should_forget(exchange: HttpExchange) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 from typing_extensions import TypedDict
 
 from serve_app.domain.access import AccessTable
 from serve_app.domain.validation import documented
-from serve_app.errors import MethodNotAllowed, ModelNotAllowed, ResourceNotFound
+from serve_app.errors import ModelNotAllowed
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.management.routing import RouteTable, any_method, route
 from serve_app.protocols.torchserve import errors, openapi
 from serve_app.settings import Settings
 
@@ -35,6 +36,14 @@ class MetricsRoutes:
         self._render = render
         self._access = access
         self._is_open = settings.auth.metrics == "open"
+        self._table = RouteTable(
+            [
+                route("/", OPTIONS=_describe_api),
+                any_method("/api-description", _describe_api),
+                any_method("/metrics", self._send_page),
+                any_method("/metrics/{rest:path}", self._send_page),
+            ]
+        )
 
     send_error = staticmethod(errors.send_error)
 
@@ -42,18 +51,18 @@ class MetricsRoutes:
         return exchange.segments[:1] == ["metrics"]
 
     async def handle(self, exchange: HttpExchange) -> None:
-        segments = exchange.segments
-        if segments == ["api-description"] or (not segments and exchange.method == "OPTIONS"):
-            return await errors.send_json(exchange, openapi.METRICS)
-        if not segments:
-            raise MethodNotAllowed()
-        if not self.matches(exchange):
-            raise ResourceNotFound()
+        await self._table.handle(exchange)
+
+    async def _send_page(self, exchange: HttpExchange, rest: str = "") -> None:
         if not self._is_open:
             auth.authorize(self._access(), exchange, "observe")
             if exchange.grant is not None and "*" not in exchange.grant.models:
                 raise ModelNotAllowed("*")  # the page has metrics of every model
         await exchange.send_response(200, [_TEXT], await self._render(_parse_names(exchange)))
+
+
+async def _describe_api(exchange: HttpExchange) -> Any:
+    return openapi.METRICS
 
 
 def _parse_names(exchange: HttpExchange) -> frozenset[str] | None:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.routing import Route
+
 from serve_app.control.api import ControlPlane
-from serve_app.errors import MethodNotAllowed
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.torchserve import errors, openapi
+from serve_app.protocols.management.routing import route
+from serve_app.protocols.torchserve import openapi
 
 
-async def handle(exchange: HttpExchange, control: ControlPlane, model: str) -> None:
-    """Handle GET, which returns the comparison, and DELETE, which deletes it with the inputs that it stores.
+def build_routes(control: ControlPlane) -> list[Route]:
+    """Return the route: GET returns the comparison, DELETE deletes it with the inputs that it stores.
 
     A shadow is configured with the model's traffic policy.
     """
-    document: Any
-    if exchange.method == "GET":
-        document = await control.get_shadow(model)
-    elif exchange.method == "DELETE":
+
+    async def reset(exchange: HttpExchange, model: str) -> Any:
         await control.reset_shadow(model)
-        document = {"status": f'Comparison of the shadow of model "{model}" deleted'}
-    elif exchange.method == "OPTIONS":
+        return {"status": f'Comparison of the shadow of model "{model}" deleted'}
+
+    async def describe(exchange: HttpExchange, model: str) -> Any:
         await control.get_traffic(model)
-        document = openapi.describe_model_management(model)
-    else:
-        raise MethodNotAllowed()
-    await errors.send_json(exchange, document)
+        return openapi.describe_model_management(model)
+
+    return [
+        route(
+            "/models/{model}/shadow",
+            GET=lambda exchange, model: control.get_shadow(model),
+            DELETE=reset,
+            OPTIONS=describe,
+        )
+    ]

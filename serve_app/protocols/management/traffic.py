@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.routing import Route
+
 from serve_app.control.api import ControlPlane
-from serve_app.errors import MethodNotAllowed
 from serve_app.protocols.http import json_body
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.torchserve import errors, openapi
+from serve_app.protocols.management.routing import route
+from serve_app.protocols.torchserve import openapi
 
 
-async def handle(exchange: HttpExchange, control: ControlPlane, model: str, limit: int) -> None:
-    """Send the policy that is active after the request; a body has at most ``limit`` bytes."""
-    document: Any
-    if exchange.method == "GET":
-        document = await control.get_traffic(model)
-    elif exchange.method == "PUT":
-        document = await control.set_traffic(model, await json_body.read(exchange, limit))
-    elif exchange.method == "DELETE":
-        document = await control.reset_traffic(model)
-    elif exchange.method == "OPTIONS":
+def build_routes(control: ControlPlane, limit: int) -> list[Route]:
+    """Return the route, which sends the policy that is active after the request.
+
+    A body has at most ``limit`` bytes.
+    """
+
+    async def put(exchange: HttpExchange, model: str) -> Any:
+        return await control.set_traffic(model, await json_body.read(exchange, limit))
+
+    async def describe(exchange: HttpExchange, model: str) -> Any:
         await control.get_traffic(model)
-        document = openapi.describe_model_management(model)
-    else:
-        raise MethodNotAllowed()
-    await errors.send_json(exchange, document)
+        return openapi.describe_model_management(model)
+
+    return [
+        route(
+            "/models/{model}/traffic",
+            GET=lambda exchange, model: control.get_traffic(model),
+            PUT=put,
+            DELETE=lambda exchange, model: control.reset_traffic(model),
+            OPTIONS=describe,
+        )
+    ]

@@ -279,7 +279,10 @@ class InferenceRoutes:
     async def _record_rewards(self, exchange: HttpExchange) -> None:
         """Record rewards of experiments on the inference port, so that applications need no other key."""
         assert self._control is not None
-        await experiments.handle(exchange, self._control, exchange.segments[1:], self._max_body_size)
+        if exchange.method != "POST":
+            raise MethodNotAllowed()
+        id, limit = exchange.segments[1], self._max_body_size
+        await errors.send_json(exchange, await experiments.record_rewards(exchange, self._control, id, limit))
 
     async def _ping(self, exchange: HttpExchange) -> None:
         if self._plane.healthy:

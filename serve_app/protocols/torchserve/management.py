@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+from starlette.routing import Route
 
 from serve_app.control.api import ControlPlane
 from serve_app.errors import (
     AccessDenied,
     ArchiveNotFound,
-    MethodNotAllowed,
     MissingParameter,
     NoReplica,
     ResourceNotFound,
@@ -17,7 +19,8 @@ from serve_app.errors import (
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management import experiments, rollouts, shadow, traffic
-from serve_app.protocols.torchserve import errors, events, openapi
+from serve_app.protocols.management.routing import Endpoint, RouteTable, any_method, route
+from serve_app.protocols.torchserve import errors, events, openapi, workflows
 from serve_app.protocols.torchserve.descriptions import (
     MAX_PAGE_SIZE,
     NoReplicaToDescribe,
@@ -39,72 +42,58 @@ from serve_app.settings import Settings
 
 
 class ManagementRoutes:
-    """The routes of the management port."""
+    """The routes of the management port; under a model, a feature's name wins over a version's."""
 
     def __init__(self, control: ControlPlane, settings: Settings) -> None:
         self._control = control
-        self._max_body_size = settings.inference.max_request_size
+        self._max_body_size = limit = settings.inference.max_request_size
+        of_model = {
+            "GET": self._describe,
+            "PUT": self._scale,
+            "DELETE": self._unregister,
+            "OPTIONS": self._describe_routes,
+        }
+        self._table = RouteTable(
+            [
+                route("/", OPTIONS=_describe_api),
+                any_method("/api-description", _describe_api),
+                any_method("/token", self._renew_key),  # every method of it makes a new key
+                route("/models", GET=self._list, POST=self._register),
+                route("/models/{model}", **of_model),
+                # With other methods it is the version of that name.
+                Route("/models/{model}/events", Endpoint({"GET": self._stream_events}), methods=["GET"]),
+                *experiments.build_routes(control, limit),
+                *rollouts.build_routes(control, limit),
+                *shadow.build_routes(control),
+                *traffic.build_routes(control, limit),
+                route("/models/{model}/{version}", **of_model),
+                route(
+                    "/models/{model}/{version}/set-default",
+                    PUT=self._set_default,
+                    OPTIONS=self._describe_routes,
+                ),
+                route("/v1/models/{name}", GET=self._get_readiness),
+                *workflows.build_routes(control, limit),
+            ]
+        )
+        self.paths = self._table.paths
 
     send_error = staticmethod(errors.send_error)
 
     def matches(self, exchange: HttpExchange) -> bool:
         segments = exchange.segments
-        if segments[:1] in ([], ["models"], ["experiments"], ["token"]):
+        if segments[:1] in ([], ["models"], ["experiments"], ["token"], ["workflows"]):
             return True
         return segments[:2] == ["v1", "models"] and len(segments) == 3  # OpenAI's protocol lists the models
 
     async def handle(self, exchange: HttpExchange) -> None:
         self._authorize(exchange)
-        match exchange.segments:
-            case []:
-                _require_method(exchange, "OPTIONS")
-                await errors.send_json(exchange, openapi.MANAGEMENT)
-            case ["api-description"]:
-                await errors.send_json(exchange, openapi.MANAGEMENT)
-            case ["token"]:
-                await self._renew_key(exchange)
-            case ["models"]:
-                await self._handle_models(exchange)
-            case ["models", model, *rest]:
-                await self._handle_below_model(exchange, model, rest)
-            case ["experiments", *rest]:
-                await experiments.handle(exchange, self._control, rest, self._max_body_size)
-            case ["v1", "models", name]:
-                _require_method(exchange, "GET")
-                await self._send_readiness(exchange, name.partition(":")[0])
-            case _:
-                raise ResourceNotFound()
-
-    async def _handle_below_model(self, exchange: HttpExchange, model: str, rest: list[str]) -> None:
-        """Handle ``/models/{model}`` and the paths below it; a feature's name wins over a version's."""
-        control, max_body_size = self._control, self._max_body_size
-        match rest:
-            case []:
-                await self._handle_model(exchange, model, None)
-            case ["events"] if exchange.method == "GET":
-                await events.stream(exchange, control, model)
-            case ["experiments"]:
-                await experiments.handle_model(exchange, control, model, max_body_size)
-            case ["rollout", *verb]:
-                await rollouts.handle(exchange, control, model, verb, max_body_size)
-            case ["shadow"]:
-                await shadow.handle(exchange, control, model)
-            case ["traffic"]:
-                await traffic.handle(exchange, control, model, max_body_size)
-            case [version]:
-                await self._handle_model(exchange, model, version)
-            case [version, "set-default"] if exchange.method == "OPTIONS":
-                await self._handle_model(exchange, model, version)
-            case [version, "set-default"]:
-                _require_method(exchange, "PUT")
-                await self._set_default(exchange, model, version)
-            case _:
-                raise ResourceNotFound()
+        await self._table.handle(exchange)
 
     def _authorize(self, exchange: HttpExchange) -> None:
         """Check the request's key, where one is required. Raises AccessDenied."""
         access, segments = self._control.access, exchange.segments
-        if segments == ["token"]:  # every method of it makes a new key
+        if segments == ["token"]:
             try:
                 auth.authorize(access, exchange, "token")
             except AccessDenied as error:
@@ -119,7 +108,7 @@ class ManagementRoutes:
         else:
             auth.authorize(access, exchange, "manage")
         match segments:
-            case ["models", model, *_]:
+            case ["models" | "workflows", model, *_]:
                 auth.require_model(exchange, model)
             case ["v1", "models", name, *_]:
                 auth.require_model(exchange, name.partition(":")[0])
@@ -136,34 +125,23 @@ class ManagementRoutes:
                 raise TokenNotIssued("wrong_type")
         await exchange.send_response(200, [errors.JSON], b"\n")
 
-    async def _handle_models(self, exchange: HttpExchange) -> None:
-        if exchange.method == "GET":
-            await self._list(exchange)
-        elif exchange.method == "POST":
-            await self._register(exchange)
-        else:
-            raise MethodNotAllowed()
+    async def _stream_events(self, exchange: HttpExchange, model: str) -> None:
+        await events.stream(exchange, self._control, model)
 
-    async def _handle_model(self, exchange: HttpExchange, model: str, version: str | None) -> None:
-        if exchange.method == "GET":
-            await self._describe(exchange, model, version)
-        elif exchange.method == "PUT":
-            await self._scale(exchange, model, version)
-        elif exchange.method == "DELETE":
-            await self._control.unregister(model, version)
-            await _send_status(exchange, 200, f'Model "{model}" unregistered')
-        elif exchange.method == "OPTIONS":
-            await self._control.describe(model, version)
-            await errors.send_json(exchange, openapi.describe_model_management(model))
-        else:
-            raise MethodNotAllowed()
+    async def _unregister(self, exchange: HttpExchange, model: str, version: str | None = None) -> Any:
+        await self._control.unregister(model, version)
+        return {"status": f'Model "{model}" unregistered'}
 
-    async def _list(self, exchange: HttpExchange) -> None:
+    async def _describe_routes(self, exchange: HttpExchange, model: str, version: str | None = None) -> Any:
+        await self._control.describe(model, version)
+        return openapi.describe_model_management(model)
+
+    async def _list(self, exchange: HttpExchange) -> Any:
         query = parse_query(exchange)
         limit = parse_integer(query.get("limit"), MAX_PAGE_SIZE)
         start = parse_integer(query.get("next_page_token"), 0)
         allowed_models = auth.get_allowed_models(exchange)
-        await errors.send_json(exchange, await list_models(self._control, limit, start, allowed_models))
+        return await list_models(self._control, limit, start, allowed_models)
 
     async def _register(self, exchange: HttpExchange) -> None:
         parameters = await read_parameters(exchange, self._max_body_size)
@@ -178,7 +156,7 @@ class ManagementRoutes:
             raise
         await _send_status(exchange, *describe_registration(progress))
 
-    async def _scale(self, exchange: HttpExchange, model: str, version: str | None) -> None:
+    async def _scale(self, exchange: HttpExchange, model: str, version: str | None = None) -> None:
         parameters = await read_parameters(exchange, self._max_body_size)
         version = version or parameters.get("model_version") or None
         scaling = {
@@ -203,12 +181,11 @@ class ManagementRoutes:
             min_workers = progress.bounds[0]
         await _send_status(exchange, *describe_scaling(progress, min_workers, version is not None))
 
-    async def _set_default(self, exchange: HttpExchange, model: str, version: str) -> None:
+    async def _set_default(self, exchange: HttpExchange, model: str, version: str) -> Any:
         await self._control.set_default(model, version)
-        sentence = f'Default version successfully updated for model "{model}" to "{version}"'
-        await _send_status(exchange, 200, sentence)
+        return {"status": f'Default version successfully updated for model "{model}" to "{version}"'}
 
-    async def _describe(self, exchange: HttpExchange, model: str, version: str | None) -> None:
+    async def _describe(self, exchange: HttpExchange, model: str, version: str | None = None) -> Any:
         if version == "all":
             descriptions = await self._control.describe(model, every=True)
         elif parse_bool(parse_query(exchange).get("customized")):
@@ -218,18 +195,18 @@ class ManagementRoutes:
                 raise NoReplicaToDescribe(model) from None
         else:
             descriptions = await self._control.describe(model, version)
-        await errors.send_json(exchange, [describe_version(description) for description in descriptions])
+        return [describe_version(description) for description in descriptions]
 
-    async def _send_readiness(self, exchange: HttpExchange, model: str) -> None:
+    async def _get_readiness(self, exchange: HttpExchange, name: str) -> Any:
+        model = name.partition(":")[0]
         [description] = await self._control.describe(model)
         is_ready = description.status.phase in ("ready", "idle")
-        await errors.send_json(exchange, {"name": model, "ready": is_ready})
+        return {"name": model, "ready": is_ready}
 
 
 async def _send_status(exchange: HttpExchange, status: int, sentence: str) -> None:
     await errors.send_json(exchange, {"status": sentence}, status)
 
 
-def _require_method(exchange: HttpExchange, method: str) -> None:
-    if exchange.method != method:
-        raise MethodNotAllowed()
+async def _describe_api(exchange: HttpExchange) -> Any:
+    return openapi.MANAGEMENT

@@ -6,15 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import orjson
+from starlette.routing import Route
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.domain import validation
 from serve_app.domain.model import Registration
-from serve_app.errors import InvalidBody, MethodNotAllowed, ResourceNotFound
+from serve_app.errors import InvalidBody
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.torchserve import errors, form_data
+from serve_app.protocols.management.routing import route
+from serve_app.protocols.torchserve import form_data
 from serve_app.protocols.torchserve.descriptions import MAX_PAGE_SIZE
 from serve_app.protocols.torchserve.parameters import (
     WorkflowParameters,
@@ -22,7 +24,6 @@ from serve_app.protocols.torchserve.parameters import (
     parse_integer,
     parse_query,
 )
-from serve_app.settings import Settings
 
 _YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
@@ -37,64 +38,41 @@ class WorkflowPage(TypedDict):
     workflows: list[WorkflowEntry]
 
 
-class WorkflowRoutes:
-    """The route ``/workflows`` and the routes below it."""
+def build_routes(control: ControlPlane, limit: int) -> list[Route]:
+    """Return the routes of workflows; a body has at most ``limit`` bytes."""
 
-    def __init__(self, control: ControlPlane, settings: Settings) -> None:
-        self._control = control
-        self._max_body_size = settings.inference.max_request_size
-
-    send_error = staticmethod(errors.send_error)
-
-    def matches(self, exchange: HttpExchange) -> bool:
-        return exchange.segments[:1] == ["workflows"]
-
-    async def handle(self, exchange: HttpExchange) -> None:
-        method, control = exchange.method, self._control
-        auth.authorize(control.access, exchange, "observe" if method in ("GET", "HEAD") else "manage")
-        match exchange.segments[1:]:
-            case []:
-                if method == "GET":
-                    await self._list(exchange)
-                elif method == "POST":
-                    await self._register(exchange)
-                else:
-                    raise MethodNotAllowed()
-            case [name, *version] if len(version) <= 1:
-                auth.require_model(exchange, name)
-                if method == "GET" and not version:
-                    await errors.send_json(exchange, await control.get_workflow(name))
-                elif method == "DELETE":
-                    await control.unregister_workflow(name, version[0] if version else None)
-                    await errors.send_json(exchange, {"status": f'Workflow "{name}" unregistered'})
-                else:
-                    raise MethodNotAllowed()
-            case _:
-                raise ResourceNotFound()
-
-    async def _list(self, exchange: HttpExchange) -> None:
+    async def list_page(exchange: HttpExchange) -> Any:
         query = parse_query(exchange)
-        limit = parse_integer(query.get("limit"), MAX_PAGE_SIZE)
-        limit = limit if 0 <= limit <= MAX_PAGE_SIZE else MAX_PAGE_SIZE
+        size = parse_integer(query.get("limit"), MAX_PAGE_SIZE)
+        size = size if 0 <= size <= MAX_PAGE_SIZE else MAX_PAGE_SIZE
         start = max(parse_integer(query.get("next_page_token"), 0), 0)
-        page, next_start = await self._control.list_workflows(start, limit, auth.get_allowed_models(exchange))
+        page, next_start = await control.list_workflows(start, size, auth.get_allowed_models(exchange))
         workflows: list[WorkflowEntry] = [{"workflowName": name, "workflowUrl": url} for name, url in page]
         document: WorkflowPage = {"workflows": workflows}
         if next_start is not None:
             document = {"nextPageToken": str(next_start), "workflows": workflows}
-        await errors.send_json(exchange, document)
+        return document
 
-    async def _register(self, exchange: HttpExchange) -> None:
+    async def register(exchange: HttpExchange) -> Any:
         """Register a workflow from the body's document, in YAML or JSON, or from an archive's URL.
 
         A body with ``steps`` is a document.
         """
-        body = await exchange.read_body(self._max_body_size)
+        body = await exchange.read_body(limit)
         fields = {**parse_query(exchange), **_parse_body(exchange, body)}
         registration = replace(_parse_registration(fields), allowed_models=auth.get_allowed_models(exchange))
-        ref = await self._control.register_workflow(registration, _workflow_document(fields))
-        sentence = f"Workflow {ref.name} has been registered and scaled successfully."
-        await errors.send_json(exchange, {"status": sentence})
+        ref = await control.register_workflow(registration, _workflow_document(fields))
+        return {"status": f"Workflow {ref.name} has been registered and scaled successfully."}
+
+    async def unregister(exchange: HttpExchange, name: str, version: str | None = None) -> Any:
+        await control.unregister_workflow(name, version)
+        return {"status": f'Workflow "{name}" unregistered'}
+
+    return [
+        route("/workflows", GET=list_page, POST=register),
+        route("/workflows/{name}", GET=lambda exchange, name: control.get_workflow(name), DELETE=unregister),
+        route("/workflows/{name}/{version}", DELETE=unregister),
+    ]
 
 
 def _workflow_document(fields: dict[str, Any]) -> dict[str, Any] | None:

@@ -188,6 +188,12 @@ def test_management_key_is_limited_to_its_models(managed: Any, method: str, targ
     assert managed(method, theirs, b"", bearer("manage_team")).status in (200, 202)
 
 
+def test_a_line_end_after_a_path_selects_no_route(managed: Any) -> None:
+    response = managed("GET", "/token\n?type=inference", b"", bearer("observe"))
+    assert (response.status, response["x-torchrelay-reason"]) == (404, "no_route")
+    assert managed.control_api.operations == []
+
+
 def test_list_contains_the_models_of_the_key(managed: Any) -> None:
     def listed(key: str, query: str = "") -> bytes:
         return managed("GET", f"/models{query}", b"", bearer(key)).body

@@ -16,8 +16,10 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from openapi_spec_validator import OpenAPIV31SpecValidator
+from protocol_fakes import FakeControlAPI
 from schemathesis.checks import CHECKS
 
+from serve_app.control.api import ControlPlane
 from serve_app.control.rollouts import state_machine
 from serve_app.domain import tensors
 from serve_app.domain.async_prediction import AsyncPrediction
@@ -25,6 +27,8 @@ from serve_app.domain.model import ModelEvent, ModelSpec, ReplicaInfo
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.rollout import Rollout, RolloutPlan
 from serve_app.protocols import openapi
+from serve_app.protocols.torchserve.management import ManagementRoutes
+from serve_app.settings import Settings
 
 pytestmark = pytest.mark.integration
 
@@ -88,6 +92,10 @@ def candidate_paths() -> set[tuple[str, ...]]:
                 ):
                     if isinstance(key, str) and re.fullmatch("[a-z-]+", key):
                         paths_found |= {(key, *rest) for rest in ((), ("m",), ("m", "1.0"))}
+    for pattern in ManagementRoutes(
+        ControlPlane(FakeControlAPI(), Settings(), lambda: None), Settings()
+    ).paths:
+        paths_found.add(tuple(re.sub(r"{\w+}", "m", pattern).strip("/").split("/")))
     prefixes = [
         (),
         ("v1",),

@@ -272,6 +272,9 @@ def test_unregister(management) -> None:
         ("DELETE", "/models"),
         ("POST", "/models/noop"),
         ("POST", "/v1/models/noop"),
+        ("HEAD", "/models"),
+        ("POST", "/models/noop/events"),
+        ("OPTIONS", "/workflows"),
         ("GET", "/"),
     ],
 )
@@ -280,7 +283,17 @@ def test_methods_that_are_not_allowed(management, method: str, path: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "path", ["/x/m/1.0/set-default", "/models/m/1.0/other", "/models/m/1/2/3", "/v1/models"]
+    "path",
+    [
+        "/x/m/1.0/set-default",
+        "/models/m/1.0/other",
+        "/models/m/1/2/3",
+        "/models//1.0",
+        "/models/m/traffic\n",
+        "/models/m/rollout/other",
+        "/v1/models",
+        "/workflows/w/1.0/other",
+    ],
 )
 def test_unknown_routes_are_refused(management, path: str) -> None:
     assert management()("PUT", path).status == 404
