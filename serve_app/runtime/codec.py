@@ -97,7 +97,7 @@ def encode(value: Any) -> bytes:
     """Return the bytes of one returned value. Raises UnsupportedOutput.
 
     Bytes stay as they are, text becomes UTF-8, a tensor is written by ``torch.save``. Anything else is
-    written exactly as ``json.dumps(value, indent=2)`` does, and arrays as their lists.
+    written as ``json.dumps(value, indent=2)`` does but for the spelling of floats, and arrays as their lists.
     """
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
