@@ -82,6 +82,8 @@ class ASGIApp:
             pass
         except Exception as error:
             is_expected = isinstance(error, RelayError)
+            if isinstance(error, RelayError):
+                exchange.version = error.selected_version or exchange.version
             if exchange.status:
                 _log.error(
                     "%s failed after its response had started",
@@ -106,10 +108,9 @@ class ASGIApp:
 
     def _log_access(self, access_log: AccessLog, exchange: HttpExchange, seconds: float) -> None:
         scope = exchange.scope
-        host, port = scope.get("client") or ("", 0)
         query = scope.get("query_string")
         access_log.write(
-            f"{host}:{port}" if host else "-",
+            exchange.client,
             exchange.method,
             f"{exchange.path}?{query.decode('latin-1')}" if query else exchange.path,
             scope["http_version"],

@@ -23,13 +23,17 @@ from serve_app.errors import (
     InvalidBody,
     ModelNotAllowed,
     RelayError,
-    WorkflowStepError,
-    get_reason,
 )
 from serve_app.protocols.grpc.http2.server import RpcContext
 from serve_app.protocols.grpc.status import StatusTable, find_status_code
 from serve_app.protocols.http import auth
-from serve_app.protocols.http.exchange import encode_handler_headers, parse_deadline, parse_priority, uuid4
+from serve_app.protocols.http.exchange import (
+    build_error_headers,
+    encode_handler_headers,
+    parse_deadline,
+    parse_priority,
+    uuid4,
+)
 from serve_app.telemetry.access_log import AccessLog
 
 MAX_DETAILS = 2_000  # characters: a status is sent in a header, and clients accept 8 KiB of those
@@ -136,20 +140,13 @@ class GrpcCall:
         """Set the trailing metadata of ``error``, which ends this call or the current request of a stream."""
         if not isinstance(error, RelayError):
             _log.error("%s failed: a fault of this server", self.request_id, exc_info=error)
-        trailers = [self._trailers[0], ("x-torchrelay-reason", get_reason(error))]
-        if isinstance(error, RelayError):
+        else:
             self.version = error.selected_version or self.version
-            if error.retry_after is not None:
-                trailers.append(("retry-after", str(error.retry_after)))
-            if error.selected_version:
-                trailers.append(("x-model-version", _metadata_value(error.selected_version)))
-            if error.arm:
-                trailers.append(("x-torchrelay-arm", _metadata_value(error.arm)))
-            if isinstance(error, WorkflowStepError):  # the steps before it have run
-                trailers.append(("x-torchrelay-step", _metadata_value(error.step)))
-            if isinstance(error, HandlerRejected):
-                trailers.append(("x-status", str(error.code)))
-        self._trailers = trailers
+        headers = build_error_headers(error)
+        if isinstance(error, HandlerRejected):
+            headers.append((b"x-status", b"%d" % error.code))
+        fields = [(name.decode(), _metadata_value(value.decode("latin-1"))) for name, value in headers]
+        self._trailers = [self._trailers[0], *fields]
 
     @property
     def trailers(self) -> dict[str, str]:

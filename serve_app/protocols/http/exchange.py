@@ -116,6 +116,12 @@ class HttpExchange:
         self._receive = receive
         self._send = send
 
+    @property
+    def client(self) -> str:
+        """The client's address and port for the access log, "-" if they are unknown."""
+        host, port = self.scope.get("client") or ("", 0)
+        return f"{host}:{port}" if host else "-"
+
     def add_header(self, name: bytes, value: bytes) -> None:
         """Add a header to the response, whichever route sends it."""
         self._default_headers = (*self._default_headers, (name, value))
@@ -262,9 +268,7 @@ def build_response_headers(response: InferenceResponse, with_content_type: bool 
         queue, inference = timings.queue * 1000, timings.inference * 1000
         value = f"queue;dur={queue:.3f}, inference;dur={inference:.3f}, batch;desc={timings.batch_size:d}"
         headers.append((b"server-timing", value.encode()))
-    headers.append(version_header(response.version))
-    if response.arm:
-        headers.append(arm_header(response.arm))
+    headers += version_headers(response)
     return headers
 
 
@@ -323,6 +327,14 @@ def parse_priority(headers: Mapping[str, str]) -> Priority:
 def version_header(version: str) -> tuple[bytes, bytes]:
     """Return the header that names the version which answered."""
     return b"x-model-version", encode_header_value(version)
+
+
+def version_headers(response: InferenceResponse) -> Headers:
+    """Return the headers that name the version which answered, and its arm of an experiment or rollout."""
+    headers = [version_header(response.version)]
+    if response.arm:
+        headers.append(arm_header(response.arm))
+    return headers
 
 
 def arm_header(arm: str) -> tuple[bytes, bytes]:

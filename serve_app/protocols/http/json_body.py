@@ -18,7 +18,20 @@ async def read(exchange: HttpExchange, limit: int) -> Any:
     body = await exchange.read_body(limit)
     if not body.strip():
         raise InvalidBody("The body is empty; send a JSON document.")
+    return parse(body)
+
+
+def parse(body: bytes, error_class: type[InvalidBody] = InvalidBody) -> Any:
+    """Return the JSON document in ``body``. Raises ``error_class``."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidBody(f"The body is not JSON: {error}") from None
+        raise error_class(f"The body is not JSON: {error}") from None
+
+
+def parse_object(body: bytes, error_class: type[InvalidBody] = InvalidBody) -> dict[str, Any]:
+    """Return the JSON object in ``body``. Raises ``error_class``."""
+    document = parse(body, error_class)
+    if not isinstance(document, dict):
+        raise error_class(f"The body must be a JSON object, and is a {type(document).__name__}.")
+    return document

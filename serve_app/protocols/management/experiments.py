@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qs
 
 from starlette.routing import Route
 from typing_extensions import TypedDict
@@ -14,6 +13,7 @@ from serve_app.domain.validation import documented
 from serve_app.protocols.http import auth, json_body
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management.routing import route
+from serve_app.protocols.torchserve.parameters import parse_bool, parse_query
 
 
 class ExperimentList(TypedDict):
@@ -48,7 +48,7 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
 
     async def delete(exchange: HttpExchange, id: str) -> Any:
         allowed_models = auth.get_allowed_models(exchange)
-        if not _should_forget(exchange):
+        if not parse_bool(parse_query(exchange).get("purge")):
             return await control.stop_experiment(id, allowed_models)
         await control.delete_experiment(id, allowed_models)
         return {"status": f'Experiment "{id}" forgotten'}
@@ -68,8 +68,3 @@ async def record_rewards(exchange: HttpExchange, control: ControlPlane, id: str,
     """Record rewards for requests that an experiment routed; return the document of the response."""
     document = await json_body.read(exchange, limit)
     return await control.record_rewards(id, document, auth.get_allowed_models(exchange))
-
-
-def _should_forget(exchange: HttpExchange) -> bool:
-    query = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"))
-    return query.get("purge", [""])[-1].lower() == "true"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app import errors
 from serve_app.domain.validation import documented
+from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
 
 
@@ -57,9 +58,6 @@ TABLE: dict[type[BaseException], tuple[int, str, str | None]] = {
     errors.HandlerFailed: (500, FAILED, None),
 }
 _MODEL_ERRORS = (errors.ModelNotFound, errors.VersionNotFound, errors.ModelNotAllowed)
-# The operator may have these details sent (inference.handler_errors).
-_HANDLER_ERRORS = (errors.HandlerFailed, errors.ReplicaDied)
-Shown = Literal["hidden", "message", "traceback"]
 
 
 def find_status(error: Exception) -> tuple[int, str, str]:
@@ -71,20 +69,18 @@ def find_status(error: Exception) -> tuple[int, str, str]:
     return status, kind, code or errors.get_reason(error)
 
 
-def to_document(error: Exception, request_id: str = "", shown: Shown = "hidden") -> OpenAIError:
+def to_document(error: Exception, request_id: str = "", shown: HandlerErrors = "hidden") -> OpenAIError:
     """Return the body of an error; ``shown`` is the part of a handler's failure that it contains."""
     _, kind, code = find_status(error)
-    message = str(error)
-    if not isinstance(error, errors.RelayError):  # its message is not meant for the caller
-        message = f"Unexpected {type(error).__name__}; the server's log has more under {request_id}."
+    message = get_message(error, request_id)
     param = "model" if isinstance(error, _MODEL_ERRORS) else getattr(error, "field", None)
     document: OpenAIErrorFields = {"message": message, "type": kind, "param": param, "code": code}
-    if shown != "hidden" and isinstance(error, _HANDLER_ERRORS) and (detail := error.detail.strip()):
-        document["detail"] = detail if shown == "traceback" else detail.splitlines()[-1]
+    if detail := get_handler_detail(error, shown):
+        document["detail"] = detail
     return {"error": document}
 
 
-async def send_error(exchange: HttpExchange, error: Exception, shown: Shown = "hidden") -> None:
+async def send_error(exchange: HttpExchange, error: Exception, shown: HandlerErrors = "hidden") -> None:
     headers = [JSON, *build_error_headers(error)]
     document = to_document(error, exchange.request_id, shown)
     await exchange.send_response(find_status(error)[0], headers, orjson.dumps(document))

@@ -20,15 +20,13 @@ from serve_app.errors import HandlerRejected, InvalidBody, MethodNotAllowed, NoR
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import (
     JSON,
-    Headers,
     HttpExchange,
-    arm_header,
     build_response_headers,
     encode_handler_headers,
     parse_deadline,
     parse_priority,
     uuid4,
-    version_header,
+    version_headers,
 )
 from serve_app.protocols.http.sse import EVENT_STREAM, KeepAlive
 from serve_app.protocols.openai import embeddings, errors
@@ -165,9 +163,6 @@ class OpenAIRoutes:
                 await self._send_stream(exchange, response)
             else:
                 await self._send_response(exchange, response)
-        except RelayError as error:
-            exchange.version = error.selected_version or exchange.version
-            raise
         finally:
             disconnect_check.cancel()
 
@@ -187,9 +182,7 @@ class OpenAIRoutes:
         exchange.version = head.version
         headers = encode_handler_headers(head.content_type or EVENT_STREAM, head.headers)
         exchange.override_defaults(headers)
-        headers += _NO_BUFFERING, version_header(head.version)
-        if head.arm:
-            headers.append(arm_header(head.arm))
+        headers += _NO_BUFFERING, *version_headers(head)
         events = ResponseStream(head, self._encode_events(exchange, stream))
         await exchange.send_stream(_valid_status(head), headers, events)
 
@@ -212,15 +205,10 @@ class OpenAIRoutes:
         try:
             request = self._build_request(exchange, model, version, ())
             responses = await self._infer_texts(request, embedding_request.inputs)
-        except RelayError as error:
-            exchange.version = error.selected_version or exchange.version
-            raise
         finally:
             disconnect_check.cancel()
         exchange.version = responses[0].version
-        headers: Headers = [JSON, version_header(responses[0].version)]
-        if responses[0].arm:
-            headers.append(arm_header(responses[0].arm))
+        headers = [JSON, *version_headers(responses[0])]
         body = embeddings.encode_response(embedding_request, document["model"], responses)
         await exchange.send_response(200, headers, body)
 

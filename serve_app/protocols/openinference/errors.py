@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import orjson
 from typing_extensions import TypedDict
 
 from serve_app import errors
 from serve_app.domain.validation import documented
+from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
 
 
@@ -54,9 +55,6 @@ GENERATE: dict[type[BaseException], int] = {
 }
 # The details of a failed load are always sent; a handler's traceback never is by default.
 _WITH_DETAIL = (errors.StartFailed, errors.DownloadFailed, errors.InstallFailed)
-# The operator may have these details sent, too (inference.handler_errors).
-_HANDLER_ERRORS = (errors.HandlerFailed, errors.ReplicaDied)
-Shown = Literal["hidden", "message", "traceback"]
 
 
 def find_status(error: Exception, generates: bool = False) -> int:
@@ -71,21 +69,20 @@ def find_status(error: Exception, generates: bool = False) -> int:
     return 500
 
 
-def to_document(error: Exception, request_id: str = "", shown: Shown = "hidden") -> OpenInferenceError:
+def to_document(
+    error: Exception, request_id: str = "", shown: HandlerErrors = "hidden"
+) -> OpenInferenceError:
     """Return the body of an error; ``shown`` is the part of a handler's failure that it contains."""
-    if not isinstance(error, errors.RelayError):  # its message is not meant for the caller
-        reference = f"; the server's log has more under {request_id}" if request_id else ""
-        return {"error": f"Unexpected {type(error).__name__}{reference}."}
-    message = str(error)
+    message = get_message(error, request_id)
     if isinstance(error, _WITH_DETAIL) and error.detail:
         message = f"{message}: {error.detail.strip()}"
-    elif shown != "hidden" and isinstance(error, _HANDLER_ERRORS) and (detail := error.detail.strip()):
-        message = f"{message}: {detail if shown == 'traceback' else detail.splitlines()[-1]}"
+    elif detail := get_handler_detail(error, shown):
+        message = f"{message}: {detail}"
     return {"error": message}
 
 
 async def send_error(
-    exchange: HttpExchange, error: Exception, generates: bool = False, shown: Shown = "hidden"
+    exchange: HttpExchange, error: Exception, generates: bool = False, shown: HandlerErrors = "hidden"
 ) -> None:
     """Send an error; the header ``x-torchrelay-reason`` has its machine-readable reason."""
     headers = [JSON, *build_error_headers(error)]

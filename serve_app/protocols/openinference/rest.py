@@ -9,7 +9,7 @@ import orjson
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
-from serve_app.errors import InvalidBody, MethodNotAllowed, RelayError, ResourceNotFound
+from serve_app.errors import InvalidBody, MethodNotAllowed, ResourceNotFound
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.async_predictions import AsyncInterceptor
 from serve_app.protocols.http.exchange import (
@@ -152,11 +152,7 @@ class OpenInferenceRoutes:
     async def _run_inference(
         self, exchange: HttpExchange, request: InferenceRequest
     ) -> InferenceResponse | ResponseStream:
-        try:
-            response = await self._plane.infer(request)
-        except RelayError as error:
-            exchange.version = error.selected_version or exchange.version
-            raise
+        response = await self._plane.infer(request)
         exchange.version = (response.head if isinstance(response, ResponseStream) else response).version
         return response
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app import errors
 from serve_app.domain.validation import documented
+from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
 
 
@@ -98,9 +99,6 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
 }
 # Clients see the detail of these: that of a management request, never a handler's traceback on inference.
 _WITH_DETAIL = (errors.StartFailed, errors.DownloadFailed, errors.InstallFailed, WorkflowNodeFailed)
-# Clients see the detail of these where the operator allows it (inference.handler_errors).
-_HANDLER_ERRORS = (errors.HandlerFailed, errors.ReplicaDied)
-HandlerErrors = Literal["hidden", "message", "traceback"]
 
 
 def look_up(error: Exception) -> tuple[int, str]:
@@ -127,16 +125,11 @@ def to_document(
     status, name = look_up(error)
     if not name:
         return {"status": str(error)} if status < 400 else None
-    if not isinstance(error, errors.RelayError):  # its message is not meant for clients
-        log_hint = f"; the server's log has more under {request_id}" if request_id else ""
-        return {"code": status, "type": name, "message": f"Unexpected {type(error).__name__}{log_hint}."}
-    document: TorchServeError = {"code": status, "type": name, "message": str(error)}
+    document: TorchServeError = {"code": status, "type": name, "message": get_message(error, request_id)}
     if isinstance(error, _WITH_DETAIL) and error.detail:
         document["detail"] = error.detail
-    elif (
-        handler_errors != "hidden" and isinstance(error, _HANDLER_ERRORS) and (detail := error.detail.strip())
-    ):
-        document["detail"] = detail if handler_errors == "traceback" else detail.splitlines()[-1]
+    elif detail := get_handler_detail(error, handler_errors):
+        document["detail"] = detail
     return document
 
 

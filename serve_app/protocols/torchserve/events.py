@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated
-from urllib.parse import parse_qsl
 
 import orjson
 from typing_extensions import TypedDict
@@ -17,7 +16,7 @@ from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
 from serve_app.protocols.http.exchange import ClientDisconnected, HttpExchange
 from serve_app.protocols.http.sse import EVENT_STREAM, HEARTBEAT_INTERVAL_S, KEEP_ALIVE_COMMENT
-from serve_app.protocols.torchserve.parameters import Flag
+from serve_app.protocols.torchserve.parameters import Flag, parse_bool, parse_query
 
 _HEADERS = [(b"content-type", EVENT_STREAM.encode()), (b"x-accel-buffering", b"no")]
 
@@ -39,10 +38,10 @@ async def stream(exchange: HttpExchange, control: ControlPlane, model: str) -> N
     Query: ``since`` (or the header Last-Event-ID), ``registration`` (the events of that one only), and
     ``follow=true`` (do not end at the last stage).
     """
-    query = dict(parse_qsl(exchange.scope.get("query_string", b"").decode("latin-1")))
+    query = parse_query(exchange)
     since = _parse_event_id(query.get("since") or exchange.headers.get("last-event-id"))
     registration = query.get("registration") or None
-    follow = query.get("follow", "").lower() == "true"
+    follow = parse_bool(query.get("follow"))
     # Looked up before the response starts, because the status may be 404.
     first_events = await control.poll_events(model, registration, since, 0.0)
 

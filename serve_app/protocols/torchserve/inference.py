@@ -25,12 +25,11 @@ from serve_app.protocols.http.async_predictions import AsyncInterceptor
 from serve_app.protocols.http.exchange import (
     HttpExchange,
     InferenceHeaders,
-    arm_header,
     build_response_headers,
     encode_handler_headers,
     parse_deadline,
     parse_priority,
-    version_header,
+    version_headers,
 )
 from serve_app.protocols.http.sse import EVENT_STREAM, SSEStream
 from serve_app.protocols.management import experiments
@@ -229,9 +228,6 @@ class InferenceRoutes:
         disconnect_check = exchange.cancel_on_disconnect()
         try:
             await self._send(exchange, await self._plane.infer(request))
-        except RelayError as error:
-            exchange.version = error.selected_version or exchange.version
-            raise
         finally:
             disconnect_check.cancel()
 
@@ -243,9 +239,7 @@ class InferenceRoutes:
                 return await self._send_events(exchange, response)
             headers = encode_handler_headers(head.content_type, head.headers)
             exchange.override_defaults(headers)
-            headers += (b"ts_stream_next", b"true"), version_header(head.version)
-            if head.arm:
-                headers.append(arm_header(head.arm))
+            headers += (b"ts_stream_next", b"true"), *version_headers(head)
             await exchange.send_stream(errors.clamp_status(head.status), headers, response)
         else:
             exchange.version = response.version
@@ -265,10 +259,8 @@ class InferenceRoutes:
         headers += (
             (b"content-type", EVENT_STREAM.encode()),
             (b"x-accel-buffering", b"no"),
-            version_header(head.version),
+            *version_headers(head),
         )
-        if head.arm:
-            headers.append(arm_header(head.arm))
 
         def encode_error(error: RelayError) -> bytes:
             return orjson.dumps(errors.to_document(error, id, self._handler_errors))

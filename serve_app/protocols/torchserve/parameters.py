@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from serve_app.domain import autoscaling
 from serve_app.domain.model import Registration
 from serve_app.domain.validation import documented
+from serve_app.protocols.http import json_body
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.torchserve import form_data
 from serve_app.protocols.torchserve.errors import JsonSyntaxError
@@ -147,15 +148,9 @@ def parse_bool(text: str | None) -> bool:
 
 def _parse_json_parameters(body: bytes) -> dict[str, str]:
     """Return a JSON body's parameters as the text that a query would have. Raises JsonSyntaxError."""
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise JsonSyntaxError(f"The body is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise JsonSyntaxError(f"The body must be a JSON object, and is a {type(document).__name__}.")
     return {
         key: _to_text(key, value)
-        for key, value in document.items()
+        for key, value in json_body.parse_object(body, JsonSyntaxError).items()
         if key in _PARAMETERS and value is not None
     }
 

@@ -157,9 +157,8 @@ class WebSocketRoutes:
         """Count a request and log it."""
         self._count_response(status)
         if self._access_log is not None:
-            host, port = exchange.scope.get("client") or ("", 0)
             self._access_log.write(
-                f"{host}:{port}" if host else "-",
+                exchange.client,
                 exchange.method,
                 exchange.path,
                 exchange.scope.get("http_version", "1.1"),

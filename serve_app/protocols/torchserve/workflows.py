@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import orjson
 from starlette.routing import Route
 from typing_extensions import NotRequired, TypedDict
 
@@ -13,7 +12,7 @@ from serve_app.control.api import ControlPlane
 from serve_app.domain import validation
 from serve_app.domain.model import Registration
 from serve_app.errors import InvalidBody
-from serve_app.protocols.http import auth
+from serve_app.protocols.http import auth, json_body
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management.routing import route
 from serve_app.protocols.torchserve import form_data
@@ -114,10 +113,4 @@ def _parse_body(exchange: HttpExchange, body: bytes) -> dict[str, Any]:
         }
     if mime != "application/json":
         return {}
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidBody(f"The body is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise InvalidBody(f"The body must be a JSON object, and is a {type(document).__name__}.")
-    return document
+    return json_body.parse_object(body)
