@@ -1,6 +1,6 @@
 """Codec of rows: from a request to a handler's row, and from its return value to bytes.
 
-Both follow TorchServe to the byte, because handlers and clients were written against it.
+Both follow TorchServe, because handlers and clients were written against it.
 """
 
 from __future__ import annotations
