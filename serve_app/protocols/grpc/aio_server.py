@@ -45,6 +45,7 @@ def create_server(settings: Settings) -> grpc.aio.Server:
     options = {
         "grpc.max_receive_message_length": settings.inference.max_request_size,
         "grpc.max_send_message_length": settings.runtime.max_response_size or -1,
+        "grpc.max_metadata_size": 16_384,
         "grpc.so_reuseport": 0,  # a second process on the port would answer half of the calls
         "grpc.keepalive_time_ms": _KEEPALIVE_MS,
         "grpc.keepalive_timeout_ms": _KEEPALIVE_MS,

@@ -20,7 +20,7 @@ Returns None after it has sent a response itself.
 
 def route(path: str, **handlers: Handler) -> Route:
     """Return the route of ``path`` with its handlers by method; HEAD has none unless it is named."""
-    return Route(path, Endpoint(handlers))
+    return Route(path, MethodHandlers(handlers))
 
 
 def any_method(path: str, handler: Handler) -> Route:
@@ -28,7 +28,7 @@ def any_method(path: str, handler: Handler) -> Route:
     return route(path, **dict.fromkeys(METHODS, handler))
 
 
-class Endpoint:
+class MethodHandlers:
     """The handlers of a path by method, as an ASGI application for Starlette's router."""
 
     def __init__(self, handlers: dict[str, Handler]) -> None:

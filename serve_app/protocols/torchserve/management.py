@@ -19,7 +19,7 @@ from serve_app.errors import (
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management import experiments, rollouts, shadow, traffic
-from serve_app.protocols.management.routing import Endpoint, RouteTable, any_method, route
+from serve_app.protocols.management.routing import MethodHandlers, RouteTable, any_method, route
 from serve_app.protocols.torchserve import errors, events, openapi, workflows
 from serve_app.protocols.torchserve.descriptions import (
     MAX_PAGE_SIZE,
@@ -61,7 +61,9 @@ class ManagementRoutes:
                 route("/models", GET=self._list, POST=self._register),
                 route("/models/{model}", **of_model),
                 # With other methods it is the version of that name.
-                Route("/models/{model}/events", Endpoint({"GET": self._stream_events}), methods=["GET"]),
+                Route(
+                    "/models/{model}/events", MethodHandlers({"GET": self._stream_events}), methods=["GET"]
+                ),
                 *experiments.build_routes(control, limit),
                 *rollouts.build_routes(control, limit),
                 *shadow.build_routes(control),

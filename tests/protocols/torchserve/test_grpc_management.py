@@ -204,6 +204,13 @@ def test_messages_over_the_limits_are_rejected(managed_by_grpc: Any) -> None:
     assert expect_error(stub.ListModels, ListModelsRequest()).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_metadata_may_have_16_kib(manage: Any) -> None:
+    stub, _ = manage
+    assert stub.ListModels(ListModelsRequest(), metadata=[("x-mine", "v" * 15_000)]).msg
+    error = expect_error(stub.ListModels, ListModelsRequest(), metadata=[("x-mine", "v" * 40_000)])
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_the_access_log_has_the_address_of_the_client(manage: Any) -> None:
     stub, server = manage
     stub.ListModels(ListModelsRequest())
