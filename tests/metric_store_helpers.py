@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 import sqlalchemy as sa
 
 from serve_app.control.metric_store import MetricStore
-from serve_app.control.persistence.database import EXPOSURES, Database
+from serve_app.control.persistence.database import Database
 from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
+from serve_app.domain.experiment import Reward
 
 
 def seen(
@@ -21,6 +22,14 @@ def seen(
 
 def units(trial: str, arm: str, *names: str, bucket: int = 3) -> list[tuple[str, str, str, int]]:
     return [(trial, name, arm, bucket) for name in names]
+
+
+async def reward(
+    store: MetricStore, trial: str, metric: str, event: str, unit: str, value: float
+) -> bool | None:
+    """Record one reward; return whether it is new, or None for an unknown unit."""
+    (new,) = await store.record_rewards(trial, [Reward(value, key=unit, metric=metric, id=event)])
+    return new
 
 
 def run(database: Database, work: Callable[[MetricStore], Awaitable[None]], **more) -> None:
@@ -39,10 +48,3 @@ def run(database: Database, work: Callable[[MetricStore], Awaitable[None]], **mo
 def rows(database: Database, table: sa.Table) -> int:
     with database.transaction() as connection:
         return connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
-
-
-def remembered(database: Database, name: str) -> int:
-    """How many units, or events, all trials remember together."""
-    with database.transaction() as connection:
-        parts = connection.execute(sa.select(EXPOSURES.c.value).where(EXPOSURES.c.name == name)).scalars()
-        return sum(len(part) // 12 for part in parts)

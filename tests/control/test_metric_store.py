@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 from copy import deepcopy
+from hashlib import blake2b
 
 import pytest
 import sqlalchemy as sa
-from metric_store_helpers import remembered, run, seen, units
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from metric_store_helpers import reward, rows, run, seen, units
 
 from serve_app.control.metric_store import MetricStore
-from serve_app.control.persistence.database import METRIC_SOURCES, Database
+from serve_app.control.persistence.database import Database
+from serve_app.control.persistence.schema import (
+    COUNTED_EVENTS,
+    EXPERIMENT_STATS,
+    EXPOSED_UNITS,
+    METRIC_SOURCES,
+    SCHEMA,
+)
 from serve_app.control.registry import Registry
 from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
 from serve_app.domain.experiment import BUCKET_GROUPS, Reward
@@ -32,7 +43,7 @@ class TestFigures:
         sums={
             "latency": {0: (3, 0.25), 999: (4, 1e-9)},
             "error_rate": {0: (10, 3)},
-            "output:sco\x00re ü\ud800\\": {7: (1, -1e12)},
+            "output:sco\x00re ü\\": {7: (1, -1e12)},
         },
     )
 
@@ -49,7 +60,7 @@ class TestFigures:
 
         async def after(m: MetricStore) -> None:
             assert m.arm_stats("t") == {"a\x00ü\\": twice}
-            assert m.arm_stats_by_prefix("r:") == {"r:1": {"b": twice}}
+            assert m.arm_stats("r:1") == {"b": twice}
             await m.record("p1", 3, ExperimentReport({"t": {"a\x00ü\\": self.WHOLE}}))
             assert m.arm_stats("t")["a\x00ü\\"].sums["latency"][0] == (9, 0.75)
 
@@ -108,11 +119,11 @@ class TestNumbers:
             with pytest.raises(Unavailable):
                 await m.record("p", 2, seen(10, "t", "a", *units("t", "a", "u1")))
             with pytest.raises(Unavailable):
-                await m.record_reward("t", "clicks", "e", "u1", 1.0)
+                await reward(m, "t", "clicks", "e", "u1", 1.0)
             assert m.arm_stats("t")["a"].calls == 1
             with database.transaction() as connection:
                 connection.execute(sa.text("ALTER TABLE away RENAME TO torchrelay_metric_sources"))
-            assert await m.find_exposure("t", "u1") is None
+            assert await reward(m, "t", "clicks", "e", "u1", 1.0) is None
             await m.record("p", 2, seen(10, "t", "a", *units("t", "a", "u1")))
             assert (m.arm_stats("t")["a"].calls, m.arm_stats("t")["a"].units) == (11, 2)
 
@@ -144,9 +155,10 @@ class TestExposures:
                 ),
                 m.record("p", 2, ExperimentReport({}, units("t", "a", "u4", bucket=6))),
             )
-            assert await m.find_exposure("t", "u3") == ("b", 5 + BUCKET_GROUPS)
-            assert await m.find_exposure("t", "u9") is None
-            assert await m.find_exposures("t", ["u9", "u4", "u1"]) == {"u1": ("a", 5), "u4": ("a", 6)}
+            assert await reward(m, "t", "m", "", "u9", 1.0) is None
+            assert [await reward(m, "t", "m", "", unit, 1.0) for unit in ("u3", "u4", "u1")] == [True] * 3
+            assert m.arm_stats("t")["a"].sums["reward:m"] == {5: (1, 1.0), 6: (1, 1.0)}
+            assert m.arm_stats("t")["b"].sums["reward:m"] == {5: (1, 1.0)}
 
         async def after(m: MetricStore) -> None:
             await m.record("q", 2, ExperimentReport({}, units("t", "a", "u1", "u5", bucket=5)))
@@ -174,11 +186,11 @@ class TestExposures:
 
         async def work(m: MetricStore) -> None:
             await m.record("p", 1, ExperimentReport({}, units("t", "a\x00", *shown)))
-            assert await m.find_exposures("t", shown) == dict.fromkeys(shown, ("a\x00", 3))
             rewards = [Reward(1.0, key=unit or "a\x00b", metric="m\x00") for unit in shown]
             assert await m.record_rewards("t", rewards) == [True, False] + [True] * 7
             assert await m.record_rewards("t", rewards) == [False] * 9
-            assert m.arm_stats("t")["a\x00"].units == len(shown)
+            figures = m.arm_stats("t")["a\x00"]
+            assert (figures.units, figures.sums["reward:m\x00"]) == (len(shown), {3: (8, 8.0)})
 
         run(database, work)
 
@@ -189,16 +201,16 @@ class TestExposures:
                     "p", n + 1, ExperimentReport({}, units("t", "a", *(f"{n}-{i}" for i in range(10))))
                 )
                 await m.record_rewards("t", [Reward(1.0, key=f"{n}-{i}", metric="m") for i in range(10)])
-            assert remembered(database, "units") == remembered(database, "events") == 30
+            assert rows(database, EXPOSED_UNITS) == rows(database, COUNTED_EVENTS) == 25
             assert m.arm_stats("t")["a"].units == 100
             assert m.arm_stats("t")["a"].sums["reward:m"][3] == (100, 100.0)
-            assert await m.find_exposure("t", "0-0") is None
-            assert await m.find_exposure("t", "9-9") == ("a", 3)
+            assert await reward(m, "t", "n", "", "0-0", 1.0) is None
+            assert await reward(m, "t", "n", "", "9-9", 1.0) is True
 
         async def after(m: MetricStore) -> None:
             await m.record("q", 1, ExperimentReport({}, units("t", "a", "new") + units("other", "a", "new")))
-            assert remembered(database, "units") == 32
-            assert await m.find_exposure("t", "new") == ("a", 3)
+            assert rows(database, EXPOSED_UNITS) == 26
+            assert await reward(m, "t", "n", "", "new", 1.0) is True
 
         run(database, first, max_exposures=25)
         run(database, after, max_exposures=25)
@@ -209,16 +221,16 @@ class TestRewards:
         async def first(m: MetricStore) -> None:
             given = units("t", "a", "ann", bucket=1) + units("t", "b", "bob", bucket=2 + BUCKET_GROUPS)
             await m.record("p", 1, ExperimentReport({}, given))
-            assert await m.record_reward("t", "spent", "order 1", "ann", 2.5) is True
-            assert await m.record_reward("t", "spent", "order 1", "ann", 2.5) is False
-            assert await m.record_reward("t", "spent", "order 1", "bob", 99.0) is False
-            assert await m.record_reward("t", "clicks", "order 1", "ann", 1.0) is True
-            assert await m.record_reward("t", "spent", "order 2", "cid", 1.0) is None
+            assert await reward(m, "t", "spent", "order 1", "ann", 2.5) is True
+            assert await reward(m, "t", "spent", "order 1", "ann", 2.5) is False
+            assert await reward(m, "t", "spent", "order 1", "bob", 99.0) is False
+            assert await reward(m, "t", "clicks", "order 1", "ann", 1.0) is True
+            assert await reward(m, "t", "spent", "order 2", "cid", 1.0) is None
 
         async def after(m: MetricStore) -> None:
-            assert await m.record_reward("t", "spent", "order 1", "ann", 2.5) is False
-            assert await m.record_reward("t", "spent", "order 2", "bob", -1.0) is True
-            assert await m.record_reward("t", "spent", "order 3", "ann", 1.0) is True
+            assert await reward(m, "t", "spent", "order 1", "ann", 2.5) is False
+            assert await reward(m, "t", "spent", "order 2", "bob", -1.0) is True
+            assert await reward(m, "t", "spent", "order 3", "ann", 1.0) is True
             a, b = m.arm_stats("t")["a"], m.arm_stats("t")["b"]
             assert a.sums["reward:spent"] == {1: (2, 3.5)}
             assert a.sums["reward:clicks"] == {1: (1, 1.0)}
@@ -260,14 +272,14 @@ class TestRewards:
             )
             several = [Reward(1.0, request_id=call, metric="m") for call in ("r1", "r2", "r1")]
             assert await m.record_rewards("t", several) == [True, True, False]
-            assert await m.record_reward("t", "m", "e", "r1", 1.0) is None, "a key is no request id"
-            assert await m.record_reward("t", "m", "e", "ann", 1.0) is True
+            assert await reward(m, "t", "m", "e", "r1", 1.0) is None, "a key is no request id"
+            assert await reward(m, "t", "m", "e", "ann", 1.0) is True
             figures = m.arm_stats("t")["a"]
             assert (figures.units, figures.sums["units"]) == (1, {3: (1, 0)})
             assert figures.sums["reward:m"] == {3: (3, 3.0)}
             await m.delete("t")
             await m.record("p", 2, ExperimentReport({}, units("t/calls", "a", "r3")))
-            assert remembered(database, "units") == 0
+            assert rows(database, EXPOSED_UNITS) == 0
 
         run(database, work)
 
@@ -308,19 +320,19 @@ class TestForgetting:
             await m.record_rewards("e1", [Reward(1.0, key=f"u{n}", metric="m") for n in range(20)])
             for gone in ("e1", "r1", "unknown"):
                 await m.delete(gone)
-            assert (m.arm_stats("e1"), m.arm_stats_by_prefix("r1:")) == ({}, {})
+            assert (m.arm_stats("e1"), m.splits) == ({}, {"e10"})
             assert m.arm_stats("e10")["a"].calls == 20
-            assert (remembered(database, "units"), remembered(database, "events")) == (20, 0)
-            assert await m.record_reward("e1", "m", "e", "u0", 1.0) is None
+            assert (rows(database, EXPOSED_UNITS), rows(database, COUNTED_EVENTS)) == (20, 0)
+            assert await reward(m, "e1", "m", "e", "u0", 1.0) is None
             # A process that has not heard of it yet.
             await m.record("p", 2, ExperimentReport({"e1": {"a": ArmStats(1)}}, units("e1", "a", "u0")))
             assert m.arm_stats("e1") == {}
-            assert remembered(database, "units") == 20
+            assert rows(database, EXPOSED_UNITS) == 20
             await m.record("p", 3, ExperimentReport({"e10": {"a": ArmStats(1)}}))
             assert m.arm_stats("e10")["a"].calls == 21
 
         async def after(m: MetricStore) -> None:
-            assert list(m.arm_stats_by_prefix("")) == ["e10"]
+            assert m.splits == {"e10"}
 
         run(database, work)
         run(database, after)
@@ -332,3 +344,68 @@ class TestForgetting:
         run(database, lambda m: m.record("q", 1, seen()))
         with database.transaction() as connection:
             assert set(connection.execute(sa.select(METRIC_SOURCES.c.source)).scalars()) == {"", "q"}
+
+
+class TestMigration:
+    def test_the_packed_figures_of_the_first_schema_are_kept(self, url: str):
+        Database(url).close()
+        engine = sa.create_engine(url)
+        with engine.begin() as connection:
+            old = sa.MetaData()
+            stats = sa.Table(
+                "torchrelay_experiment_metrics",
+                old,
+                *(sa.Column(key, sa.Text, primary_key=True) for key in ("trial", "arm", "name")),
+                sa.Column("value", sa.LargeBinary, nullable=False),
+            )
+            exposures = sa.Table(
+                "torchrelay_exposures",
+                old,
+                *(sa.Column(key, sa.Text, primary_key=True) for key in ("trial", "name")),
+                sa.Column("part", sa.BigInteger, primary_key=True, autoincrement=False),
+                sa.Column("arms", sa.JSON, nullable=False),
+                sa.Column("value", sa.LargeBinary, nullable=False),
+            )
+            old.create_all(connection)
+            for table in (EXPERIMENT_STATS, EXPOSED_UNITS, COUNTED_EVENTS):
+                table.drop(connection)
+            connection.execute(sa.text("UPDATE torchrelay_schema SET version_num = 'schema_1'"))
+            counts = (
+                b'{"calls": 9, "units": 3, "failed": {"queue_full": 2}, "empty": 0, "non_finite": 0, '
+                b'"missing": {}, "latency": {"188": 7}}'
+            )
+            sums = struct.pack("<6d", 3, 2, 0.5, 999, 1, 1e-9)
+            for name, value in (("", counts), ("output:sco\\x00re", sums)):
+                row = {"trial": "t", "arm": "a\\x00", "name": name, "value": value}
+                connection.execute(sa.insert(stats).values(row))
+            # Hashes of 8 bytes, then a number of 4 each: the arm's index times 65,536, plus the bucket.
+            for name, part, arms, texts, numbers in (
+                ("units", 2, ["b", "a\\x00"], ["new"], [65_536 + 1007]),
+                ("units", 1, ["b"], ["old", "ann"], [3, 4]),
+                ("events", 1, [], ["m\0unit\0new"], [0]),
+            ):
+                digests = [blake2b(text.encode(), digest_size=8).digest() for text in texts]
+                value = b"".join(digests) + struct.pack(f"<{len(numbers)}I", *numbers)
+                row = {"trial": "t", "name": name, "part": part, "arms": arms, "value": value}
+                connection.execute(sa.insert(exposures).values(row))
+        engine.dispose()
+        database = Database(url)
+        with database.transaction() as connection:
+            options = {"compare_type": True, "version_table": "torchrelay_schema"}
+            assert compare_metadata(MigrationContext.configure(connection, opts=options), SCHEMA) == []
+
+        async def work(m: MetricStore) -> None:
+            latency, output = {188: 7}, {3: (2, 0.5), 999: (1, 1e-9)}
+            assert m.arm_stats("t") == {
+                "a\x00": ArmStats(9, 3, {"queue_full": 2}, latency=latency, sums={"output:sco\x00re": output})
+            }
+            assert await reward(m, "t", "m", "", "new", 1.0) is False
+            assert await reward(m, "t", "n", "", "new", 1.0) is True
+            assert await reward(m, "t", "n", "", "ann", 1.0) is True
+            await m.record("p", 1, ExperimentReport({}, units("t", "b", "new", "newer")))
+            assert await reward(m, "t", "n", "", "old", 1.0) is None, "the oldest is dropped first"
+            assert m.arm_stats("t")["a\x00"].sums["reward:n"] == {7: (1, 1.0)}
+            assert m.arm_stats("t")["b"].sums == {"reward:n": {4: (1, 1.0)}, "units": {3: (1, 0)}}
+
+        run(database, work, max_exposures=3)
+        database.close()

@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from metric_store_helpers import remembered, rows, run, seen
+from metric_store_helpers import rows, run, seen
 
 import serve_app
 from serve_app.control.metric_store import MetricStore
-from serve_app.control.persistence.database import ARM_STATS, METRIC_SOURCES, Database
+from serve_app.control.persistence.database import Database
+from serve_app.control.persistence.schema import (
+    COUNTED_EVENTS,
+    EXPERIMENT_STATS,
+    EXPOSED_UNITS,
+    METRIC_SOURCES,
+)
 
 pytestmark = pytest.mark.usefixtures("fast_commits")
 
@@ -64,9 +70,9 @@ def test_a_kill_loses_nothing_that_was_acknowledged_and_nothing_is_stored_in_par
     async def after(m: MetricStore) -> None:
         found = m.arm_stats("t")["a"]
         assert last <= found.calls <= last + 1
-        assert found.units == found.calls == remembered(database, "units")
+        assert found.units == found.calls == rows(database, EXPOSED_UNITS)
         assert found.sums["latency"] == {1: (found.calls, 2.0 * found.calls)}
-        assert found.sums["reward:m"] == {1: (remembered(database, "events"), remembered(database, "events"))}
+        assert found.sums["reward:m"] == {1: (rows(database, COUNTED_EVENTS), rows(database, COUNTED_EVENTS))}
         # Its processes send again what they know of nobody having heard.
         for number in range(found.calls - 1, found.calls + 1):
             await m.record("p", number, seen(1))
@@ -97,6 +103,6 @@ def test_the_event_loop_goes_on_while_it_stores(database: Database):
         free.set()
         await put
         holder.join()
-        assert rows(database, ARM_STATS) == 1
+        assert rows(database, EXPERIMENT_STATS) == 1
 
     run(database, work)

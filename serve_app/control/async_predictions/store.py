@@ -16,7 +16,8 @@ import orjson
 import sqlalchemy as sa
 
 from serve_app.control.async_predictions.blob_store import BlobStore
-from serve_app.control.persistence.database import ASYNC_PREDICTIONS, Database
+from serve_app.control.persistence.database import Database
+from serve_app.control.persistence.schema import ASYNC_PREDICTIONS
 from serve_app.domain import validation
 from serve_app.domain.async_prediction import AsyncPrediction, StoredRequest, StoredResponse
 from serve_app.errors import PredictionLost, PredictionNotFound

@@ -11,8 +11,8 @@ import dataclasses
 import shlex
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,19 @@ import yaml
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, make_url
 
+from serve_app.control.persistence.schema import (
+    ARCHIVES,
+    EXPERIMENTS,
+    GENERATION,
+    MODELS,
+    ROLLOUTS,
+    SCHEMA,
+    VERSION_TABLE,
+    VERSIONS,
+)
 from serve_app.control.registry import ModelRecord, Registry
 from serve_app.domain import autoscaling, validation
 from serve_app.domain.autoscaling import Autoscaling
@@ -33,118 +44,6 @@ from serve_app.domain.rollout import Rollout
 from serve_app.domain.traffic_policy import TrafficPolicy
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import ConfigurationError, Unavailable
-
-SCHEMA = sa.MetaData()
-
-MODELS = sa.Table(
-    "torchrelay_models",
-    SCHEMA,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("default_version", sa.Text, nullable=False),
-    sa.Column("policy", sa.JSON, nullable=False),
-    sa.Column("declared", sa.JSON(none_as_null=True), nullable=True),
-)
-
-VERSIONS = sa.Table(
-    "torchrelay_versions",
-    SCHEMA,
-    sa.Column(
-        "model", sa.Text, sa.ForeignKey("torchrelay_models.name", ondelete="CASCADE"), primary_key=True
-    ),
-    sa.Column("version", sa.Text, primary_key=True),
-    sa.Column("spec", sa.JSON, nullable=False),
-    # YAML, as the author wrote it: JSON would turn its numeric keys into text and has no dates.
-    sa.Column("config", sa.Text, nullable=False),
-)
-
-# The digest that each version had last, removed ones too: start-up does not bring back what was removed.
-ARCHIVES = sa.Table(
-    "torchrelay_archives",
-    SCHEMA,
-    sa.Column("model", sa.Text, primary_key=True),
-    sa.Column("version", sa.Text, primary_key=True),
-    sa.Column("digest", sa.Text, nullable=False),
-)
-
-# Frozen values as documents in one column, because no query needs parts of them.
-EXPERIMENTS = sa.Table(
-    "torchrelay_experiments",
-    SCHEMA,
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("document", sa.JSON, nullable=False),
-)
-
-ROLLOUTS = sa.Table(
-    "torchrelay_rollouts",
-    SCHEMA,
-    sa.Column("model", sa.Text, primary_key=True),
-    sa.Column("document", sa.JSON, nullable=False),
-)
-
-# What was measured (see measurements.py): an arm's figures by name; in parts, who was given which arm and
-# which rewards were counted (see roll.py); the number of the last payload of each process.
-ARM_STATS = sa.Table(
-    "torchrelay_experiment_metrics",
-    SCHEMA,
-    sa.Column("trial", sa.Text, primary_key=True),
-    sa.Column("arm", sa.Text, primary_key=True),
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("value", sa.LargeBinary, nullable=False),
-)
-
-EXPOSURES = sa.Table(
-    "torchrelay_exposures",
-    SCHEMA,
-    sa.Column("trial", sa.Text, primary_key=True),
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("part", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("arms", sa.JSON, nullable=False),
-    sa.Column("value", sa.LargeBinary, nullable=False),
-)
-
-METRIC_SOURCES = sa.Table(
-    "torchrelay_metric_sources",
-    SCHEMA,
-    sa.Column("source", sa.Text, primary_key=True),
-    sa.Column("number", sa.BigInteger, nullable=False),
-    sa.Column("time", sa.Float, nullable=False),
-)
-
-# What shadows came to (see comparisons.py), of each live version a row, and the inputs that are kept of it.
-SHADOW_STATS = sa.Table(
-    "torchrelay_shadow_stats",
-    SCHEMA,
-    sa.Column("model", sa.Text, primary_key=True),
-    sa.Column("version", sa.Text, primary_key=True),
-    sa.Column("document", sa.LargeBinary, nullable=False),
-)
-
-SHADOW_MISMATCHES = sa.Table(
-    "torchrelay_shadow_mismatches",
-    SCHEMA,
-    sa.Column("model", sa.Text, primary_key=True),
-    sa.Column("version", sa.Text, primary_key=True),
-    sa.Column("input", sa.Text, primary_key=True),
-    sa.Column("distance", sa.Float, nullable=False),
-    sa.Column("document", sa.LargeBinary, nullable=False),
-)
-
-# Predictions that are answered later (see async_predictions): the request, then the answer; NULL where an
-# object has it.
-ASYNC_PREDICTIONS = sa.Table(
-    "torchrelay_async_predictions",
-    SCHEMA,
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("document", sa.JSON, nullable=False),
-    sa.Column("body", sa.LargeBinary, nullable=True),
-)
-
-GENERATION = sa.Table(
-    "torchrelay_generation",
-    SCHEMA,
-    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("generation", sa.BigInteger, nullable=False),
-)
 
 _SETTING = "control.database_url"
 _LOCK_TIMEOUT = 10  # seconds to reach a server, or to wait for SQLite's lock
@@ -221,14 +120,8 @@ class Database:
             )
             if raised.rowcount != 1:
                 raise Unavailable("Another writer has changed the registry. Nothing was stored; try again.")
-            for name in before.models.keys() - after.models.keys():
-                connection.execute(sa.delete(MODELS).where(MODELS.c.name == name))
-            for name, record in after.models.items():
-                if record != before.models.get(name):
-                    _save(connection, name, before.models.get(name), record)
-            _save_archives(connection, before.archives, after.archives)
-            _save_documents(connection, EXPERIMENTS.c.id, before.experiments, after.experiments)
-            _save_documents(connection, ROLLOUTS.c.model, before.rollouts, after.rollouts)
+            for old, new in zip(_list_tables(before), _list_tables(after)):
+                _save_changes(connection, old, new)
         self._generation += 1
 
     @contextlib.contextmanager
@@ -295,6 +188,16 @@ _EXAMPLES = (
 )
 
 
+def upsert(connection: Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
+    """Insert rows, or update those with the same primary key."""
+    if not rows:
+        return
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    insert = dialect.insert(table)
+    changes = {c.name: insert.excluded[c.name] for c in table.columns if not c.primary_key}
+    connection.execute(insert.on_conflict_do_update(index_elements=table.primary_key, set_=changes), rows)
+
+
 def _open(url: URL) -> sa.Engine:
     upgrading = _engine(url, _MIGRATION)
     try:
@@ -351,58 +254,63 @@ def _upgrade(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", "serve_app.control.persistence:migrations")
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    if sa.inspect(connection).has_table(VERSION_TABLE):
+        command.upgrade(config, "head")
+        return
+    SCHEMA.create_all(connection, checkfirst=False)
+    connection.execute(sa.insert(GENERATION).values(id=1, generation=0))
+    command.stamp(config, "head")
 
 
 # Rows
 
 
-def _save(connection: Connection, name: str, before: ModelRecord | None, after: ModelRecord) -> None:
-    declared = None if after.declared is None else dict(after.declared)
-    model = {"default_version": after.default, "policy": validation.write(after.policy), "declared": declared}
-    if before is None:
-        connection.execute(sa.insert(MODELS).values(name=name, **model))
-    elif before != replace(after, versions=before.versions):
-        connection.execute(sa.update(MODELS).where(MODELS.c.name == name).values(**model))
-    old: Mapping[str, ModelSpec] = before.versions if before else {}
-    for version in old.keys() - after.versions.keys():
-        connection.execute(sa.delete(VERSIONS).where(*_is(VERSIONS, name, version)))
-    for version, spec in after.versions.items():
-        if version not in old:
-            connection.execute(sa.insert(VERSIONS).values(model=name, version=version, **_encode_spec(spec)))
-        elif spec != old[version]:
-            connection.execute(
-                sa.update(VERSIONS).where(*_is(VERSIONS, name, version)).values(**_encode_spec(spec))
-            )
+@dataclass
+class _TableRows:
+    """The rows of one table: values by primary key, and the encoding of a value as the other columns."""
+
+    table: sa.Table
+    values: Mapping[Any, Any]
+    encode: Callable[[Any], dict[str, Any]]
 
 
-def _save_archives(
-    connection: Connection, before: Mapping[ModelRef, str], after: Mapping[ModelRef, str]
-) -> None:
-    changed = {ref for ref in before.keys() | after.keys() if before.get(ref) != after.get(ref)}
-    for ref in changed & before.keys():
-        connection.execute(sa.delete(ARCHIVES).where(*_is(ARCHIVES, ref.name, ref.version)))
-    for ref in changed & after.keys():
-        connection.execute(sa.insert(ARCHIVES).values(model=ref.name, version=ref.version, digest=after[ref]))
+def _list_tables(registry: Registry) -> list[_TableRows]:
+    """Return a registry as rows; a model's row is stored before those of its versions, which refer to it."""
+    models = {(name,): (r.default, r.policy, r.declared) for name, r in registry.models.items()}
+    archives = {(ref.name, ref.version): digest for ref, digest in registry.archives.items()}
+    experiments = {(id,): experiment for id, experiment in registry.experiments.items()}
+    rollouts = {(model,): rollout for model, rollout in registry.rollouts.items()}
+    return [
+        _TableRows(MODELS, models, _encode_model),
+        _TableRows(VERSIONS, {(spec.name, spec.version): spec for spec in registry}, _encode_spec),
+        _TableRows(ARCHIVES, archives, lambda digest: {"digest": digest}),
+        _TableRows(EXPERIMENTS, experiments, lambda value: {"document": validation.write(value)}),
+        _TableRows(ROLLOUTS, rollouts, lambda value: {"document": validation.write(value)}),
+    ]
 
 
-def _save_documents(
-    connection: Connection, key: sa.Column[str], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> None:
-    for gone in before.keys() - after.keys():
-        connection.execute(sa.delete(key.table).where(key == gone))
-    for name, value in after.items():
-        if name not in before:
-            document = validation.write(value)
-            connection.execute(sa.insert(key.table).values({key.name: name, "document": document}))
-        elif value is not before[name] and value != before[name]:
-            connection.execute(
-                sa.update(key.table).where(key == name).values(document=validation.write(value))
-            )
+def _save_changes(connection: Connection, before: _TableRows, after: _TableRows) -> None:
+    """Store what differs between two states of a table."""
+    table, old = after.table, before.values
+    keys = list(table.primary_key)
+    for gone in old.keys() - after.values.keys():
+        connection.execute(sa.delete(table).where(*(column == part for column, part in zip(keys, gone))))
+    changed = {key: value for key, value in after.values.items() if key not in old or value != old[key]}
+    names = [column.name for column in keys]
+    upsert(
+        connection,
+        table,
+        [{**dict(zip(names, key)), **after.encode(value)} for key, value in changed.items()],
+    )
 
 
-def _is(table: sa.Table, name: str, version: str) -> tuple[sa.ColumnElement[bool], ...]:
-    return table.c.model == name, table.c.version == version
+def _encode_model(model: tuple[str, TrafficPolicy, Mapping[str, Any] | None]) -> dict[str, Any]:
+    default, policy, declared = model
+    return {
+        "default_version": default,
+        "policy": validation.write(policy),
+        "declared": None if declared is None else dict(declared),
+    }
 
 
 def _encode_spec(spec: ModelSpec) -> dict[str, Any]:

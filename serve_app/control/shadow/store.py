@@ -12,7 +12,8 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from serve_app.control.persistence.database import SHADOW_MISMATCHES, SHADOW_STATS, Database
+from serve_app.control.persistence.database import Database, upsert
+from serve_app.control.persistence.schema import SHADOW_MISMATCHES, SHADOW_STATS
 from serve_app.dataplane.shadow.mismatches import Mismatch
 from serve_app.dataplane.shadow.stats import ShadowStats
 from serve_app.domain import validation
@@ -74,21 +75,22 @@ class ShadowStore:
             self._stored[key] = _distances(account)
 
     def _save(self, connection: Connection, key: Key, account: ShadowRecord | None) -> None:
-        connection.execute(sa.delete(SHADOW_STATS).where(*_is(SHADOW_STATS, key)))
-        if account is not None:
-            row = {"model": key[0], "version": key[1], "document": _written(account)}
-            connection.execute(sa.insert(SHADOW_STATS).values(**row))
-        before, after = self._stored.get(key, {}), _distances(account)
-        for kept in [kept for kept in before if before[kept] != after.get(kept)]:
-            connection.execute(
-                sa.delete(SHADOW_MISMATCHES).where(
-                    *_is(SHADOW_MISMATCHES, key), SHADOW_MISMATCHES.c.input == kept
-                )
+        model, version = key
+        if account is None:
+            connection.execute(sa.delete(SHADOW_STATS).where(*_is(SHADOW_STATS, key)))
+        else:
+            upsert(
+                connection,
+                SHADOW_STATS,
+                [{"model": model, "version": version, "document": _written(account)}],
             )
+        before, after = self._stored.get(key, {}), _distances(account)
+        outdated = SHADOW_MISMATCHES.c.input.in_(before.keys() - after.keys())
+        connection.execute(sa.delete(SHADOW_MISMATCHES).where(*_is(SHADOW_MISMATCHES, key), outdated))
         new = [
             {
-                "model": key[0],
-                "version": key[1],
+                "model": model,
+                "version": version,
                 "input": kept.key,
                 "distance": kept.distance,
                 "document": orjson.dumps(kept.document),
@@ -96,8 +98,7 @@ class ShadowStore:
             for kept in (account.figures.worst_mismatches if account is not None else ())
             if before.get(kept.key) != kept.distance
         ]
-        if new:
-            connection.execute(sa.insert(SHADOW_MISMATCHES), new)
+        upsert(connection, SHADOW_MISMATCHES, new)
 
 
 def _distances(account: ShadowRecord | None) -> dict[str, float]:

@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from openapi_checks import assert_described
 
 from serve_app.control import registry_changes
-from serve_app.control.persistence.database import SHADOW_MISMATCHES, SHADOW_STATS, Database
+from serve_app.control.persistence.database import Database
+from serve_app.control.persistence.schema import SHADOW_MISMATCHES, SHADOW_STATS
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.shadow.service import ShadowService
 from serve_app.control.state import AcknowledgementPolicy, StateStore

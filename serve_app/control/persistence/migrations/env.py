@@ -6,11 +6,11 @@ commits, so that a start that is killed in mid-step leaves the old schema whole.
 
 from alembic import context
 
-from serve_app.control.persistence.database import SCHEMA
+from serve_app.control.persistence.schema import SCHEMA, VERSION_TABLE
 
 context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=SCHEMA,
-    version_table="torchrelay_schema",  # a database may hold the tables of others, and their alembic
+    version_table=VERSION_TABLE,
 )
 context.run_migrations()
