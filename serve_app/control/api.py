@@ -55,7 +55,8 @@ class ControlAPI(Protocol):
         autoscaling: Mapping[str, Any] | None = None,
     ) -> ScalingProgress: ...
 
-    async def set_default(self, model: str, version: str) -> ModelRef: ...
+    async def set_default(self, model: str, version: str) -> ModelRef:
+        """Make ``version`` the one that requests without a version get once this returns."""
 
     async def unregister(self, model: str, version: str | None) -> ModelRef: ...
 
@@ -69,29 +70,48 @@ class ControlAPI(Protocol):
 
     async def get_version_stats(self) -> list[VersionStats]: ...
 
-    async def renew_key(self, kind: Literal["inference", "management"]) -> None: ...
+    async def renew_key(self, kind: Literal["inference", "management"]) -> None:
+        """Replace one of TorchServe's keys; the old key is refused once this returns."""
 
     async def poll_events(
         self, model: str, registration: str | None, since: int | None, timeout: float
-    ) -> list[ModelEvent]: ...
+    ) -> list[ModelEvent]:
+        """Return a model's events after the one with id ``since``, as soon as there is one.
 
-    async def get_traffic(self, model: str) -> TrafficDocument: ...
+        The list is empty after ``timeout`` seconds without an event. Without ``since``, the events are those
+        of the model's last registration or scaling; with ``registration``, those of that registration alone,
+        which may not have started yet. Raises ModelNotFound.
+        """
+
+    async def get_traffic(self, model: str) -> TrafficDocument:
+        """Return a model's policy, and the split that is active in its place. Raises ModelNotFound."""
 
     async def set_traffic(self, model: str, policy: TrafficPolicy) -> TrafficDocument: ...
 
-    async def get_shadow(self, model: str) -> ShadowDocument: ...
+    async def get_shadow(self, model: str) -> ShadowDocument:
+        """Return how a shadow's responses agree with the live ones. Raises ModelNotFound and NotFound."""
 
-    async def reset_shadow(self, model: str) -> None: ...
+    async def reset_shadow(self, model: str) -> None:
+        """Delete a model's shadow statistics and the inputs stored with them. Raises ModelNotFound."""
 
     async def start_experiment(self, experiment: Experiment) -> ExperimentDocument: ...
 
     async def list_experiments(self, model: str | None) -> list[ExperimentSummary]: ...
 
-    async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument: ...
+    async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
+        """Return an experiment and its results so far. Raises ExperimentNotFound and ModelNotAllowed."""
 
-    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument: ...
+    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
+        """Put the model's policy back in force; the measurements are kept.
 
-    async def delete_experiment(self, id: str, allowed_models: tuple[str, ...]) -> None: ...
+        Raises as ``get_experiment`` does.
+        """
+
+    async def delete_experiment(self, id: str, allowed_models: tuple[str, ...]) -> None:
+        """Delete a stopped experiment with its measurements.
+
+        Raises as ``get_experiment`` does, and Conflict.
+        """
 
     async def record_rewards(
         self, id: str, rewards: list[Reward], allowed_models: tuple[str, ...]
@@ -103,31 +123,47 @@ class ControlAPI(Protocol):
 
     async def list_workflows(self) -> list[tuple[str, str]]: ...
 
-    async def get_workflow(self, name: str) -> list[WorkflowDocument]: ...
+    async def get_workflow(self, name: str) -> list[WorkflowDocument]:
+        """Return every version of a workflow, the default one first. Raises WorkflowNotFound."""
 
     async def unregister_workflow(self, name: str, version: str | None) -> None: ...
 
     async def start_rollout(self, model: str, plan: RolloutPlan) -> RolloutDocument: ...
 
-    async def get_rollout(self, model: str) -> RolloutDocument: ...
+    async def get_rollout(self, model: str) -> RolloutDocument:
+        """Return a model's last rollout, with its decisions. Raises ModelNotFound and NotFound."""
 
-    async def update_rollout(self, model: str, action: RolloutAction) -> RolloutDocument: ...
+    async def update_rollout(self, model: str, action: RolloutAction) -> RolloutDocument:
+        """Pause, resume or abort a model's rollout.
 
-    async def submit_prediction(self, request: StoredRequest) -> AsyncPredictionDocument: ...
+        Raises as ``get_rollout`` does, and Conflict where it has ended.
+        """
 
-    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> AsyncPredictionDocument: ...
+    async def submit_prediction(self, request: StoredRequest) -> AsyncPredictionDocument:
+        """Store a request that is answered later; return the prediction's status.
+
+        Raises AsyncQueueFull, IdempotencyKeyReused, BadRequest.
+        """
+
+    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> AsyncPredictionDocument:
+        """Return a prediction's status. Raises PredictionNotFound and ModelNotAllowed."""
 
     async def get_prediction_result(
         self, id: str, allowed_models: tuple[str, ...]
-    ) -> tuple[AsyncPredictionDocument, StoredResponse | None]: ...
+    ) -> tuple[AsyncPredictionDocument, StoredResponse | None]:
+        """Return a prediction's status, and its response once it has one.
+
+        Raises as ``get_prediction`` does, and PredictionCancelled.
+        """
 
     async def cancel_prediction(
         self, id: str, allowed_models: tuple[str, ...]
-    ) -> AsyncPredictionDocument | None: ...
+    ) -> AsyncPredictionDocument | None:
+        """Cancel a prediction, or delete it (None) where it has ended. Raises as ``get_prediction`` does."""
 
 
 class ControlPlane:
-    """The validated operations.
+    """The validated operations; ``api`` has those whose arguments need no validation.
 
     Every method raises RelayError. A change that returns without one is stored and in force.
     ``allowed_models`` are patterns: a method returns or changes only models whose name matches one of them.
@@ -135,11 +171,11 @@ class ControlPlane:
 
     def __init__(
         self,
-        backend: ControlAPI,
+        api: ControlAPI,
         settings: Settings,
         access: Callable[[], AccessTable | None] = lambda: None,
     ) -> None:
-        self._backend = backend
+        self.api = api
         self._settings = settings
         self._access = access
 
@@ -148,28 +184,13 @@ class ControlPlane:
         """The rights of every key; None where no key is required."""
         return self._access()
 
-    async def renew_key(self, kind: Literal["inference", "management"]) -> None:
-        """Replace one of TorchServe's keys; the old key is refused once this returns."""
-        await self._backend.renew_key(kind)
-
     async def register(self, registration: Registration) -> ScalingProgress:
         """Fetch, check and store an archive; start its workers. The first version becomes the default."""
         if not self._settings.control.enable_model_api:
             raise MethodNotAllowed()
         if not registration.url:
             raise MissingParameter("url")
-        return await self._backend.register(registration)
-
-    async def poll_events(
-        self, model: str, registration: str | None = None, since: int | None = None, timeout: float = 0.0
-    ) -> list[ModelEvent]:
-        """Return a model's events after the one with id ``since``, as soon as there is one.
-
-        The list is empty after ``timeout`` seconds without an event. Without ``since``, the events are those
-        of the model's last registration or scaling; with ``registration``, those of that registration alone,
-        which may not have started yet. Raises ModelNotFound.
-        """
-        return await self._backend.poll_events(model, registration, since, timeout)
+        return await self.api.register(registration)
 
     async def scale(
         self,
@@ -191,19 +212,15 @@ class ControlPlane:
                 raise BadRequest("min_worker and max_worker cannot be negative.")
             if max_workers < min_workers:
                 raise BadRequest("max_worker cannot be less than min_worker.")
-        return await self._backend.scale(
+        return await self.api.scale(
             model, version, min_workers, max_workers, wait, *([autoscaling] if autoscaling else [])
         )
-
-    async def set_default(self, model: str, version: str) -> ModelRef:
-        """Make ``version`` the one that requests without a version get once this returns."""
-        return await self._backend.set_default(model, version)
 
     async def unregister(self, model: str, version: str | None) -> ModelRef:
         """Remove a version (None: the default one, which must be the last); its replicas drain."""
         if not self._settings.control.enable_model_api:
             raise MethodNotAllowed()
-        return await self._backend.unregister(model, version)
+        return await self.api.unregister(model, version)
 
     async def describe(
         self, model: str, version: str | None = None, every: bool = False, customized: bool = False
@@ -214,17 +231,17 @@ class ControlPlane:
         replica can return it.
         """
         if not every:
-            description = await self._backend.describe(model, version)
+            description = await self.api.describe(model, version)
             if customized:
-                description = replace(description, metadata=await self._backend.get_metadata(model, version))
+                description = replace(description, metadata=await self.api.get_metadata(model, version))
             return [description]
-        return [await self._backend.describe(model, v) for v in await self._backend.list_versions(model)]
+        return [await self.api.describe(model, v) for v in await self.api.list_versions(model)]
 
     async def list_models(
         self, start: int = 0, limit: int = 100, allowed_models: tuple[str, ...] = ("*",)
     ) -> tuple[list[tuple[str, str]], int | None]:
         """Return a page of (model name, URL of its default version) by name, and the next page's start."""
-        rows = [row for row in await self._backend.list_models() if matches(row[0], allowed_models)]
+        rows = [row for row in await self.api.list_models() if matches(row[0], allowed_models)]
         end = start + limit
         return rows[start:end], end if end <= len(rows) else None
 
@@ -240,24 +257,20 @@ class ControlPlane:
         if document is None:
             if not registration.url:
                 raise MissingParameter("url")
-            return await self._backend.register_workflow(registration, None)
+            return await self.api.register_workflow(registration, None)
         graph = graphs.read(document)
         name = registration.model_name or graph.name
         if not name:
             raise InvalidWorkflow("the workflow", "name: it has none; say how calls are to name it")
-        return await self._backend.register_workflow(registration, graphs.with_name(graph, name))
+        return await self.api.register_workflow(registration, graphs.with_name(graph, name))
 
     async def list_workflows(
         self, start: int = 0, limit: int = 100, allowed_models: tuple[str, ...] = ("*",)
     ) -> tuple[list[tuple[str, str]], int | None]:
         """Return a page of (name, URL of its default version) of workflows, as ``list_models`` does."""
-        rows = [row for row in await self._backend.list_workflows() if matches(row[0], allowed_models)]
+        rows = [row for row in await self.api.list_workflows() if matches(row[0], allowed_models)]
         end = start + limit
         return rows[start:end], end if end <= len(rows) else None
-
-    async def get_workflow(self, name: str) -> list[WorkflowDocument]:
-        """Return every version of a workflow, the default one first. Raises WorkflowNotFound."""
-        return await self._backend.get_workflow(name)
 
     async def unregister_workflow(self, name: str, version: str | None = None) -> None:
         """Remove a workflow with the models that it brought (``version``: that version).
@@ -267,45 +280,31 @@ class ControlPlane:
         """
         if not self._settings.control.enable_model_api:
             raise MethodNotAllowed()
-        await self._backend.unregister_workflow(name, version)
+        await self.api.unregister_workflow(name, version)
 
     async def get_version_stats(self, allowed_models: tuple[str, ...] = ("*",)) -> list[VersionStats]:
         """Return the request counts of each version, by model name."""
-        return [
-            stats for stats in await self._backend.get_version_stats() if matches(stats.model, allowed_models)
-        ]
+        return [stats for stats in await self.api.get_version_stats() if matches(stats.model, allowed_models)]
 
     # Traffic. Documents arrive as parsed JSON and are validated here; BadRequest names the key and the cure.
-
-    async def get_traffic(self, model: str) -> TrafficDocument:
-        """Return a model's policy, and the split that is active in its place. Raises ModelNotFound."""
-        return await self._backend.get_traffic(model)
 
     async def set_traffic(self, model: str, document: Any) -> TrafficDocument:
         """Split the model's traffic as ``document`` specifies once this returns.
 
         Raises ModelNotFound, VersionNotFound, and Conflict while an experiment or a rollout splits it.
         """
-        return await self._backend.set_traffic(model, policies.read(document))
+        return await self.api.set_traffic(model, policies.read(document))
 
     async def reset_traffic(self, model: str) -> TrafficDocument:
         """Send every request to the default version again. Raises as ``set_traffic`` does."""
-        return await self._backend.set_traffic(model, TrafficPolicy())
-
-    async def get_shadow(self, model: str) -> ShadowDocument:
-        """Return how a shadow's responses agree with the live ones. Raises ModelNotFound and NotFound."""
-        return await self._backend.get_shadow(model)
-
-    async def reset_shadow(self, model: str) -> None:
-        """Delete a model's shadow statistics and the inputs stored with them. Raises ModelNotFound."""
-        await self._backend.reset_shadow(model)
+        return await self.api.set_traffic(model, TrafficPolicy())
 
     async def start_experiment(self, model: str, document: Any) -> ExperimentDocument:
         """Split a model's traffic among the arms of an experiment; return it with its id.
 
         Raises ModelNotFound, VersionNotFound, and Conflict while another experiment or a rollout is active.
         """
-        return await self._backend.start_experiment(replace(experiments.read(document), model=model))
+        return await self.api.start_experiment(replace(experiments.read(document), model=model))
 
     async def list_experiments(
         self, model: str | None = None, allowed_models: tuple[str, ...] = ("*",)
@@ -314,26 +313,8 @@ class ControlPlane:
 
         Raises ModelNotFound.
         """
-        found = await self._backend.list_experiments(model)
+        found = await self.api.list_experiments(model)
         return [document for document in found if matches(document["model"], allowed_models)]
-
-    async def get_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> ExperimentDocument:
-        """Return an experiment and its results so far. Raises ExperimentNotFound and ModelNotAllowed."""
-        return await self._backend.get_experiment(id, allowed_models)
-
-    async def stop_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> ExperimentDocument:
-        """Put the model's policy back in force; the measurements are kept.
-
-        Raises as ``get_experiment`` does.
-        """
-        return await self._backend.stop_experiment(id, allowed_models)
-
-    async def delete_experiment(self, id: str, allowed_models: tuple[str, ...] = ("*",)) -> None:
-        """Delete a stopped experiment with its measurements.
-
-        Raises as ``get_experiment`` does, and Conflict.
-        """
-        await self._backend.delete_experiment(id, allowed_models)
 
     async def record_rewards(
         self, id: str, document: Any, allowed_models: tuple[str, ...] = ("*",)
@@ -342,50 +323,11 @@ class ControlPlane:
 
         Raises as ``get_experiment`` does, and ExposureNotFound.
         """
-        return await self._backend.record_rewards(id, experiments.read_rewards(document), allowed_models)
+        return await self.api.record_rewards(id, experiments.read_rewards(document), allowed_models)
 
     async def start_rollout(self, model: str, document: Any) -> RolloutDocument:
         """Move a model's traffic to a version step by step.
 
         Raises ModelNotFound, VersionNotFound and Conflict.
         """
-        return await self._backend.start_rollout(model, rollouts.read(document))
-
-    async def get_rollout(self, model: str) -> RolloutDocument:
-        """Return a model's last rollout, with its decisions. Raises ModelNotFound and NotFound."""
-        return await self._backend.get_rollout(model)
-
-    async def update_rollout(self, model: str, action: RolloutAction) -> RolloutDocument:
-        """Pause, resume or abort a model's rollout.
-
-        Raises as ``get_rollout`` does, and Conflict where it has ended.
-        """
-        return await self._backend.update_rollout(model, action)
-
-    async def submit_prediction(self, request: StoredRequest) -> AsyncPredictionDocument:
-        """Store a request that is answered later; return the prediction's status.
-
-        Raises AsyncQueueFull, IdempotencyKeyReused, BadRequest.
-        """
-        return await self._backend.submit_prediction(request)
-
-    async def get_prediction(
-        self, id: str, allowed_models: tuple[str, ...] = ("*",)
-    ) -> AsyncPredictionDocument:
-        """Return a prediction's status. Raises PredictionNotFound and ModelNotAllowed."""
-        return await self._backend.get_prediction(id, allowed_models)
-
-    async def get_prediction_result(
-        self, id: str, allowed_models: tuple[str, ...] = ("*",)
-    ) -> tuple[AsyncPredictionDocument, StoredResponse | None]:
-        """Return a prediction's status, and its response once it has one.
-
-        Raises as ``get_prediction`` does, and PredictionCancelled.
-        """
-        return await self._backend.get_prediction_result(id, allowed_models)
-
-    async def cancel_prediction(
-        self, id: str, allowed_models: tuple[str, ...] = ("*",)
-    ) -> AsyncPredictionDocument | None:
-        """Cancel a prediction, or delete it (None) where it has ended. Raises as ``get_prediction`` does."""
-        return await self._backend.cancel_prediction(id, allowed_models)
+        return await self.api.start_rollout(model, rollouts.read(document))

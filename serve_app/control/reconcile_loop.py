@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from serve_app.control import placement_check
 from serve_app.control.archive_ingestion import ArchiveIngestor
-from serve_app.control.reconciler import ObservedApp, Reconciler, is_dead
+from serve_app.control.reconciler import Reconciler, is_dead
 from serve_app.control.registry import DesiredState, desired_states
-from serve_app.control.replica_health import HealthTracker
+from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ScalingProgress
 from serve_app.errors import StartFailed

@@ -19,6 +19,7 @@ from ray._private.state import available_resources_per_node
 from ray.serve.context import _get_global_client
 
 from serve_app.control.registry import DesiredState
+from serve_app.control.replica_health import ObservedApp
 from serve_app.domain.model import ModelSpec, ReplicaInfo
 
 log = logging.getLogger("torchrelay.reconciler")
@@ -29,30 +30,6 @@ ATTEMPT = "attempt"
 # A replica whose route or settings change is UPDATING for a moment, and one that a new controller has found
 # again is RECOVERING; both execute requests meanwhile.
 _READY_STATES = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
-
-
-@dataclass(frozen=True)
-class ObservedApp:
-    """One version's application, as Serve reports it now."""
-
-    app: str
-    route: str | None
-    replicas: int  # requested
-    config: Mapping[str, Any]
-    attempt: int
-    status: str  # of the application: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, DELETING
-    message: str
-    workers: tuple[ReplicaInfo, ...]  # alive, ready or not
-    scaling: Mapping[str, Any] | None = None  # the autoscaler's configuration; None without autoscaling
-
-    @property
-    def running(self) -> int:
-        return sum(worker.ready for worker in self.workers)
-
-    @property
-    def failed(self) -> bool:
-        """Return whether Serve has stopped trying to start it."""
-        return self.status == "DEPLOY_FAILED" and self.running == 0
 
 
 @dataclass(frozen=True)

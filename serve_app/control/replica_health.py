@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from serve_app.control.registry import DesiredState
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, Phase, ReplicaInfo
@@ -21,23 +21,28 @@ BACKOFF_S = (0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55)
 _CRASH_WINDOW_S = 300.0  # seconds for which a crash counts
 
 
-class ObservedApplication(Protocol):
-    """An observed application of one version, see reconciler.ObservedApp."""
+@dataclass(frozen=True)
+class ObservedApp:
+    """One version's application, as Serve reports it now."""
+
+    app: str
+    route: str | None
+    replicas: int  # requested
+    config: Mapping[str, Any]
+    attempt: int
+    status: str  # of the application: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, DELETING
+    message: str
+    workers: tuple[ReplicaInfo, ...]  # alive, ready or not
+    scaling: Mapping[str, Any] | None = None  # the autoscaler's configuration; None without autoscaling
 
     @property
-    def config(self) -> Mapping[str, object]: ...
+    def running(self) -> int:
+        return sum(worker.ready for worker in self.workers)
+
     @property
-    def replicas(self) -> int: ...
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def message(self) -> str: ...
-    @property
-    def workers(self) -> tuple[ReplicaInfo, ...]: ...
-    @property
-    def running(self) -> int: ...
-    @property
-    def failed(self) -> bool: ...
+    def failed(self) -> bool:
+        """Return whether Serve has stopped trying to start it."""
+        return self.status == "DEPLOY_FAILED" and self.running == 0
 
 
 @dataclass
@@ -68,8 +73,8 @@ class HealthTracker:
     def update(
         self,
         desired: Mapping[str, DesiredState],
-        observed: Mapping[str, ObservedApplication],
-        previous: Mapping[str, ObservedApplication],
+        observed: Mapping[str, ObservedApp],
+        previous: Mapping[str, ObservedApp],
     ) -> None:
         """Derive every version's status from the present observation and the previous one."""
         now = self._clock()
@@ -82,8 +87,8 @@ class HealthTracker:
     def _update_version(
         self,
         state: DesiredState,
-        observed: ObservedApplication | None,
-        previous: ObservedApplication | None,
+        observed: ObservedApp | None,
+        previous: ObservedApp | None,
         now: float,
     ) -> None:
         ref = state.spec.ref
@@ -123,9 +128,7 @@ class HealthTracker:
             self._signatures.get(ref),
         )
 
-    def _count_crashes(
-        self, ref: ModelRef, observed: ObservedApplication, previous: ObservedApplication, now: float
-    ) -> None:
+    def _count_crashes(self, ref: ModelRef, observed: ObservedApp, previous: ObservedApp, now: float) -> None:
         """Count ready replicas that disappeared without an update or a scale-down."""
         if observed.config == previous.config and observed.replicas >= previous.replicas:
             gone = {w.id for w in previous.workers if w.ready} - {w.id for w in observed.workers}

@@ -7,8 +7,8 @@ probability that a true value is *ever* outside of its interval is at most ``alp
 
 Values of an experiment's metrics come in **groups**: for each group the number of values and their sum. All
 requests of one key are in the same group, so groups are independent of each other, and requests are not.
-``Estimate``, ``interval`` and ``difference`` rest on that and on the central limit theorem; ``rate_bounds``,
-``exceeds`` and ``exceeds_share`` are exact at any count, for requests that are independent.
+``Estimate``, ``interval`` and ``difference`` rest on that and on the central limit theorem; ``rate_bounds``
+are exact at any count, for requests that are independent.
 
 Every function of numbers accepts numpy arrays too, and works on all their elements at once.
 """
@@ -231,65 +231,6 @@ def _add_variances(one: tuple[Number, Number], other: tuple[Number, Number]) -> 
     return total, total**2 / parts
 
 
-@dataclass(frozen=True)
-class SequentialComparison:
-    """A rate against another, or against a share, and the interval of the difference, at all times at once.
-
-    ``rate`` and ``reference`` are the observed values, nan without requests.
-    """
-
-    rate: Number
-    reference: Number
-    low: Number
-    high: Number
-    margin: float = 0.0
-
-    @property
-    def difference(self) -> Number:
-        return self.rate - self.reference
-
-    @property
-    def worse(self) -> Number:
-        """Return whether the rate certainly exceeds the other by more than the margin."""
-        return self.low > self.margin
-
-
-def exceeds(
-    candidate_count: Number,
-    candidate_hits: Number,
-    baseline_count: Number,
-    baseline_hits: Number,
-    margin: float = 0.0,
-    alpha: float = 0.05,
-) -> SequentialComparison:
-    """Test whether the candidate's rate of hits exceeds the baseline's by more than ``margin``.
-
-    Look as often as you like: ``worse`` is ever true of a candidate that is not, with probability ``alpha``
-    at most, whatever the counts (each rate has its exact bounds at half of ``alpha``). Calls are taken as
-    independent, and the two rates as concurrent: count both sides from the same moment on, with the same
-    split of traffic throughout, or an hour that was bad for both weighs more on one side.
-    """
-    low, high = rate_bounds(candidate_count, candidate_hits, alpha / 2)
-    other_low, other_high = rate_bounds(baseline_count, baseline_hits, alpha / 2)
-    return SequentialComparison(
-        _rate(candidate_count, candidate_hits),
-        _rate(baseline_count, baseline_hits),
-        low - other_high,
-        high - other_low,
-        margin,
-    )
-
-
-def exceeds_share(count: Number, hits: Number, share: float, alpha: float = 0.05) -> SequentialComparison:
-    """Test whether more than ``share`` of all calls are hits, not only of the observed ones.
-
-    Look as often as you like, as with ``exceeds``. So "p99 is above a second" is ``exceeds_share(calls,
-    slower than a second, 0.01)``.
-    """
-    low, high = rate_bounds(count, hits, alpha)
-    return SequentialComparison(_rate(count, hits), share, low - share, high - share)
-
-
 def rate_bounds(count: Number, hits: Number, alpha: float) -> tuple[Number, Number]:
     """Where the rate of hits among independent calls is, at all times at once with probability 1 - ``alpha``;
     exact.
@@ -326,11 +267,6 @@ def rate_bounds(count: Number, hits: Number, alpha: float) -> tuple[Number, Numb
         low = np.where(hits > 0, between(rate, np.zeros_like(rate)), 0.0)
         high = np.where(misses > 0, between(rate, np.ones_like(rate)), 1.0)
     return _plain(low), _plain(high)
-
-
-def _rate(count: Number, hits: Number) -> Number:
-    count = np.asarray(count, dtype=float)
-    return _plain(np.where(count > 0, hits / np.maximum(count, 1.0), np.nan))
 
 
 def _plain(values: np.ndarray) -> Number:

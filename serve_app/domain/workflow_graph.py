@@ -156,10 +156,6 @@ class WorkflowGraph(WorkflowSource):
         }
         return "{" + ", ".join(f"{name}=[{', '.join(steps)}]" for name, steps in after.items() if steps) + "}"
 
-    def __contains__(self, model: str) -> bool:
-        """Return whether one of the steps runs this model."""
-        return any(name == model for name, _ in self.models.values())
-
 
 class FunctionsStatus(TypedDict):
     """The workers of a workflow's functions."""
@@ -239,15 +235,6 @@ def validate(graph: WorkflowGraph, where: str) -> WorkflowGraph:
 def with_name(graph: WorkflowGraph, name: str) -> WorkflowGraph:
     """Return the graph under another name."""
     return replace(graph, name=name)
-
-
-def topological_order(graph: WorkflowGraph) -> list[str]:
-    """Return the steps, each after those that it waits for."""
-    done: dict[str, None] = {}
-    waits = graph.dependencies
-    while len(done) < len(waits):
-        done.update(dict.fromkeys(name for name, needs in waits.items() if needs <= done.keys()))
-    return list(done)
 
 
 def _check_source(graph: WorkflowGraph, source: str, place: str, where: str) -> None:

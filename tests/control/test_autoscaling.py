@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from serve_app.control.persistence.database import Database
-from serve_app.control.reconciler import ObservedApp
 from serve_app.control.registry import (
     DesiredState,
     Registry,
@@ -17,7 +16,7 @@ from serve_app.control.registry import (
     find_version,
 )
 from serve_app.control.registry_changes import register, scale
-from serve_app.control.replica_health import HealthTracker
+from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.control.spec_builder import build_spec
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, Registration, ReplicaInfo

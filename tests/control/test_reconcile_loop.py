@@ -12,8 +12,7 @@ import ray
 from serve_app.control import reconciler
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.reconcile_loop import ReconcileLoop
-from serve_app.control.reconciler import ObservedApp
-from serve_app.control.replica_health import HealthTracker
+from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import StartFailed
 from serve_app.settings import Settings

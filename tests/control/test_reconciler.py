@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from serve_app.control.reconciler import DeleteAction, DeployAction, ObservedApp, explain_message, plan
+from serve_app.control.reconciler import DeleteAction, DeployAction, explain_message, plan
 from serve_app.control.registry import DesiredState
+from serve_app.control.replica_health import ObservedApp
 from serve_app.domain.model import ModelSpec, ReplicaInfo
 
 

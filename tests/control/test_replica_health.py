@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 
-from serve_app.control.reconciler import ObservedApp
 from serve_app.control.registry import DesiredState
-from serve_app.control.replica_health import BACKOFF_S, HealthTracker
+from serve_app.control.replica_health import BACKOFF_S, HealthTracker, ObservedApp
 from serve_app.domain.model import ModelSpec, ReplicaInfo
 from serve_app.domain.signature import Signature, TensorSpec
 from serve_app.errors import StartFailed, StartOutOfMemory

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from serve_app.control.rollouts.stratified_test import Stratum, exceeds, rates, surely_above
 from serve_app.dataplane.experiment_collector import ArmStats, count_slower, quantile
 from serve_app.domain.rollout import BASELINE, CANDIDATE, Guardrails, Rollout
-from serve_app.domain.sequential_statistics import exceeds_share
+from serve_app.domain.sequential_statistics import rate_bounds
 
 Figures = Sequence[Mapping[str, ArmStats]]  # of each step up to the present one, by arm
 
@@ -128,8 +128,8 @@ def _rate(
         surely, broken = surely_above(periods, _EACH), exceeds(periods, limit, _EACH)
         allowed = f"at most {_percent(limit)} more is allowed"
     else:  # all calls were the candidate's from the first on
-        compared = exceeds_share(periods[0].calls, periods[0].hits, limit, _EACH)
-        surely, broken = max(0.0, float(compared.low) + limit), bool(compared.low > 0)
+        surely, _ = rate_bounds(periods[0].calls, periods[0].hits, _EACH)
+        broken = surely > limit
         allowed = f"at most {_percent(limit)} is allowed"
     comparison = _against(reading, "calls" if of is _calls else "answers")
     return replace(
@@ -158,8 +158,7 @@ def _p99(multiple: float, pairs: Sequence[_PeriodCounts], concurrent: bool) -> G
     late, calls = sum(s.hits for s in periods), sum(s.calls for s in periods)
     if calls < _LEAST_FOR_P99:
         return replace(reading, words=f"p99: not known before {_LEAST_FOR_P99} answers of each")
-    among_all = exceeds_share(calls, late, _SLOW, _EACH)
-    surely = max(0.0, float(among_all.low) + _SLOW)
+    surely, _ = rate_bounds(calls, late, _EACH)
     reading = replace(
         reading,
         value=quantile(candidate.latency, 0.99),
@@ -167,7 +166,7 @@ def _p99(multiple: float, pairs: Sequence[_PeriodCounts], concurrent: bool) -> G
         surely=surely,
         calls=calls,
         baseline_calls=sum(s.baseline_calls for s in periods),
-        broken=bool(among_all.low > 0) and exceeds(periods, 0.0, _EACH),
+        broken=surely > _SLOW and exceeds(periods, 0.0, _EACH),
     )
     words = (
         f"{_against(reading, 'answers', _seconds)}; {_percent(late / calls)} took longer than "

@@ -112,7 +112,7 @@ class AsyncInterceptor:
             sha256(fingerprint.encode("utf-8", "surrogatepass") + body).hexdigest() if key else "",
             headers.get(WEBHOOK_HEADER, ""),
         )
-        document = await self._control.submit_prediction(request)
+        document = await self._control.api.submit_prediction(request)
         extra = [(b"location", document["self"].encode()), (b"preference-applied", b"respond-async")]
         await _send_document(exchange, document, 202, extra)
         return True
@@ -146,13 +146,13 @@ class AsyncRoutes:
         allowed_models = auth.get_allowed_models(exchange)
         match [exchange.method, *rest]:
             case ["GET" | "HEAD"]:
-                await _send_document(exchange, await self._control.get_prediction(id, allowed_models))
+                await _send_document(exchange, await self._control.api.get_prediction(id, allowed_models))
             case ["GET" | "HEAD", "result"]:
                 await self._send_result(
-                    exchange, *await self._control.get_prediction_result(id, allowed_models)
+                    exchange, *await self._control.api.get_prediction_result(id, allowed_models)
                 )
             case ["DELETE"]:
-                document = await self._control.cancel_prediction(id, allowed_models)
+                document = await self._control.api.cancel_prediction(id, allowed_models)
                 if document is None:
                     await exchange.send_response(204, [], b"")
                 else:

@@ -43,7 +43,7 @@ async def stream(exchange: HttpExchange, control: ControlPlane, model: str) -> N
     registration = query.get("registration") or None
     follow = parse_bool(query.get("follow"))
     # Looked up before the response starts, because the status may be 404.
-    first_events = await control.poll_events(model, registration, since, 0.0)
+    first_events = await control.api.poll_events(model, registration, since, 0.0)
 
     async def encode_events() -> AsyncIterator[bytes]:
         last_id, events = since, first_events
@@ -53,7 +53,7 @@ async def stream(exchange: HttpExchange, control: ControlPlane, model: str) -> N
                 if event.stage in FINAL_STAGES and not follow:
                     return
                 last_id = event.id
-            events = await control.poll_events(model, registration, last_id, HEARTBEAT_INTERVAL_S)
+            events = await control.api.poll_events(model, registration, last_id, HEARTBEAT_INTERVAL_S)
             if not events and last_id is None:
                 return  # the registration never started
             if not events:

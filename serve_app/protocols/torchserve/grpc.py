@@ -304,7 +304,7 @@ class ManagementService:
         model, version = _model_and_version(request, rpc)
         if version is None:
             raise MissingParameter("model_version")
-        await self._control.set_default(model, version)
+        await self._control.api.set_default(model, version)
         return f'Default version successfully updated for model "{model}" to "{version}"'
 
     async def _unregister(self, request: management.UnregisterModelRequest, rpc: GrpcCall) -> str:

@@ -210,7 +210,7 @@ def test_a_war_comes_with_its_models_and_its_functions(cluster: Cluster) -> None
     assert functions.config["functions"] == {"file": "steps.py", "names": ["pre", "join"], "plain": True}
     row = cluster.publisher.table.models["wf"].versions["1.0"]
     assert row.phase == "ready" and row.graph is not None and row.graph.owned == ("wf__left", "wf__right")
-    [result] = cluster(cluster.control.get_workflow("wf"))
+    [result] = cluster(cluster.control.api.get_workflow("wf"))
     assert (
         result["workflowUrl"] == "wf.war"
         and result["workflowDag"] == "{pre=[left, right], left=[join], right=[join]}"
@@ -271,7 +271,7 @@ def test_a_document_asks_models_that_are_registered(cluster: Cluster) -> None:
     assert cluster.register(document=READING, model_name="named").name == "named"
     row = cluster.publisher.table.models["named"].versions["1.0"]
     assert (row.phase, row.replicas) == ("ready", 0)
-    [result] = cluster(cluster.control.get_workflow("named"))
+    [result] = cluster(cluster.control.api.get_workflow("named"))
     assert (result["workflowDag"], result["output"], result["maxWorkers"]) == ("{a=[b]}", ["b"], 0)
     assert "functions" not in result
 
@@ -331,7 +331,7 @@ def test_versions_of_a_workflow_have_policies_as_those_of_models(cluster: Cluste
     cluster.register(document={**READING, "version": "2.0"})
     shares = TrafficPolicy("weighted", {"1.0": 9000, "2.0": 1000})
     cluster(TrafficService(cluster.state).set_traffic("reading", shares))
-    assert [result["workflowVersion"] for result in cluster(cluster.control.get_workflow("reading"))] == [
+    assert [result["workflowVersion"] for result in cluster(cluster.control.api.get_workflow("reading"))] == [
         "1.0",
         "2.0",
     ]
