@@ -34,7 +34,6 @@ from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import (
     Conflict,
     HandlerFailed,
-    InProgress,
     ModelNotAllowed,
     NoReplica,
     RelayError,
@@ -99,8 +98,7 @@ class ModelService:
                 await self._reconcile_loop.wait_for_round()
             async with state.write_lock:
                 # A reader without the new version returns an error for it a little longer.
-                with contextlib.suppress(InProgress):
-                    await state.commit(registry_changes.register(state.registry, spec))
+                await state.commit_with_status(registry_changes.register(state.registry, spec))
         advice = "" if registration.handler else _advice(spec)
         if spec.min_workers == 0:
             self._events.append(history, "ready", workers=0)
@@ -120,8 +118,7 @@ class ModelService:
             # A version that a traffic policy names meanwhile stays, and its start is retried.
             with contextlib.suppress(Conflict):
                 after = registry_changes.unregister(state.registry, spec.name, spec.version)[0]
-                with contextlib.suppress(InProgress):
-                    await state.commit(after)
+                await state.commit_with_status(after)
                 self._reconcile_loop.mark_removed(spec)
 
     async def scale(
@@ -209,8 +206,7 @@ class ModelService:
             async with state.write_lock:
                 after = registry_changes.apply_archive(state.registry, spec, default)
                 if after is not state.registry:
-                    with contextlib.suppress(InProgress):
-                        await state.commit(after)
+                    await state.commit_with_status(after)
         registered = next((known for known in state.registry if known.ref == spec.ref), None)
         if registered is None:
             self._events.discard(history)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from math import ceil
 from typing import Any
 
@@ -21,36 +22,17 @@ RUNTIMES = ("python", "python3", "LSP")
 _ROUTE_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MAX_LENGTH = 100
 
-# Keys of model-config.yaml that no registration has.
-_FILE_KEYS = (
-    "max_retry_timeout",
-    "client_timeout",
-    "job_queue_size",
-    "device_type",
-    "device_ids",
-    "parallel_type",
-    "parallel_level",
-    "continuous_batching",
-    "sequence_batching",
-    "sequence_max_idle",
-    "sequence_timeout",
-    "max_num_sequence",
-    "max_sequence_job_queue_size",
-    "use_job_ticket",
-    "use_venv",
-    "batcher",
-    "num_cpus",
-    "num_gpus",
-    "tensor_parallel",
-    "pipeline_parallel",
-    "placement_strategy",
-    "retries",
-    "bucket_by_length",
-    "fast_path",
-    "max_ongoing_requests",
-    "max_concurrent_requests",
-)
-
+# Keys of model-config.yaml for which other sources count too; a spec has all others as the file has them.
+_COMBINED_KEYS = {
+    "min_workers",
+    "max_workers",
+    "batch_size",
+    "max_batch_delay",
+    "response_timeout",
+    "startup_timeout",
+    "autoscaling",
+}
+_FILE_KEYS = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(ModelSpec)} - _COMBINED_KEYS
 
 # Defaults of a stateful model; times in milliseconds.
 _SEQUENCE_DEFAULTS = {"sequence_max_idle": 60_000, "max_num_sequence": 100, "max_sequence_job_queue_size": 16}

@@ -74,6 +74,17 @@ class StateStore:
         self._on_change()
         await self.wait_until_applied()
 
+    async def commit_with_status(self, after: Registry) -> str:
+        """Commit a change; return its status where a live reader does not have it yet, else nothing.
+
+        Raises Unavailable where it could not be stored.
+        """
+        try:
+            await self.commit(after)
+        except InProgress as late:
+            return str(late)
+        return ""
+
     async def renew_key(self, kind: str) -> None:
         """Replace one of TorchServe's keys, and return once every live reader refuses the old one."""
         assert self._keys is not None  # without keys no protocol has the route

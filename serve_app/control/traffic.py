@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from serve_app.control.registry import Registry, active_split, find_version, run
 from serve_app.control.state import StateStore
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain.traffic_policy import BUCKET_COUNT, TrafficDocument, TrafficPolicy
-from serve_app.errors import InProgress, RelayError
+from serve_app.errors import RelayError
 
 log = logging.getLogger("torchrelay.traffic")
 
@@ -42,8 +41,7 @@ class TrafficService:
                         self._state.registry, model, policies.read(policy)
                     )
                     if after is not self._state.registry:
-                        with contextlib.suppress(InProgress):
-                            await self._state.commit(after)
+                        await self._state.commit_with_status(after)
             except RelayError as error:
                 log.error("control.traffic.%s is not in force: %s", model, error)
 

@@ -131,12 +131,7 @@ def select_arm(
 
 
 def sole_version(model: ModelRoute) -> str | None:
-    """Return the version that gets all traffic of a model, so that its route may bypass the gateway; else
-    None.
-    """
+    """Return the version that gets all traffic of a model, so that its route may bypass the gateway."""
     if model.active_split is not None or model.policy.shadow is not None:
         return None
-    allocation = model.policy.allocation
-    if allocation is None:
-        return model.default
-    return allocation.names[0] if len(allocation.names) == 1 else None
+    return model.policy.sole_version(model.default)

@@ -74,29 +74,29 @@ class WorkflowExecutor:
         meters: Meters,
         max_items: int,
     ) -> None:
-        self._ref = ref
-        self._graph = graph
+        self.ref = ref
+        self.graph = graph
         self._model = model
         self._function = function
         self._meters = meters
-        self._most = max_items
+        self.max_items = max_items
 
     async def infer(self, call: InferenceRequest) -> InferenceResponse | ResponseStream:
         if call.kind not in ("predict", "tensors"):
             raise BadRequest(
-                f"{self._ref.name} is a workflow, which predicts and does no {call.kind}; ask its models."
+                f"{self.ref.name} is a workflow, which predicts and does no {call.kind}; ask its models."
             )
         run = _WorkflowRun(self, call)
-        self._meters.workflow(self._ref.name, self._ref.version, 1)
+        self._meters.workflow(self.ref.name, self.ref.version, 1)
         streams = False
         try:
             reply = await run.whole()
             streams = isinstance(reply, ResponseStream)
         finally:
             if not streams:
-                self._meters.workflow(self._ref.name, self._ref.version, -1)
+                self._meters.workflow(self.ref.name, self.ref.version, -1)
         if isinstance(reply, ResponseStream):
-            reply.add_done_callback(lambda: self._meters.workflow(self._ref.name, self._ref.version, -1))
+            reply.add_done_callback(lambda: self._meters.workflow(self.ref.name, self.ref.version, -1))
         return reply
 
     async def run_attempt(
@@ -117,20 +117,8 @@ class WorkflowExecutor:
         except asyncio.TimeoutError:
             raise DeadlineExceeded(call.model, timeout) from None
 
-    @property
-    def ref(self) -> ModelRef:
-        return self._ref
-
-    @property
-    def graph(self) -> WorkflowGraph:
-        return self._graph
-
-    @property
-    def max_items(self) -> int:
-        return self._most
-
     def record_step(self, step: str, status: str, seconds: float) -> None:
-        self._meters.step(self._ref.name, self._ref.version, step, status, seconds)
+        self._meters.step(self.ref.name, self.ref.version, step, status, seconds)
 
 
 class _WorkflowRun:

@@ -47,13 +47,7 @@ def read(document: Any, before: Autoscaling = Autoscaling()) -> Autoscaling:
     values = validation.write(before)
     if document.get("policy", values["policy"]) == "requests":
         values["target_p95_ms"] = None
-    try:
-        scaling = validation.read(Autoscaling, {**values, **document})
-    except validation.DocumentError as error:
-        raise BadRequest(f"autoscaling: {error}") from None
-    if problem := _find_error(scaling):
-        raise BadRequest(f"autoscaling: {problem}")
-    return scaling
+    return validation.read_request(Autoscaling, {**values, **document}, "autoscaling", _find_error)
 
 
 def write(scaling: Autoscaling) -> dict[str, Any]:

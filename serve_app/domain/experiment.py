@@ -130,10 +130,8 @@ def read(document: Any) -> Experiment:
     """
     if not isinstance(document, Mapping):
         raise BadRequest("An experiment is a JSON object with name, arms, metrics and baseline.")
-    try:
-        experiment = Experiment(**vars(validation.read(ExperimentPlan, document)))
-    except validation.DocumentError as error:
-        raise BadRequest(f"Experiment: {error}") from None
+    plan = validation.read_request(ExperimentPlan, document, "Experiment")
+    experiment = Experiment(**vars(plan))
     if problem := _find_error(experiment):
         raise BadRequest(f"Experiment: {problem}")
     return experiment
@@ -256,7 +254,4 @@ def read_rewards(document: Any) -> list[Reward]:
         raise BadRequest(
             'Events: there is none; post {"request_id": ID, "value": NUMBER}, or a list of such.'
         )
-    try:
-        return validation.read(list[Reward], document)
-    except validation.DocumentError as error:
-        raise BadRequest(f"Events: {error}") from None
+    return validation.read_request(list[Reward], document, "Events")

@@ -11,9 +11,8 @@ from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.signature import Signature
 from serve_app.domain.workflow_graph import WorkflowGraph
 
-Phase = Literal[
-    "stopped", "idle", "loading", "ready", "failed"
-]  # idle: without replicas, until a call wakes it
+# idle: without replicas, until a call wakes it
+Phase = Literal["stopped", "idle", "loading", "ready", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +72,7 @@ class ModelSpec:
     num_gpus: float = 0.0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = (
-        "STRICT_PACK"  # of its ranks
-    )
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
     max_ongoing_requests: int = 0  # 0: as many as the queue and two batches hold
     max_concurrent_requests: int = 0  # of all its replicas together; 0: no limit
     fast_path: Literal["torchserve", "oip"] = "torchserve"
@@ -174,9 +171,8 @@ class Registration:
     response_timeout: int | None = None  # seconds
     startup_timeout: int | None = None  # seconds
     wait: bool = True  # until the workers are ready, or have failed
-    allowed_models: tuple[str, ...] = (
-        "*",
-    )  # patterns that the model's name must match: what its caller may manage
+    # Patterns of the models that its caller may manage; the model's name must match one.
+    allowed_models: tuple[str, ...] = ("*",)
     s3_sse_kms: bool = False  # an https URL of S3's is asked for with credentials, or not at all
     id: str | None = None  # by which its caller finds its events; else one is made
 
@@ -239,9 +235,8 @@ class VersionStats:
     batches: int
     inference_seconds: float  # that these were in the handler
     last_batch_at: float = 0.0  # when the last batch ran, in seconds since the epoch; 0: none has
-    batch_sizes: tuple[
-        tuple[int, int, float], ...
-    ] = ()  # rows of a batch, how many such, and their seconds in the handler
+    # Rows of a batch, how many such, and their seconds in the handler.
+    batch_sizes: tuple[tuple[int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

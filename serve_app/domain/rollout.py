@@ -82,9 +82,8 @@ class Rollout:
     step_started_at: float = 0.0  # when this step began
     ended_at: float = 0.0
     workers_added: bool = False  # the candidate had no workers, and got as many as the baseline has
-    previous_workers: tuple[int, int] | None = (
-        None  # least and most workers of the replaced version, until it has cooled
-    )
+    # least and most workers of the replaced version, until it has cooled
+    previous_workers: tuple[int, int] | None = None
     decisions: tuple[RolloutDecision, ...] = ()
 
     @property
@@ -148,13 +147,7 @@ def read(document: Any) -> RolloutPlan:
     """Parse the plan in an operator's document. Raises BadRequest, which names the key and the remedy."""
     if not isinstance(document, Mapping):
         raise BadRequest('A rollout is a JSON object, such as {"to": "2.0"}.')
-    try:
-        plan = validation.read(RolloutPlan, document)
-    except validation.DocumentError as error:
-        raise BadRequest(f"Rollout: {error}") from None
-    if problem := _find_error(plan):
-        raise BadRequest(f"Rollout: {problem}")
-    return plan
+    return validation.read_request(RolloutPlan, document, "Rollout", _find_error)
 
 
 def _find_error(plan: RolloutPlan) -> str:

@@ -93,10 +93,7 @@ def read(document: Any) -> Signature:
 
     Raises BadRequest.
     """
-    try:
-        signature = validation.read(Signature, document)
-    except validation.DocumentError as error:
-        raise BadRequest(f"signature: {error}") from None
+    signature = validation.read_request(Signature, document, "signature")
     if not signature.inputs:
         raise BadRequest("signature.inputs names no input; name each with its datatype and shape.")
     for side, ports in (("inputs", signature.inputs), ("outputs", signature.outputs)):

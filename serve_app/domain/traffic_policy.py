@@ -239,6 +239,12 @@ class TrafficPolicy:
         _check_token(self.header)
         object.__setattr__(self, "header", self.header.lower())
 
+    def sole_version(self, default: str) -> str | None:
+        """Return the version that gets all requests; None where several share them."""
+        if self.allocation is None:
+            return default
+        return self.allocation.names[0] if len(self.allocation.names) == 1 else None
+
     @property
     def referenced_versions(self) -> set[str]:
         """Every version that the policy names."""
@@ -280,13 +286,7 @@ def read(document: Any) -> TrafficPolicy:
         raise BadRequest(f"Traffic policy: unknown key 'allocation'; known here: {', '.join(_OPERATOR_KEYS)}")
     kind = "default" if not document.get("versions") else "sticky" if document.get("key") else "weighted"
     keys = {key: value for key, value in document.items() if key != ACTIVE}
-    try:
-        policy = validation.read(TrafficPolicy, {"policy": kind, **keys})
-    except validation.DocumentError as error:
-        raise BadRequest(f"Traffic policy: {error}") from None
-    if problem := _find_error(policy):
-        raise BadRequest(f"Traffic policy: {problem}")
-    return policy
+    return validation.read_request(TrafficPolicy, {"policy": kind, **keys}, "Traffic policy", _find_error)
 
 
 def write(policy: TrafficPolicy) -> dict[str, Any]:

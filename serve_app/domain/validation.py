@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic
 import yaml
+
+from serve_app.errors import BadRequest
 
 STRICT = pydantic.ConfigDict(extra="forbid")  # as ``__pydantic_config__`` of each dataclass that is read
 
@@ -55,6 +57,22 @@ def read(kind: type[T], document: Any, secret_paths: tuple[tuple[str, ...], ...]
         raise DocumentError(
             "; ".join(_explain(kind, problem, secret_paths) for problem in error.errors())
         ) from None
+    return value
+
+
+def read_request(
+    kind: type[T], document: Any, name: str, find_error: Callable[[T], str] = lambda value: ""
+) -> T:
+    """Return a caller's ``document`` as the dataclass ``kind``, in which ``find_error`` finds no error.
+
+    Raises BadRequest, which begins with ``name``.
+    """
+    try:
+        value = read(kind, document)
+    except DocumentError as error:
+        raise BadRequest(f"{name}: {error}") from None
+    if problem := find_error(value):
+        raise BadRequest(f"{name}: {problem}")
     return value
 
 

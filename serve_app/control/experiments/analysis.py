@@ -60,9 +60,7 @@ class ArmTotals:
     weight: int  # basis points
     units: int  # distinct keys, or calls where each call is dealt by itself
     calls: int
-    groups: Mapping[
-        str, Groups
-    ]  # of each metric: group -> how many values, and their sum (latencies in seconds)
+    groups: Mapping[str, Groups]  # of each metric; latencies in seconds
 
 
 def assess(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from serve_app.control.experiments import registry_changes
 from serve_app.control.experiments.analysis import ArmTotals, assess
 from serve_app.control.metric_store import MetricStore
-from serve_app.control.registry import Registry, find_experiment, find_version
+from serve_app.control.registry import find_experiment, find_version
 from serve_app.control.state import StateStore
 from serve_app.dataplane.experiment_collector import ERROR_RATE, LATENCY, OUTPUT, REWARD, UNITS, ArmStats
 from serve_app.domain import validation
@@ -26,7 +26,7 @@ from serve_app.domain.experiment import (
     RewardCounts,
 )
 from serve_app.domain.sequential_statistics import Groups
-from serve_app.errors import BadRequest, ExposureNotFound, InProgress, ModelNotAllowed, Unavailable
+from serve_app.errors import BadRequest, ExposureNotFound, ModelNotAllowed, Unavailable
 
 _PERIOD = 60.0  # seconds
 
@@ -49,38 +49,30 @@ class ExperimentService:
         for id in self._p_values.keys() - self._state.registry.experiments.keys():
             del self._p_values[id]
         for trial in self._metric_store.splits:
-            if (
-                ":" not in trial and trial not in self._state.registry.experiments
-            ):  # a rollout's have one in it
+            # The id of a rollout's split has a colon in it.
+            if ":" not in trial and trial not in self._state.registry.experiments:
                 with contextlib.suppress(Unavailable):  # the next time, then
                     await self._metric_store.delete(trial)
 
     async def start_experiment(self, experiment: Experiment) -> ExperimentDocument:
         begun = replace(experiment, id=secrets.token_hex(5), started_at=time.time())
         async with self._state.write_lock:
-            late = await self._commit(registry_changes.start(self._state.registry, begun))
+            after = registry_changes.start(self._state.registry, begun)
+            late = await self._state.commit_with_status(after)
         return await self._results(begun, late)
 
     async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
         self._find(id, allowed_models)
         async with self._state.write_lock:
-            late = await self._commit(registry_changes.stop(self._state.registry, id, time.time()))
+            after = registry_changes.stop(self._state.registry, id, time.time())
+            late = await self._state.commit_with_status(after) if after is not self._state.registry else ""
         return await self._results(self._find(id, allowed_models), late)
 
     async def delete_experiment(self, id: str, allowed_models: tuple[str, ...]) -> None:
         self._find(id, allowed_models)
         async with self._state.write_lock:
-            await self._commit(registry_changes.delete(self._state.registry, id))
+            await self._state.commit_with_status(registry_changes.delete(self._state.registry, id))
         await self.delete_orphans()
-
-    async def _commit(self, after: Registry) -> str:
-        """Commit a change; return its status where some reader does not have it yet."""
-        if after is not self._state.registry:
-            try:
-                await self._state.commit(after)
-            except InProgress as late:
-                return str(late)
-        return ""
 
     async def list_experiments(self, model: str | None) -> list[ExperimentSummary]:
         registry = self._state.registry

@@ -26,9 +26,8 @@ Figures = Sequence[Mapping[str, ArmStats]]  # of each step up to the present one
 
 ALPHA = 0.01
 _EACH = ALPHA / len(fields(Guardrails)) / 2
-_LEAST_FOR_P99 = (
-    100  # answers of each: fewer have no 99th percentile, and the first ones of a new worker are slow
-)
+# Answers of each: fewer have no 99th percentile, and the first ones of a new worker are slow.
+_LEAST_FOR_P99 = 100
 _SLOW = 0.01  # the share of calls that may take longer than the p99
 
 

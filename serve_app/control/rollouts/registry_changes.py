@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_app.control import conflicts, registry_changes
-from serve_app.control.registry import ModelRecord, Registry, find_version, running_experiment
+from serve_app.control.registry import Registry, find_version, running_experiment
 from serve_app.control.rollouts import state_machine
 from serve_app.domain import autoscaling
 from serve_app.domain.rollout import Rollout, RolloutPlan
@@ -33,7 +33,8 @@ def start(registry: Registry, model: str, plan: RolloutPlan, id: str, now: float
     experiment, last = running_experiment(registry, model), registry.rollouts.get(model)
     if claim := conflicts.with_active_split(model, experiment, last):
         raise Conflict(f"A rollout of model {model} cannot begin: {claim}")
-    baseline = _whole(registry.models[model])
+    record = registry.models[model]
+    baseline = record.policy.sole_version(record.default)
     if baseline is None:
         raise Conflict(
             f"A rollout of model {model} cannot begin: its traffic policy deals calls out to "
@@ -112,14 +113,6 @@ def scale_down_previous(registry: Registry, rollout: Rollout, now: float) -> Reg
         if not kept:
             registry, _ = registry_changes.scale(registry, model, version, 0, 0)
     return _with(registry, state_machine.mark_scaled_down(rollout, now, why))
-
-
-def _whole(record: ModelRecord) -> str | None:
-    """Return the version that gets all calls by policy; None where several share them."""
-    allocation = record.policy.allocation
-    if allocation is None:
-        return record.default
-    return allocation.names[0] if len(allocation.names) == 1 else None
 
 
 def _with(registry: Registry, rollout: Rollout) -> Registry:

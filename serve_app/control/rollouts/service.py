@@ -18,16 +18,15 @@ from serve_app.control.rollouts.guardrails import Figures
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelStatus
 from serve_app.domain.rollout import Rollout, RolloutDocument, RolloutPlan
-from serve_app.errors import Conflict, InProgress, RelayError, Unavailable
+from serve_app.errors import Conflict, RelayError, Unavailable
 from serve_app.settings import RuntimeSettings
 
 log = logging.getLogger("torchrelay.rollouts")
 
 _PERIOD = 1.0  # seconds between looks
 _LEVELS = {"rolled_back": logging.WARNING}
-_PLACEMENT_TIMEOUT = (
-    30.0  # seconds that a candidate's workers may wait for a place, beyond its startup_timeout
-)
+# Seconds that a candidate's workers may wait for a place, beyond its startup_timeout.
+_PLACEMENT_TIMEOUT = 30.0
 
 
 class RolloutService:
@@ -52,7 +51,7 @@ class RolloutService:
             after = registry_changes.start(self._state.registry, model, plan, secrets.token_hex(5), now)
             rollout = after.rollouts[model]
             self._health.reset_backoff(ModelRef(model, plan.to))
-            late = await self._commit(after)
+            late = await self._state.commit_with_status(after)
         log.info("%s", state_machine.format_decision(rollout, rollout))
         return await self._document(rollout, late)
 
@@ -68,7 +67,9 @@ class RolloutService:
             except ValueError as error:
                 raise Conflict(f"The rollout of model {model} cannot {action}: {error}") from None
             if after is not before:
-                late = await self._commit(registry_changes.apply_decision(self._state.registry, after))
+                late = await self._state.commit_with_status(
+                    registry_changes.apply_decision(self._state.registry, after)
+                )
         if after is not before:
             log.info("%s", state_machine.format_decision(before, after))
         return await self._document(after, late)
@@ -106,12 +107,10 @@ class RolloutService:
     async def _apply(self, rollout: Rollout, decide: Callable[[Registry], Registry]) -> None:
         """Commit and log a decision that is based on ``rollout``, unless that was changed meanwhile."""
         async with self._state.write_lock:
-            if (
-                self._state.registry.rollouts.get(rollout.model) is not rollout
-            ):  # an operator changed it meanwhile
-                return
+            if self._state.registry.rollouts.get(rollout.model) is not rollout:
+                return  # an operator changed it meanwhile
             registry = decide(self._state.registry)
-            late = await self._commit(registry)
+            late = await self._state.commit_with_status(registry)
         after = registry.rollouts[rollout.model]
         log.log(_LEVELS.get(after.state, logging.INFO), "%s", state_machine.format_decision(rollout, after))
         if late:
@@ -166,14 +165,6 @@ class RolloutService:
         if late:
             document["status"] = late
         return document
-
-    async def _commit(self, after: Registry) -> str:
-        """Commit a change; return its status where some reader does not have it yet."""
-        try:
-            await self._state.commit(after)
-        except InProgress as late:
-            return str(late)
-        return ""
 
     async def _delete_old_metrics(self) -> None:
         """Delete the metrics of rollouts that were removed with their model or replaced."""

@@ -43,7 +43,7 @@ def roll_back(rollout: Rollout, now: float, why: str, figures: Mapping[str, Any]
     """Roll back: send all calls to the baseline."""
     workers = (
         "loses the workers that it was given"
-        if _starting(rollout) and rollout.workers_added
+        if rollout.state == "starting" and rollout.workers_added
         else "keeps its workers"
     )
     why = f"{why}; {rollout.baseline} has all calls, {rollout.plan.to} {workers}"
@@ -63,7 +63,7 @@ def apply_action(rollout: Rollout, verb: str, now: float, figures: Figures) -> R
         return _ended(
             rollout, "aborted", now, f"an operator ended it; {rollout.baseline} has all calls", stats
         )
-    if _starting(rollout):
+    if rollout.state == "starting":
         raise ValueError(f"the workers of {plan.to} are starting; wait for its first step, or abort it")
     if verb == "pause" and rollout.state == "running":
         why = f"an operator holds it at {rollout.percent:g} %; its guardrails still watch"
@@ -131,10 +131,6 @@ def _decided(
     return replace(rollout, decisions=(*rollout.decisions, decision)[-_REMEMBERED:])
 
 
-def _starting(rollout: Rollout) -> bool:
-    return rollout.state == "starting"
-
-
 # What it waits for
 
 
@@ -142,7 +138,7 @@ def describe_wait(rollout: Rollout, figures: Figures, now: float) -> str:
     """Return what the rollout waits for, in words; empty at its end."""
     if not rollout.active:
         return ""
-    if _starting(rollout):
+    if rollout.state == "starting":
         return f"the workers of {rollout.plan.to}"
     if rollout.state == "paused":
         return "somebody to resume it"
@@ -201,7 +197,7 @@ def to_document(rollout: Rollout, figures: Figures, now: float) -> RolloutDocume
         "plan": stored["plan"],
         "figures": arm_documents(rollout, figures),
         "guardrails": []
-        if _starting(rollout)
+        if rollout.state == "starting"
         else [asdict(reading) for reading in evaluate_guardrails(rollout, figures)],
         "keeps_warm": rollout.previous_workers is not None,
         "decisions": stored["decisions"],

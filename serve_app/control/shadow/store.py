@@ -39,9 +39,7 @@ class ShadowStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._stored: dict[
-            Key, dict[str, float]
-        ] = {}  # the disagreements that are there, and their distances
+        self._stored: dict[Key, dict[str, float]] = {}  # the mismatches that are there: their distances
 
     def load(self) -> dict[Key, ShadowRecord]:
         """Return the stored records.

@@ -24,7 +24,6 @@ from serve_app.domain.model import ModelRef, ModelSpec, Registration
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowGraph, WorkflowStep
 from serve_app.errors import (
     Conflict,
-    InProgress,
     InvalidWorkflow,
     ModelNotAllowed,
     RelayError,
@@ -86,8 +85,7 @@ class WorkflowService:
             while any(self._reconcile_loop.is_draining(part.ref) for part in (spec, *models)):
                 await self._reconcile_loop.wait_for_round()
             async with state.write_lock:
-                with contextlib.suppress(InProgress):
-                    await state.commit(registry_changes.register(state.registry, spec, models))
+                await state.commit_with_status(registry_changes.register(state.registry, spec, models))
         if spec.handler:
             parts.append((spec, self._models.open_history(registration)))
         try:
@@ -196,8 +194,7 @@ class WorkflowService:
             # A policy may send requests to it by now, or a caller may have removed it.
             with contextlib.suppress(Conflict, WorkflowNotFound):
                 after, removed = registry_changes.unregister(state.registry, spec.name, spec.version)
-                with contextlib.suppress(InProgress):
-                    await state.commit(after)
+                await state.commit_with_status(after)
                 for part in removed:
                     self._reconcile_loop.release(part)
 

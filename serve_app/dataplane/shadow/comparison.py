@@ -19,13 +19,11 @@ from serve_app.domain import json_path, tensors
 from serve_app.domain.request import InferenceResponse
 from serve_app.domain.traffic_policy import ComparisonRule
 
-MAX_DISTANCE = (
-    1e9  # the distance of answers that cannot be measured against each other, and the largest there is
-)
+# The largest distance, and that of answers that cannot be measured against each other.
+MAX_DISTANCE = 1e9
 MAX_BYTES = 1 << 20  # of an answer that is looked into; larger ones are equal or they are not
-_MAX_TEXT_LENGTH = (
-    500  # characters of a text whose likeness is measured: the time for it grows with their square
-)
+# Characters of a text whose likeness is measured: the time for it grows with their square.
+_MAX_TEXT_LENGTH = 500
 
 _NOTHING = object()  # no JSON, or nothing at that place of it
 
