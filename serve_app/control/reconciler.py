@@ -187,9 +187,8 @@ def explain_message(message: str) -> str:
 
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PROCESS_ENDED = (
-    "The replica's process ended while it loaded the model: the handler ended it (os._exit), or its "
-    "native code "
-    "crashed (the server's log then shows where), or the system killed it because memory ran out."
+    "The replica's process ended while it loaded the model: the handler ended it (os._exit), or its native "
+    "code crashed (the server's log then shows where), or the system killed it because memory ran out."
 )
 
 

@@ -10,13 +10,11 @@ import json
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import orjson
+from typing import TypeVar
 
 from serve_app.dataplane.version_router import VersionSelection
 from serve_app.domain.experiment import BUCKET_GROUPS
-from serve_app.domain.json_path import find
+from serve_app.domain.json_path import find, parse_json
 from serve_app.domain.request import InferenceResponse
 from serve_app.domain.traffic_policy import ActiveSplit
 
@@ -118,49 +116,33 @@ class ExperimentReport:
 class _ArmCounts:
     """One arm's counts since they were last drained."""
 
-    __slots__ = ("empty", "failed", "groups", "latency", "missing", "non_finite", "outputs", "trial")
+    __slots__ = ("groups", "split", "stats")
 
-    def __init__(self, trial: ActiveSplit) -> None:
-        self.trial = trial
+    def __init__(self, split: ActiveSplit) -> None:
+        self.split = split
+        self.stats = ArmStats()
         self.groups: dict[int, list[float]] = {}  # answers, their seconds, failures
-        self.latency: dict[int, int] = {}
-        self.failed: dict[str, int] = {}
-        self.empty = self.non_finite = 0
-        self.missing: dict[str, int] = {}
-        self.outputs: dict[str, dict[int, tuple[float, float]]] = {}
 
-    def output(self, body: bytes, group: int) -> None:
-        document = _document(body)
-        for name, path in self.trial.outputs:
+    def add_outputs(self, body: bytes, group: int) -> None:
+        document, stats = parse_json(body), self.stats
+        for name, path in self.split.outputs:
             key, value = OUTPUT + name, find(document, path)
             if isinstance(value, (int, float)) and abs(value) <= _MAX_OUTPUT:  # which nan is not either
-                sums = self.outputs.setdefault(key, {})
+                sums = stats.sums.setdefault(key, {})
                 count, total = sums.get(group, (0, 0.0))
                 sums[group] = (count + 1, total + value)
             else:
-                self.missing[key] = self.missing.get(key, 0) + 1
+                stats.missing[key] = stats.missing.get(key, 0) + 1
 
-    @property
-    def figures(self) -> ArmStats:
-        answers, failures = sum(self.latency.values()), sum(self.failed.values())
-        sums = {
-            ERROR_RATE: {g: (answered + failed, failed) for g, (answered, _, failed) in self.groups.items()}
-        }
-        if answers:
-            sums[LATENCY] = {
-                g: (answered, total) for g, (answered, total, _) in self.groups.items() if answered
-            }
-        calls = answers + failures
-        return ArmStats(
-            calls=calls,
-            units=0 if self.trial.exposures else calls,
-            failed=self.failed,
-            empty=self.empty,
-            non_finite=self.non_finite,
-            missing=self.missing,
-            latency=self.latency,
-            sums={**sums, **self.outputs},
-        )
+    def finish(self) -> ArmStats:
+        """Return the statistics with the totals of all groups."""
+        stats, groups = self.stats, self.groups.items()
+        stats.calls = sum(stats.latency.values()) + stats.failures
+        stats.units = 0 if self.split.exposures else stats.calls
+        stats.sums[ERROR_RATE] = {g: (answered + failed, failed) for g, (answered, _, failed) in groups}
+        if stats.latency:
+            stats.sums[LATENCY] = {g: (answered, total) for g, (answered, total, _) in groups if answered}
+        return stats
 
 
 class ExperimentCollector:
@@ -204,18 +186,17 @@ class ExperimentCollector:
         else:
             sums[0] += 1
             sums[1] += seconds
-        bin = bin_index(seconds)
-        arm.latency[bin] = arm.latency.get(bin, 0) + 1
-        trial = arm.trial
+        bin, stats = bin_index(seconds), arm.stats
+        stats.latency[bin] = stats.latency.get(bin, 0) + 1
         if streamed:
             return
-        if trial.checks:
+        if arm.split.checks:
             if _is_empty(reply.body):
-                arm.empty += 1
+                stats.empty += 1
             elif _is_non_finite(reply.body):
-                arm.non_finite += 1
-        if trial.outputs:
-            arm.output(reply.body, group)
+                stats.non_finite += 1
+        if arm.split.outputs:
+            arm.add_outputs(reply.body, group)
 
     def record_failure(self, choice: VersionSelection, request_id: str, reason: str) -> None:
         """Count a failed request of ``choice.active_split``, whatever the cause: arms are compared, and
@@ -226,7 +207,7 @@ class ExperimentCollector:
         arm = self._arm(choice, request_id)
         sums = arm.groups.setdefault(choice.bucket % BUCKET_GROUPS, [0, 0.0, 0])
         sums[2] += 1
-        arm.failed[reason] = arm.failed.get(reason, 0) + 1
+        arm.stats.failed[reason] = arm.stats.failed.get(reason, 0) + 1
 
     def drain(self) -> ExperimentReport | None:
         """Return the statistics since the last call; None where there are none."""
@@ -234,7 +215,7 @@ class ExperimentCollector:
             return None
         seen = ExperimentReport(exposures=[(*unit, *given) for unit, given in self._exposures.items()])
         for (trial, name), arm in self._arms.items():
-            seen.figures.setdefault(trial, {})[name] = arm.figures
+            seen.figures.setdefault(trial, {})[name] = arm.finish()
         self._arms, self._exposures, self._lost = {}, {}, False
         return seen
 
@@ -292,17 +273,3 @@ def _is_non_finite(body: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return bool(found)
-
-
-def _document(body: bytes) -> Any:
-    """Return the response as JSON, also in Python's notation; None where it is not JSON."""
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError:
-        pass
-    if b"NaN" not in body and b"Infinity" not in body:
-        return None
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None

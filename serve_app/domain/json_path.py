@@ -1,11 +1,15 @@
-"""Paths into a JSON document: ``$.user.id``, ``user.id``, ``items[0].score``."""
+"""JSON documents of unknown origin, and paths into them: ``$.user.id``, ``user.id``, ``items[0].score``."""
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 from typing import Any
 
+import orjson
+
+NO_JSON = object()
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(-?[0-9]{1,9})\]")
 _ROOT = re.compile(r"\$(?=[.\[]|$)")
 
@@ -26,6 +30,18 @@ def parse(path: str) -> tuple[str | int, ...]:
         found.append(key if index is None else int(index))
         rest = rest[match.end() :]
     return tuple(found)
+
+
+def parse_json(body: bytes) -> Any:
+    """Return a JSON document, also in Python's notation with NaN and infinities; ``NO_JSON`` for others."""
+    try:
+        return orjson.loads(body)
+    except ValueError:
+        pass
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return NO_JSON
 
 
 def find(document: Any, path: str) -> Any:

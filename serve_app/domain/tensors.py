@@ -141,9 +141,8 @@ class TensorLayout(NamedTuple):
             _check_elements(self.name, self.size, data)
         elif len(data) != self.size:
             raise InvalidInput(
-                f"The input {self.name}, {self.datatype} "
-                f"{list(self.shape)}, has {self.size} bytes as it says, and "
-                f"{len(data)} came."
+                f"The input {self.name}, {self.datatype} {list(self.shape)}, has {self.size} bytes as it "
+                f"says, and {len(data)} came."
             )
 
 
@@ -319,9 +318,8 @@ def _check_elements(name: str, wanted: int, data: Buffer) -> None:
             found += 1
     if place != len(data) or found != wanted:
         raise InvalidInput(
-            f"The input {name} is {wanted} elements of BYTES as its shape "
-            "says, each behind its length in 4 bytes "
-            f"(little-endian), and its {len(data)} bytes are not these."
+            f"The input {name} is {wanted} elements of BYTES as its shape says, each behind its length in 4 "
+            f"bytes (little-endian), and its {len(data)} bytes are not these."
         )
 
 

@@ -52,7 +52,8 @@ class AsyncPredictionStore:
     async def add(self, prediction: AsyncPrediction, request: StoredRequest) -> None:
         """Store a prediction durably."""
         body = await self._put(prediction, _of_request(request), request.body)
-        await asyncio.to_thread(self._insert, prediction, body)
+        row = {"id": prediction.id, "document": validation.write(prediction), "body": body}
+        await self._execute(sa.insert(ASYNC_PREDICTIONS).values(row))
 
     async def get_request(self, prediction: AsyncPrediction) -> StoredRequest:
         """Return the stored request of an unfinished prediction. Raises PredictionLost."""
@@ -77,7 +78,10 @@ class AsyncPredictionStore:
             await self._results.remove([_name(before)])
 
     async def update(self, prediction: AsyncPrediction) -> None:
-        await asyncio.to_thread(self._change, prediction)
+        row = {"document": validation.write(prediction)}
+        await self._execute(
+            sa.update(ASYNC_PREDICTIONS).where(ASYNC_PREDICTIONS.c.id == prediction.id).values(row)
+        )
 
     async def remove(self, removed: Iterable[AsyncPrediction]) -> None:
         if names := await asyncio.to_thread(
@@ -97,38 +101,35 @@ class AsyncPredictionStore:
         return None
 
     async def _get(self, prediction: AsyncPrediction) -> tuple[dict[str, Any], bytes]:
-        body = await asyncio.to_thread(self._select_body, prediction.id)
+        query = sa.select(ASYNC_PREDICTIONS.c.body).where(ASYNC_PREDICTIONS.c.id == prediction.id)
+        rows = await self._execute(query)
+        if not rows:
+            raise PredictionNotFound(prediction.id)
+        body = rows[0].body
         if body is None:
             body = await self._results.read(_name(prediction))
             if body is None:
                 why = "what was kept of it was removed from async_predictions.results by somebody else."
                 raise PredictionLost(prediction.id, why)
-        return await asyncio.to_thread(_read, body)
-
-    # In a thread: the database
+        return await asyncio.to_thread(_read, bytes(body))
 
     async def _rows(self) -> list[tuple[AsyncPrediction, bool]]:
-        return await asyncio.to_thread(self._select)
-
-    def _select(self) -> list[tuple[AsyncPrediction, bool]]:
         """Return each prediction with whether an object holds its body."""
-        with self._database.transaction() as connection:
-            found = connection.execute(
-                sa.select(ASYNC_PREDICTIONS.c.document, ASYNC_PREDICTIONS.c.body.is_(None))
-            )
-            return [(validation.read(AsyncPrediction, document), in_object) for document, in_object in found]
+        columns = ASYNC_PREDICTIONS.c
+        found = await self._execute(sa.select(columns.document, columns.body.is_(None)))
+        return [(validation.read(AsyncPrediction, document), in_object) for document, in_object in found]
 
-    def _insert(self, prediction: AsyncPrediction, body: bytes | None) -> None:
-        with self._database.transaction() as connection:
-            row = {"id": prediction.id, "document": validation.write(prediction), "body": body}
-            connection.execute(sa.insert(ASYNC_PREDICTIONS).values(row))
+    async def _execute(self, statement: sa.Executable) -> list[sa.Row[Any]]:
+        """Execute a statement in a transaction of its own, in a thread; return its rows."""
 
-    def _change(self, prediction: AsyncPrediction) -> None:
-        with self._database.transaction() as connection:
-            row = {"document": validation.write(prediction)}
-            connection.execute(
-                sa.update(ASYNC_PREDICTIONS).where(ASYNC_PREDICTIONS.c.id == prediction.id).values(row)
-            )
+        def execute() -> list[sa.Row[Any]]:
+            with self._database.transaction() as connection:
+                result = connection.execute(statement)
+                return list(result.all()) if result.returns_rows else []
+
+        return await asyncio.to_thread(execute)
+
+    # In a thread: several statements
 
     def _replace(self, after: AsyncPrediction, body: bytes | None) -> bool:
         """Update a row; return whether an object held its body before."""
@@ -151,16 +152,6 @@ class AsyncPredictionStore:
             names = [_name(removed[id]) for id in in_object]
             connection.execute(sa.delete(ASYNC_PREDICTIONS).where(where))
         return names
-
-    def _select_body(self, id: str) -> bytes | None:
-        """Return the row's body, or None where an object holds it. Raises PredictionNotFound."""
-        with self._database.transaction() as connection:
-            found = connection.execute(
-                sa.select(ASYNC_PREDICTIONS.c.body).where(ASYNC_PREDICTIONS.c.id == id)
-            ).one_or_none()
-        if found is None:
-            raise PredictionNotFound(id)
-        return None if found.body is None else bytes(found.body)
 
 
 def _name(prediction: AsyncPrediction) -> str:

@@ -168,9 +168,8 @@ def _p99(multiple: float, pairs: Sequence[_PeriodCounts], concurrent: bool) -> G
         broken=surely > _SLOW and exceeds(periods, 0.0, _EACH),
     )
     words = (
-        f"{_against(reading, 'answers', _seconds)}; {_percent(late / calls)} took longer than "
-        f"{multiple:g} times that, "
-        f"{_percent(_SLOW)} may (surely above: {_percent(surely)})"
+        f"{_against(reading, 'answers', _seconds)}; {_percent(late / calls)} took longer than {multiple:g} "
+        f"times that, {_percent(_SLOW)} may (surely above: {_percent(surely)})"
     )
     return replace(reading, words=words)
 

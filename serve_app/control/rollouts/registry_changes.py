@@ -48,9 +48,8 @@ def start(registry: Registry, model: str, plan: RolloutPlan, id: str, now: float
     answering = current if baseline == current.version else find_version(registry, model, baseline)
     if answering.max_workers == 0:
         raise BadRequest(
-            f"Rollout: version {baseline}, which has all calls of model {model}, has no workers to "
-            f"compare with; make "
-            f"the other one the default: PUT /models/{model}/{plan.to}/set-default"
+            f"Rollout: version {baseline}, which has all calls of model {model}, has no workers to compare "
+            f"with; make the other one the default: PUT /models/{model}/{plan.to}/set-default"
         )
     given = candidate.max_workers == 0
     if given:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 
 from serve_app.domain import json_path, tensors
 from serve_app.domain.request import InferenceResponse
@@ -24,8 +23,6 @@ MAX_DISTANCE = 1e9
 MAX_BYTES = 1 << 20  # of an answer that is looked into; larger ones are equal or they are not
 # Characters of a text whose likeness is measured: the time for it grows with their square.
 _MAX_TEXT_LENGTH = 500
-
-_NOTHING = object()  # no JSON, or nothing at that place of it
 
 
 class ResponseComparison(NamedTuple):
@@ -51,7 +48,7 @@ def compare(rule: ComparisonRule, live: InferenceResponse, shadow: InferenceResp
         return _max_distance("content_type")
     first = _document(live)
     second = first if shadow.body == live.body else _document(shadow)
-    if first is _NOTHING or second is _NOTHING:
+    if first is json_path.NO_JSON or second is json_path.NO_JSON:
         return _texts(rule, _text(live.body), _text(shadow.body))
     if json_path.parse(rule.at):
         first, second = json_path.find(first, rule.at), json_path.find(second, rule.at)
@@ -81,21 +78,14 @@ def _document(reply: InferenceResponse) -> Any:
     """Return the JSON of a body, with NaN and infinities as handlers write them; ``{name: nested list}`` for
     tensors.
 
-    Returns _NOTHING for other bodies.
+    Returns json_path.NO_JSON for other bodies.
     """
     body = reply.body
     if len(body) > MAX_BYTES:
-        return _NOTHING
+        return json_path.NO_JSON
     if reply.content_type == tensors.PACKED_MEDIA_TYPE:
         return {tensor.name: _plain(tensor) for tensor in tensors.unpack(body)}
-    try:
-        return orjson.loads(body)
-    except ValueError:
-        pass
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return _NOTHING
+    return json_path.parse_json(body)
 
 
 def _text(body: bytes) -> str | bytes:

@@ -423,12 +423,12 @@ def test_calls_that_had_begun_end_before_the_parts_go(cluster: Cluster) -> None:
     cluster.until(lambda: not cluster.serve.apps)
 
 
-@pytest.mark.parametrize("question", ["get_workflow", "unregister_workflow"])
-def test_what_is_no_workflow_is_not_found(cluster: Cluster, question: str) -> None:
+def test_what_is_no_workflow_is_not_found(cluster: Cluster) -> None:
     cluster.model("m")
     for name in ("m", "nobody"):
-        with pytest.raises(WorkflowNotFound, match=f"^Workflow not found: {name}$"):
-            cluster(getattr(cluster.control, question)(name))
+        for operation in (cluster.control.api.get_workflow, cluster.control.unregister_workflow):
+            with pytest.raises(WorkflowNotFound, match=f"^Workflow not found: {name}$"):
+                cluster(operation(name))
 
 
 def test_nothing_changes_where_the_model_api_is_off(cluster: Cluster) -> None:
