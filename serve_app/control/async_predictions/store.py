@@ -116,8 +116,11 @@ class AsyncPredictionStore:
     async def _rows(self) -> list[tuple[AsyncPrediction, bool]]:
         """Return each prediction with whether an object holds its body."""
         columns = ASYNC_PREDICTIONS.c
-        found = await self._execute(sa.select(columns.document, columns.body.is_(None)))
-        return [(validation.read(AsyncPrediction, document), in_object) for document, in_object in found]
+        query = sa.select(columns.document, columns.body.is_(None).label("in_object"))
+        rows = await self._execute(query)
+        return await asyncio.to_thread(
+            lambda: [(validation.read(AsyncPrediction, row.document), row.in_object) for row in rows]
+        )
 
     async def _execute(self, statement: sa.Executable) -> list[sa.Row[Any]]:
         """Execute a statement in a transaction of its own, in a thread; return its rows."""
