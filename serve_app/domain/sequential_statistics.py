@@ -1,4 +1,4 @@
-"""Confidence sequences for means, rates and shares that may be checked at any time: pure arithmetic, no
+"""Confidence sequences for means and shares that may be checked at any time: pure arithmetic, no
 state.
 
 An ordinary 95 % interval holds for one check at one time that was fixed before. Repeated checks, with a stop
@@ -7,8 +7,7 @@ probability that a true value is *ever* outside of its interval is at most ``alp
 
 Values of an experiment's metrics come in **groups**: for each group the number of values and their sum. All
 requests of one key are in the same group, so groups are independent of each other, and requests are not.
-``Estimate``, ``interval`` and ``difference`` rest on that and on the central limit theorem; ``rate_bounds``
-are exact at any count, for requests that are independent.
+``Estimate``, ``interval`` and ``difference`` rest on that and on the central limit theorem.
 
 Every function of numbers accepts numpy arrays too, and works on all their elements at once.
 """
@@ -31,7 +30,6 @@ TUNED_COUNT = 1_000  # values of each arm at which intervals are as narrow as th
 _ROUNDING = 1e-9  # of a sum: what may be left of equal values by adding them up
 _PRIOR = 4  # deviations that are taken as seen before the first value, each in a group of its own
 _CONCENTRATION = 300  # of the mixture over sample ratios: deviations of some percent are found soonest
-_VECTOR_LGAMMA = np.vectorize(math.lgamma, otypes=[float])
 
 
 @dataclass(frozen=True)
@@ -229,48 +227,6 @@ def _add_variances(one: tuple[Number, Number], other: tuple[Number, Number]) -> 
     total = one[0] + other[0]
     parts = sum(np.where(variance > 0, variance**2 / freedom, 0.0) for variance, freedom in (one, other))
     return total, total**2 / parts
-
-
-def rate_bounds(count: Number, hits: Number, alpha: float) -> tuple[Number, Number]:
-    """Where the rate of hits among independent calls is, at all times at once with probability 1 - ``alpha``;
-    exact.
-
-    Robbins' mixture of likelihood ratios ("Statistical methods related to the law of the iterated logarithm",
-    Annals of Mathematical Statistics 41, 1970): a rate p is excluded once ``B(hits + 1/2, misses + 1/2) /
-    B(1/2, 1/2)`` is 1 / alpha times ``p**hits * (1 - p)**misses``, which happens to the true one with
-    probability alpha at most. Raises ValueError when there are more hits than calls.
-    """
-    count, hits = np.asarray(count, dtype=float), np.asarray(hits, dtype=float)
-    if np.any((hits < 0) | (hits > count * (1 + _ROUNDING))):
-        raise ValueError(f"{hits} hits among {count} calls; count every hit as a call, too")
-    hits = np.minimum(hits, count)
-    misses = count - hits
-    rate = np.where(count > 0, hits / np.maximum(count, 1.0), 0.5)
-    log = _VECTOR_LGAMMA
-    mixture = log(hits + 0.5) + log(misses + 0.5) - log(count + 1.0) - math.log(math.pi) + math.log(alpha)
-
-    def excluded(p: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore"):
-            of_hits = np.where(hits > 0, hits * np.log(p), 0.0)
-            of_misses = np.where(misses > 0, misses * np.log1p(-p), 0.0)
-        result: np.ndarray = mixture >= of_hits + of_misses
-        return result
-
-    def between(inside: np.ndarray, outside: np.ndarray) -> np.ndarray:
-        for _ in range(40):
-            middle = (inside + outside) / 2
-            out = excluded(middle)
-            inside, outside = np.where(out, inside, middle), np.where(out, middle, outside)
-        return outside
-
-    with np.errstate(invalid="ignore"):
-        low = np.where(hits > 0, between(rate, np.zeros_like(rate)), 0.0)
-        high = np.where(misses > 0, between(rate, np.ones_like(rate)), 1.0)
-    return _plain(low), _plain(high)
-
-
-def _plain(values: np.ndarray) -> Number:
-    return values if values.ndim else values.item()
 
 
 def sample_ratio_p_value(units: Sequence[float], weights: Sequence[float]) -> float:

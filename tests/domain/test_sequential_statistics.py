@@ -19,7 +19,6 @@ from serve_app.domain.sequential_statistics import (
     difference,
     estimate,
     interval,
-    rate_bounds,
     required_growth,
 )
 
@@ -324,57 +323,3 @@ def test_how_many_calls_would_show_a_difference() -> None:
     assert (
         0.28 < difference(later, later, 0.05).high < 0.36
     )  # so that a true difference of 0.4 is mostly seen
-
-
-def left(bounds: tuple[np.ndarray, np.ndarray], rate: float, calls: int) -> float:
-    """Return the exact probability that a rate ever leaves its bounds within so many calls."""
-    alive = np.zeros(calls + 1)
-    alive[0] = 1.0
-    for n in range(1, calls + 1):
-        alive[1:] = alive[1:] * (1 - rate) + alive[:-1] * rate
-        alive[0] *= 1 - rate
-        alive[(bounds[0][n] > rate) | (bounds[1][n] < rate)] = 0.0
-    return 1 - alive.sum()
-
-
-def test_the_bounds_of_a_rate_hold_exactly() -> None:
-    calls = 300
-    count, hits = np.meshgrid(np.arange(calls + 1), np.arange(calls + 1), indexing="ij")
-    bounds = rate_bounds(count, np.minimum(hits, count), 0.05)
-    for rate in (0.005, 0.02, 0.1, 0.5, 0.97):
-        assert 0.001 < left(bounds, rate, calls) < 0.05
-
-
-def test_the_bounds_of_a_rate() -> None:
-    assert rate_bounds(0, 0, 0.05) == (0.0, 1.0)
-    low, high = rate_bounds(1_000, 0, 0.05)
-    assert low == 0.0 and high == pytest.approx(0.0070, abs=1e-4)
-    low, high = rate_bounds(1_000, 1_000, 0.05)
-    assert high == 1.0 and low == pytest.approx(1 - 0.0070, abs=1e-4)
-    low, high = rate_bounds(200, 20, 0.05)
-    of_low = 20 * math.log(low) + 180 * math.log1p(-low)
-    assert of_low == pytest.approx(
-        20 * math.log(high) + 180 * math.log1p(-high)
-    )  # one likelihood on both sides
-    assert rate_bounds(10, 10 + 1e-12, 0.05) == rate_bounds(10, 10, 0.05)  # sums of fractions
-    with pytest.raises(ValueError, match="count every hit"):
-        rate_bounds(10, 11, 0.05)
-
-
-def counted(rates: np.ndarray | float, share: float, looks: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the requests and hits of arms that get their share of a hundred calls between two looks."""
-    random = np.random.default_rng(seed)
-    calls = random.binomial(EVERY, share, (SIMULATIONS, looks))
-    return calls.cumsum(axis=1), random.binomial(calls, rates).cumsum(axis=1)
-
-
-@pytest.mark.parametrize("share", [0.01, 0.05, 0.5])
-def test_a_share_that_is_kept_is_seldom_held_to_be_exceeded(share: float) -> None:
-    low, high = rate_bounds(*counted(share, 1.0, 50, 7), 0.05)
-    assert ((low > share) | (high < share)).any(axis=1).mean() < 0.05
-
-
-def test_a_share_that_is_exceeded_is_found_out() -> None:
-    for share, looks, seed in ((0.05, 5, 8), (0.02, 50, 9)):
-        low, _ = rate_bounds(*counted(share, 1.0, looks, seed), 0.05)
-        assert (low > 0.01).any(axis=1).mean() > 0.95

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from serve_app.control.rollouts.stratified_test import Stratum, exceeds, rates, surely_above
+from serve_app.control.rollouts.stratified_test import Stratum, exceeds, lower_bound, rates, surely_above
 from serve_app.dataplane.experiment_collector import ArmStats, count_slower, quantile
 from serve_app.domain.rollout import BASELINE, CANDIDATE, Guardrails, Rollout
-from serve_app.domain.sequential_statistics import rate_bounds
 
 Figures = Sequence[Mapping[str, ArmStats]]  # of each step up to the present one, by arm
 
@@ -127,7 +126,7 @@ def _rate(
         surely, broken = surely_above(periods, _EACH), exceeds(periods, limit, _EACH)
         allowed = f"at most {_percent(limit)} more is allowed"
     else:  # all calls were the candidate's from the first on
-        surely, _ = rate_bounds(periods[0].calls, periods[0].hits, _EACH)
+        surely = lower_bound(periods[0].calls, periods[0].hits, _EACH)
         broken = surely > limit
         allowed = f"at most {_percent(limit)} is allowed"
     comparison = _against(reading, "calls" if of is _calls else "answers")
@@ -157,7 +156,7 @@ def _p99(multiple: float, pairs: Sequence[_PeriodCounts], concurrent: bool) -> G
     late, calls = sum(s.hits for s in periods), sum(s.calls for s in periods)
     if calls < _LEAST_FOR_P99:
         return replace(reading, words=f"p99: not known before {_LEAST_FOR_P99} answers of each")
-    surely, _ = rate_bounds(calls, late, _EACH)
+    surely = lower_bound(calls, late, _EACH)
     reading = replace(
         reading,
         value=quantile(candidate.latency, 0.99),

@@ -47,6 +47,26 @@ def surely_above(periods: Sequence[Stratum], alpha: float) -> float:
     return inside
 
 
+def lower_bound(calls: int, hits: int, alpha: float) -> float:
+    """Return the rate below which the true one never is: at all times at once with probability 1 - ``alpha``.
+
+    The bound is exact for independent calls. It is that of Robbins' mixture of likelihood ratios
+    ("Statistical methods related to the law of the iterated logarithm", Annals of Mathematical Statistics 41,
+    1970).
+    """
+    if not hits:
+        return 0.0
+    excluded = _mixture(calls, hits) + math.log(alpha)
+    inside, outside = hits / calls, 0.0
+    for _ in range(_ROUNDS):
+        middle = (inside + outside) / 2
+        if _likelihood(calls, hits, middle) <= excluded:
+            outside = middle
+        else:
+            inside = middle
+    return outside
+
+
 def rates(periods: Sequence[Stratum]) -> tuple[float | None, float | None]:
     """Return the candidate's rate and the baseline's.
 

@@ -4,11 +4,12 @@ errs.
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from serve_app.control.rollouts.stratified_test import Stratum, exceeds, rates, surely_above
+from serve_app.control.rollouts.stratified_test import Stratum, exceeds, lower_bound, rates, surely_above
 
 ALPHA = 0.001
 
@@ -85,3 +86,26 @@ def test_it_errs_as_seldom_as_it_says_while_looked_at_all_the_time(alpha: float)
                 found = found or exceeds(periods, 0.01, alpha)
         wrong += found
     assert wrong <= alpha * runs
+
+
+@pytest.mark.parametrize("rate", [0.005, 0.02, 0.1, 0.5, 0.8])
+def test_the_lower_bound_of_a_rate_holds_at_all_times(rate: float) -> None:
+    """The exact probability that the bound is ever above the rate within 120 calls."""
+    alive = {0: 1.0}  # hits so far -> probability
+    for calls in range(1, 121):
+        after: dict[int, float] = {}
+        for hits, probability in alive.items():
+            after[hits + 1] = after.get(hits + 1, 0.0) + probability * rate
+            after[hits] = after.get(hits, 0.0) + probability * (1 - rate)
+        alive = {hits: p for hits, p in after.items() if lower_bound(calls, hits, 0.05) <= rate}
+    assert 0.95 < sum(alive.values()) < 1.0
+
+
+def test_the_lower_bound_of_a_rate() -> None:
+    assert lower_bound(0, 0, 0.05) == lower_bound(1_000, 0, 0.05) == 0.0
+    assert lower_bound(1_000, 1_000, 0.05) == pytest.approx(1 - 0.0070, abs=1e-4)
+    low = lower_bound(200, 20, 0.05)
+    log = math.lgamma
+    mixture = log(20.5) + log(180.5) - log(201) - math.log(math.pi)
+    assert 20 * math.log(low) + 180 * math.log1p(-low) == pytest.approx(mixture + math.log(0.05))
+    assert 0.01 < lower_bound(500, 25, 0.01) < 0.05
