@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -239,8 +239,9 @@ class DataPlane:
             head = response.head
             if selection.active_split is not None:
                 head = replace(head, arm=selection.arm_label)
-            record_end = partial(self._record_stream_end, state, selection, response.head)
-            return ResponseStream(head, _StreamWithStatus(response, record_end))
+            stream = ResponseStream(head, response.__aiter__())
+            stream.add_status_callback(partial(self._record_stream_end, state, selection, response.head))
+            return stream
         seconds = state.seconds
         self._meters.request(
             request.model, state.version, "ok", seconds, request.version, response.timings.queue
@@ -401,31 +402,3 @@ def _limit_deadline(request: InferenceRequest, seconds: float) -> InferenceReque
     if request.deadline is not None and request.deadline <= deadline:
         return request
     return replace(request, deadline=deadline)
-
-
-class _StreamWithStatus(AsyncIterator[bytes]):
-    """The chunks of a streamed response; ``record_end`` is called once, with the final status."""
-
-    def __init__(self, stream: ResponseStream, record_end: Callable[[str], None]) -> None:
-        self._stream = stream
-        self._chunks = stream.__aiter__()
-        self._record_end: Callable[[str], None] | None = record_end
-
-    async def __anext__(self) -> bytes:
-        try:
-            return await self._chunks.__anext__()
-        except StopAsyncIteration:
-            self._end("ok")
-            raise
-        except RelayError as error:
-            self._end(error.reason)
-            raise
-
-    async def aclose(self) -> None:
-        self._end("caller_left")
-        await self._stream.aclose()
-
-    def _end(self, status: str) -> None:
-        record_end, self._record_end = self._record_end, None
-        if record_end is not None:
-            record_end(status)

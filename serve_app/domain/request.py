@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
+from serve_app.errors import RelayError
+
 # With "tensors" the inputs are tensors (see tensors.py), and so are the outputs.
 Kind = Literal["predict", "explain", "describe", "tensors"]
 Priority = Literal["high", "normal", "low", "shadow"]  # clients may set the first three
@@ -106,35 +108,40 @@ class ResponseStream:
             await close()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, when the last chunk was read, an error was raised, or the stream is
-        closed.
-        """
-        self._chunks = _StreamWithCallback(self._chunks, callback)
+        """Call ``callback`` once, when the stream ends, fails or is closed."""
+        self.add_status_callback(lambda status: callback())
+
+    def add_status_callback(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` once with the final status: ok, caller_left, or the reason of an error."""
+        self._chunks = _StreamWithStatus(self._chunks, callback)
 
 
-class _StreamWithCallback(AsyncIterator[bytes]):
+class _StreamWithStatus(AsyncIterator[bytes]):
     """An iterator of chunks with a completion callback."""
 
     __slots__ = ("_callback", "_chunks")
 
-    def __init__(self, chunks: AsyncIterator[bytes], callback: Callable[[], None]) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], callback: Callable[[str], None]) -> None:
         self._chunks = chunks
-        self._callback: Callable[[], None] | None = callback
+        self._callback: Callable[[str], None] | None = callback
 
     async def __anext__(self) -> bytes:
         try:
             return await self._chunks.__anext__()
-        except BaseException:
-            self._run_callback()
+        except StopAsyncIteration:
+            self._end("ok")
+            raise
+        except BaseException as error:
+            self._end(error.reason if isinstance(error, RelayError) else "caller_left")
             raise
 
     async def aclose(self) -> None:
-        self._run_callback()
+        self._end("caller_left")
         close = getattr(self._chunks, "aclose", None)
         if close is not None:
             await close()
 
-    def _run_callback(self) -> None:
+    def _end(self, status: str) -> None:
         callback, self._callback = self._callback, None
         if callback is not None:
-            callback()
+            callback(status)

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any
 
 from typing_extensions import Required, TypedDict
@@ -269,18 +270,15 @@ def _ancestors(leaves: Iterable[str], waits: Mapping[str, Iterable[str]]) -> set
     return found
 
 
-def _find_cycle(waits: Mapping[str, frozenset[str]]) -> list[str]:
+def _find_cycle(waits: Mapping[str, Iterable[str]]) -> list[str]:
     """Return steps that wait for each other, in the order of execution; empty where there is no cycle."""
-    left = dict(waits)
-    while free := [name for name, needs in left.items() if not needs & left.keys()]:
-        for name in free:
-            del left[name]
-    if not left:
-        return []
-    path = [min(left)]
-    while path[-1] not in path[:-1]:
-        path.append(min(left[path[-1]] & left.keys()))
-    return path[path.index(path[-1]) :][::-1]
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        cycle = error.args[1][1:]
+        start = cycle.index(min(cycle))
+        return [*cycle[start:], *cycle[: start + 1]]
+    return []
 
 
 def _check_timeout(limit: float | None) -> None:
