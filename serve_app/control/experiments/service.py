@@ -14,7 +14,7 @@ from serve_app.control.experiments.analysis import ArmTotals, assess
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.registry import find_experiment, find_version
 from serve_app.control.state import StateStore
-from serve_app.dataplane.experiment_collector import ERROR_RATE, LATENCY, OUTPUT, REWARD, UNITS, ArmStats
+from serve_app.dataplane.experiment_collector import OUTPUT, REWARD, UNITS, ArmStats
 from serve_app.domain import validation
 from serve_app.domain.access import matches
 from serve_app.domain.experiment import (
@@ -157,20 +157,13 @@ def _metric_groups(metrics: tuple[ExperimentMetric, ...], seen: ArmStats) -> Map
     """Return each metric's values in one arm, by groups of buckets."""
     found: dict[str, Groups] = {}
     for metric in metrics:
-        if metric.kind == "latency":
-            found[metric.name] = seen.sums.get(LATENCY, {})
-        elif metric.kind == "error_rate":
-            found[metric.name] = seen.sums.get(ERROR_RATE, {})
-        elif metric.kind == "output":
-            found[metric.name] = seen.sums.get(OUTPUT + metric.name, {})
-        else:
-            values = seen.sums.get(REWARD + metric.name, {})
-            if metric.per == "exposure":  # a unit without a reward counts as zero
-                exposed = seen.sums.get(UNITS, {})
-                values = {
-                    group: (count, values.get(group, (0, 0.0))[1]) for group, (count, _) in exposed.items()
-                }
-            found[metric.name] = values
+        # The sums of latency and error_rate have the names of these kinds.
+        names = {"output": OUTPUT + metric.name, "reward": REWARD + metric.name}
+        values = seen.sums.get(names.get(metric.kind, metric.kind), {})
+        if metric.kind == "reward" and metric.per == "exposure":  # a unit without a reward counts as zero
+            exposed = seen.sums.get(UNITS, {})
+            values = {group: (count, values.get(group, (0, 0.0))[1]) for group, (count, _) in exposed.items()}
+        found[metric.name] = values
     return found
 
 

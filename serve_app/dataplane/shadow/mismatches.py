@@ -124,15 +124,15 @@ def _shown(value: bytes, content_type: str | None, redact: tuple[str, ...]) -> d
     """
     stored: dict[str, Any] = {"content_type": content_type} if content_type else {}
     document = (
-        _parsed(value) if len(value) <= (_MAX_PARSED if redact else MAX_STORED_BYTES) else _UnparsedBody
+        _parsed(value) if len(value) <= (_MAX_PARSED if redact else MAX_STORED_BYTES) else json_path.NO_JSON
     )
     if redact:
-        if document is _UnparsedBody:
+        if document is json_path.NO_JSON:
             return {**stored, "bytes": len(value), "redacted": True}
         for path in redact:
             document = _without(document, json_path.parse(path))
         value = json.dumps(document, ensure_ascii=False).encode()
-    if document is not _UnparsedBody and len(value) <= MAX_STORED_BYTES:
+    if document is not json_path.NO_JSON and len(value) <= MAX_STORED_BYTES:
         return {**stored, "json": document}
     if len(value) > MAX_STORED_BYTES:
         stored |= {"bytes": len(value), "cut": True}
@@ -146,15 +146,11 @@ def _shown(value: bytes, content_type: str | None, redact: tuple[str, ...]) -> d
         return {**stored, "base64": base64.b64encode(value[:MAX_STORED_BYTES]).decode(), "bytes": len(value)}
 
 
-class _UnparsedBody:
-    """A marker in place of a document: not JSON, or too large."""
-
-
 def _parsed(value: bytes) -> Any:
     try:
         return orjson.loads(value)  # only what can be written again: neither NaN nor lone surrogates
     except ValueError:
-        return _UnparsedBody
+        return json_path.NO_JSON
 
 
 def _without(document: Any, steps: tuple[str | int, ...]) -> Any:
