@@ -155,7 +155,7 @@ def _to_document(live: str, account: ShadowRecord) -> ShadowComparison:
     calls = figures.calls
     compared = calls["agreed"] + calls["disagreed"]
     answered = compared + calls["error"]
-    measures = {name: mean.value for name, mean in sorted(figures.measures.items())}
+    measures = {name: total / count for name, (count, total) in sorted(figures.measures.items())}
     return {
         "version": live,
         "shadow": account.shadow.version,

@@ -17,20 +17,6 @@ OUTCOMES: tuple[Outcome, ...] = ("agreed", "disagreed", "error", "skipped", "dro
 
 
 @dataclass
-class RunningMean:
-    count: int = 0
-    total: float = 0.0
-
-    def add(self, total: float, count: int = 1) -> None:
-        self.count += count
-        self.total += total
-
-    @property
-    def value(self) -> float | None:
-        return self.total / self.count if self.count else None
-
-
-@dataclass
 class ShadowStats:
     """Counts by outcome and reason, means of measures, and the latency of both versions for the same
     requests.
@@ -41,7 +27,7 @@ class ShadowStats:
     keep: int  # of the worst disagreements
     counts: dict[Outcome, dict[str, int]] = field(default_factory=dict)
     latency: dict[str, dict[int, int]] = field(default_factory=dict)
-    measures: dict[str, RunningMean] = field(default_factory=dict)
+    measures: dict[str, tuple[int, float]] = field(default_factory=dict)  # number of values, and their sum
     worst_mismatches: WorstMismatches = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +46,7 @@ class ShadowStats:
             bins, bin = self.latency.setdefault(version, {}), bin_index(seconds)
             bins[bin] = bins.get(bin, 0) + 1
         for name, value in found.measures.items():
-            self.measures.setdefault(name, RunningMean()).add(value)
+            self._add_measure(name, 1, value)
         if kept is not None:
             self.worst_mismatches.add(kept)
 
@@ -72,10 +58,14 @@ class ShadowStats:
             bins = self.latency.setdefault(version, {})
             for bin, calls in theirs.items():
                 bins[bin] = bins.get(bin, 0) + calls
-        for name, mean in other.measures.items():
-            self.measures.setdefault(name, RunningMean()).add(mean.total, mean.count)
+        for name, (count, total) in other.measures.items():
+            self._add_measure(name, count, total)
         for disagreement in other.worst_mismatches:
             self.worst_mismatches.add(disagreement)
+
+    def _add_measure(self, name: str, count: int, total: float) -> None:
+        before = self.measures.get(name, (0, 0.0))
+        self.measures[name] = (before[0] + count, before[1] + total)
 
     @property
     def calls(self) -> dict[Outcome, int]:
@@ -83,12 +73,11 @@ class ShadowStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON data, without the mismatches."""
-        means = {name: [mean.count, mean.total] for name, mean in self.measures.items()}
         latency = {version: sorted(bins.items()) for version, bins in self.latency.items()}
-        return {"counts": self.counts, "latency": latency, "measures": means}
+        return {"counts": self.counts, "latency": latency, "measures": self.measures}
 
     @classmethod
     def from_dict(cls, max_mismatches: int, written: Mapping[str, Any]) -> ShadowStats:
-        means = {name: RunningMean(count, total) for name, (count, total) in written["measures"].items()}
+        measures = {name: (count, total) for name, (count, total) in written["measures"].items()}
         latency = {version: dict(bins) for version, bins in written["latency"].items()}
-        return cls(max_mismatches, written["counts"], latency, means)
+        return cls(max_mismatches, written["counts"], latency, measures)
