@@ -8,6 +8,7 @@ After a crash, therefore, nothing acknowledged is lost, and nothing is counted t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -178,10 +179,8 @@ class MetricStore:
                 for (_, done), answer in zip(batch, answers):
                     if not done.done():
                         done.set_result(answer)
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._urgent.wait(), _COMMIT_INTERVAL)
-            except asyncio.TimeoutError:
-                continue
 
     def _apply(self, transaction: _Transaction) -> None:
         """Copy the changes of a committed transaction to memory."""
