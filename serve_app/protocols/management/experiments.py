@@ -44,13 +44,13 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
         return {"experiments": await control.list_experiments(allowed_models=allowed_models)}
 
     async def get(exchange: HttpExchange, id: str) -> Any:
-        return await control.get_experiment(id, auth.get_allowed_models(exchange))
+        return await control.api.get_experiment(id, auth.get_allowed_models(exchange))
 
     async def delete(exchange: HttpExchange, id: str) -> Any:
         allowed_models = auth.get_allowed_models(exchange)
         if not parse_bool(parse_query(exchange).get("purge")):
-            return await control.stop_experiment(id, allowed_models)
-        await control.delete_experiment(id, allowed_models)
+            return await control.api.stop_experiment(id, allowed_models)
+        await control.api.delete_experiment(id, allowed_models)
         return {"status": f'Experiment "{id}" forgotten'}
 
     async def record(exchange: HttpExchange, id: str) -> Any:

@@ -26,9 +26,9 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
         return await control.start_rollout(model, await json_body.read(exchange, limit))
 
     async def update(exchange: HttpExchange, model: str, verb: _Verb) -> Any:
-        return await control.update_rollout(model, verb)
+        return await control.api.update_rollout(model, verb)
 
     return [
-        route(_PATH, GET=lambda exchange, model: control.get_rollout(model), POST=start),
+        route(_PATH, GET=lambda exchange, model: control.api.get_rollout(model), POST=start),
         *(route(f"{_PATH}/{verb}", POST=partial(update, verb=verb)) for verb in get_args(_Verb)),
     ]

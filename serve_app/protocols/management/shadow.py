@@ -19,17 +19,17 @@ def build_routes(control: ControlPlane) -> list[Route]:
     """
 
     async def reset(exchange: HttpExchange, model: str) -> Any:
-        await control.reset_shadow(model)
+        await control.api.reset_shadow(model)
         return {"status": f'Comparison of the shadow of model "{model}" deleted'}
 
     async def describe(exchange: HttpExchange, model: str) -> Any:
-        await control.get_traffic(model)
+        await control.api.get_traffic(model)
         return openapi.describe_model_management(model)
 
     return [
         route(
             "/models/{model}/shadow",
-            GET=lambda exchange, model: control.get_shadow(model),
+            GET=lambda exchange, model: control.api.get_shadow(model),
             DELETE=reset,
             OPTIONS=describe,
         )

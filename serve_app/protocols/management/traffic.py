@@ -23,13 +23,13 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
         return await control.set_traffic(model, await json_body.read(exchange, limit))
 
     async def describe(exchange: HttpExchange, model: str) -> Any:
-        await control.get_traffic(model)
+        await control.api.get_traffic(model)
         return openapi.describe_model_management(model)
 
     return [
         route(
             "/models/{model}/traffic",
-            GET=lambda exchange, model: control.get_traffic(model),
+            GET=lambda exchange, model: control.api.get_traffic(model),
             PUT=put,
             DELETE=lambda exchange, model: control.reset_traffic(model),
             OPTIONS=describe,

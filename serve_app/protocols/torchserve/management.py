@@ -120,9 +120,9 @@ class ManagementRoutes:
             raise ResourceNotFound()
         match parse_query(exchange).get("type"):
             case "inference":
-                await self._control.renew_key("inference")
+                await self._control.api.renew_key("inference")
             case "management":
-                await self._control.renew_key("management")
+                await self._control.api.renew_key("management")
             case _:
                 raise TokenNotIssued("wrong_type")
         await exchange.send_response(200, [errors.JSON], b"\n")
@@ -184,7 +184,7 @@ class ManagementRoutes:
         await _send_status(exchange, *describe_scaling(progress, min_workers, version is not None))
 
     async def _set_default(self, exchange: HttpExchange, model: str, version: str) -> Any:
-        await self._control.set_default(model, version)
+        await self._control.api.set_default(model, version)
         return {"status": f'Default version successfully updated for model "{model}" to "{version}"'}
 
     async def _describe(self, exchange: HttpExchange, model: str, version: str | None = None) -> Any:

@@ -67,9 +67,14 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
         await control.unregister_workflow(name, version)
         return {"status": f'Workflow "{name}" unregistered'}
 
+    async def describe(exchange: HttpExchange, name: str) -> Any:
+        return await control.api.get_workflow(name)
+
     return [
         route("/workflows", GET=list_page, POST=register),
-        route("/workflows/{name}", GET=lambda exchange, name: control.get_workflow(name), DELETE=unregister),
+        route(
+            "/workflows/{name}", GET=lambda exchange, name: control.api.get_workflow(name), DELETE=unregister
+        ),
         route("/workflows/{name}/{version}", DELETE=unregister),
     ]
 
