@@ -43,17 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Schedule all tests of the cluster on one process, and distribute the others file by file.
+    """Schedule all tests of the shared server on one process, and distribute the others file by file.
 
-    The slow tier has more tests of the cluster than others: there each process starts a cluster.
+    The slow tier has more tests of the server than others: there each process starts one.
     """
-    return LoadScopeScheduling(config, log) if config.option.markexpr == "slow" else ClusterApart(config, log)
+    shared = config.option.markexpr != "slow"
+    return SharedServerScheduling(config, log) if shared else LoadScopeScheduling(config, log)
 
 
-class ClusterApart(LoadScopeScheduling):
+class SharedServerScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "cluster" if "pytest.mark.cluster" in (self.config.rootpath / file).read_text() else file
+        text = (self.config.rootpath / file).read_text()
+        uses_server = "pytest.mark.cluster" in text and "pytest.mark.own_server" not in text
+        return "shared server" if uses_server else file
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from parts import ECHO, Server, free_port, make_archive
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 
 OWN = {"ops": "manage", "watcher": "observe", "team": "infer"}  # the keys are called after their names
 WAYS = ("/predictions/", "/%70redictions/")  # the replica's own route; what HAProxy brings to the gateway
@@ -199,6 +199,7 @@ def test_keys_outlive_a_crash_of_management(locked: Server, tokens: dict[str, st
     assert infer(locked, read(locked)["inference"]) == [(200, "hi")] * len(WAYS)
 
 
+@pytest.mark.slow
 def test_a_key_expires(locked: Server, tokens: dict[str, str]) -> None:
     made = time.time()
     locked.wait(lambda: infer(locked, tokens["inference"])[0][0] == 400, description="its end")

@@ -13,7 +13,7 @@ import pytest
 from parts import Server, make_archive
 from prometheus_client.parser import text_string_to_metric_families
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 
 HOST = socket.gethostname()
 METRICS = """

@@ -154,6 +154,7 @@ def test_the_headers_of_cors_are_on_every_port(far: Server) -> None:
         assert answer.headers.get_list("access-control-allow-origin") == ["*"], answer.url
 
 
+@pytest.mark.slow
 def test_rows_of_a_dead_replica_go_to_another_through_handles_too(far: Server, tmp_path: Path) -> None:
     check_rows_outlive_their_replica(far, tmp_path)
 

@@ -185,6 +185,7 @@ def test_the_wire_is_one_request_that_a_parser_reads():
     assert seen["headers"] == {**expected, b"authorization": b"Bearer k"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not wrk.installed(), reason="wrk is not installed")
 class TestWrk:
     def test_a_real_run_is_read(self, server):

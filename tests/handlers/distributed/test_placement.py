@@ -105,6 +105,7 @@ def test_layers_can_be_offloaded_to_the_disk(
     assert_equal(model.handle(ROWS, None), load_model(llama).handle(ROWS, None))
 
 
+@pytest.mark.slow
 def test_two_deepspeed_ranks_generate_the_same_as_one(llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     from transformers import GPT2Config, GPT2LMHeadModel

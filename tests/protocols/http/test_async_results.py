@@ -234,7 +234,9 @@ def test_server_starts_while_storage_is_unavailable(
     assert after.result(location).body == LARGE
 
 
-def test_request_that_stays_unreadable_fails(start: Callable[..., Server], s3: S3) -> None:
+def test_request_that_stays_unreadable_fails(
+    start: Callable[..., Server], s3: S3, short_retry_intervals: None
+) -> None:
     before = start(Gate(), **build_settings(s3.address))
     location = before.submit(body=LARGE)
     before.stop()

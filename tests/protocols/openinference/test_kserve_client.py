@@ -10,7 +10,7 @@ import pytest
 
 import handlers
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 CLIENTS = Path(__file__).parents[2] / "clients"

@@ -225,6 +225,7 @@ def test_a_slow_call_is_cancelled_and_the_replica_goes_on(engine):
     assert not hung
 
 
+@pytest.mark.slow
 def test_a_blocked_loop_ends_the_replica(engine, monkeypatch):
     monkeypatch.setattr("serve_app.runtime.batching.async_batcher._PROBE_TIMEOUT_S", 0.2)
     hung = []
