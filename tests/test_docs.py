@@ -25,6 +25,9 @@ from serve_app.telemetry.metrics import METRICS
 from serve_app.telemetry.torchserve import catalog
 from serve_app.telemetry.torchserve.recorders import BUCKETS
 
+pytestmark = pytest.mark.integration
+
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("serve_app", "handlers", "configs", "cluster", "examples", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])

@@ -21,6 +21,9 @@ from serve_app.control.rollouts.state_machine import (
 from serve_app.dataplane.experiment_collector import ArmStats, bin_index
 from serve_app.domain.rollout import Rollout, RolloutPlan
 
+pytestmark = pytest.mark.integration
+
+
 FIGURES = [
     {
         "candidate": ArmStats(412, failed={"handler_failed": 42}, latency={bin_index(0.012): 370}),

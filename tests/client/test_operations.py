@@ -10,6 +10,8 @@ from client_helpers import ClientFactory
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.routing_table import RoutingTable
 
+pytestmark = pytest.mark.integration
+
 
 def test_health_operations(make_client: ClientFactory, inference: Any) -> None:
     client = make_client(inference())

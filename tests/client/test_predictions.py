@@ -24,6 +24,8 @@ from serve_app.domain.async_prediction import StoredResponse
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.protocols.torchserve import form_data
 
+pytestmark = pytest.mark.integration
+
 
 def test_prediction_has_body_and_metadata(make_client: ClientFactory, inference: Any) -> None:
     server = inference()

@@ -17,6 +17,8 @@ from serve_app import errors
 from serve_app.client import ServerError
 from serve_app.client import errors as client_errors
 
+pytestmark = pytest.mark.integration
+
 
 def test_refused_request_is_retried_after_retry_after(make_client: ClientFactory, inference: Any) -> None:
     server = inference(failing(errors.QuotaExceeded("m", "1.0", 1)))

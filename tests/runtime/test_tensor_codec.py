@@ -14,6 +14,9 @@ from serve_app.domain.tensors import Tensor
 from serve_app.errors import HandlerFailed, HandlerRejected, InvalidInput, StartFailed, UnsupportedOutput
 from serve_app.settings import RuntimeSettings
 
+pytestmark = pytest.mark.integration
+
+
 ECHO = (
     "def handle(data, context):\n    return None if data is None else [answer(row, context) for row in"
     " data]\n"

@@ -26,7 +26,7 @@ from handlers import PredictionException
 from handlers.context import Row
 from handlers.explain import attributions
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.integration]
 
 
 @pytest.mark.parametrize(

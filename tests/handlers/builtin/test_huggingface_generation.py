@@ -21,7 +21,7 @@ from hf_folders import (
     save_t5,
 )
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.integration]
 
 
 def test_a_decoder_without_a_padding_token_generates_and_embeds(tmp_path: Path) -> None:

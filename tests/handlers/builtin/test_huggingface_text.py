@@ -22,7 +22,7 @@ from hf_folders import (
 
 from handlers import PredictionException
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.integration]
 
 
 def test_text_classification_equals_the_pipeline(tmp_path: Path) -> None:

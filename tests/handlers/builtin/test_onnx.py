@@ -18,6 +18,9 @@ from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import weights
 from handlers.onnx_model import OnnxModel
 
+pytestmark = pytest.mark.integration
+
+
 CPU = torch.device("cpu")
 WEIGHT = np.array([[1, 0], [0, 2], [3, 0]], np.float32)  # [a, b, c] becomes [a + 3c, 2b]
 Ports = list[tuple[str, int, list[Any] | None]]

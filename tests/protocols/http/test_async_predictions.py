@@ -17,6 +17,9 @@ from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import HandlerRejected, QueueFull
 
+pytestmark = pytest.mark.integration
+
+
 TENSORS = b'{"inputs": [{"name": "a", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}'
 
 

@@ -15,6 +15,8 @@ from serve_app.dataplane import version_router
 from serve_app.domain.request import InferenceResponse
 from serve_app.errors import Conflict
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:

@@ -19,6 +19,8 @@ from serve_app.domain import tensors
 from serve_app.errors import BadRequest
 from serve_app.protocols.openinference import binary_codec
 
+pytestmark = pytest.mark.integration
+
 
 def test_json_requests_and_responses(send_request: Any) -> None:
     response = send_request("POST", "/v2/models/identity/infer", build_document([[1.5, 2]], id="me"))
