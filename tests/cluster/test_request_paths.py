@@ -143,6 +143,7 @@ def test_through_handles_too(far: Server, tmp_path: Path) -> None:
     assert not load.failed, load.failed
 
 
+@pytest.mark.slow
 def test_the_headers_of_cors_are_on_every_port(far: Server) -> None:
     metrics = httpx.get(far.process.metrics, timeout=30)
     for answer in (
@@ -204,6 +205,7 @@ class Caller:
             return answer.getheader("x-torchrelay-reason", "")
 
 
+@pytest.mark.slow
 def test_who_leaves_frees_its_place_on_the_way_to_another_machine(far: Server, tmp_path: Path) -> None:
     log, gate = tmp_path / "log", tmp_path / "gate"
     archive = make_archive(
@@ -259,6 +261,7 @@ def test_who_leaves_frees_its_place_on_the_way_to_another_machine(far: Server, t
     far.management.delete("/models/gated")
 
 
+@pytest.mark.slow
 def test_what_app_yaml_says_of_traffic_holds_once_the_server_is_ready(far: Server) -> None:
     answer = far.http.post("/predictions/ways/first", content=b"x")
     assert (answer.text, answer.headers["x-model-version"]) == ("x", "1.0")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from parts import Server, make_archive
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
+pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
 
 # Adds up a sequence's numbers; "stream" answers with the sum, a piece a step, until somebody says "stop".
 HANDLER = """
