@@ -156,6 +156,11 @@ class ServerProcess:
     def _run_file(self) -> Path:
         return self.settings.state_dir / "server.run"
 
+    @property
+    def _stop_file(self) -> Path:
+        """The file that exists once the server has been stopped."""
+        return self.settings.state_dir / "server.stopped"
+
     def start(self, detached: bool = False) -> None:
         """Start `serve run` with the variables of the environment file. Raises StartError."""
         env = {**read_env(self._env), **os.environ}
@@ -172,6 +177,7 @@ class ServerProcess:
         env[INFERENCE_HOST] = self._http[0]
         env["PYTHONUNBUFFERED"] = "1"
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._stop_file.unlink(missing_ok=True)
         command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
         if "RAY_ADDRESS" not in env:
             # A Ray instance of its own: by default `serve run` looks for a running one, and finds dead ones
@@ -211,7 +217,10 @@ class ServerProcess:
             time.sleep(0.1)
 
     def wait(self) -> int:
-        """Wait until the server ends; Ctrl-C and SIGTERM stop it. Return its exit code."""
+        """Wait until the server ends; Ctrl-C and SIGTERM stop it.
+
+        Return its exit code, which is 0 after ``stop`` in any process.
+        """
         assert self._process is not None
 
         def interrupt(*_: object) -> None:
@@ -219,7 +228,8 @@ class ServerProcess:
 
         signal.signal(signal.SIGTERM, interrupt)
         try:
-            return self._process.wait()
+            code = self._process.wait()
+            return 0 if self._stop_file.exists() else code
         except KeyboardInterrupt:
             self.stop()
             return 0
@@ -232,6 +242,7 @@ class ServerProcess:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_STOP_TIMEOUT)
             return False
+        self._stop_file.touch()
         first = min(processes, key=lambda process: process.create_time())
         with contextlib.suppress(psutil.Error):
             first.send_signal(signal.SIGINT)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import psutil
 import pytest
 import yaml
 from parts import Server, free_port
+
+from serve_app.cli.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -182,6 +185,34 @@ def test_brackets_in_errors_are_printed_literally(tmp_path: Path) -> None:
     )
     assert result.returncode == 1
     assert f"Torchrelay did not start. {config}: No such file or directory" in result.stderr
+
+
+@pytest.fixture
+def sigterm_handler() -> Iterator[None]:
+    """Restore the handler that ``ServerProcess.wait`` replaces."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("sigterm_handler")
+def test_a_server_that_another_process_stops_has_not_failed(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.process.start()
+    other = threading.Thread(target=ServerProcess(server.process.config, server.process._env).stop)
+    other.start()
+    assert server.process.wait() == 0
+    other.join()
+    server.close()
+
+
+@pytest.mark.usefixtures("sigterm_handler")
+def test_a_server_that_is_killed_has_failed(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.process.start()
+    os.kill(server.process.pid, signal.SIGKILL)
+    assert server.process.wait() == -signal.SIGKILL
+    server.close()
 
 
 def test_killed_server_is_reaped_by_stop(tmp_path: Path) -> None:
