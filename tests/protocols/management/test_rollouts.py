@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -11,25 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openapi_checks import assert_described
+from service_api import ServiceApi
 
-from serve_app.control import registry_changes
-from serve_app.control.metric_store import MetricStore
-from serve_app.control.persistence.database import Database
 from serve_app.control.reconciler import ObservedApp as SeenApp
-from serve_app.control.registry import Registry, desired_states, find_version
-from serve_app.control.replica_health import HealthTracker
+from serve_app.control.registry import desired_states, find_version
 from serve_app.control.rollouts.service import RolloutService
-from serve_app.control.state import AcknowledgementPolicy, StateStore
-from serve_app.control.table_publisher import TablePublisher
 from serve_app.dataplane import version_router
-from serve_app.dataplane.experiment_collector import ExperimentCollector
 from serve_app.domain.access import AccessTable, KeyGrant
-from serve_app.domain.model import ModelRef, ModelSpec, ReplicaInfo
+from serve_app.domain.model import ModelRef, ReplicaInfo
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import StartFailed
 from serve_app.settings import RuntimeSettings
-from serve_app.telemetry.metrics import MetricsAggregator
 
 pytestmark = pytest.mark.integration
 
@@ -38,72 +28,15 @@ WORKERS = {("m", "1.0"): 1, ("m", "2.0"): 1, ("m", "3.0"): 0, ("team-a", "1.0"):
 QUICK = {"to": "2.0", "steps": [20, 50, 100], "bake_s": 0, "min_calls": 50, "keep_warm_s": 0}
 
 
-class Cluster:
+class Cluster(ServiceApi):
     """The services behind the API; versions run as soon as they should, except those that are ``broken``."""
 
     def __init__(self, folder: Path, management: Callable[..., Any]) -> None:
-        self._url = f"sqlite:///{folder / 'registry.db'}"
-        self._management = management
-        self.loop = asyncio.new_event_loop()
-        self.health = HealthTracker()
-        self.experiment_collector = ExperimentCollector()
         self.broken: dict[str, str] = {}  # the traceback by version
-        self._number = self._lot = 0
-        self.open(models=True)
+        super().__init__(folder, management, WORKERS)
 
-    def open(self, models: bool = False) -> None:
-        """As a Management that begins; what another one kept is there."""
-        self.database = Database(self._url)
-        registry = self.database.load()
-        if models:
-            before, registry = registry, Registry()
-            for (name, version), workers in WORKERS.items():
-                spec = ModelSpec(
-                    name, version, "m.mar", "d" * 64, "archive", min_workers=workers, max_workers=workers
-                )
-                registry = registry_changes.register(registry, spec)
-            self.database.save(before, registry)
-        self.measured = MetricStore(self.database, exposure_timeout=1.0)
-        self.board = TablePublisher(MetricsAggregator())
-
-        async def alive() -> set[str]:
-            return set()
-
-        self.state = StateStore(
-            self.database,
-            registry,
-            self.board,
-            self.health,
-            None,
-            AcknowledgementPolicy(alive, 1.0),
-            lambda: None,
-        )
-        self.state.publish()
-        self.owner = RolloutService(self.state, self.health, self.measured, RuntimeSettings())
-        self.open_port(None)
-
-    def open_port(self, access: AccessTable | None) -> None:
-        app = self._management(access=access)
-        app.loop = self.loop
-        for question in ("start_rollout", "get_rollout", "update_rollout"):
-            setattr(app.control_api, question, getattr(self.owner, question))
-        self._app = app
-
-    def close(self) -> None:
-        self.loop.run_until_complete(self.measured.close())
-        self.database.close()
-
-    def ask(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
-        body = (
-            b""
-            if document is None
-            else document
-            if isinstance(document, bytes)
-            else json.dumps(document).encode()
-        )
-        response = self._app(method, path, body, **more)
-        assert_described(method, path, response)
-        return response.status, json.loads(response.body) if response.body else None
+    def create_service(self) -> RolloutService:
+        return RolloutService(self.state, self.health, self.measured, RuntimeSettings())
 
     def begin(self, **more: Any) -> Any:
         status, result = self.ask("POST", "/models/m/rollout", {**QUICK, **more})
