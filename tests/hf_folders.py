@@ -63,6 +63,18 @@ def save_bert(kind: str, folder: Path, limit: int = 32, **config: Any) -> Path:
     return folder
 
 
+def save_llama(folder: Path, dtype: torch.dtype | None = None, **config: Any) -> Path:
+    """Save a Llama of random weights without an end token: 4 heads and 2 key-value heads."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**sizes, **heads, "eos_token_id": None, **config})
+    )
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
 def save_gpt2(folder: Path) -> Path:
     """Write a model without a padding token, whose tokenizer adds no special tokens."""
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from clean_environments import CleanEnvironment, build_wheel
 from explanation_checks import ENTITIES, label_config
-from hf_folders import SHORT, save_bert
+from hf_folders import SHORT, save_bert, save_llama
 from onnx import TensorProto, helper
 from parts import Server
 
@@ -34,14 +34,8 @@ def core(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> CleanEnvironm
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a sharded language model, a token classifier and an ONNX graph."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("models")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=None)).save_pretrained(folder / "llama")
+    save_llama(folder / "llama")
     for name, config in (("whole", {}), ("halves", {"tensor_parallel": 2})):
         (folder / "model-config.yaml").write_text(yaml.safe_dump(config))
         recipe = ArchiveRecipe(name, "1.0", "causal_lm", extra_files=str(folder / "llama"))

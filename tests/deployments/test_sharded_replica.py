@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hf_folders import save_llama
 from parts import Pulse, Server, make_archive
 from safetensors.torch import load_file
 
@@ -49,24 +50,7 @@ class Sharded(CausalLM):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a folder with a Llama of random weights, 4 heads and 2 key-value heads."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-    )
-    folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_llama(tmp_path_factory.mktemp("llama"), tie_word_embeddings=False)
 
 
 def archive(llama: Path, folder: Path, name: str, **config: Any) -> Path:

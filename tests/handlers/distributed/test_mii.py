@@ -48,22 +48,10 @@ os._exit(0)  # skips the teardown of the process group, whose peer may have exit
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a random Llama without an end token, with the head size that the kernels need."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from hf_folders import save_llama
 
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=None,
-    )
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    return save_llama(tmp_path_factory.mktemp("llama"), torch.bfloat16, **sizes)
 
 
 class FakeKernels:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from handlers.builtin.causal_lm import CausalLM
 from handlers.builtin.llm import LanguageModel
@@ -58,22 +57,9 @@ os._exit(0)  # skips the teardown of the process group, whose peer may have exit
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a random Llama without an end token: 4 heads and 2 key-value heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from hf_folders import save_llama
 
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=None,
-    )
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)  # no two tokens are equally likely up to rounding
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def load_model(folder: Path, **config: Any) -> CausalLM:
