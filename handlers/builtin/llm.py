@@ -102,7 +102,7 @@ class LanguageModel:
         assert self.engine is not None
         return {
             "input": ["prompt", *PARAMETERS],
-            "room": self.engine.capacity,
+            "cache_tokens": self.engine.capacity,
             "max_new_tokens": self.max_new_tokens,
         }
 

@@ -23,7 +23,7 @@ _CRASH_WINDOW_S = 300.0  # seconds for which a crash counts
 
 @dataclass(frozen=True)
 class ObservedApp:
-    """One version's application, as Serve reports it now."""
+    """The application of a version, as Serve reports it."""
 
     app: str
     route: str | None

@@ -114,7 +114,7 @@ class ExperimentReport:
 
 
 class _ArmCounts:
-    """One arm's counts since they were last drained."""
+    """The counts of an arm since they were last drained."""
 
     __slots__ = ("groups", "split", "stats")
 

@@ -330,7 +330,7 @@ def _to_relay_error(error: Exception, ref: ModelRef, request: InferenceRequest) 
         return NoReplica(ref.name, request.version, "its replicas could not be started")
     if _replica_lost(error):
         return ReplicaDied(f"a replica of {ref.app} was lost: {type(error).__name__}")
-    log.error("a hop to %s failed (request %s)", ref.app, request.request_id, exc_info=error)
+    log.error("Sending a request to %s failed (request %s)", ref.app, request.request_id, exc_info=error)
     return HandlerFailed(f"{type(error).__name__}: {error}")
 
 

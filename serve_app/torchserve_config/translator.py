@@ -362,14 +362,14 @@ def _from_keystore(path: str) -> str:
 
 
 def _differences(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Nested as an app.yaml has them, without those that say what we do anyway."""
-    ours = Settings()
+    """Return the settings that differ from their defaults, nested as in an app.yaml."""
+    defaults = Settings()
     nested: dict[str, dict[str, Any]] = {}
     for path, value in settings.items():
-        room, name = path.split(".")
-        default = getattr(getattr(ours, room), name)
+        section, name = path.split(".")
+        default = getattr(getattr(defaults, section), name)
         if value != (list(default) if isinstance(default, tuple) else default):
-            nested.setdefault(room, {})[name] = value
+            nested.setdefault(section, {})[name] = value
     return nested
 
 

@@ -317,7 +317,7 @@ def test_the_handler_describes_itself(language_model: Path) -> None:
         return await model.entry([{}], model.context("d", describe="True"))
 
     [description] = run_served(language_model, check)
-    assert description["room"] == 256
+    assert description["cache_tokens"] == 256
     assert description["input"][:2] == ["prompt", "max_new_tokens"]
 
 
