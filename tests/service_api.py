@@ -83,13 +83,8 @@ class ServiceApi:
 
     def ask(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
         """Return the status and the document of a response, which fits its description in OpenAPI."""
-        body = (
-            document
-            if isinstance(document, bytes)
-            else b""
-            if document is None
-            else json.dumps(document).encode()
-        )
-        response = self._app(method, path, body, **more)
+        if not isinstance(document, bytes):
+            document = b"" if document is None else json.dumps(document).encode()
+        response = self._app(method, path, document, **more)
         assert_described(method, path, response)
         return response.status, json.loads(response.body) if response.body else None
