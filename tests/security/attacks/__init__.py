@@ -1,0 +1,1 @@
+"""One module for each area of attacks; its name is the area."""

@@ -1,0 +1,119 @@
+"""Replay the attacks against a real server, and print for each its effect before and after the limits.
+
+``python -m tests.security.replay`` runs all; ``--area grpc`` runs those of one module in ``attacks``. The
+exit code is 1 where an attack was not resisted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.parts import ECHO, Server, make_archive
+from tests.security import attacks
+from tests.security.attack import ATTACKS, KEYS, Attack, Outcome, Target
+
+SLOW = """
+import time
+def handle(data, context):
+    if data is None:
+        return None
+    time.sleep(0.1)
+    return ["slow"] * len(data)
+"""
+WIDE = """
+def handle(data, context):
+    return None if data is None else ["x" * (1 << 20)] * len(data)
+"""
+MODELS = {"echo": ECHO, "slow": SLOW, "wide": WIDE}
+
+
+@contextmanager
+def start_target(home: Path, *, keys: bool) -> Iterator[Target]:
+    """Start a server with the models of ``Target``, with or without keys."""
+    entries = [
+        {"name": name, "key": f"sha256:{sha256(name.encode()).hexdigest()}", "role": role}
+        for name, role in KEYS.items()
+    ]
+    server = Server(home, auth={"mode": "on", "keys": entries} if keys else {"mode": "off"})
+    for name, handler in MODELS.items():
+        make_archive(server.store, name, handler)
+    try:
+        server.start()
+        g = server.process.settings.grpc
+        yield Target(
+            inference=server.process.inference,
+            management=server.process.management,
+            grpc=f"{g.host}:{g.port}",
+            management_grpc=f"{g.management_host}:{g.management_port}",
+            home=home,
+            processes=server.process.processes,
+            log=server.log,
+            keys={name: name for name in KEYS} if keys else {},
+        )
+    finally:
+        server.close()
+
+
+def load_attacks() -> None:
+    """Import every module of ``attacks``, which registers its attacks."""
+    for module in pkgutil.iter_modules(attacks.__path__):
+        importlib.import_module(f"{attacks.__name__}.{module.name}")
+
+
+def replay(selected: Sequence[Attack], console: Console) -> list[tuple[Attack, Outcome]]:
+    """Run the attacks, those of a server with keys first; an attack that fails counts as not resisted."""
+    outcomes = []
+    for keys in (True, False):
+        group = [attack for attack in selected if attack.keys is keys]
+        if not group:
+            continue
+        with tempfile.TemporaryDirectory() as folder, start_target(Path(folder), keys=keys) as target:
+            for attack in group:
+                console.print(f"{attack.area}: {attack.name} …")
+                try:
+                    outcome = attack.run(target)
+                except Exception as error:  # a broken server must not end the other attacks
+                    traceback.print_exc()
+                    outcome = Outcome(f"{type(error).__name__}: {error}", resisted=False)
+                outcomes.append((attack, outcome))
+    return outcomes
+
+
+def render(outcomes: Sequence[tuple[Attack, Outcome]]) -> Table:
+    """Return the outcomes as a table."""
+    table = Table("area", "attack", "before", "after", "resisted", title="Replayed attacks")
+    for attack, outcome in outcomes:
+        mark = "yes" if outcome.resisted else "[red]NO"
+        table.add_row(attack.area, attack.name, attack.before, outcome.after, mark)
+    return table
+
+
+def main() -> int:
+    """Run the selected attacks and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.security.replay", description=__doc__)
+    parser.add_argument("--area", action="append", help="only the attacks of this module (repeatable)")
+    options = parser.parse_args()
+    load_attacks()
+    known = {attack.area for attack in ATTACKS}
+    if unknown := set(options.area or ()) - known:
+        parser.error(f"no such area: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    console = Console()
+    outcomes = replay([a for a in ATTACKS if not options.area or a.area in options.area], console)
+    console.print(render(outcomes))
+    return 0 if all(outcome.resisted for _, outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
