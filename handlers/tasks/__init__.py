@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from handlers import yaml_document
 from handlers.errors import HandlerLoadError
 
 # task -> "module:Class", imported on first use.
@@ -193,8 +192,8 @@ def _pipeline_tag(directory: Path) -> str | None:
     """Return the pipeline_tag of the model card's front matter."""
     try:
         _, front, _ = (directory / "README.md").read_text("utf-8", "replace").split("---\n", 2)
-        tag = yaml.safe_load(front).get("pipeline_tag")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError):
+        tag = yaml_document.load(front).get("pipeline_tag")
+    except (OSError, ValueError, AttributeError):
         return None
     return _ALIASES.get(tag, tag) if isinstance(tag, str) else None
 

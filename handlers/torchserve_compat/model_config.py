@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import yaml
+from handlers import yaml_document
 
 
 def get_yaml_config(yaml_file_path: str | os.PathLike[str]) -> Any:
-    """Return the parsed YAML file."""
+    """Return the parsed YAML file. Raises ValueError where it is not YAML."""
     with open(yaml_file_path, encoding="utf-8") as file:
-        return yaml.safe_load(file)
+        return yaml_document.load(file.read())

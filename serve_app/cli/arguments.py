@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-import yaml
+
+from handlers import yaml_document
 
 WHOLE = 10_000  # basis points
 
@@ -69,7 +70,7 @@ def read_document(source: str) -> Any:
         return _parse_document(text)
     except OSError as error:
         raise typer.BadParameter(f"{source}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml_document.YamlError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{source} is neither JSON nor YAML: {error}") from None
 
 
@@ -77,4 +78,4 @@ def _parse_document(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return yaml.safe_load(text)
+        return yaml_document.load(text)

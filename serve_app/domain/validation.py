@@ -11,8 +11,8 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic
-import yaml
 
+from handlers import yaml_document
 from serve_app.errors import BadRequest
 
 STRICT = pydantic.ConfigDict(extra="forbid")  # as ``__pydantic_config__`` of each dataclass that is read
@@ -29,7 +29,6 @@ def documented(description: str = "", **keywords: Any) -> Any:
 
 
 _ADAPTERS: dict[type, pydantic.TypeAdapter[Any]] = {}  # building one takes milliseconds
-_MAX_YAML_VALUES = 100_000  # values in a YAML text once its aliases are written out
 
 
 class DocumentError(ValueError):
@@ -82,40 +81,19 @@ def write(value: Any) -> Any:
 
 
 def parse_yaml(text: str | bytes) -> dict[Any, Any]:
-    """Return the mapping of a YAML text, empty for an empty text. Raises DocumentError, with the line."""
+    """Return the mapping of a YAML text, empty for an empty text. Raises DocumentError, with the line.
+
+    A text of the permitted size takes seconds: call this from a thread.
+    """
     try:
-        raw = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f"line {mark.line + 1}: " if mark else ""
-        raise DocumentError(f"{line}{error.problem or error.context}; mend the YAML") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # a date that is none, bytes that are no text
-        raise DocumentError(f"is not YAML ({error})") from None
+        raw = yaml_document.load(text)
+    except yaml_document.YamlError as error:
+        raise DocumentError(str(error)) from None
     if raw is None:
         return {}
     if not isinstance(raw, dict):
         raise DocumentError(f"line 1: holds a {type(raw).__name__} and must be a mapping of keys to values")
-    if _remaining_budget(raw, _MAX_YAML_VALUES) < 0:
-        raise DocumentError(
-            f"holds more than {_MAX_YAML_VALUES} values once its aliases are written out; use fewer"
-        )
     return raw
-
-
-def _remaining_budget(value: Any, budget: int) -> int:
-    """Subtract the number of values from ``budget``; below 0 also for a value that contains itself."""
-    pending = [value]
-    while pending and budget >= 0:
-        budget -= 1
-        value = pending.pop()
-        pending.extend(
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        )
-    return budget
 
 
 def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
