@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.control.spec_builder import build_spec, build_workflow_spec
+from serve_app.domain import limits
 from serve_app.domain.model import ModelSpec, Registration
 from serve_app.errors import ArchiveNotFound, WorkflowArchiveNotFound
 from serve_app.model_store import workflow_archive
+from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache, CachedArchive
 from serve_app.model_store.manifest import Manifest, is_model_folder
 from serve_app.model_store.model_check import check_model
@@ -88,7 +90,7 @@ class ArchiveIngestor:
     ) -> tuple[ModelSpec, list[Registration], tuple[workflow_archive.WorkflowModel, ...]]:
         """Return the spec of the workflow in a .war, its models, and a registration for each of them.
 
-        Raises WorkflowArchiveNotFound, InvalidWorkflow and whatever ``ingest`` raises.
+        Raises WorkflowArchiveNotFound, InvalidWorkflow, LimitExceeded and whatever ``ingest`` raises.
         """
         url = registration.url
         try:
@@ -100,6 +102,8 @@ class ArchiveIngestor:
                 f"Workflow not found {where}: {url}" if is_missing else str(error)
             ) from None
         archive = workflow_archive.read(stored.directory, source, registration.model_name)
+        for member in archive.members:  # before any of their archives is fetched
+            limits.check(member, self._settings.limits, f"{source}: model {member.name}")
         spec = build_workflow_spec(
             registration,
             archive.graph,
@@ -126,12 +130,12 @@ class ArchiveIngestor:
         self, registration: Registration, store: Path, on_progress: OnProgress
     ) -> tuple[CachedArchive, str]:
         """Store an archive in the cache; return it and its file name."""
-        with tempfile.TemporaryDirectory(prefix="torchrelay-") as folder:
+        with temporary_dir(Path(tempfile.gettempdir())) as folder:
             source = fetch(
                 registration.url,
                 self._settings.store,
                 store,
-                Path(folder),
+                folder,
                 lambda done, total: on_progress("downloading", bytes=done, total=total),
                 registration.s3_sse_kms,
             )
@@ -166,7 +170,10 @@ class ArchiveIngestor:
         while self._removable:
             digest = self._removable.pop()
             if digest not in used:
-                self._cache.remove(digest)
+                try:
+                    self._cache.remove(digest)
+                except OSError as error:  # of a disk: the next start removes it
+                    log.warning("the archive %s was not removed: %s", digest, error)
 
     def read_chunk(self, spec: ModelSpec, offset: int, length: int) -> bytes:
         """Read a chunk of a stored archive; it is empty at the end of the file."""
@@ -187,6 +194,10 @@ def _parse_registration(item: str) -> Registration:
 def _is_archive(path: Path) -> bool:
     if path.name.startswith("."):
         return False
-    if path.is_dir():
-        return (path / "MAR-INF").is_dir() or is_model_folder(path)
+    try:
+        if path.is_dir():
+            return (path / "MAR-INF").is_dir() or is_model_folder(path)
+    except OSError as error:  # a folder without permission must not keep the others from loading
+        log.error("%s was not loaded: %s", path, error)
+        return False
     return path.name.lower().endswith(_SUFFIXES)

@@ -13,6 +13,7 @@ import ray
 from handlers.metrics import MetricCache
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import ArchiveNotFound
+from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache
 from serve_app.model_store.manifest import Manifest
 from serve_app.runtime.package_envs import PackageEnvs
@@ -42,8 +43,8 @@ class NodeArchive:
             return await asyncio.to_thread(cache.open, spec.archive, spec.digest)
         except ArchiveNotFound:
             log.info("%s is not on this node; asking Management for it", spec.archive)
-        with tempfile.TemporaryDirectory(prefix="torchrelay-") as folder:
-            copy = Path(folder) / Path(spec.archive).name
+        with temporary_dir(Path(tempfile.gettempdir())) as folder:
+            copy = folder / Path(spec.archive).name
             with copy.open("wb") as file:
                 while chunk := await self._management.archive.remote(spec.ref, file.tell(), _CHUNK_BYTES):
                     await asyncio.to_thread(file.write, chunk)

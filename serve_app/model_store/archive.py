@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO
 
 from serve_app.errors import InvalidArchive
+from serve_app.model_store.atomic_dir import remove_tree
 from serve_app.settings import MIB, ModelStoreSettings
 
 RATIO_FLOOR = 10 * MIB  # unpacked bytes up to which the ratio is not checked
@@ -64,7 +65,7 @@ def unpack(archive: Path, into: Path, settings: ModelStoreSettings) -> Path:
                 extract(file, tree)
                 return tree.finish()
         except BaseException:
-            shutil.rmtree(into, ignore_errors=True)
+            remove_tree(into)
             raise
 
 
@@ -78,7 +79,7 @@ def pack(directory: Path, archive: Path, settings: ModelStoreSettings) -> None:
     count = size = 0
     try:
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as packed:
-            for path in _walk(home, directory.name):
+            for path in _walk(home, directory.name, settings):
                 count += 1
                 name = path.relative_to(home).as_posix()
                 mode = path.lstat().st_mode
@@ -122,7 +123,7 @@ class _ExtractedTree:
         return InvalidArchive(self.name, what)
 
     def directory(self, name: str) -> None:
-        self._create_directory(self._path(name))
+        self._create_directory(self._path(name, is_directory=True))
 
     def file(self, name: str, source: IO[bytes], mode: int) -> int:
         """Write a file; return its size in bytes."""
@@ -198,10 +199,13 @@ class _ExtractedTree:
         if self._count > self._settings.max_files:
             raise self.refuse(_too_many(self._settings))
 
-    def _path(self, name: str) -> PurePosixPath:
+    def _path(self, name: str, is_directory: bool = False) -> PurePosixPath:
         path = PurePosixPath(name)
         if "\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts:
             raise self.refuse(f"the path {name!r} leaves, or may leave, the model's directory; {_HOSTILE}")
+        depth = len(path.parts) - (not is_directory)  # the last part of a file's path is no directory
+        if depth > self._settings.max_depth:
+            raise self.refuse(too_deep(self._settings))
         return path
 
 
@@ -293,8 +297,10 @@ def _archive_errors(name: str) -> Iterator[None]:
         raise InvalidArchive(name, f"{what}; {_BROKEN}") from None
 
 
-def _walk(directory: Path, name: str) -> Iterator[Path]:
+def _walk(directory: Path, name: str, settings: ModelStoreSettings, depth: int = 0) -> Iterator[Path]:
     """Yield everything below ``directory``, each directory before its contents, sorted by name."""
+    if depth > settings.max_depth:
+        raise InvalidArchive(name, too_deep(settings))
     for path in sorted(directory.iterdir()):
         if "\\" in path.name or not path.name.isprintable():
             raise InvalidArchive(
@@ -304,7 +310,7 @@ def _walk(directory: Path, name: str) -> Iterator[Path]:
             continue
         yield path
         if path.is_dir() and not path.is_symlink():
-            yield from _walk(path, name)
+            yield from _walk(path, name, settings, depth + 1)
 
 
 def _link_target(path: Path, home: Path, name: str) -> bytes:
@@ -319,6 +325,14 @@ def _resolve(path: Path, name: str) -> Path:
         return path.resolve()
     except (OSError, RuntimeError):  # which of them depends on Python's version
         raise InvalidArchive(name, f"the link {path.name!r} is part of a loop; remove it") from None
+
+
+def too_deep(settings: ModelStoreSettings) -> str:
+    """Return the problem of an archive with too many directory levels."""
+    return (
+        f"has more than max_depth ({settings.max_depth}) directory levels; flatten it, or raise "
+        "store.max_depth if you trust the archive"
+    )
 
 
 def _too_many(settings: ModelStoreSettings) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from serve_app.errors import InvalidArchive
 
+MAX_DOCUMENT_BYTES = 1 << 20  # of a manifest, a configuration or a specification
 MANIFEST = "MAR-INF/MANIFEST.json"
 CONFIG = "model-config.yaml"
 HUGGING_FACE = "huggingface"  # the handler of a model folder
@@ -42,7 +43,7 @@ class Manifest:
         """
         name = archive_stem(archive)
         try:
-            text = (directory / MANIFEST).read_bytes()
+            text = read_document(directory / MANIFEST, archive, MANIFEST)
         except FileNotFoundError:
             config = CONFIG if (directory / CONFIG).is_file() else None
             if is_model_folder(directory) or (not default_handler and (directory / "config.json").is_file()):
@@ -81,6 +82,25 @@ class Manifest:
 
 
 _REBUILD = "rebuild the archive with torch-model-archiver"
+
+
+def read_document(path: Path, archive: str, name: str) -> bytes:
+    """Return the contents of an archive's file ``name`` that is to be parsed.
+
+    Raises FileNotFoundError, and InvalidArchive where it is larger than 1 MiB or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_DOCUMENT_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InvalidArchive(archive, f"{name} cannot be read ({error.strerror}); {_REBUILD}") from None
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise InvalidArchive(
+            archive, f"{name} is larger than {MAX_DOCUMENT_BYTES} bytes; keep data in files of their own"
+        )
+    return text
 
 
 def is_model_folder(directory: Path) -> bool:

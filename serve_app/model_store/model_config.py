@@ -14,7 +14,7 @@ from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.signature import Signature
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import BadRequest, ConfigurationError
-from serve_app.model_store.manifest import CONFIG, Manifest, resolve_file
+from serve_app.model_store.manifest import CONFIG, Manifest, read_document, resolve_file
 from serve_app.telemetry.logs import LEVELS
 
 log = logging.getLogger("torchrelay.manifest")
@@ -160,12 +160,13 @@ class ModelConfig:
     def read(cls, directory: Path, manifest: Manifest) -> ModelConfig:
         """Return the configuration that the manifest names, by default an empty one.
 
-        Raises ConfigurationError.
+        Raises ConfigurationError, and InvalidArchive for a file of more than 1 MiB.
         """
         if manifest.config_file is None:
             return cls()
         file = resolve_file(directory, manifest, manifest.config_file)
-        return cls.parse(file.read_bytes(), f"{manifest.archive}/{manifest.config_file}")
+        text = read_document(file, manifest.archive, manifest.config_file)
+        return cls.parse(text, f"{manifest.archive}/{manifest.config_file}")
 
     @classmethod
     def parse(cls, text: str | bytes, where: str = CONFIG) -> ModelConfig:

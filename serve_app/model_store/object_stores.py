@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from handlers import tasks
 from serve_app.errors import DownloadFailed
+from serve_app.model_store.archive import too_deep
+from serve_app.model_store.atomic_dir import remove_tree
 from serve_app.model_store.download_progress import IDLE_TIMEOUT, DownloadProgress, OnProgress
 from serve_app.settings import MIB, ModelStoreSettings
 
@@ -94,7 +95,7 @@ def download(
         system = _file_system(where, settings)
         return _download(system, where.path, url, folder, DownloadProgress(url, settings, progress), settings)
     except BaseException as error:  # each library has its own error classes
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
         if isinstance(error, DownloadFailed) or not isinstance(error, Exception):
             raise
         raise DownloadFailed(url, _explain(scheme, error)) from None
@@ -166,6 +167,8 @@ def _download(
         inner = PurePosixPath(file)
         if inner.is_absolute() or ".." in inner.parts:
             raise DownloadFailed(url, f"the file {file!r} leaves the model's directory")
+        if len(inner.parts) - 1 > settings.max_depth:
+            raise DownloadFailed(url, too_deep(settings))
         (model / inner).parent.mkdir(parents=True, exist_ok=True)
         _copy(system, f"{root}/{file}", model / inner, transfer)
     return model

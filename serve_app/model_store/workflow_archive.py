@@ -16,8 +16,8 @@ from typing import Any
 
 from serve_app.domain import validation, workflow_graph
 from serve_app.domain.workflow_graph import WorkflowGraph, WorkflowStep
-from serve_app.errors import InvalidGraph, InvalidWorkflow
-from serve_app.model_store.manifest import find_inside, find_syntax_error
+from serve_app.errors import InvalidArchive, InvalidGraph, InvalidWorkflow
+from serve_app.model_store.manifest import find_inside, find_syntax_error, read_document
 
 MANIFEST = "WAR-INF/MANIFEST.json"
 _REBUILD = "rebuild the archive with torchrelay workflow archive"
@@ -65,7 +65,8 @@ def read(directory: Path, archive: str, name: str | None = None) -> WorkflowArch
     raw_settings = _manifest(directory, archive)
     name = name or raw_settings["workflowName"]
     where = f"{archive}/{raw_settings['specFile']}"
-    specification = parse(_file(directory, raw_settings["specFile"], archive).read_bytes(), where)
+    file = _file(directory, raw_settings["specFile"], archive)
+    specification = parse(_read(file, archive, raw_settings["specFile"]), where)
     handler = raw_settings.get("handler") or ""
     graph, members = build_graph(name, specification, where)
     check_handler(_file(directory, handler, archive) if handler else None, graph, where)
@@ -91,7 +92,7 @@ def build_graph(
 
 def _manifest(directory: Path, archive: str) -> dict[str, str]:
     try:
-        raw = json.loads((directory / MANIFEST).read_bytes())
+        raw = json.loads(_read(directory / MANIFEST, archive, MANIFEST))
     except FileNotFoundError:
         raise InvalidWorkflow(archive, f"has no {MANIFEST}; {_REBUILD}") from None
     except (ValueError, RecursionError) as error:
@@ -104,6 +105,13 @@ def _manifest(directory: Path, archive: str) -> dict[str, str]:
         if not (isinstance(value, str) and value) and (needed or value is not None):
             raise InvalidWorkflow(archive, f'{MANIFEST}: "{key}" is {value!r} and must be text; {_REBUILD}')
     return raw_settings
+
+
+def _read(path: Path, archive: str, name: str) -> bytes:
+    try:
+        return read_document(path, archive, name)
+    except InvalidArchive as error:
+        raise InvalidWorkflow(*error.args) from None
 
 
 def _file(directory: Path, name: str, archive: str) -> Path:

@@ -381,3 +381,26 @@ def test_a_directory_that_cannot_be_packed_is_refused(tmp_path):
     (source / "pipe").unlink()
     (source / "a\\b").touch()
     fails("backslash")
+
+
+DEEP = "/".join(["d"] * 65)
+
+
+@pytest.mark.parametrize("entry", [f"{DEEP}/file", f"{DEEP}/"])
+@pytest.mark.parametrize("write", [zipped, tarred])
+def test_more_than_64_directory_levels_are_refused(tmp_path: Path, write, entry: str) -> None:
+    files: dict = {entry: b""}
+    if write is tarred and entry.endswith("/"):
+        files = {special(DEEP, tarfile.DIRTYPE): b""}
+    refused(write(tmp_path / "m.mar", files), tmp_path, "more than max_depth (64) directory levels")
+
+
+def test_64_directory_levels_are_unpacked_and_packed(tmp_path: Path) -> None:
+    name = f"{DEEP[2:]}/file"
+    home = unpack(zipped(tmp_path / "m.mar", {name: b"x", "other": b""}), tmp_path / "into", SETTINGS)
+    assert (home / name).read_bytes() == b"x"
+    pack(home, tmp_path / "again.mar", SETTINGS)
+    inner = home / DEEP[2:] / "one"
+    inner.mkdir()
+    with pytest.raises(InvalidArchive, match=r"max_depth \(64\)"):
+        pack(home, tmp_path / "deeper.mar", SETTINGS)
