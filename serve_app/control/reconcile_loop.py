@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from serve_app.control import placement_check
 from serve_app.control.archive_ingestion import ArchiveIngestor
-from serve_app.control.reconciler import Reconciler, is_dead
+from serve_app.control.reconciler import ActResult, Reconciler, is_dead
 from serve_app.control.registry import DesiredState, desired_states
-from serve_app.control.replica_health import HealthTracker, ObservedApp
+from serve_app.control.replica_health import PLACEMENT_TIMEOUT_S, HealthTracker, ObservedApp
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ScalingProgress
 from serve_app.errors import StartFailed
@@ -28,7 +28,6 @@ log = logging.getLogger("torchrelay.reconcile_loop")
 T = TypeVar("T")
 
 _BUSY_PERIOD = 0.25  # seconds between rounds while something is starting or stopping
-_PLACEMENT_TIMEOUT = 30.0  # seconds that a replica may wait for a place, beyond its startup_timeout
 
 
 class ReconcileLoop:
@@ -165,7 +164,7 @@ class ReconcileLoop:
         ``on_round`` is called before each round that is waited for.
         """
         ref = spec.ref
-        deadline = time.monotonic() + startup_timeout + _PLACEMENT_TIMEOUT
+        deadline = time.monotonic() + startup_timeout + PLACEMENT_TIMEOUT_S
         while True:
             if (error := self._health.get_failure(ref)) is not None:
                 raise error
@@ -216,7 +215,8 @@ class ReconcileLoop:
         self.record_crashes(crashes, desired)
         self._update_health(desired, observed)
         startable = {app: state for app, state in desired.items() if self._health.may_start(state.spec.ref)}
-        actions = await self.run_in_serve_thread(self._reconciler.act, startable, observed)
+        result = await self.run_in_serve_thread(self._reconciler.act, startable, observed)
+        self._record_problems(desired, result)
         await self._remove_archives(observed)
         self.state.publish()
         round_ended, self._round_ended = self._round_ended, asyncio.Event()
@@ -225,10 +225,23 @@ class ReconcileLoop:
             app not in observed or observed[app].running != observed[app].replicas for app in startable
         )
         return (
-            bool(actions)
+            result.count > len(result.problems)
             or (moving and self._has_changed_lately(observed))
             or any(app not in desired for app in observed)
         )
+
+    def _record_problems(self, desired: Mapping[str, DesiredState], result: ActResult) -> None:
+        """Record in each version's status why it could not be deployed, or has fewer workers than desired."""
+        for app, problem in result.problems.items():
+            if (state := desired.get(app)) is not None:
+                ref = state.spec.ref
+                self._health.record_start_failure(state.spec, StartFailed(ref.name, ref.version, problem))
+        for app, (requested, wanted) in result.shortages.items():
+            note = (
+                f"{wanted} workers are desired, and the cluster holds {requested}; add a node or scale down"
+            )
+            if self._health.record_shortage(desired[app].spec.ref, note):
+                log.warning("%s: %s", app, note)
 
     def _has_changed_lately(self, observed: Mapping[str, ObservedApp]) -> bool:
         """Return whether anything has changed within the placement timeout.
@@ -242,7 +255,7 @@ class ReconcileLoop:
         }
         if snapshot != self._last_snapshot:
             self._last_snapshot, self._changed_at = snapshot, now
-        return now - self._changed_at < _PLACEMENT_TIMEOUT
+        return now - self._changed_at < PLACEMENT_TIMEOUT_S
 
     def _update_health(self, desired: Mapping[str, DesiredState], observed: dict[str, ObservedApp]) -> None:
         known = set(self._health.statuses)
@@ -270,6 +283,7 @@ class ReconcileLoop:
             self._ingestor.mark_unused(self._draining.pop(app))
         async with self._archive_lock:
             if not self._archive_holders:
-                specs = [*self.state.registry, *(state.spec for state in self._retained.values())]
-                used = frozenset([*(spec.digest for spec in specs), *self._draining.values()])
-                await asyncio.to_thread(self._ingestor.remove_unused, used)
+                registry = self.state.registry
+                specs = [*registry, *(state.spec for state in self._retained.values())]
+                used = [*(spec.digest for spec in specs), *self._draining.values(), *registry.unreadable]
+                await asyncio.to_thread(self._ingestor.remove_unused, frozenset(used))

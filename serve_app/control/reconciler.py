@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -18,11 +18,13 @@ from ray import serve
 from ray._private.state import available_resources_per_node
 from ray.serve.context import _get_global_client
 
+from serve_app.control import placement_check
 from serve_app.control.registry import DesiredState
 from serve_app.control.replica_health import ObservedApp
 from serve_app.domain.model import ModelSpec, ReplicaInfo
 
 log = logging.getLogger("torchrelay.reconciler")
+T = TypeVar("T")
 
 OURS = "torchrelay"  # the key in user_config that marks an application of this server
 ATTEMPT = "attempt"
@@ -98,6 +100,50 @@ def _has_desired_scale(current: ObservedApp, state: DesiredState, scaling: Mappi
     return all(current.scaling.get(key) == value for key, value in scaling.items())
 
 
+@dataclass(frozen=True)
+class ActResult:
+    """The outcome of a round of actions.
+
+    ``problems`` holds by application why it could not be deployed. ``shortages`` holds by application the
+    number of requested replicas and the larger desired number, for which the cluster is too small.
+    """
+
+    count: int
+    problems: Mapping[str, str]
+    shortages: Mapping[str, tuple[int, int]]
+
+
+def _attempt(
+    app: str, problems: dict[str, str], function: Callable[..., T], *args: Any, **options: Any
+) -> T | None:
+    """Call a function for an application; add its error to ``problems`` instead of raising it."""
+    try:
+        return function(*args, **options)
+    except Exception as error:
+        log.exception("%s could not be deployed", app)
+        problems[app] = f"{type(error).__name__}: {error}"
+        return None
+
+
+def _deploy(targets: Sequence[serve.RunTarget], problems: dict[str, str]) -> None:
+    """Deploy applications together; where Serve refuses them, deploy each by itself."""
+    waits = {"wait_for_ingress_deployment_creation": False, "wait_for_applications_running": False}
+    if not targets:
+        return
+    try:
+        serve.run_many(targets, **waits)
+    except Exception:
+        if len(targets) > 1:
+            log.exception("%d applications could not be deployed together", len(targets))
+        for target in targets:
+            _attempt(target.name, problems, serve.run_many, [target], **waits)
+
+
+def _list_machines() -> dict[str, dict[str, float]]:
+    """Return the resources of each live node, free or not, by its id."""
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
 class Reconciler:
     """The observer of Serve and its only writer. Blocking, and not thread-safe: a single thread calls it."""
 
@@ -154,27 +200,44 @@ class Reconciler:
             free[f"{address} ({node[:6]})" if address in free else address] = resources
         return free
 
-    def act(self, desired: Mapping[str, DesiredState], observed: Mapping[str, ObservedApp]) -> int:
-        """Execute the actions of ``plan``; return their number."""
+    def act(self, desired: Mapping[str, DesiredState], observed: Mapping[str, ObservedApp]) -> ActResult:
+        """Execute the actions of ``plan``; an action that fails does not keep the others from execution."""
         count = 0
-        for wave in plan(desired, observed, self._user_config, self._autoscaling_config):
+        problems: dict[str, str] = {}
+        running = {app: current.running for app, current in observed.items()}
+        limited = desired
+        if any(state.max_replicas > placement_check.MARGIN for state in desired.values()):
+            limited = placement_check.limit_to_cluster(desired, running, _list_machines())
+        configs = {app: _attempt(app, problems, self._user_config, state) for app, state in limited.items()}
+        plannable = {app: state for app, state in limited.items() if app not in problems}
+        for wave in plan(
+            plannable, observed, lambda state: configs[state.spec.ref.app] or {}, self._autoscaling_config
+        ):
             targets = []
             for action in wave:
                 count += 1
                 if isinstance(action, DeleteAction):
+                    if action.app in problems:
+                        continue  # its replicas go on as they are
                     log.info("deleting %s", action.app)
-                    serve.delete(action.app, _blocking=False)
-                else:
-                    app = action.desired.spec.ref.app
-                    low, high = action.desired.min_replicas, action.desired.max_replicas
-                    replicas = f"{low} to {high}" if low < high else low
-                    log.info("deploying %s: %s replicas, route %s", app, replicas, action.route)
-                    targets.append(serve.RunTarget(self._build_application(action), app, action.route))
-            if targets:
-                serve.run_many(
-                    targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
-                )
-        return count
+                    _attempt(action.app, problems, serve.delete, action.app, _blocking=False)
+                elif (target := self._build_target(action, problems)) is not None:
+                    targets.append(target)
+            _deploy(targets, problems)
+        shortages = {
+            app: (limited[app].min_replicas, state.min_replicas)
+            for app, state in desired.items()
+            if limited[app].min_replicas < state.min_replicas
+        }
+        return ActResult(count, problems, shortages)
+
+    def _build_target(self, action: DeployAction, problems: dict[str, str]) -> serve.RunTarget | None:
+        app = action.desired.spec.ref.app
+        low, high = action.desired.min_replicas, action.desired.max_replicas
+        replicas = f"{low} to {high}" if low < high else low
+        log.info("deploying %s: %s replicas, route %s", app, replicas, action.route)
+        application = _attempt(app, problems, self._build_application, action)
+        return None if app in problems else serve.RunTarget(application, app, action.route)
 
 
 def explain_message(message: str) -> str:

@@ -39,13 +39,15 @@ class Registry:
     """Every model by name, and the digest of each version's last archive, removed versions included.
 
     Experiments are kept by id, also those that have ended; of rollouts each model's last. Two registries with
-    equal contents are equal.
+    equal contents are equal. ``unreadable`` has the digests of stored versions that could not be read: they
+    do not run, and their archives are kept.
     """
 
     models: Mapping[str, ModelRecord] = field(default_factory=dict)
     archives: Mapping[ModelRef, str] = field(default_factory=dict)
     experiments: Mapping[str, Experiment] = field(default_factory=dict)
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
+    unreadable: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[ModelSpec]:
         """Iterate over every version of every model."""

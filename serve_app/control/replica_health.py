@@ -18,6 +18,7 @@ from serve_app.telemetry.crash_reports import CrashReport
 
 # Seconds before the n-th start after failures or crashes.
 BACKOFF_S = (0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55)
+PLACEMENT_TIMEOUT_S = 30.0  # seconds that a replica may wait for a place, beyond its startup_timeout
 _CRASH_WINDOW_S = 300.0  # seconds for which a crash counts
 
 
@@ -172,6 +173,13 @@ class HealthTracker:
         expired = now - failure.first_at >= spec.max_retry_timeout
         failure.retry_at = float("inf") if expired else now + _backoff(failure.count + 1)
 
+    def record_shortage(self, ref: ModelRef, note: str) -> bool:
+        """Store that the cluster holds fewer workers than desired; return whether the note is new."""
+        if self._last_errors.get(ref, ("", 0.0))[0] == note:
+            return False
+        self._last_errors[ref] = (note, time.time())
+        return True
+
     def record_crash(self, spec: ModelSpec, crash: CrashReport) -> None:
         """Store the reason why a replica's process ended; while it was loading, its start has failed."""
         if crash.loading:
@@ -210,13 +218,20 @@ class HealthTracker:
         return since is None or self._clock() - since < spec.max_retry_timeout
 
     def is_startup_complete(self, desired: Mapping[str, DesiredState]) -> bool:
-        """Return whether every version has all its replicas, or has failed."""
+        """Return whether every version has all its replicas, or has failed, or had the time to start.
+
+        A version for which the cluster has no place must not keep the server from being ready.
+        """
         return all(self._has_started_or_failed(state) for state in desired.values())
 
     def _has_started_or_failed(self, state: DesiredState) -> bool:
-        status = self.statuses.get(state.spec.ref)
-        return state.spec.ref in self._failures or (
-            status is not None and status.replicas >= state.min_replicas
+        ref = state.spec.ref
+        status = self.statuses.get(ref)
+        waited = self._clock() - self._incomplete_since.get(ref, self._clock())
+        return (
+            ref in self._failures
+            or (status is not None and status.replicas >= state.min_replicas)
+            or waited > state.spec.startup_timeout + PLACEMENT_TIMEOUT_S
         )
 
     def reset_backoff(self, ref: ModelRef) -> None:

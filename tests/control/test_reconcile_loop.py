@@ -12,6 +12,7 @@ import ray
 from serve_app.control import reconciler
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.reconcile_loop import ReconcileLoop
+from serve_app.control.registry import DesiredState
 from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import StartFailed
@@ -98,3 +99,18 @@ def test_rounds_end_at_once_when_they_are_kicked_in_the_same_moment(tmp_path: Pa
         assert task.cancelled()
 
     asyncio.run(run())
+
+
+def test_what_could_not_be_deployed_is_in_the_status_of_its_version_alone(tmp_path: Path) -> None:
+    settings = Settings(home=str(tmp_path))
+    health = HealthTracker()
+    reconcile_loop = ReconcileLoop(idle_reconciler(), health, ArchiveIngestor(settings), Meters(), settings)
+    specs = [SPEC, SPEC.with_(name="short", min_workers=50, max_workers=50), SPEC.with_(name="good")]
+    desired = {spec.ref.app: DesiredState(spec, None) for spec in specs}
+    result = reconciler.ActResult(3, {"m--1.0": "ValueError: no"}, {"short--1.0": (8, 50)})
+    reconcile_loop._record_problems(desired, result)
+    health.update(desired, {}, {})
+    errors = [health.statuses[spec.ref].last_error for spec in specs]
+    shortage = "50 workers are desired, and the cluster holds 8; add a node or scale down"
+    assert errors == ["ValueError: no", shortage, ""]
+    assert [health.get_failure(spec.ref) is None for spec in specs] == [False, True, True]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+from ray import serve
+
+from serve_app.control import reconciler
+from serve_app.control.placement_check import MARGIN, count_fitting, limit_to_cluster
 from serve_app.control.reconciler import DeleteAction, DeployAction, explain_message, plan
 from serve_app.control.registry import DesiredState
 from serve_app.control.replica_health import ObservedApp
 from serve_app.domain.model import ModelSpec, ReplicaInfo
+from serve_app.settings import RuntimeSettings
 
 
 def want(version: str, route: str, workers: int = 1, most: int | None = None) -> DesiredState:
@@ -129,3 +135,89 @@ def test_messages_of_serve_lose_colours_and_gain_an_explanation() -> None:
         "The replica's process ended while it loaded the model: the handler ended it (os._exit)"
     )
     assert result.endswith("ActorDiedError()")
+
+
+MACHINE = {"CPU": 2.0, "memory": 16 * 2.0**30}
+
+
+def limited(state: DesiredState, running: int = 0, machine: dict[str, float] = MACHINE) -> tuple[int, int]:
+    app = state.spec.ref.app
+    result = limit_to_cluster({app: state}, {app: running}, {"node": machine})[app]
+    return result.min_replicas, result.max_replicas
+
+
+def test_no_more_replicas_are_requested_than_the_cluster_holds_and_a_margin() -> None:
+    assert limited(want("1", "/m", 1_000_000)) == (64 + MARGIN, 64 + MARGIN)
+    assert limited(want("1", "/m", 2, 1_000_000)) == (2, 64 + MARGIN)
+    claiming = want("1", "/m", 50)
+    claiming = DesiredState(claiming.spec.with_(num_cpus=0.5), "/m")
+    assert limited(claiming) == (4 + MARGIN, 4 + MARGIN)
+    assert limited(claiming, running=30) == (30, 30)  # running replicas stay
+
+
+def test_the_default_claim_leaves_room_for_more_than_20_replicas_on_two_cores() -> None:
+    spec = want("1", "/m").spec.with_(num_cpus=RuntimeSettings().num_cpus)
+    assert count_fitting(spec, {"node": {**MACHINE, "memory": 2.0**40}}) == 2000
+
+
+def test_the_margin_is_requested_also_where_nothing_fits() -> None:
+    gpus = DesiredState(want("1", "/m", MARGIN).spec.with_(num_gpus=1.0), "/m")
+    assert limited(gpus) == (MARGIN, MARGIN)
+    more = DesiredState(want("1", "/m", 20).spec.with_(num_gpus=1.0), "/m")
+    assert limited(more) == (MARGIN, MARGIN)
+    assert limited(more, machine={**MACHINE, "GPU": 4.0}) == (4 + MARGIN, 4 + MARGIN)
+
+
+def test_the_ranks_of_a_replica_need_one_machine_each_where_they_are_packed() -> None:
+    sharded = ModelSpec(
+        "m", "1", "m.mar", "d" * 64, "file:///m.mar", num_gpus=1.0, tensor_parallel=4, min_workers=20
+    )
+    machines = {name: {**MACHINE, "GPU": 6.0} for name in "ab"}
+    assert count_fitting(sharded, machines) == 2
+    assert count_fitting(sharded.with_(placement_strategy="SPREAD"), machines) == 3
+
+
+class SomeFail:
+    """The part of Ray Serve's API that the reconciler calls; ``bad`` is refused, alone or with others."""
+
+    RunTarget = serve.RunTarget
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+
+    def run_many(self, targets: list[serve.RunTarget], **options: object) -> None:
+        if any(target.name == "bad--1" for target in targets):
+            raise ValueError("no such resource")
+        self.running += [target.name for target in targets]
+
+    def delete(self, app: str, _blocking: bool) -> None:
+        raise AssertionError(app)
+
+
+def test_an_application_that_cannot_be_deployed_keeps_no_other_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = SomeFail()
+    monkeypatch.setattr(reconciler, "serve", fake)
+    states = {
+        f"{name}--1": DesiredState(want("1", "/m").spec.with_(name=name), None)
+        for name in ("bad", "good", "unbuildable", "unreadable")
+    }
+
+    def build(action: DeployAction) -> object:
+        if action.desired.spec.name == "unbuildable":
+            raise ValueError("cannot be built")
+        return object()
+
+    def configure(state: DesiredState) -> dict[str, str]:
+        if state.spec.name == "unreadable":
+            raise ValueError("cannot be read")
+        return {}
+
+    result = reconciler.Reconciler(build, configure, scaling).act(states, {})
+    assert fake.running == ["good--1"]
+    assert result.problems == {
+        "bad--1": "ValueError: no such resource",
+        "unbuildable--1": "ValueError: cannot be built",
+        "unreadable--1": "ValueError: cannot be read",
+    }

@@ -177,3 +177,19 @@ def test_how_long_the_last_start_took_outlives_the_replicas(health: HealthTracke
     assert (health.statuses[SPEC.ref].phase, health.statuses[SPEC.ref].start_seconds) == ("loading", 7)
     health.update(WANT, app("a"), {})
     assert health.statuses[SPEC.ref].start_seconds == 3
+
+
+def test_a_version_without_a_place_does_not_keep_the_start_up_from_its_end(
+    health: HealthTracker, clock: Clock
+) -> None:
+    health.update(WANT, {}, {})
+    clock.now += SPEC.startup_timeout + 29
+    assert not health.is_startup_complete(WANT)
+    clock.now += 2
+    assert health.is_startup_complete(WANT)
+
+
+def test_a_shortage_is_part_of_the_status(health: HealthTracker) -> None:
+    assert health.record_shortage(SPEC.ref, "too few") and not health.record_shortage(SPEC.ref, "too few")
+    health.update(WANT, app("a"), {})
+    assert health.statuses[SPEC.ref].last_error == "too few"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import shlex
 import sqlite3
 import time
@@ -45,6 +46,8 @@ from serve_app.domain.traffic_policy import TrafficPolicy
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import ConfigurationError, Unavailable
 
+log = logging.getLogger("torchrelay.database")
+
 _SETTING = "control.database_url"
 _LOCK_TIMEOUT = 10  # seconds to reach a server, or to wait for SQLite's lock
 _LOCK_RETRY_S = 0.01  # seconds between two looks at a lock that SQLite does not wait for
@@ -75,36 +78,44 @@ class Database:
         return self._generation
 
     def load(self) -> Registry:
-        """Return the registry as it was last saved by any process. Raises Unavailable."""
+        """Return the registry as it was last saved by any process. Raises Unavailable.
+
+        A row that cannot be read is logged and left out, as is a model whose default version is; the others
+        are served. The rows stay in the database.
+        """
+        unreadable: set[str] = set()
         with self.transaction() as connection:
             # Taking the row keeps a writer out until every table is read.
             generation = connection.execute(sa.select(GENERATION.c.generation).with_for_update()).scalar_one()
             versions: dict[str, dict[str, ModelSpec]] = {}
             for row in connection.execute(sa.select(VERSIONS).order_by(VERSIONS.c.model, VERSIONS.c.version)):
-                versions.setdefault(row.model, {})[row.version] = _decode_spec(row)
-            models = {
-                row.name: ModelRecord(
-                    row.default_version,
-                    versions[row.name],
-                    validation.read(TrafficPolicy, row.policy),
-                    row.declared,
-                )
-                for row in connection.execute(sa.select(MODELS).order_by(MODELS.c.name))
-            }
+                with _skip_unreadable(f"model {row.model} version {row.version}"):
+                    unreadable.add(str(_digest(row)))
+                    versions.setdefault(row.model, {})[row.version] = _decode_spec(row)
+                    unreadable.discard(str(_digest(row)))
+            models = {}
+            for row in connection.execute(sa.select(MODELS).order_by(MODELS.c.name)):
+                with _skip_unreadable(f"model {row.name}"):
+                    kept = versions.get(row.name, {})
+                    if row.default_version not in kept:
+                        unreadable.update(spec.digest for spec in kept.values())
+                        raise ValueError(f"its default version {row.default_version} cannot be read")
+                    policy = validation.read(TrafficPolicy, row.policy)
+                    models[row.name] = ModelRecord(row.default_version, kept, policy, row.declared)
             archives = {
                 ModelRef(row.model, row.version): row.digest
                 for row in connection.execute(sa.select(ARCHIVES))
             }
-            experiments = {
-                row.id: validation.read(Experiment, row.document)
-                for row in connection.execute(sa.select(EXPERIMENTS))
-            }
-            rollouts = {
-                row.model: validation.read(Rollout, row.document)
-                for row in connection.execute(sa.select(ROLLOUTS))
-            }
+            experiments = {}
+            for row in connection.execute(sa.select(EXPERIMENTS)):
+                with _skip_unreadable(f"experiment {row.id}"):
+                    experiments[row.id] = validation.read(Experiment, row.document)
+            rollouts = {}
+            for row in connection.execute(sa.select(ROLLOUTS)):
+                with _skip_unreadable(f"the rollout of model {row.model}"):
+                    rollouts[row.model] = validation.read(Rollout, row.document)
         self._generation = generation
-        return Registry(models, archives, experiments, rollouts)
+        return Registry(models, archives, experiments, rollouts, frozenset(unreadable))
 
     def save(self, before: Registry, after: Registry) -> None:
         """Store the changes from ``before``, which was last loaded or saved here, to ``after``.
@@ -321,6 +332,21 @@ def _encode_spec(spec: ModelSpec) -> dict[str, Any]:
     return {"spec": fields, "config": yaml.safe_dump(dict(spec.config), sort_keys=False)}
 
 
+@contextlib.contextmanager
+def _skip_unreadable(entry: str) -> Iterator[None]:
+    """Log an error of a stored entry instead of raising it; those of the database are raised."""
+    try:
+        yield
+    except sa.exc.SQLAlchemyError:
+        raise
+    except Exception:
+        log.exception("%s of the registry cannot be read, and is not served; register it again", entry)
+
+
+def _digest(row: Any) -> Any:
+    return row.spec.get("digest") if isinstance(row.spec, dict) else None
+
+
 def _decode_spec(row: Any) -> ModelSpec:
     """Return a stored spec.
 
@@ -336,4 +362,6 @@ def _decode_spec(row: Any) -> ModelSpec:
         fields["autoscaling"] = Autoscaling(**{key: stored[key] for key in autoscaling.KEYS if key in stored})
     if (stored := fields.get("graph")) is not None:
         fields["graph"] = validation.read(WorkflowGraph, stored)
-    return ModelSpec(name=row.model, version=row.version, config=yaml.safe_load(row.config), **fields)
+    spec = ModelSpec(name=row.model, version=row.version, config=yaml.safe_load(row.config), **fields)
+    _ = spec.signature  # raises where the stored document is invalid, rather than in each routing table
+    return spec

@@ -22,7 +22,7 @@ from serve_app.control.lifecycle_events import EventLog
 from serve_app.control.models import ModelService
 from serve_app.control.persistence.database import Database
 from serve_app.control.reconcile_loop import ReconcileLoop
-from serve_app.control.reconciler import ObservedApp
+from serve_app.control.reconciler import ActResult, ObservedApp
 from serve_app.control.registry import DesiredState, find_version
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.state import AcknowledgementPolicy, StateStore
@@ -89,7 +89,7 @@ class Serve:
     def observe(self) -> dict[str, ObservedApp]:
         return {app: self._seen(app, want) for app, want in self.apps.items()}
 
-    def act(self, desired: Mapping[str, DesiredState], seen: Mapping[str, ObservedApp]) -> int:
+    def act(self, desired: Mapping[str, DesiredState], seen: Mapping[str, ObservedApp]) -> ActResult:
         steps = len(desired.keys() ^ self.apps.keys())
         self.apps = dict(desired)
         for app in desired.keys() & self.broken:
@@ -97,7 +97,7 @@ class Serve:
             self._health.record_start_failure(
                 spec, StartFailed(spec.name, spec.version, f"Traceback of {app}")
             )
-        return steps
+        return ActResult(steps, {}, {})
 
     def list_replicas(self, states: tuple[str, ...] = ()) -> set[str]:
         return set()
