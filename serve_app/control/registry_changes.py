@@ -40,8 +40,8 @@ from serve_app.errors import (
 def register(registry: Registry, spec: ModelSpec) -> Registry:
     """Add a version; a model's first version becomes its default.
 
-    Raises VersionExists, Conflict where the name is a workflow's, and BadRequest where the version's
-    application would have another's name.
+    Raises VersionExists, Conflict where the name is a workflow's, and BadRequest where a label has the
+    version's name.
     """
     record = registry.models.get(spec.name)
     if record is not None and is_workflow(record) != (spec.graph is not None):
@@ -55,13 +55,6 @@ def register(registry: Registry, spec: ModelSpec) -> Registry:
             f"traffic policy of model "
             f"{spec.name} calls version {record.policy.labels[spec.version]}. Give one of them another name."
         )
-    for other in registry:
-        if other.ref.app == spec.ref.app:
-            raise BadRequest(
-                f"Model {spec.name} version {spec.version} cannot stand beside model {other.name} version "
-                f"{other.version}: both would run as the application {spec.ref.app}. Give one of "
-                f"them another name."
-            )
     return _with_version(registry, spec)
 
 

@@ -24,8 +24,15 @@ class ModelRef:
 
     @property
     def app(self) -> str:
-        """The name of the Serve application, and of the deployment in it, that runs this version."""
-        return f"{self.name}--{self.version}"
+        """The name of the Serve application, and of the deployment in it, that runs this version.
+
+        Two versions never share it: the part behind the last ``--`` is the version. A version that contains
+        ``--`` itself is escaped; it then begins with a period, which no version does.
+        """
+        version = self.version
+        if "--" in version:
+            version = "." + version.replace(".", ".0").replace("-", ".1")
+        return f"{self.name}--{version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class ModelSpec:
     retries: bool = True  # a failed batch is run again in halves; rows of a dead replica go to another
     bucket_by_length: bool = False  # rows of similar length run together
     use_job_ticket: bool = False  # a row is taken only where the model is idle
-    num_cpus: float = 0.1
+    num_cpus: float = 0.001
     num_gpus: float = 0.0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1

@@ -244,3 +244,15 @@ def test_an_archive_may_contain_packages_with_torchrelays_names(server: Server, 
     refused = server.http.post("/predictions/shout", content=b"", headers=headers)
     assert (refused.status_code, refused.json()["message"]) == (422, "nothing to shout")
     assert server.management.delete("/models/shout").status_code == 200
+
+
+def test_names_and_versions_with_double_hyphens_are_served_at_once(server: Server, tmp_path: Path) -> None:
+    pairs = [("a--b", "c"), ("a", "b--c")]
+    for name, version in pairs:
+        answer = server.register(make_archive(tmp_path, name, says(f"{name} {version}"), version))
+        assert answer.status_code == 200, answer.text
+    for name, version in pairs:
+        assert server.http.post(f"/predictions/{name}").text == f"{name} {version}"
+        assert server.http.post(f"/predictions/{name}/{version}").text == f"{name} {version}"
+    for name, version in pairs:
+        assert server.management.delete(f"/models/{name}/{version}").status_code == 200

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import pytest
@@ -61,12 +62,24 @@ class TestRegister:
             register(whole, spec())
         assert pickle.dumps(whole) == before
 
-    @pytest.mark.parametrize("order", [1, -1])
-    def test_two_versions_whose_applications_would_have_one_name_are_refused(self, order):
-        one, other = [spec("a--b", "c"), spec("a", "b--c")][::order]
-        with pytest.raises(BadRequest, match=r"application a--b--c") as caught:
-            register(registry(one), other)
-        assert one.name in str(caught.value) and other.name in str(caught.value)
+    def test_names_and_versions_with_double_hyphens_have_applications_of_their_own(self):
+        both = registry(spec("a--b", "c", min_workers=1), spec("a", "b--c", min_workers=1))
+        assert set(desired_states(both)) == {"a--b--c", "a--.b.1.1c"}
+
+    def test_no_two_versions_share_an_application(self):
+        words = [
+            "".join(letters)
+            for size in range(1, 7)
+            for letters in itertools.product("a-.", repeat=size)
+            if letters[0] == "a"
+        ]
+        pairs = [(name, version) for name in words for version in words if len(name + version) < 9]
+        apps = {ModelRef(*pair).app for pair in pairs}
+        assert len(apps) == len(pairs)
+
+    def test_ordinary_versions_keep_their_applications_name(self):
+        assert ModelRef("m", "1.0").app == "m--1.0"
+        assert ModelRef("a--b", "1.0-rc.1").app == "a--b--1.0-rc.1"
 
     def test_a_registry_says_the_same_in_whatever_order_it_was_made(self):
         assert registry(spec("a"), spec("b")) == registry(spec("b"), spec("a"))
@@ -108,10 +121,6 @@ class TestPut:
         assert whole.models["m"].default == "2.0"
         moved = set_default(whole, "m", "1.0")[0]
         assert apply_archive(moved, spec(version="2.0"), default=True) is moved
-
-    def test_applications_of_one_name_are_refused_here_too(self):
-        with pytest.raises(BadRequest):
-            apply_archive(registry(spec("a--b", "c")), spec("a", "b--c"))
 
 
 class TestUnregister:
