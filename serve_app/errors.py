@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 def _get_argument(index: int, error: BaseException) -> Any:
-    """Return one positional argument; empty where the error has fewer of them."""
-    return error.args[index] if index < len(error.args) else ""
+    return error.args[index] if index < len(error.args) else ""  # empty where it has fewer of them
 
 
 class _NamedArguments:
@@ -92,6 +91,10 @@ class InstallFailed(BadRequest, reason="install_failed", fields=("model", "detai
 
 class ConfigurationError(BadRequest, reason="configuration", fields=("place", "problem")):
     template = "{place}: {problem}"
+
+
+class LimitExceeded(BadRequest, reason="limit_exceeded", fields=("place", "problem", "setting")):
+    template = "{place}: {problem}; write a smaller number, or raise limits.{setting} in the settings"
 
 
 class InvalidWorkflow(BadRequest, reason="invalid_workflow", fields=("place", "problem")):

@@ -10,17 +10,20 @@ import hashlib
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 
+from serve_app.domain import limits as bounds
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain import validation
-from serve_app.errors import BadRequest, ConfigurationError
+from serve_app.domain.limits import Limits
+from serve_app.errors import BadRequest, ConfigurationError, LimitExceeded
 
 MIB = 1 << 20
+_INT64 = 2**63
 
 # The variable in which `torchrelay start` passes the address that clients connect to.
 INFERENCE_HOST = "TORCHRELAY_INFERENCE_HOST"
@@ -45,6 +48,7 @@ class ModelStoreSettings(_Section):
     max_unpacked_bytes: int = 128 * 1024 * MIB
     max_ratio: float = 200.0  # unpacked : packed of a whole archive; more is a zip bomb
     max_files: int = 100_000
+    max_depth: int = 64  # directory levels of an archive
     default_service_handler: str = ""
 
 
@@ -65,7 +69,8 @@ class RuntimeSettings(_Section):
     header_key_sequence_id: str = "ts_request_sequence_id"
     header_key_sequence_start: str = "ts_request_sequence_start"
     header_key_sequence_end: str = "ts_request_sequence_end"
-    num_cpus: float = 0.1  # Ray CPUs a replica claims; a claim for placement, not a limit
+    # Ray CPUs a replica claims; a claim for placement, not a limit. 0.1 allowed 20 replicas on two cores
+    num_cpus: float = 0.001
     num_gpus: float = 0.0
     pin: bool = False  # replicas without a GPU compute on cores of their own
     install_py_dep_per_model: bool = False  # install each archive's requirements.txt for its replicas alone
@@ -95,7 +100,7 @@ class ControlSettings(_Section):
 
     state_dir: str = "state"
     database_url: str = ""  # empty: SQLite in state_dir
-    reconcile_period: float = 2.0  # seconds
+    reconcile_period: Annotated[float, pydantic.Field(gt=0)] = 2.0  # seconds
     acknowledge_timeout: float = 5.0  # seconds to wait until every live reader has a change
     enable_model_api: bool = True
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"
@@ -259,6 +264,7 @@ class Settings(_Section):
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    limits: Limits = field(default_factory=Limits)  # of numbers in archives, requests and settings
     home: str = ""  # what relative paths start from; empty: the working directory
 
     @property
@@ -368,10 +374,32 @@ def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings
         raise ConfigurationError(where, str(error)) from None
     for model, policy in settings.control.traffic.items():
         try:
-            policies.read(policy)
+            bounds.check(policies.read(policy), settings.limits, f"control.traffic.{model}")
         except BadRequest as error:
-            raise ConfigurationError(where, f"control.traffic.{model}: {error}") from None
+            place = "" if isinstance(error, LimitExceeded) else f"control.traffic.{model}: "
+            raise ConfigurationError(where, f"{place}{error}") from None
+    try:
+        _check_numbers(settings)
+    except BadRequest as error:
+        raise ConfigurationError(where, str(error)) from None
     return settings
+
+
+def _check_numbers(settings: Settings) -> None:
+    """Raise BadRequest for a number beyond its limit, or one that is not finite."""
+    for section in fields(settings):
+        values = getattr(settings, section.name)
+        if not is_dataclass(values):
+            continue
+        for item in fields(values):
+            number = getattr(values, item.name)
+            if isinstance(number, int | float) and not -_INT64 <= number < _INT64:  # so is NaN
+                raise BadRequest(f"{section.name}.{item.name} must be a finite number of at most 64 bits")
+        if section.name != "limits":
+            bounds.check(values, settings.limits, section.name)
+    for model, versions in settings.control.models.items():
+        for version, options in versions.items():
+            bounds.check(options, settings.limits, f"control.models.{model}.{version}")
 
 
 def is_loopback(host: str) -> bool:

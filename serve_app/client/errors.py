@@ -143,6 +143,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "missing_parameter",
         "invalid_body",
         "invalid_input",
+        "limit_exceeded",
         "invalid_archive",
         "download_failed",
         "install_failed",

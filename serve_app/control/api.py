@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from serve_app.domain import experiment as experiments
+from serve_app.domain import limits
 from serve_app.domain import rollout as rollouts
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain import workflow_graph as graphs
@@ -190,6 +191,7 @@ class ControlPlane:
             raise MethodNotAllowed()
         if not registration.url:
             raise MissingParameter("url")
+        self._check_limits(registration, "the registration")
         return await self.api.register(registration)
 
     async def scale(
@@ -257,8 +259,10 @@ class ControlPlane:
         if document is None:
             if not registration.url:
                 raise MissingParameter("url")
+            self._check_limits(registration, "the registration")
             return await self.api.register_workflow(registration, None)
         graph = graphs.read(document)
+        self._check_limits(graph, "the workflow")
         name = registration.model_name or graph.name
         if not name:
             raise InvalidWorkflow("the workflow", "name: it has none; say how calls are to name it")
@@ -293,7 +297,9 @@ class ControlPlane:
 
         Raises ModelNotFound, VersionNotFound, and Conflict while an experiment or a rollout splits it.
         """
-        return await self.api.set_traffic(model, policies.read(document))
+        policy = policies.read(document)
+        self._check_limits(policy, "Traffic policy")
+        return await self.api.set_traffic(model, policy)
 
     async def reset_traffic(self, model: str) -> TrafficDocument:
         """Send every request to the default version again. Raises as ``set_traffic`` does."""
@@ -330,4 +336,10 @@ class ControlPlane:
 
         Raises ModelNotFound, VersionNotFound and Conflict.
         """
-        return await self.api.start_rollout(model, rollouts.read(document))
+        plan = rollouts.read(document)
+        self._check_limits(plan, "Rollout")
+        return await self.api.start_rollout(model, plan)
+
+    def _check_limits(self, values: Any, place: str) -> None:
+        """Raise LimitExceeded for a number of the request that is beyond its limit."""
+        limits.check(values, self._settings.limits, place)

@@ -20,6 +20,7 @@ from serve_app.control.lifecycle_events import EventHistory, EventLog
 from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.registry import find_version, is_workflow
 from serve_app.control.state import StateStore
+from serve_app.domain import limits
 from serve_app.domain.access import matches
 from serve_app.domain.model import (
     ModelEvent,
@@ -136,9 +137,10 @@ class ModelService:
             after, ref = registry_changes.scale(
                 state.registry, model, version, min_workers, max_workers, autoscaling
             )
+            spec = find_version(after, ref.name, ref.version)
+            self._check_scale(spec)
             self._reconcile_loop.reset_backoff(ref)
             await state.commit(after)
-        spec = find_version(after, ref.name, ref.version)
         history = self._events.open(ref.name, version=ref.version, workers=spec.min_workers)
         previous_bounds = None if spec.scaling else _autoscaling_bounds(before)
         if not wait:
@@ -147,6 +149,13 @@ class ModelService:
             return ScalingProgress(ref, running, "processing", _autoscaling_bounds(spec), previous_bounds)
         with self._events.record_failure(history):
             return replace(await self.wait_until_started(history, spec), previous_bounds=previous_bounds)
+
+    def _check_scale(self, spec: ModelSpec) -> None:
+        """Raise LimitExceeded where a version's new workers or autoscaling are beyond a limit."""
+        workers = {"min_worker": spec.min_workers, "max_worker": spec.max_workers}
+        limits.check(workers, self._settings.limits, "the request")
+        if spec.autoscaling is not None:
+            limits.check(spec.autoscaling, self._settings.limits, "the request")
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         async with self._state.write_lock:
@@ -191,6 +200,8 @@ class ModelService:
                 self._watch(history, spec)
         except RelayError as error:
             log.error("%s was not loaded: %s\n%s", registration.url, error, getattr(error, "detail", ""))
+        except Exception:  # a broken archive must not keep the others from loading
+            log.exception("%s was not loaded", registration.url)
 
     async def _apply_archive(self, registration: Registration, history: EventHistory) -> ModelSpec | None:
         """Register an archive of the model store where it is new or has changed.

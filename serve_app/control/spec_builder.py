@@ -7,6 +7,7 @@ from dataclasses import fields
 from math import ceil
 from typing import Any
 
+from serve_app.domain import limits
 from serve_app.domain.model import ModelRef, ModelSpec, Registration
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import BadRequest, ConfigurationError
@@ -53,9 +54,14 @@ def build_spec(
     The first source with a value applies; ``control.models`` holds settings of single versions. Batch size
     and delay: registration, file, control.models. Timeouts: file, control.models, registration, settings.
     Workers: file, registration, control.models at start-up, settings, and at start-up one. All others: file,
-    settings. A number of zero or less is no value, except for workers. Raises BadRequest.
+    settings. A number of zero or less is no value, except for workers. Raises BadRequest, and LimitExceeded
+    for a number of any source that is beyond its limit, also where another source has precedence.
     """
     defaults = settings.runtime
+    limits.check(registration, settings.limits, "the registration")
+    place = f"{manifest.archive}/{manifest.config_file}"
+    limits.check(config.raw, settings.limits, place)
+    limits.check({"tensor_parallel*pipeline_parallel": _ranks(config)}, settings.limits, place)
     if _ranks(config) > 1 and config.num_gpus not in (None, 0, 1):
         why = (
             f"num_gpus: {config.num_gpus:g}; a rank of a sharded model has one GPU to itself: 1, "
@@ -116,8 +122,10 @@ def build_workflow_spec(
 ) -> ModelSpec:
     """Build the spec of a workflow; ``file`` of its archive defines its functions, where it has any.
 
-    Raises BadRequest.
+    Raises BadRequest, and LimitExceeded as ``build_spec`` does.
     """
+    limits.check(registration, settings.limits, "the registration")
+    limits.check(graph, settings.limits, f"workflow {graph.name}")
     ref = _ref(graph.name, graph.version)
     defaults = settings.runtime
     functions = {"file": file, "names": list(graph.functions), "plain": bool(graph.torchserve)}
@@ -207,7 +215,8 @@ def _ref(name: str, version: str) -> ModelRef:
     ref = ModelRef(name, version)
     if len(ref.app) > _MAX_LENGTH:
         raise BadRequest(
-            f"{ref.app!r} is too long: name and version together have at most {_MAX_LENGTH - 2} characters."
+            f"{ref.app[:_MAX_LENGTH]!r} is too long: name and version together have at most "
+            f"{_MAX_LENGTH - 2} characters; in a version with --, each . and - counts as two."
         )
     return ref
 

@@ -36,7 +36,7 @@ _EXTERNAL_FIELDS = (
     "graph",
 )
 # Settings that only Management and the gateway read: a new key must not restart every model.
-_MANAGEMENT_SETTINGS = ("auth", "management", "grpc")
+_MANAGEMENT_SETTINGS = ("auth", "management", "grpc", "limits")
 
 # Seconds between two reports of a replica, or of a handle with queued requests, to the autoscaler. Ray's
 # default of 10 is as long as our look-back period. Ray 2.60 warns that an environment variable will replace

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from typing_extensions import TypedDict
 
 from serve_app.domain import json_path, validation
+from serve_app.domain.limits import MAX_ARMS, MAX_METRICS
 from serve_app.domain.traffic_policy import ActiveSplit, StickyKey, allocate, find_weights_error
 from serve_app.domain.validation import PendingStatus, documented
 from serve_app.errors import BadRequest
@@ -150,6 +151,8 @@ def _find_arms_error(experiment: Experiment) -> str:
         return "an arm's name is empty"
     if len(experiment.arms) < 2:
         return f"arms must be two or more, and are {len(experiment.arms)}"
+    if len(experiment.arms) > MAX_ARMS:
+        return f"arms are {len(experiment.arms)}, and at most {MAX_ARMS} are allowed"
     if problem := find_weights_error({name: arm.weight for name, arm in experiment.arms.items()}, "arms"):
         return problem
     if unused := [name for name, arm in experiment.arms.items() if arm.weight == 0]:
@@ -162,6 +165,8 @@ def _find_arms_error(experiment: Experiment) -> str:
 def _find_metrics_error(experiment: Experiment) -> str:
     if not experiment.metrics:
         return "metrics is empty; name at least one to compare"
+    if len(experiment.metrics) > MAX_METRICS:
+        return f"metrics are {len(experiment.metrics)}, and at most {MAX_METRICS} are allowed"
     names = [metric.name for metric in experiment.metrics]
     if "" in names:
         return "a metric's name is empty"

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain import validation
+from serve_app.domain.limits import MAX_STEPS
 from serve_app.domain.traffic_policy import BUCKET_COUNT, ActiveSplit, StickyKey, allocate
 from serve_app.domain.validation import PendingStatus, documented
 from serve_app.errors import BadRequest
 
 BASELINE, CANDIDATE = "baseline", "candidate"  # the arms of its trial
-MAX_STEPS = 50
 
 
 @dataclass(frozen=True)

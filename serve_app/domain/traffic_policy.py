@@ -17,6 +17,7 @@ from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import NotRequired, Required, TypedDict
 
 from serve_app.domain import json_path, validation
+from serve_app.domain.limits import MAX_LABELS, MAX_REDACTED_PATHS
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
 
@@ -99,6 +100,8 @@ class ShadowPolicy:
             raise ValueError(f"keep is from 0 to 1000 disagreements, and is {self.keep}")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s is a number of seconds above 0, and is {self.timeout_s:g}")
+        if len(self.redact) > MAX_REDACTED_PATHS:
+            raise ValueError(f"redact has at most {MAX_REDACTED_PATHS} paths, and has {len(self.redact)}")
         for path in self.redact:
             json_path.parse(path)
 
@@ -302,6 +305,8 @@ def _find_error(policy: TrafficPolicy) -> str:
     """Return the error of a policy in itself, independent of the existing versions; empty where it is
     valid.
     """
+    if len(policy.labels) > MAX_LABELS:
+        return f"labels are {len(policy.labels)}, and at most {MAX_LABELS} are allowed"
     if policy.policy == "default":
         if policy.versions:
             return 'the policy "default" has no versions; weighted and sticky have'

@@ -16,6 +16,10 @@ from typing import Annotated, Any
 from typing_extensions import Required, TypedDict
 
 from serve_app.domain import validation
+from serve_app.domain.limits import MAX_PARALLEL_ITEMS as _MAX_PARALLEL
+from serve_app.domain.limits import MAX_STEP_RETRIES as _MAX_RETRIES
+from serve_app.domain.limits import MAX_WORKFLOW_STEPS as _MAX_STEPS
+from serve_app.domain.limits import MAX_WORKFLOW_WORKERS as _MAX_WORKERS
 from serve_app.domain.validation import documented
 from serve_app.errors import InvalidGraph, InvalidWorkflow
 
@@ -23,10 +27,6 @@ REQUEST = "request"
 DEFAULT_INPUT_NAME = "body"  # what an input is called that nobody named
 
 _STEP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-_MAX_STEPS = 200
-_MAX_RETRIES = 20
-_MAX_PARALLEL = 1000
-_MAX_WORKERS = 1000
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.domain.model import Registration
-from serve_app.errors import BadRequest, DownloadFailed
+from serve_app.errors import BadRequest, DownloadFailed, LimitExceeded
 from serve_app.settings import Settings, load
 
 
@@ -176,3 +176,43 @@ def test_a_model_folder_is_admitted_with_its_task_and_no_archive(
     assert [registration.url for registration in ArchiveIngestor(everything).startup_registrations()] == [
         "entities"
     ]
+
+
+@pytest.mark.parametrize("file", ["model-config.yaml", "MAR-INF/MANIFEST.json"])
+def test_a_document_of_more_than_1_mib_is_refused_before_it_is_parsed(
+    store: Path, ingestor: ArchiveIngestor, file: str
+) -> None:
+    path = make_archive(store, "m", ECHO, config={"batchSize": 2})
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    contents[file] += b" " * (1 << 20)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    with pytest.raises(BadRequest, match=f"{file} is larger than 1048576 bytes"):
+        ingestor.ingest(Registration("m-1.0.mar"))
+
+
+def test_a_number_beyond_its_limit_leaves_nothing_behind(
+    tmp_path: Path, store: Path, ingestor: ArchiveIngestor
+) -> None:
+    make_archive(store, "m", ECHO, config={"minWorkers": 1_000_000})
+    with pytest.raises(LimitExceeded, match="minWorkers is 1000000"):
+        ingestor.ingest(Registration("m-1.0.mar"))
+    ingestor.remove_unused(frozenset())
+    assert kept(tmp_path) == set()
+
+
+@pytest.mark.parametrize("key", ["min-workers", "max-workers", "batch-size", "max-batch-delay"])
+@pytest.mark.parametrize("place", ["shared", "own"])
+def test_the_models_of_a_workflow_have_the_same_limits(
+    store: Path, ingestor: ArchiveIngestor, key: str, place: str
+) -> None:
+    shared, own = ({key: 10**9}, {}) if place == "shared" else ({}, {key: 10**9})
+    specification = {"models": {**shared, "a": {"url": "absent.mar", **own}}, "dag": {"a": []}}
+    manifest = {"workflow": {"workflowName": "wf", "specFile": "spec.yaml"}}
+    with zipfile.ZipFile(store / "wf.war", "w") as archive:
+        archive.writestr("WAR-INF/MANIFEST.json", json.dumps(manifest))
+        archive.writestr("spec.yaml", json.dumps(specification))
+    with pytest.raises(LimitExceeded, match="model wf__a: "):
+        ingestor.ingest_workflow(Registration("wf.war"))

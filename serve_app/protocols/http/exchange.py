@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from typing_extensions import TypedDict
 
 from serve_app.domain.access import KeyGrant
+from serve_app.domain.limits import MAX_DEADLINE_S
 from serve_app.domain.request import InferenceResponse, Priority, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, RelayError, RequestTooLarge, WorkflowStepError, get_reason
@@ -307,9 +308,10 @@ def parse_deadline(headers: Mapping[str, str]) -> float | None:
         timeout = float(seconds)
     except ValueError:
         timeout = -1.0
-    if not 0 <= timeout < math.inf:
+    if not 0 <= timeout <= MAX_DEADLINE_S:
+        most = f" up to {MAX_DEADLINE_S:.0f}" if MAX_DEADLINE_S < timeout < math.inf else ""
         raise BadRequest(
-            f"Header {TIMEOUT_HEADER} must be a number of seconds, 0 for no limit; got {seconds!r}."
+            f"Header {TIMEOUT_HEADER} must be a number of seconds{most}, 0 for no limit; got {seconds!r}."
         )
     return time.time() + timeout if timeout else None
 

@@ -33,6 +33,7 @@ from serve_app.protocols.torchserve.errors import TokenNotIssued
 from serve_app.protocols.torchserve.parameters import (
     AUTOSCALING_PARAMETERS,
     parse_bool,
+    parse_count,
     parse_integer,
     parse_query,
     parse_registration,
@@ -166,8 +167,8 @@ class ManagementRoutes:
             for key, value in parameters.items()
             if key in AUTOSCALING_PARAMETERS
         }
-        min_workers: int | None = parse_integer(parameters.get("min_worker"), 1)
-        max_workers: int | None = parse_integer(parameters.get("max_worker"), min_workers)
+        min_workers: int | None = parse_count(parameters.get("min_worker"), 1)
+        max_workers: int | None = parse_count(parameters.get("max_worker"), min_workers)
         if scaling and "min_worker" not in parameters and "max_worker" not in parameters:
             min_workers = max_workers = None  # the bounds stay as they are
         wait = parse_bool(parameters.get("synchronous"))

@@ -95,6 +95,7 @@ _PARAMETERS = {
     *ScalingParameters.__annotations__,
 }
 _INTEGER = re.compile(r"[+-]?[0-9]+")
+_MAX_DIGITS = 100  # that are parsed of a number; Python refuses 4,301, and every limit is far below both
 
 
 def parse_query(exchange: HttpExchange) -> dict[str, str]:
@@ -122,7 +123,7 @@ def parse_registration(parameters: Mapping[str, str]) -> Registration:
 
     A number that cannot be parsed is ignored, as TorchServe does.
     """
-    counts: dict[str, Any] = {key: parse_integer(parameters.get(key), None) for key in COUNT_PARAMETERS}
+    counts: dict[str, Any] = {key: parse_count(parameters.get(key), None) for key in COUNT_PARAMETERS}
     texts: dict[str, Any] = {key: parameters.get(key) or None for key in _TEXT_PARAMETERS}
     return Registration(
         url=parameters.get("url", ""),
@@ -132,6 +133,13 @@ def parse_registration(parameters: Mapping[str, str]) -> Registration:
         s3_sse_kms=parse_bool(parameters.get("s3_sse_kms")),
         id=parameters.get("registration", "")[:_MAX_ID_LENGTH] or None,
     )
+
+
+def parse_count(text: str | None, default: Any) -> Any:
+    """Return the number in ``text``, of any size, so that a limit can refuse it; or ``default``."""
+    if text is None or not _INTEGER.fullmatch(text):
+        return default
+    return int(text[:_MAX_DIGITS])
 
 
 def parse_integer(text: str | None, default: Any) -> Any:
@@ -159,7 +167,7 @@ def _to_text(key: str, value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if isinstance(value, (dict, list)) or (key in _INTEGER_PARAMETERS and parse_integer(text, None) is None):
+    if isinstance(value, (dict, list)) or (key in _INTEGER_PARAMETERS and parse_count(text, None) is None):
         expected = "an integer" if key in _INTEGER_PARAMETERS else "text"
         raise JsonSyntaxError(f"{key} must be {expected}, and is {orjson.dumps(value).decode()}.")
     return text

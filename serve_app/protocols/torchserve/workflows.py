@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from serve_app.protocols.torchserve.descriptions import MAX_PAGE_SIZE
 from serve_app.protocols.torchserve.parameters import (
     WorkflowParameters,
     parse_bool,
+    parse_count,
     parse_integer,
     parse_query,
 )
@@ -58,7 +60,7 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
         A body with ``steps`` is a document.
         """
         body = await exchange.read_body(limit)
-        fields = {**parse_query(exchange), **_parse_body(exchange, body)}
+        fields = {**parse_query(exchange), **(await asyncio.to_thread(_parse_body, exchange, body))}
         registration = replace(_parse_registration(fields), allowed_models=auth.get_allowed_models(exchange))
         ref = await control.register_workflow(registration, _workflow_document(fields))
         return {"status": f"Workflow {ref.name} has been registered and scaled successfully."}
@@ -94,8 +96,8 @@ def _parse_registration(fields: dict[str, Any]) -> Registration:
     return Registration(
         url=parameters.get("url", ""),
         model_name=parameters.get("workflow_name") or None,
-        response_timeout=parse_integer(parameters.get("response_timeout"), None),
-        startup_timeout=parse_integer(parameters.get("startup_timeout"), None),
+        response_timeout=parse_count(parameters.get("response_timeout"), None),
+        startup_timeout=parse_count(parameters.get("startup_timeout"), None),
         s3_sse_kms=parse_bool(parameters.get("s3_sse_kms")),
     )
 

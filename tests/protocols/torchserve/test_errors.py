@@ -45,6 +45,12 @@ EXPECTED = [
     (errors.MissingParameter("url"), 400, "BadRequestException", "Parameter url is required."),
     (errors.InvalidBody("no"), 400, "BadRequestException", "no"),
     (errors.InvalidInput("no"), 400, "BadRequestException", "no"),
+    (
+        errors.LimitExceeded("here", "batch_size is 9", "batch_size"),
+        400,
+        "BadRequestException",
+        "here: batch_size is 9; write a smaller number, or raise limits.batch_size in the settings",
+    ),
     (JsonSyntaxError("no"), 400, "JsonSyntaxException", "no"),
     (errors.InvalidArchive("a.mar", "no"), 400, "InvalidModelException", "a.mar: no"),
     (errors.DownloadFailed("u", "w"), 400, "DownloadArchiveException", "Failed to download archive from: u"),

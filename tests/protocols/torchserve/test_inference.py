@@ -301,6 +301,12 @@ def test_invalid_deadline_is_refused(inference, value: str) -> None:
     )
 
 
+def test_a_deadline_of_more_than_a_year_is_refused(inference) -> None:
+    response = inference()("POST", "/predictions/m", b"", {"x-request-timeout-seconds": "1e308"})
+    assert response.status == 400
+    assert "a number of seconds up to 31536000" in json.loads(response.body)["message"]
+
+
 def test_a_deadline_that_passes_is_answered(inference) -> None:
     response = inference()("POST", "/predictions/m", b"", {"x-request-timeout-seconds": "1e-12"})
     assert (response.status, response["x-torchrelay-reason"]) == (504, "deadline")
