@@ -65,7 +65,9 @@ class RuntimeSettings(_Section):
     max_response_size: int = 0  # bytes of one row's answer; 0: no limit
     # body, json, kserve or kservev2; a model's own model-config.yaml has precedence
     service_envelope: str = ""
-    blacklist_env_vars: str = ""  # a regular expression: variables that no handler sees
+    blacklist_env_vars: str = ""  # a regular expression: further variables that no handler sees
+    # patterns of the server's secret variables that handlers see all the same
+    handler_env_vars: tuple[str, ...] = ()
     header_key_sequence_id: str = "ts_request_sequence_id"
     header_key_sequence_start: str = "ts_request_sequence_start"
     header_key_sequence_end: str = "ts_request_sequence_end"
@@ -122,7 +124,10 @@ class InferenceSettings(_Section):
     handler_errors: Literal["hidden", "message", "traceback"] = "hidden"
     serve_management: bool = False  # the management API on this port too
     serve_metrics: bool = False  # /metrics on this port too
-    # Headers Access-Control-Allow-* of every answer, on every port; empty: that one is not sent.
+    # Names in the Host header beside the loopback's, as patterns. Empty: no others where the port is the
+    # loopback's, any elsewhere.
+    allowed_hosts: tuple[str, ...] = ()
+    # Headers Access-Control-Allow-* of every answer of this port; empty: that one is not sent.
     cors_allowed_origin: str = ""
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""
@@ -158,6 +163,8 @@ class ManagementSettings(_Section):
     port: int = 8081
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 8082
+    # names in the Host header beside the loopback's, as patterns; checked where requests need no key
+    allowed_hosts: tuple[str, ...] = ()
     enable_metrics_api: bool = True  # false: nobody listens on metrics_port
     serve_metrics: bool = False  # /metrics on the management port too
     certificate_file: str = ""  # PEM, with its chain: TLS on these listeners
@@ -251,6 +258,12 @@ class TelemetrySettings(_Section):
     log_levels: Mapping[str, str] = field(default_factory=dict)  # by model, for its replicas
     access_log: str = "access_log.log"  # one line a request, in log_dir; empty: none
     access_log_bytes: int = 256 * MIB  # a larger one is put aside as access_log.log.1
+    # addresses and networks whose X-Forwarded-For is the client's address in the logs
+    trusted_proxies: tuple[str, ...] = ()
+    audit_log: str = "audit_log.log"  # one line for each management change, in log_dir; empty: none
+    audit_days: Annotated[float, pydantic.Field(gt=0)] = 90.0  # for which the database keeps a record
+    audit_records: Annotated[int, pydantic.Field(ge=100)] = 100_000  # that the database keeps at most
+    group_readable_logs: bool = False  # the files of log_dir are readable for its group too
 
 
 @dataclass(frozen=True)
@@ -294,6 +307,10 @@ class Settings(_Section):
         if "://" in value:
             return value
         return str(self.root / value if value else self.state_dir / "async_predictions")
+
+    @property
+    def audit_log(self) -> Path | None:
+        return self.log_dir / self.telemetry.audit_log if self.telemetry.audit_log else None
 
     @property
     def crash_reports_dir(self) -> Path:

@@ -36,7 +36,7 @@ from serve_app.domain.routing_table import RoutingTable
 from serve_app.protocols.grpc.http2.server import Http2Server
 from serve_app.protocols.grpc_app import inference_server, management_server
 from serve_app.protocols.http_app import ASGIApp, inference_app, management_app
-from serve_app.settings import ControlSettings, InferenceSettings, Settings, load
+from serve_app.settings import ControlSettings, InferenceSettings, ManagementSettings, Settings, load
 from serve_app.telemetry.metrics import Meters
 
 
@@ -89,11 +89,17 @@ class Management:
 @pytest.fixture
 def management() -> Callable[..., Management]:
     def build(
-        enable_model_api: bool = True, access: AccessTable | None = None, **inference: Any
+        enable_model_api: bool = True,
+        access: AccessTable | None = None,
+        allowed_hosts: tuple[str, ...] = (),
+        **inference: Any,
     ) -> Management:
         control_api = FakeControlAPI()
-        control_ = ControlSettings(enable_model_api=enable_model_api)
-        settings = Settings(control=control_, inference=InferenceSettings(**inference))
+        settings = Settings(
+            control=ControlSettings(enable_model_api=enable_model_api),
+            management=ManagementSettings(allowed_hosts=allowed_hosts),
+            inference=InferenceSettings(**inference),
+        )
         control = ControlPlane(control_api, settings, lambda: access)
         return Management(management_app(control, settings), control_api)
 

@@ -55,7 +55,7 @@ class ApiKeys:
                 raise ConfigurationError(
                     "auth.keys", f"the key named {key.name!r} is there twice; one key, one entry"
                 )
-            self._own[digest] = KeyGrant(_ROLES[key.role], key.patterns)
+            self._own[digest] = KeyGrant(_ROLES[key.role], key.patterns, name=key.name)
         self._tokens: dict[str, dict[str, str]] = {}
         if settings.auth.torchserve_tokens:
             try:
@@ -72,7 +72,9 @@ class ApiKeys:
         grants = dict(self._own)
         for kind, token in self._tokens.items():
             expires = _instant(token[_EXPIRES]) if _EXPIRES in token else None
-            grants[sha256(token["key"].encode()).digest()] = KeyGrant(_KINDS[kind], expires=expires)
+            grants[sha256(token["key"].encode()).digest()] = KeyGrant(
+                _KINDS[kind], expires=expires, name=f"torchserve-{kind.lower()}"
+            )
         return AccessTable(grants)
 
     def renew(self, kind: str) -> None:

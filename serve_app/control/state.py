@@ -43,6 +43,7 @@ class StateStore:
     ) -> None:
         self.registry = registry
         self.write_lock = asyncio.Lock()
+        self.on_loopback = False  # the inference port is reachable from its own machine only
         self.startup_complete = False  # every version that start-up requested is ready or has failed
         self._database = database
         self._publisher = publisher
@@ -105,7 +106,8 @@ class StateStore:
             self.startup_complete,
             self._sequence_header,
         )
-        table = replace(table, access=self._keys.access if self._keys is not None else None)
+        access = self._keys.access if self._keys is not None else None
+        table = replace(table, access=access, on_loopback=self.on_loopback)
         if table != current or current.generation == 0:
             self._publisher.publish(replace(table, generation=self._publisher.next_generation()))
 

@@ -153,6 +153,11 @@ class DataPlane:
         """The grants of all keys; None where no key is required."""
         return self._reader.table.access
 
+    @property
+    def on_loopback(self) -> bool:
+        """Whether the inference port is reachable from its own machine only."""
+        return self._reader.table.on_loopback
+
     async def infer(
         self, request: InferenceRequest, workflow_table: RoutingTable | None = None
     ) -> InferenceResponse | ResponseStream:

@@ -58,7 +58,7 @@ from serve_app.net import tls
 from serve_app.protocols.grpc_app import management_server
 from serve_app.protocols.http_app import build_replayer, management_app, metrics_app
 from serve_app.runtime.package_envs import PackageEnvs
-from serve_app.settings import INFERENCE_HOST, Settings
+from serve_app.settings import INFERENCE_HOST, Settings, is_loopback
 from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve
 from serve_app.telemetry.crash_reports import CrashReport
 from serve_app.telemetry.metrics import Meters, MetricsAggregator, MetricsReport
@@ -132,6 +132,7 @@ class Management:
         )
         inference_hosts, inference_port = await self._reconcile_loop.run_in_serve_thread(_inference_addresses)
         await self._create_services(await self._create_keys(inference_hosts))
+        self._state.on_loopback = all(map(is_loopback, inference_hosts))
         self._table_publisher.expect_readers(
             await self._reconcile_loop.running_readers() - {serve.get_replica_context().replica_id.unique_id}
         )

@@ -17,6 +17,7 @@ class KeyGrant:
     rights: frozenset[Right]
     models: tuple[str, ...] = ("*",)  # patterns
     expires: float | None = None  # in seconds of time.time(); None: never
+    name: str = ""  # for the logs
 
     def covers(self, model: str) -> bool:
         return matches(model, self.models)

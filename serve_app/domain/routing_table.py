@@ -54,3 +54,4 @@ class RoutingTable:
     models: Mapping[str, ModelRoute] = field(default_factory=dict)
     startup_complete: bool = False  # every version loaded at startup is ready or has failed
     access: AccessTable | None = None  # None: no key is required
+    on_loopback: bool = False  # the inference port is reachable from its own machine only

@@ -13,6 +13,7 @@ from serve_app.domain.access import AccessTable
 from serve_app.errors import MethodNotAllowed, RelayError
 from serve_app.protocols import openapi
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
+from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import (
     DEFAULT_HEADERS,
     METHODS,
@@ -33,7 +34,7 @@ from serve_app.protocols.torchserve import errors as torchserve_errors
 from serve_app.protocols.torchserve.inference import InferenceRoutes
 from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.protocols.torchserve.websocket import WebSocketRoutes
-from serve_app.settings import Settings
+from serve_app.settings import Settings, is_loopback
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
 
@@ -57,8 +58,10 @@ class ASGIApp:
         websocket_app: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None,
         *,
         allowed_methods: AllowedMethods,
+        cross_site: CrossSitePolicy,
     ) -> None:
         self._router = router
+        self._cross_site = cross_site
         self._allowed_methods = allowed_methods
         self._websocket_app = websocket_app
         self._count_response = count_response
@@ -75,6 +78,7 @@ class ASGIApp:
         try:
             if exchange.method not in METHODS:
                 raise MethodNotAllowed()
+            self._cross_site.check(exchange.method, exchange.path, exchange.headers)
             if exchange.method == "OPTIONS":
                 self._add_allow_header(exchange)
             await self._router.handle(exchange)
@@ -144,10 +148,17 @@ def inference_app(
     With a ``control`` plane it accepts rewards of experiments, and serves the whole management API where the
     settings enable it there. With ``render`` it serves the metrics as well.
     """
+    shared = settings.inference
+    cross_site = CrossSitePolicy(
+        "inference",
+        shared.allowed_hosts,
+        lambda: plane.on_loopback or bool(shared.allowed_hosts),
+        shared.cors_allowed_origin,
+    )
     first: ProtocolRouter = InferenceRoutes(plane, settings, control)
     others: list[ProtocolRouter] = [OpenInferenceRoutes(plane, settings, control)]
     if control is not None and settings.inference.serve_management:
-        others.append(ManagementRoutes(control, settings))
+        others.append(ManagementRoutes(control, settings, _shared_port_policy(settings)))
     if control is not None:
         others.append(AsyncRoutes(plane, control, torchserve_errors.send_error))
     others.append(OpenAIRoutes(plane, settings))
@@ -160,8 +171,9 @@ def inference_app(
         meters.response,
         access_log,
         build_default_headers(settings.inference),
-        WebSocketRoutes(plane, settings, meters.response, access_log),
+        WebSocketRoutes(plane, settings, meters.response, access_log, cross_site),
         allowed_methods=AllowedMethods(document),
+        cross_site=cross_site,
     )
 
 
@@ -187,8 +199,13 @@ def management_app(
         Dispatcher(*routers),
         None if meters is None else meters.rest,
         access_log,
-        build_default_headers(settings.inference),
         allowed_methods=AllowedMethods(document),
+        cross_site=CrossSitePolicy(
+            "management",
+            settings.management.allowed_hosts,
+            lambda: control.access is None,
+            bound_host=settings.management.host,
+        ),
     )
 
 
@@ -201,9 +218,19 @@ def metrics_app(
         Dispatcher(MetricsRoutes(render, settings, access), OpenAPIRoutes(document)),
         None if meters is None else meters.rest,
         None,
-        build_default_headers(settings.inference),
         allowed_methods=AllowedMethods(document),
+        cross_site=CrossSitePolicy(
+            "management",
+            settings.management.allowed_hosts,
+            # Elsewhere than on the loopback, Prometheus finds its targets by any name.
+            lambda: is_loopback(settings.management.metrics_host),
+        ),
     )
+
+
+def _shared_port_policy(settings: Settings) -> CrossSitePolicy:
+    """Return the policy of the management API on the inference port, whose hosts that port checks."""
+    return CrossSitePolicy("inference", settings.inference.allowed_hosts, lambda: False)
 
 
 async def _decline(scope: Scope, receive: Receive, send: Send) -> None:

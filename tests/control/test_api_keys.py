@@ -144,9 +144,9 @@ def test_own_keys_by_digest_and_by_variable(tmp_path: Path) -> None:
     assert {digest.hex() for digest in access.grants} == {
         sha256(k).hexdigest() for k in (b"one", b"two", b"three")
     }
-    assert grant(access, "one") == KeyGrant(EVERYTHING)
-    assert grant(access, "two") == KeyGrant(frozenset({"infer"}), ("team-*", "shared"))
-    assert grant(access, "three") == KeyGrant(frozenset({"observe"}), ("team-*",))
+    assert grant(access, "one") == KeyGrant(EVERYTHING, name="ops")
+    assert grant(access, "two") == KeyGrant(frozenset({"infer"}), ("team-*", "shared"), name="team")
+    assert grant(access, "three") == KeyGrant(frozenset({"observe"}), ("team-*",), name="eye")
     assert not (tmp_path / "key_file.json").exists()
 
 

@@ -127,6 +127,12 @@ class HttpExchange:
         """Add a header to the response, whichever route sends it."""
         self._default_headers = (*self._default_headers, (name, value))
 
+    def remove_cors_headers(self) -> None:
+        """Send the response without the headers that let pages of other sites read it."""
+        self._default_headers = tuple(
+            header for header in self._default_headers if not header[0].startswith(b"access-control-")
+        )
+
     async def delegate(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], changes: Scope) -> None:
         """Pass the request to an ASGI application, with ``changes`` to the scope."""
         await app({**self.scope, **changes}, self._receive, self._send)
@@ -215,7 +221,7 @@ class HttpExchange:
 
 
 def build_default_headers(settings: InferenceSettings) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers of every response on every port: TorchServe's, and CORS where settings name them."""
+    """Return the headers of every response of the inference port: TorchServe's, and CORS by the settings."""
     cors = (
         (b"access-control-allow-origin", settings.cors_allowed_origin),
         (b"access-control-allow-methods", settings.cors_allowed_methods),

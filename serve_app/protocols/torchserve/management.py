@@ -17,6 +17,7 @@ from serve_app.errors import (
     StartFailed,
 )
 from serve_app.protocols.http import auth
+from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management import experiments, rollouts, shadow, traffic
 from serve_app.protocols.management.routing import MethodHandlers, RouteTable, any_method, route
@@ -45,8 +46,11 @@ from serve_app.settings import Settings
 class ManagementRoutes:
     """The routes of the management port; under a model, a feature's name wins over a version's."""
 
-    def __init__(self, control: ControlPlane, settings: Settings) -> None:
+    def __init__(
+        self, control: ControlPlane, settings: Settings, cross_site: CrossSitePolicy | None = None
+    ) -> None:
         self._control = control
+        self._cross_site = cross_site  # of a port that it shares with the inference API
         self._max_body_size = limit = settings.inference.max_request_size
         of_model = {
             "GET": self._describe,
@@ -90,6 +94,9 @@ class ManagementRoutes:
         return segments[:2] == ["v1", "models"] and len(segments) == 3  # OpenAI's protocol lists the models
 
     async def handle(self, exchange: HttpExchange) -> None:
+        if self._cross_site is not None:
+            exchange.remove_cors_headers()
+            self._cross_site.check(exchange.method, exchange.path, exchange.headers)
         self._authorize(exchange)
         await self._table.handle(exchange)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -13,7 +13,6 @@ import orjson
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
 from serve_app.errors import (
-    Forbidden,
     ModelNotAllowed,
     RelayError,
     RequestTooLarge,
@@ -21,6 +20,7 @@ from serve_app.errors import (
     get_reason,
 )
 from serve_app.protocols.http import auth
+from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import (
     HttpExchange,
     Receive,
@@ -57,11 +57,12 @@ class WebSocketRoutes:
         settings: Settings,
         count_response: Callable[[int], None],
         access_log: AccessLog | None,
+        cross_site: CrossSitePolicy,
     ) -> None:
         self._plane = plane
+        self._cross_site = cross_site
         self._max_message_size = settings.inference.max_request_size
         self._handler_errors = settings.inference.handler_errors
-        self._allowed_origin = settings.inference.cors_allowed_origin
         self._count_response = count_response
         self._access_log = access_log
 
@@ -87,8 +88,8 @@ class WebSocketRoutes:
 
     def _check(self, exchange: HttpExchange) -> None:
         """Check the handshake as an HTTP request without its body. Raises RelayError."""
+        self._cross_site.check(exchange.method, exchange.path, exchange.headers)
         auth.authorize(self._plane.access, exchange, "infer")
-        self._check_origin(exchange.headers)
         segments = exchange.segments
         if len(segments) < 2 or segments[0] != "predictions":
             raise ResourceNotFound()
@@ -97,19 +98,6 @@ class WebSocketRoutes:
         auth.require_model(exchange, exchange.model)
         parse_deadline(exchange.headers), parse_priority(exchange.headers)
         self._plane.find_version(exchange.model, exchange.version or None)
-
-    def _check_origin(self, headers: Mapping[str, str]) -> None:
-        """Check the Origin header: browsers let pages of any origin open a WebSocket. Raises Forbidden."""
-        origin = headers.get("origin")
-        if (
-            origin is None
-            or self._allowed_origin in ("*", origin)
-            or origin.partition("://")[2] == headers.get("host")
-        ):
-            return
-        raise Forbidden(
-            f"Pages of {origin:.100} may not connect here: name it in inference.cors_allowed_origin."
-        )
 
     async def infer(self, session: _WebSocketSession, request_id: str, part: InputPart) -> None:
         """Run one request and send its response. Raises RelayError."""

@@ -1,4 +1,4 @@
-"""CORS: the same headers on every answer of every port, unless a handler set one itself."""
+"""CORS: the same headers on every answer of the inference port, unless a handler set one itself."""
 
 from __future__ import annotations
 
@@ -63,22 +63,32 @@ def test_cors_headers_without_a_body(inference) -> None:
         ("GET", "/models/none", 404),
     ],
 )
-def test_cors_headers_of_the_management_port(management, method: str, path: str, status: int) -> None:
+def test_management_port_has_no_cors_headers(management, method: str, path: str, status: int) -> None:
     response = management(**ALL)(method, path, b"", PREFLIGHT)
-    assert (response.status, cors(response.headers)) == (status, SENT)
+    assert (response.status, cors(response.headers)) == (status, {})
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/models"), ("OPTIONS", "/models/m")])
+def test_management_on_the_inference_port_has_no_cors_headers(inference, method: str, path: str) -> None:
+    app = inference(serve_management=True, **ALL)
+    response = app(method, path, b"", PREFLIGHT)
+    assert cors(response.headers) == {}
+    assert cors(app("OPTIONS", "/predictions/m", b"", PREFLIGHT).headers) == SENT
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/nothing"])
-def test_cors_headers_of_the_metrics_port(path: str) -> None:
+def test_metrics_port_has_no_cors_headers(path: str) -> None:
     async def render(names: object) -> bytes:
         return b""
 
     async def ask() -> httpx.Response:
         app = metrics_app(render, Settings(inference=InferenceSettings(**ALL)), lambda: None)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
             return await client.get(path)
 
-    assert cors(asyncio.run(ask()).headers.raw) == SENT
+    assert cors(asyncio.run(ask()).headers.raw) == {}
 
 
 @pytest.mark.parametrize("settings", [{}, {"cors_allowed_methods": "GET"}])

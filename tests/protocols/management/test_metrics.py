@@ -30,7 +30,7 @@ class Page:
     def ask(self, method: str, target: str) -> httpx.Response:
         async def main() -> httpx.Response:
             transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return await client.request(method, target)
 
         return asyncio.run(main())

@@ -277,7 +277,7 @@ def use_known_model(value: Any) -> Any:
 @pytest.mark.parametrize("port", ["inference", "management", "both"])
 def test_responses_match_their_descriptions(inference: Any, management: Any, port: str) -> None:
     """Send requests that schemathesis generates deterministically over ASGI."""
-    management_app = management()
+    management_app = management(allowed_hosts=("testserver",))
     for version in ("1.0", "2.0"):
         management_app.control_api.put(ModelSpec("m", version, "m.mar", "", ""), ReplicaInfo("w", 1.0, 1, ""))
     stub_features(management_app.control_api)

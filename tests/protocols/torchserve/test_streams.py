@@ -245,7 +245,7 @@ def test_a_version_and_the_handshakes_headers(inference: Any) -> None:
         ("/predictions", {}, 404, "no_route"),
         ("/ping", {}, 404, "no_route"),
         ("/predictions/m", {"X-Request-Priority": "now"}, 400, "bad_request"),
-        ("/predictions/m", {"Origin": "https://elsewhere.example"}, 403, "forbidden"),
+        ("/predictions/m", {"Origin": "https://elsewhere.example"}, 403, "cross_site"),
     ],
 )
 def test_handshake_is_refused(

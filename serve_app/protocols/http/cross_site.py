@@ -1,0 +1,134 @@
+"""Refusal of requests that browsers send for pages of other sites.
+
+Any page may make a browser send requests to this machine: with a form or ``fetch`` across origins, or under
+a name of its own that it rebinds to this machine's address after loading (DNS rebinding). Browsers mark the
+first kind by ``Origin`` and ``Sec-Fetch-Site``, and the second kind by the name in ``Host``. Other
+clients send none of the marks, and an address or a name of this server as host.
+
+No page can open a gRPC connection: browsers have no API that sends HTTP/2 trailers, and the gRPC ports do not
+serve gRPC-Web.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+from serve_app.errors import Forbidden
+from serve_app.settings import is_loopback
+
+_SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+# TorchServe's routes that run a model or make a key with every method, by their first and last segment.
+_ACTIVE_ROUTES = frozenset(("predictions", "explanations", "invocations", "wfpredict", "token"))
+_ACTIVE_ENDS = frozenset(("predict", "explain", "infer", "invoke"))
+_MAX_REMEMBERED_HOSTS = 256
+
+
+class CrossSiteRequest(Forbidden, reason="cross_site", fields=("origin", "setting")):
+    """A request that a browser sent for a page of another site."""
+
+    template = "Pages of {origin:.100} may not send this request: name the page's origin in {setting}."
+
+
+class HostNotAllowed(Forbidden, reason="host_not_allowed", fields=("host", "setting")):
+    """A request whose Host header is no name of this server, as after DNS rebinding."""
+
+    template = "The host {host:.100} is no name of this server: name it in {setting}."
+
+
+class CrossSitePolicy:
+    """The rules of one port.
+
+    ``checks_hosts`` returns whether hosts other than the loopback's and ``allowed_hosts`` are refused.
+    ``allowed_origin`` is that of CORS, None where a port has no CORS: pages of this origin may send every
+    request. ``section`` is the section of the settings that errors name. Clients of a port whose
+    ``bound_host`` is not the loopback's may use addresses in place of names, which no page can rebind.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        allowed_hosts: tuple[str, ...],
+        checks_hosts: Callable[[], bool],
+        allowed_origin: str | None = None,
+        bound_host: str = "127.0.0.1",
+    ) -> None:
+        self._section = section
+        self._allowed_hosts = tuple(pattern.lower() for pattern in allowed_hosts)
+        self._checks_hosts = checks_hosts
+        self._allowed_origin = allowed_origin
+        self._accepts_addresses = not is_loopback(bound_host)
+        self._known_hosts: set[str] = set()
+
+    def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
+        """Check a request. Raises CrossSiteRequest and HostNotAllowed.
+
+        Costs three look-ups for a client that is no browser.
+        """
+        host = headers.get("host")
+        if host is not None and host not in self._known_hosts:
+            self._check_host(host)
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if origin is None and site is None:
+            return
+        if method in _SAFE_METHODS and (method == "OPTIONS" or not _is_active(path)):
+            return
+        if self._is_foreign(origin, site, host):
+            raise CrossSiteRequest(origin or "another site", self._origin_setting)
+
+    @property
+    def _origin_setting(self) -> str:
+        return f"{self._section}.{'allowed_hosts' if self._allowed_origin is None else 'cors_allowed_origin'}"
+
+    def _is_foreign(self, origin: str | None, site: str | None, host: str | None) -> bool:
+        if self._allowed_origin == "*":
+            return False
+        if origin is None:
+            return site == "cross-site"
+        authority = origin.partition("://")[2]
+        if origin == self._allowed_origin or (authority and authority == host):
+            return False
+        # A reverse proxy may replace Host; the page then has one of the names that the operator allows.
+        name = _parse_name(authority)
+        return not any(pattern != "*" and fnmatchcase(name, pattern) for pattern in self._allowed_hosts)
+
+    def _check_host(self, host: str) -> None:
+        """Raise HostNotAllowed for a host that is no name of this server; remember the others."""
+        name = _parse_name(host)
+        is_known = (
+            is_loopback(name)
+            or name.endswith(".localhost")
+            or any(fnmatchcase(name, pattern) for pattern in self._allowed_hosts)
+            or (self._accepts_addresses and _is_address(name))
+        )
+        if not is_known:
+            if self._checks_hosts():
+                raise HostNotAllowed(host, f"{self._section}.allowed_hosts")
+        elif len(self._known_hosts) < _MAX_REMEMBERED_HOSTS:
+            self._known_hosts.add(host)
+
+
+def _is_active(path: str) -> bool:
+    """Return whether a GET of this path changes something or runs a model."""
+    segments = path.rstrip("/").split("/")[1:]
+    return bool(segments) and (
+        segments[0] in _ACTIVE_ROUTES
+        or segments[-1] in _ACTIVE_ENDS
+        or segments[-1].endswith((":predict", ":explain"))
+    )
+
+
+def _parse_name(authority: str) -> str:
+    """Return the host of ``host:port`` in lower case; an IPv6 address without its brackets."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0].lower()
+    return authority.partition(":")[0].lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
