@@ -41,7 +41,7 @@ $(CREATED):
 $(SERVER): $(CREATED) pyproject.toml constraints.txt
 	@echo "Installing Torchrelay's server into $(VENV) (a few minutes the first time)"
 	@$(PIP_INSTALL) --editable '.[server,onnx]'
-	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1
+	@umask 077 && $(BIN)/ray get-auth-token --generate >/dev/null 2>&1
 	@touch $@
 
 $(INSTALLED): $(SERVER)

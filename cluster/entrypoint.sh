@@ -2,6 +2,7 @@
 # Puts the lines of serve.env into the environment, except those that are set already, and becomes the command;
 # torchserve stays in the foreground, or the container would end as soon as the server has started.
 set -eu
+umask 077
 
 file=${TORCHRELAY_ENV:-/opt/torchrelay/configs/serve.env}
 number=0

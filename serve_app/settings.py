@@ -10,7 +10,7 @@ import hashlib
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -307,6 +307,24 @@ class Settings(_Section):
         if "://" in value:
             return value
         return str(self.root / value if value else self.state_dir / "async_predictions")
+
+    @property
+    def log_file_mode(self) -> int:
+        return 0o640 if self.telemetry.group_readable_logs else 0o600
+
+    @property
+    def secret_env_vars(self) -> frozenset[str]:
+        """The variables that settings name with ``env:``."""
+        values = [*(key.key for key in self.auth.keys), self.async_predictions.webhook_secret]
+        return frozenset(value[len("env:") :] for value in values if value.startswith("env:"))
+
+    def without_secrets(self) -> Settings:
+        """Return the settings for a process that runs handlers: no database and no storage credentials."""
+        return replace(
+            self,
+            control=replace(self.control, database_url=""),
+            store=replace(self.store, storage_options={}),
+        )
 
     @property
     def audit_log(self) -> Path | None:

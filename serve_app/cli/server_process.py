@@ -21,7 +21,7 @@ from serve_app.cli import haproxy_tls
 from serve_app.cli.errors import StartError
 from serve_app.client import NO_RETRIES, Client
 from serve_app.errors import ConfigurationError
-from serve_app.net import tls
+from serve_app.net import private_files, tls
 from serve_app.net.bind import describe_port_owner
 from serve_app.settings import INFERENCE_HOST, Settings, load
 
@@ -162,7 +162,14 @@ class ServerProcess:
         return self.settings.state_dir / "server.stopped"
 
     def start(self, detached: bool = False) -> None:
-        """Start `serve run` with the variables of the environment file. Raises StartError."""
+        """Start `serve run` with the variables of the environment file. Raises StartError.
+
+        Every file and socket of its processes is for this user alone.
+        """
+        with private_files.restricted_umask():
+            self._start()
+
+    def _start(self) -> None:
         env = {**read_env(self._env), **os.environ}
         if self.processes():
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
@@ -176,6 +183,14 @@ class ServerProcess:
         env[_RUN_ID] = run_id = uuid.uuid4().hex
         env[INFERENCE_HOST] = self._http[0]
         env["PYTHONUNBUFFERED"] = "1"
+        try:
+            private_files.make_private_directory(self.settings.state_dir)
+            directory = private_files.get_ray_directory()
+        except OSError as error:
+            raise StartError(str(error)) from None
+        if directory is not None:
+            env.setdefault("RAY_TMPDIR", str(directory))
+        private_files.restrict_ray_token(env.get("RAY_AUTH_TOKEN_PATH", ""))
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._stop_file.unlink(missing_ok=True)
         command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]

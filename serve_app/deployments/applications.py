@@ -37,7 +37,7 @@ def model_application(settings: Settings, action: DeployAction) -> Any:
             **replica_options.placement_options(spec),
         )
     deployment._version = replica_options.code_version(spec, settings)
-    return deployment.bind(spec, settings)
+    return deployment.bind(spec, settings.without_secrets())
 
 
 def server_application(gateway: Any, management: Any, settings: Settings) -> Any:

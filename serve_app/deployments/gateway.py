@@ -15,6 +15,7 @@ from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.grpc_listener import GrpcListener
 from serve_app.deployments.management_client import ManagementClient
 from serve_app.net import tls
+from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.grpc_app import inference_server
 from serve_app.protocols.http import ray_bypass
 from serve_app.protocols.http_app import inference_app
@@ -32,6 +33,7 @@ class Gateway:
     async def __init__(self, settings: Settings, management: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         # The handle in ``management`` makes Serve start that deployment with this one; the client opens its
         # own handle.
+        restrict_umask()
         replica = serve.get_replica_context().replica_id.unique_id
         logs.configure(settings, logs.ProcessIdentity(f"Gateway-{replica}"))
         self._settings = settings

@@ -46,6 +46,7 @@ class HttpListener:
             lifespan="off",
             access_log=False,
             log_config=None,
+            proxy_headers=False,  # see net/client_address.py
             timeout_keep_alive=75,
         )
         config.load()

@@ -55,6 +55,7 @@ from serve_app.domain.routing_table import RoutingTable, VersionRoute
 from serve_app.domain.signature import Signature
 from serve_app.errors import NotFound, StartFailed, Unavailable
 from serve_app.net import tls
+from serve_app.net.private_files import make_private_directory, restrict_umask
 from serve_app.protocols.grpc_app import management_server
 from serve_app.protocols.http_app import build_replayer, management_app, metrics_app
 from serve_app.runtime.package_envs import PackageEnvs
@@ -99,6 +100,7 @@ class Management:
 
     @logs.report_start_failure
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        restrict_umask()
         logs.configure(settings, logs.ProcessIdentity("Management"))
         if warning := env_check.missing_settings_warning(os.environ):
             log.warning("%s", warning)
@@ -107,7 +109,7 @@ class Management:
         self._listeners: list[HttpListener | ManagementGrpcListener] = []
         management_tls = await asyncio.to_thread(tls.management_context, settings)
         grpc_credentials = await asyncio.to_thread(load_credentials, settings)
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
+        make_private_directory(settings.state_dir)
         # Reports of an earlier process of Management are of no use any more.
         await asyncio.to_thread(crash_reports.collect_reports, settings.crash_reports_dir)
         self._events = EventLog()

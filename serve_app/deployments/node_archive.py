@@ -18,6 +18,7 @@ from serve_app.model_store.cache import ArchiveCache
 from serve_app.model_store.manifest import Manifest
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.runtime.runner import Runner
+from serve_app.runtime.secret_env import hide_secrets
 from serve_app.settings import Settings
 
 log = logging.getLogger("torchrelay.archive")
@@ -59,8 +60,12 @@ class NodeArchive:
         environments.activate(spec.name, directory, spec.requirements, spec.digest)
 
     def create_runner(self, directory: Path, metrics: MetricCache) -> Runner:
-        """Return a runner of the archive's handler on the GPU of this process; it is not loaded yet."""
+        """Return a runner of the archive's handler on the GPU of this process; it is not loaded yet.
+
+        From here on the server's secrets are not in the environment of this process.
+        """
         spec, settings = self._spec, self._settings
+        hide_secrets(settings)
         manifest = Manifest.read(directory, Path(spec.archive).name, settings.store.default_service_handler)
         gpu = 0 if ray.get_gpu_ids() else None
         return Runner(

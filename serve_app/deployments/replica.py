@@ -32,6 +32,7 @@ from serve_app.domain.model import ModelSpec, Stage
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.errors import RelayError, ReplicaDied, StartFailed
+from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.http import ray_bypass
 from serve_app.protocols.http_app import inference_app
 from serve_app.runtime.batching.async_batcher import AsyncBatcher
@@ -63,6 +64,7 @@ class ModelReplica:
     """A replica that opens its archive, loads and warms up its model, and serves every inference protocol."""
 
     async def __init__(self, spec: ModelSpec, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        restrict_umask()
         replica = serve.get_replica_context().replica_id.unique_id
         logs.configure(
             settings,

@@ -21,6 +21,7 @@ from serve_app.deployments.node_archive import NodeArchive
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import HandlerFailed, HandlerRejected, RelayError, ReplicaDied, StartFailed
+from serve_app.net.private_files import restrict_umask
 from serve_app.runtime.batching.async_batcher import run_until_stopped
 from serve_app.runtime.batching.pending_request import Emit
 from serve_app.runtime.handler_thread import HandlerThread
@@ -47,6 +48,7 @@ class ShardRank:
     """
 
     def __init__(self, spec: ModelSpec, settings: Settings, management: Any, replica: str, rank: int) -> None:
+        restrict_umask()
         identity = ProcessIdentity.of_replica(spec.name, spec.version, f"{replica}-rank{rank}")
         logs.configure(settings, identity, spec.config.get("log_level"))
         self._spec = spec

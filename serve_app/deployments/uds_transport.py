@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import pickle
 import socket
-import stat
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +26,7 @@ from weakref import WeakValueDictionary
 
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
 from serve_app.errors import RelayError, ReplicaDied
+from serve_app.net.private_files import get_runtime_directory
 from serve_app.runtime.batching.pending_request import StreamBuffer
 
 Message = tuple[int, Any]
@@ -42,12 +40,7 @@ class ConnectionLost(Exception):
 
 def socket_path(replica: str) -> Path:
     """Return the socket of a replica of this machine, in a directory that belongs to this user alone."""
-    directory = Path(tempfile.gettempdir()) / f"torchrelay-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{directory} must be a directory that only its owner can enter; remove it")
-    return directory / f"{replica}.sock"
+    return get_runtime_directory() / f"{replica}.sock"
 
 
 def _remove_stale_sockets(directory: Path) -> None:

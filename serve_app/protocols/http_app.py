@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +12,7 @@ from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.access import AccessTable
 from serve_app.errors import MethodNotAllowed, RelayError
+from serve_app.net.client_address import TrustedProxies, inference_proxies
 from serve_app.protocols import openapi
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
 from serve_app.protocols.http.cross_site import CrossSitePolicy
@@ -24,6 +26,7 @@ from serve_app.protocols.http.exchange import (
     Send,
     build_default_headers,
 )
+from serve_app.protocols.http.port_rules import PortRules
 from serve_app.protocols.http.router import Dispatcher, ProtocolRouter
 from serve_app.protocols.management.metrics import MetricsRoutes, Render
 from serve_app.protocols.openai.inference import OpenAIRoutes
@@ -58,10 +61,10 @@ class ASGIApp:
         websocket_app: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None,
         *,
         allowed_methods: AllowedMethods,
-        cross_site: CrossSitePolicy,
+        rules: PortRules,
     ) -> None:
         self._router = router
-        self._cross_site = cross_site
+        self._rules = rules
         self._allowed_methods = allowed_methods
         self._websocket_app = websocket_app
         self._count_response = count_response
@@ -74,11 +77,11 @@ class ASGIApp:
             app = _decline if websocket_app is None else websocket_app
             return await app(scope, receive, send)
         started_at = time.perf_counter()
-        exchange = HttpExchange(scope, receive, send, self._default_headers)
+        exchange = HttpExchange(scope, receive, send, self._default_headers, self._rules.proxies)
         try:
             if exchange.method not in METHODS:
                 raise MethodNotAllowed()
-            self._cross_site.check(exchange.method, exchange.path, exchange.headers)
+            self._rules.cross_site.check(exchange.method, exchange.path, exchange.headers)
             if exchange.method == "OPTIONS":
                 self._add_allow_header(exchange)
             await self._router.handle(exchange)
@@ -124,6 +127,7 @@ class ASGIApp:
             exchange.model,
             exchange.version,
             _client_ids(exchange.headers) if access_log.json else None,
+            "" if exchange.grant is None else exchange.grant.name,
         )
 
 
@@ -149,11 +153,14 @@ def inference_app(
     settings enable it there. With ``render`` it serves the metrics as well.
     """
     shared = settings.inference
-    cross_site = CrossSitePolicy(
-        "inference",
-        shared.allowed_hosts,
-        lambda: plane.on_loopback or bool(shared.allowed_hosts),
-        shared.cors_allowed_origin,
+    rules = PortRules(
+        CrossSitePolicy(
+            "inference",
+            shared.allowed_hosts,
+            lambda: plane.on_loopback or bool(shared.allowed_hosts),
+            shared.cors_allowed_origin,
+        ),
+        inference_proxies(settings.telemetry.trusted_proxies, os.environ),
     )
     first: ProtocolRouter = InferenceRoutes(plane, settings, control)
     others: list[ProtocolRouter] = [OpenInferenceRoutes(plane, settings, control)]
@@ -171,9 +178,9 @@ def inference_app(
         meters.response,
         access_log,
         build_default_headers(settings.inference),
-        WebSocketRoutes(plane, settings, meters.response, access_log, cross_site),
+        WebSocketRoutes(plane, settings, meters.response, access_log, rules),
         allowed_methods=AllowedMethods(document),
-        cross_site=cross_site,
+        rules=rules,
     )
 
 
@@ -200,11 +207,14 @@ def management_app(
         None if meters is None else meters.rest,
         access_log,
         allowed_methods=AllowedMethods(document),
-        cross_site=CrossSitePolicy(
-            "management",
-            settings.management.allowed_hosts,
-            lambda: control.access is None,
-            bound_host=settings.management.host,
+        rules=PortRules(
+            CrossSitePolicy(
+                "management",
+                settings.management.allowed_hosts,
+                lambda: control.access is None,
+                bound_host=settings.management.host,
+            ),
+            TrustedProxies(settings.telemetry.trusted_proxies),
         ),
     )
 
@@ -219,11 +229,13 @@ def metrics_app(
         None if meters is None else meters.rest,
         None,
         allowed_methods=AllowedMethods(document),
-        cross_site=CrossSitePolicy(
-            "management",
-            settings.management.allowed_hosts,
-            # Elsewhere than on the loopback, Prometheus finds its targets by any name.
-            lambda: is_loopback(settings.management.metrics_host),
+        rules=PortRules(
+            CrossSitePolicy(
+                "management",
+                settings.management.allowed_hosts,
+                # Elsewhere than on the loopback, Prometheus finds its targets by any name.
+                lambda: is_loopback(settings.management.metrics_host),
+            )
         ),
     )
 

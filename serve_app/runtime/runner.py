@@ -12,7 +12,6 @@ import inspect
 import logging
 import mimetypes
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -79,7 +78,6 @@ class Runner:
         self._context.header_key_sequence_end = settings.header_key_sequence_end
         self._gpu = gpu_id
         self._profiles = profiles
-        self._hidden_env_vars = settings.blacklist_env_vars
         self._max_response_size = settings.max_response_size
         self._pin = settings.pin
         self._envelope = spec.config.get("envelope") or ("" if spec.tensors else settings.service_envelope)
@@ -107,7 +105,6 @@ class Runner:
         try:
             torchserve_names.install()
             os.chdir(self._directory)
-            remove_env_vars(self._hidden_env_vars)
             pinned = self._spec.config.get("pin", self._pin and self._gpu is None)
             if (number := thread_limits.intra_op_threads(self._spec, available, pinned)) is not None:
                 thread_limits.set_threads(number)
@@ -395,13 +392,6 @@ async def _initialize(entry: handlers.LoadedHandler, context: Context) -> None:
     future = entry.initialize(context)
     if inspect.isawaitable(future):
         await future
-
-
-def remove_env_vars(pattern: str) -> None:
-    """Remove the environment variables whose whole name matches ``pattern`` from this process."""
-    if pattern:
-        for name in [name for name in os.environ if re.fullmatch(pattern, name)]:
-            del os.environ[name]
 
 
 def _available_cores() -> int:

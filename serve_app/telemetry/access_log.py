@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal
+from urllib.parse import quote
 
 import orjson
 
@@ -26,11 +30,12 @@ class AccessLog:
         target: str | Path | IO[str] | None = None,
         form: Literal["text", "json"] = "text",
         limit: int = 0,
+        mode: int = 0o600,
     ) -> None:
         self.json = form == "json"
         self._timestamp = TimestampFormatter()
         if isinstance(target, (str, Path)):
-            sink: LogSink = FileSink(Path(target), limit)
+            sink: LogSink = FileSink(Path(target), limit, mode)
         else:
             sink = StreamSink(target or sys.stdout)
         self._writer = AsyncWriter(sink, "access log", format_record=self._format)
@@ -47,18 +52,20 @@ class AccessLog:
         model: str = "",
         version: str = "",
         client_ids: dict[str, str] | None = None,
+        key: str = "",
     ) -> None:
         """Write the line of a request; ``client`` is host:port, ``path`` includes the query.
 
-        ``client_ids`` are ids that the client sent; only the JSON format has them.
+        ``client_ids`` are ids that the client sent; only the JSON format has them. ``key`` is the name of the
+        request's key.
         """
         head = (time.time(), client, method, path, http_version, status, milliseconds)
-        self._writer.put((*head, request_id, model, version, client_ids), _FIXED_SIZE + len(path))
+        self._writer.put((*head, request_id, model, version, client_ids, key), _FIXED_SIZE + len(path))
 
     def _format(self, record: Any) -> str:
         """Return a record's line; called in the writer's thread, so that a request does not wait for it."""
         now, client, method, path, http_version, status, milliseconds = record[:7]
-        request_id, model, version, client_ids = record[7:]
+        request_id, model, version, client_ids, key = record[7:]
         timestamp = self._timestamp(now)
         if self.json:
             line = {"time": timestamp, "client": client, "method": method, "path": path}
@@ -68,18 +75,44 @@ class AccessLog:
                 line |= {"model": model, "version": version}
             if client_ids:
                 line |= {"client_ids": client_ids}
-            return orjson.dumps(line).decode()
-        if not path.isprintable():  # a line break in a path would forge a line
-            path = path.encode("unicode_escape").decode()
+            if key:
+                line |= {"key": key}
+            return _encode_json(line)
         suffix = f" id={request_id}" if request_id else ""
         if model:
-            suffix = f"{suffix} model={model} version={version}"
-        request = f"{method} {path} HTTP/{http_version}"
-        return f'{timestamp} - /{client} "{request}" {status} {int(milliseconds)}{suffix}'
+            suffix = f"{suffix} model={_escape_name(model)} version={_escape_name(version)}"
+        if key:
+            suffix = f"{suffix} key={_escape_name(key)}"
+        request = f"{_escape_name(method)} {_escape(path)} HTTP/{_escape_name(http_version)}"
+        return f'{timestamp} - /{_escape(client)} "{request}" {status} {int(milliseconds)}{suffix}'
 
     def close(self) -> None:
         """Write the remaining lines and end the thread."""
         self._writer.close()
+
+
+def _escape(text: str) -> str:
+    """Return a field of the text format: no character of it can end the field, the line or its quotes.
+
+    A path arrives percent-decoded, so these characters are percent-encoded again, as UTF-8.
+    """
+    if text.isascii() and text.isprintable() and " " not in text and '"' not in text and "\\" not in text:
+        return text
+    return quote(text, safe=_SAFE_CHARACTERS, errors="backslashreplace")
+
+
+_escape_name = lru_cache(maxsize=1024)(_escape)  # of fields with few values
+# Letters and marks of a URL; "%" stays, because the query was not decoded.
+_SAFE_CHARACTERS = "%!$&'()*+,-./:;<=>?@[]^_`{|}~#"
+
+
+def _encode_json(line: dict[str, Any]) -> str:
+    """Return a line of the JSON format: ASCII without controls, which a terminal could interpret."""
+    with contextlib.suppress(orjson.JSONEncodeError):  # an unpaired surrogate
+        encoded = orjson.dumps(line)
+        if encoded.isascii() and b"\x7f" not in encoded:
+            return encoded.decode()
+    return json.dumps(line, separators=(",", ":")).replace("\x7f", "\\u007f")
 
 
 class TimestampFormatter:
@@ -103,4 +136,5 @@ def access_log(settings: Settings) -> AccessLog | None:
     path = settings.access_log
     if path is None:
         return None
-    return AccessLog(path, settings.telemetry.log_format, settings.telemetry.access_log_bytes)
+    telemetry = settings.telemetry
+    return AccessLog(path, telemetry.log_format, telemetry.access_log_bytes, settings.log_file_mode)

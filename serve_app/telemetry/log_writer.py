@@ -51,11 +51,12 @@ class FileSink:
     """A file that many processes append to: each block is one write, so no line is torn.
 
     Its folder is created if necessary. A file of ``limit`` bytes (0: no limit) is renamed to ``path.1``.
-    After any rename, also by another program, a new file is started.
+    After any rename, also by another program, a new file is started. The file has ``mode``; a folder around
+    files that the group may read is open to the group too.
     """
 
-    def __init__(self, path: Path, limit: int = 0) -> None:
-        self._path, self._limit = path, limit
+    def __init__(self, path: Path, limit: int = 0, mode: int = 0o600) -> None:
+        self._path, self._limit, self._mode = path, limit, mode
         self._descriptor: int | None = None
         self._line_incomplete = False  # the last write ended within a line
 
@@ -75,7 +76,12 @@ class FileSink:
     def _open(self) -> int:
         self.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, self._mode)
+        with contextlib.suppress(PermissionError):  # another user's file; neither is restricted by a umask
+            os.fchmod(self._descriptor, self._mode)
+            if self._mode & 0o040:
+                self._path.parent.chmod(self._path.parent.stat().st_mode | 0o050)
         return self._descriptor
 
     def _current_descriptor(self) -> int:

@@ -183,7 +183,9 @@ class _LoggingState:
         self._identity = identity
         # Not sys.stderr: in a replica that is Ray Serve's stream, which buffers many lines.
         console = AsyncWriter(StreamSink(stream or sys.__stderr__ or sys.stderr), "console", period=0.0)
-        file = AsyncWriter(FileSink(settings.log_dir / SERVER_LOG, telemetry.log_bytes), SERVER_LOG)
+        file = AsyncWriter(
+            FileSink(settings.log_dir / SERVER_LOG, telemetry.log_bytes, settings.log_file_mode), SERVER_LOG
+        )
         self._writers = [console, file]
         self._undo: list[Callable[[], None]] = []
         self._server = logging.getLogger("torchrelay")
@@ -199,7 +201,11 @@ class _LoggingState:
             self._undo.append(lambda: setattr(builtins, "print", original))
         if identity.model:
             self._copy_handler_output(
-                AsyncWriter(FileSink(settings.log_dir / MODEL_LOG, telemetry.log_bytes), MODEL_LOG), level
+                AsyncWriter(
+                    FileSink(settings.log_dir / MODEL_LOG, telemetry.log_bytes, settings.log_file_mode),
+                    MODEL_LOG,
+                ),
+                level,
             )
 
     def restore(self, level: str | None = None) -> None:

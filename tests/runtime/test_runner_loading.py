@@ -240,18 +240,6 @@ def test_unknown_envelopes_fail_the_start(make_runner):
     assert "Did you mean 'kserve'?" in caught.value.detail
 
 
-def test_hidden_variables_are_removed_before_the_handler_is_imported(make_runner, monkeypatch):
-    monkeypatch.setenv("SECRET_KEY", "x")
-    monkeypatch.setenv("NOT_SECRET_KEY_EITHER", "y")
-    code = "import os\nSEEN = sorted(name for name in os.environ if 'SECRET' in name)\n" + ECHO.replace(
-        'row["body"] for row in data', "SEEN"
-    )
-    runner = make_runner(code, settings=RuntimeSettings(blacklist_env_vars="SECRET.*|OTHER"))
-    runner.load()
-    [answer] = runner.run([make_json_request(1)], fail_on_chunk)
-    assert json.loads(answer.body) == ["NOT_SECRET_KEY_EITHER"]
-
-
 def test_sequence_headers_have_the_names_of_the_settings(load_runner):
     settings = RuntimeSettings(header_key_sequence_id="x-session")
     code = (

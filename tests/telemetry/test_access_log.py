@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from serve_app.telemetry import log_writer
 from serve_app.telemetry.access_log import AccessLog
 
@@ -181,3 +183,52 @@ def test_moved_file_is_replaced_by_a_new_one(tmp_path):
     access.close()
     assert "/first" in (tmp_path / "moved").read_text()
     assert "/second" in path.read_text() and "/first" not in path.read_text()
+
+
+HOSTILE = [
+    '/x" 200 1\n2026-01-01T00:00:00,000 - /192.0.2.9:1 "GET /y',
+    "/\r\x1b[2K\x9b2J\x7f\x00",
+    "/a b",
+    "/\u2028\u0085\ud800é",
+    '/back\\slash"',
+]
+
+
+def write_line(form, **fields):
+    pipe = Pipe()
+    log = AccessLog(pipe, form=form)
+    known = {"client": "h:1", "method": "GET", "path": "/p", "http_version": "1.1"}
+    log.write(**{**known, "status": 200, "milliseconds": 0, "request_id": "id", **fields})
+    log.close()
+    return pipe.text
+
+
+@pytest.mark.parametrize("field", ["client", "method", "path", "http_version", "model", "version", "key"])
+@pytest.mark.parametrize("value", HOSTILE)
+def test_no_field_ends_its_line_its_quotes_or_itself(field, value):
+    others = {"model": "m"} if field == "version" else {}
+    plain = write_line("text", **others, **{field: "/p" if field == "path" else "p"})
+    line = write_line("text", **others, **{field: value})
+    assert line.isascii() and line[:-1].isprintable()
+    assert (line.count('"'), line.count(" "), line.count("\n")) == (2, plain.count(" "), 1)
+    encoded = write_line("json", **others, **{field: value})
+    assert encoded.isascii() and encoded[:-1].isprintable()
+    assert json.loads(encoded)[field] == value
+
+
+def test_key_is_logged_by_its_name():
+    line = write_line("text", model="m", version="1.0", key="team a")
+    assert line.rstrip().endswith("version=1.0 key=team%20a")
+    assert json.loads(write_line("json", key="team a"))["key"] == "team a"
+
+
+@pytest.mark.parametrize(("mode", "folder_mode"), [(0o600, 0o700), (0o640, 0o750)])
+def test_file_has_its_mode_whatever_the_umask_and_its_age(tmp_path, mode, folder_mode):
+    folder = tmp_path / "logs"
+    folder.mkdir(mode=0o700)
+    path = folder / "access_log.log"
+    path.touch(0o644)
+    log = AccessLog(path, mode=mode)
+    log.write("h:1", "GET", "/", "1.1", 200, 0)
+    log.close()
+    assert (path.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (mode, folder_mode)

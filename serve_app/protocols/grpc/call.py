@@ -298,6 +298,7 @@ class ServiceAdapter:
             call.model,
             call.version,
             request_headers,
+            "" if call.grant is None else call.grant.name,
         )
 
 

@@ -67,7 +67,7 @@ class CrossSitePolicy:
         Costs three look-ups for a client that is no browser.
         """
         host = headers.get("host")
-        if host is not None and host not in self._known_hosts:
+        if host is not None and host not in self._known_hosts and self._checks_hosts():
             self._check_host(host)
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if origin is None and site is None:
@@ -103,9 +103,8 @@ class CrossSitePolicy:
             or (self._accepts_addresses and _is_address(name))
         )
         if not is_known:
-            if self._checks_hosts():
-                raise HostNotAllowed(host, f"{self._section}.allowed_hosts")
-        elif len(self._known_hosts) < _MAX_REMEMBERED_HOSTS:
+            raise HostNotAllowed(host, f"{self._section}.allowed_hosts")
+        if len(self._known_hosts) < _MAX_REMEMBERED_HOSTS:
             self._known_hosts.add(host)
 
 

@@ -22,6 +22,7 @@ from serve_app.domain.limits import MAX_DEADLINE_S
 from serve_app.domain.request import InferenceResponse, Priority, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, RelayError, RequestTooLarge, WorkflowStepError, get_reason
+from serve_app.net.client_address import NO_PROXIES, TrustedProxies
 from serve_app.settings import InferenceSettings
 
 Scope = MutableMapping[str, Any]
@@ -83,6 +84,7 @@ class HttpExchange:
 
     __slots__ = (
         "_default_headers",
+        "_proxies",
         "_receive",
         "_send",
         "grant",
@@ -103,6 +105,7 @@ class HttpExchange:
         receive: Receive,
         send: Send,
         default_headers: tuple[tuple[bytes, bytes], ...] = DEFAULT_HEADERS,
+        proxies: TrustedProxies = NO_PROXIES,
     ) -> None:
         self.scope = scope
         self.method: str = scope["method"]
@@ -114,13 +117,20 @@ class HttpExchange:
         self.model = self.version = ""
         self.grant: KeyGrant | None = None
         self._default_headers = default_headers
+        self._proxies = proxies
         self._receive = receive
         self._send = send
 
     @property
     def client(self) -> str:
-        """The client's address and port for the access log, "-" if they are unknown."""
+        """The client's address and port for the logs, "-" if they are unknown; the port 0 behind a proxy."""
         host, port = self.scope.get("client") or ("", 0)
+        if "x-forwarded-for" in self.headers:
+            values = [
+                value.decode("latin-1") for name, value in self.scope["headers"] if name == b"x-forwarded-for"
+            ]
+            if (client := self._proxies.resolve(host, values)) != host:
+                return f"{client}:0"
         return f"{host}:{port}" if host else "-"
 
     def add_header(self, name: bytes, value: bytes) -> None:

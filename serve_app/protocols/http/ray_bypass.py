@@ -20,11 +20,13 @@ at the cost of Ray's request handling.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from starlette.middleware import Middleware
 
 from serve_app.errors import ReplicaDied
+from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.http import uvicorn_http, uvicorn_websocket
 from serve_app.protocols.http.exchange import DEFAULT_HEADERS
 from serve_app.protocols.torchserve import errors
@@ -106,7 +108,13 @@ _REPLICA_DIED = _replica_died()
 
 
 def build() -> list[Middleware]:
-    """Return the middlewares of an HTTP server; Ray Serve calls this before it starts one."""
+    """Return the middlewares of an HTTP server; Ray Serve calls this before it starts one.
+
+    The process that starts HAProxy is one of those.
+    """
+    restrict_umask()
+    # uvicorn trusts X-Forwarded-For of the loopback by default; see net/client_address.py.
+    os.environ["FORWARDED_ALLOW_IPS"] = ""
     uvicorn_http.install()
     uvicorn_websocket.install()
     return [Middleware(BypassMiddleware)]

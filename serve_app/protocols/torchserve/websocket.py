@@ -20,7 +20,6 @@ from serve_app.errors import (
     get_reason,
 )
 from serve_app.protocols.http import auth
-from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import (
     HttpExchange,
     Receive,
@@ -30,6 +29,7 @@ from serve_app.protocols.http.exchange import (
     parse_priority,
     uuid4,
 )
+from serve_app.protocols.http.port_rules import PortRules
 from serve_app.protocols.torchserve import errors
 from serve_app.settings import Settings
 from serve_app.telemetry.access_log import AccessLog
@@ -57,10 +57,10 @@ class WebSocketRoutes:
         settings: Settings,
         count_response: Callable[[int], None],
         access_log: AccessLog | None,
-        cross_site: CrossSitePolicy,
+        rules: PortRules,
     ) -> None:
         self._plane = plane
-        self._cross_site = cross_site
+        self._rules = rules
         self._max_message_size = settings.inference.max_request_size
         self._handler_errors = settings.inference.handler_errors
         self._count_response = count_response
@@ -70,7 +70,8 @@ class WebSocketRoutes:
         async def send_http_response(message: Any) -> None:
             await send({**message, "type": f"websocket.{message['type']}"})
 
-        exchange = HttpExchange({**scope, "method": "WEBSOCKET"}, receive, send_http_response)
+        handshake = {**scope, "method": "WEBSOCKET"}
+        exchange = HttpExchange(handshake, receive, send_http_response, proxies=self._rules.proxies)
         await receive()  # websocket.connect
         try:
             authorization = exchange.headers.get("authorization")
@@ -88,7 +89,7 @@ class WebSocketRoutes:
 
     def _check(self, exchange: HttpExchange) -> None:
         """Check the handshake as an HTTP request without its body. Raises RelayError."""
-        self._cross_site.check(exchange.method, exchange.path, exchange.headers)
+        self._rules.cross_site.check(exchange.method, exchange.path, exchange.headers)
         auth.authorize(self._plane.access, exchange, "infer")
         segments = exchange.segments
         if len(segments) < 2 or segments[0] != "predictions":
@@ -156,6 +157,7 @@ class WebSocketRoutes:
                 exchange.model,
                 version,
                 None,
+                "" if exchange.grant is None else exchange.grant.name,
             )
 
 

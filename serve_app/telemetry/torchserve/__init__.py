@@ -29,7 +29,8 @@ def create_recorders(settings: Settings) -> TorchServeRecorders:
         return TorchServeRecorders(metric_catalog, "prometheus", telemetry.model_metrics_auto_detect)
     folder = settings.metrics_dir
     server, model = (
-        MetricsLog(AsyncWriter(FileSink(folder / name, _MAX_SIZE), name)) for name in (SERVER_LOG, MODEL_LOG)
+        MetricsLog(AsyncWriter(FileSink(folder / name, _MAX_SIZE, settings.log_file_mode), name))
+        for name in (SERVER_LOG, MODEL_LOG)
     )
     return TorchServeRecorders(
         metric_catalog, telemetry.metrics_mode, telemetry.model_metrics_auto_detect, server, model

@@ -97,7 +97,7 @@ def test_a_prediction(over_grpc: Any) -> None:
         "kind": "cat",
         "x-status": "599 Odd",
     }
-    client, method, path, http, status, _, request_id, model, version, _ = server.access_log[0]
+    client, method, path, http, status, _, request_id, model, version, *_ = server.access_log[0]
     assert client.startswith("127.0.0.1:")
     assert (method, path) == ("gRPC", "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions")
     assert (http, status, request_id, model, version) == ("2", 0, got.request_id, "m", "1.0")

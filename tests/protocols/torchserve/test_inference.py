@@ -397,7 +397,7 @@ def test_every_answer_is_counted_and_logged(inference) -> None:
         if name == "torchrelay_http_responses_total"
     }
     assert counts == {"200": 1.0, "404": 1.0}
-    client, method, path, http_version, status, milliseconds, request_id, model, version, _ = app.access_log[
+    client, method, path, http_version, status, milliseconds, request_id, model, version, *_ = app.access_log[
         0
     ]
     assert (client, method, path, http_version, status) == (

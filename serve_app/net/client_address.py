@@ -1,0 +1,68 @@
+"""The address of a client behind proxies, from ``X-Forwarded-For``.
+
+Any client can send this header, so only the entries that trusted proxies appended count. Read from the right,
+the first address that is no trusted proxy's is the client's. uvicorn's own evaluation is switched off: it
+trusts every process of the machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+
+from serve_app.errors import ConfigurationError
+
+_LOOPBACK = ("127.0.0.0/8", "::1/128")
+_HAPROXY_CALLBACK = "serve_app.deployments.haproxy:install"  # it makes HAProxy append the address
+
+
+class TrustedProxies:
+    """The networks of the proxies whose entries count. Raises ConfigurationError for an invalid one."""
+
+    def __init__(self, networks: Sequence[str] = ()) -> None:
+        try:
+            self._networks = [ipaddress.ip_network(network, strict=False) for network in networks]
+        except ValueError as error:
+            cure = "write addresses or networks such as 10.0.0.0/8"
+            raise ConfigurationError("telemetry.trusted_proxies", f"{error}; {cure}") from None
+
+    def resolve(self, peer: str, forwarded: Sequence[str]) -> str:
+        """Return the client's address; ``forwarded`` are the header's values, in their order.
+
+        It is ``peer`` unless that is trusted, and never an entry that is no address.
+        """
+        client = peer
+        for entry in reversed([entry.strip() for value in forwarded for entry in value.split(",")]):
+            if not self._trusts(client) or not _is_address(entry):
+                return client
+            client = entry
+        return client
+
+    def _trusts(self, address: str) -> bool:
+        try:
+            parsed = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        return any(parsed in network for network in self._networks)
+
+
+NO_PROXIES = TrustedProxies()
+
+
+def inference_proxies(networks: Sequence[str], environ: Mapping[str, str]) -> TrustedProxies:
+    """Return the proxies of the inference port: the configured ones, and HAProxy where it is in front."""
+    has_haproxy = (
+        environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+        and environ.get("RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH") == _HAPROXY_CALLBACK
+    )
+    return TrustedProxies([*networks, *(_LOOPBACK if has_haproxy else ())])
+
+
+def _is_address(text: str) -> bool:
+    if "%" in text:  # the scope of an IPv6 address may be any text
+        return False
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

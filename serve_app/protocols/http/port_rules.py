@@ -1,0 +1,16 @@
+"""The rules of an HTTP port that do not depend on a request's protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_app.net.client_address import NO_PROXIES, TrustedProxies
+from serve_app.protocols.http.cross_site import CrossSitePolicy
+
+
+@dataclass(frozen=True)
+class PortRules:
+    """The pages that may send requests, and the proxies whose address of the client counts."""
+
+    cross_site: CrossSitePolicy
+    proxies: TrustedProxies = NO_PROXIES
