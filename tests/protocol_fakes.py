@@ -9,6 +9,7 @@ from typing import Any
 
 from serve_app.control.api import ControlAPI
 from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.domain.audit import AuditQuery
 from serve_app.domain.model import (
     ModelRef,
     ModelSpec,
@@ -29,6 +30,7 @@ from serve_app.errors import (
     VersionNotFound,
 )
 from serve_app.protocols.http_app import ASGIApp
+from serve_app.telemetry.audit_log import get_actor
 
 Infer = Callable[[InferenceRequest], Awaitable["InferenceResponse | ResponseStream"]]
 
@@ -185,6 +187,15 @@ class FakeControlAPI:
         self.previous_bounds: tuple[int, int] | None = None  # set where autoscaling ends
         self.ingestor: ArchiveIngestor | None = None
         self.operations: list[tuple] = []
+        self.refusals: list[tuple] = []  # actor, action, subject and reason
+        self.audit_queries: list[tuple] = []
+
+    async def record_refusal(self, action: str, subject: str, reason: str) -> None:
+        self.refusals.append((get_actor(), action, subject, reason))
+
+    async def list_audit_records(self, query: AuditQuery, allowed_models: tuple[str, ...]) -> list[Any]:
+        self.audit_queries.append((query, allowed_models))
+        return []
 
     def _spec(self, model: str, version: str | None) -> ModelSpec:
         if model not in self.specs:

@@ -14,6 +14,7 @@ from serve_app import __version__
 from serve_app.cli import progress
 from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, Inference, ManagementUrl, Token
 from serve_app.cli.commands.archive import archive
+from serve_app.cli.commands.audit import audit
 from serve_app.cli.commands.experiment import experiment_app
 from serve_app.cli.commands.migrate import migrate
 from serve_app.cli.commands.models import models_app
@@ -194,6 +195,7 @@ app.command("archive")(archive)
 app.command("optimize")(optimize)
 app.command("traffic")(traffic)
 app.command("shadow")(shadow)
+app.command("audit")(audit)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Traffic of a model over the management API: policies, experiments, rollouts and shadows."""
+"""Traffic of a model over the management API: policies, experiments, rollouts, shadows, and the audit log."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ class TrafficOperations:
     def reset_traffic(self, model: str) -> RequestFlow[JsonObject]:
         """Route every request to the default version again; return the document of ``set_traffic``."""
         return (yield from fetch_object(management_request("DELETE", "models", model, "traffic")))
+
+    @Operation
+    def audit(self, filters: JsonObject | None = None) -> RequestFlow[list[JsonObject]]:
+        """Return records of the audit log, the newest first.
+
+        ``filters`` are ``limit``, ``actor``, ``action``, ``subject``, ``result`` (its beginning), ``since``
+        (Unix time) and ``before_id``.
+        """
+        request = management_request("GET", "audit", query=filters or {})
+        return (yield from fetch_list(request, "records"))
 
     @Operation
     def start_experiment(self, model: str, document: Any) -> RequestFlow[JsonObject]:

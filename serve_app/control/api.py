@@ -6,6 +6,7 @@ stores the registry and makes the cluster agree with it, is passed to the constr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -17,6 +18,7 @@ from serve_app.domain import traffic_policy as policies
 from serve_app.domain import workflow_graph as graphs
 from serve_app.domain.access import AccessTable, matches
 from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
+from serve_app.domain.audit import AuditDocument, AuditQuery
 from serve_app.domain.experiment import (
     Experiment,
     ExperimentDocument,
@@ -35,8 +37,10 @@ from serve_app.domain.model import (
 from serve_app.domain.rollout import RolloutDocument, RolloutPlan
 from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, TrafficPolicy
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowGraph
-from serve_app.errors import BadRequest, InvalidWorkflow, MethodNotAllowed, MissingParameter
+from serve_app.errors import BadRequest, InvalidWorkflow, MethodNotAllowed, MissingParameter, RelayError
 from serve_app.settings import Settings
+
+log = logging.getLogger("torchrelay.control")
 
 RolloutAction = Literal["pause", "resume", "abort"]
 
@@ -161,6 +165,14 @@ class ControlAPI(Protocol):
         self, id: str, allowed_models: tuple[str, ...]
     ) -> AsyncPredictionDocument | None:
         """Cancel a prediction, or delete it (None) where it has ended. Raises as ``get_prediction`` does."""
+
+    async def list_audit_records(
+        self, query: AuditQuery, allowed_models: tuple[str, ...]
+    ) -> list[AuditDocument]:
+        """Return records of the audit log, the newest first. Raises Unavailable."""
+
+    async def record_refusal(self, action: str, subject: str, reason: str) -> None:
+        """Record an attempt of a change that a protocol refused."""
 
 
 class ControlPlane:
@@ -289,6 +301,13 @@ class ControlPlane:
     async def get_version_stats(self, allowed_models: tuple[str, ...] = ("*",)) -> list[VersionStats]:
         """Return the request counts of each version, by model name."""
         return [stats for stats in await self.api.get_version_stats() if matches(stats.model, allowed_models)]
+
+    async def record_refusal(self, action: str, subject: str, reason: str) -> None:
+        """Record an attempt of a change that a protocol refused; a failure is logged only."""
+        try:
+            await self.api.record_refusal(action, subject, reason)
+        except RelayError as error:
+            log.warning("a refused %s of %s is not in the audit log: %s", action, subject, error)
 
     # Traffic. Documents arrive as parsed JSON and are validated here; BadRequest names the key and the cure.
 

@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from serve_app.control.api_keys import ApiKeys
+from serve_app.control.audit import AuditTrail
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import Registry, build_routing_table
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.table_publisher import TablePublisher
+from serve_app.domain.audit import AuditRecord
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.errors import InProgress, Unavailable
 
@@ -43,6 +45,7 @@ class StateStore:
     ) -> None:
         self.registry = registry
         self.write_lock = asyncio.Lock()
+        self.audit_trail: AuditTrail | None = None  # None: changes are not recorded
         self.on_loopback = False  # the inference port is reachable from its own machine only
         self.startup_complete = False  # every version that start-up requested is ready or has failed
         self._database = database
@@ -64,7 +67,7 @@ class StateStore:
         Raises Unavailable where it could not be stored, InProgress where a live reader does not have it yet.
         """
         try:
-            await asyncio.to_thread(self._database.save, self.registry, after)
+            await asyncio.to_thread(self._save, after)
         except Unavailable:
             # The connection may have been lost after the commit: the stored registry is the valid one.
             self.registry = await asyncio.to_thread(self._database.load)
@@ -74,6 +77,20 @@ class StateStore:
         self.publish()
         self._on_change()
         await self.wait_until_applied()
+
+    def _save(self, after: Registry) -> None:
+        """Store a change with its record of the audit log, in one transaction. Raises Unavailable."""
+        trail = self.audit_trail
+        if trail is None:
+            return self._database.save(self.registry, after)
+        records: list[AuditRecord] = []
+        opened = trail.open_record()
+        self._database.save(
+            self.registry,
+            after,
+            lambda connection, changes: records.append(trail.add(opened, connection, changes)),
+        )
+        trail.confirm(records[0])
 
     async def commit_with_status(self, after: Registry) -> str:
         """Commit a change; return its status where a live reader does not have it yet, else nothing.

@@ -11,28 +11,38 @@ import ray.exceptions
 from ray.serve.exceptions import RayServeException
 
 from serve_app.control.api import ControlAPI
+from serve_app.control.audit import AuditTrail
+from serve_app.domain.audit import Actor
 from serve_app.errors import RelayError, Unavailable
+from serve_app.telemetry.audit_log import get_actor, set_actor
 
 # The names of all methods that a process may call in Management: ``render`` is the metrics page.
 METHODS = frozenset(name for name in vars(ControlAPI) if not name.startswith("_")) | {"render"}
 
 
 class ControlDispatcher:
-    """The server's end of the RPC: calls each method in the service that implements it."""
+    """The server's end of the RPC: calls each method in the service that implements it.
 
-    def __init__(self, *services: object) -> None:
+    Calls that change something are recorded in ``trail``, whichever protocol they come from.
+    """
+
+    def __init__(self, trail: AuditTrail, *services: object) -> None:
         self._methods: dict[str, Any] = {
-            name: getattr(service, name) for service in services for name in METHODS if hasattr(service, name)
+            name: trail.record_calls(name, getattr(service, name))
+            for service in (trail, *services)
+            for name in METHODS
+            if hasattr(service, name)
         }
         self.api = cast(ControlAPI, SimpleNamespace(**self._methods))
 
-    async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], actor: Actor) -> Any:
         """Return the method's result, or its RelayError as a value: raised, Ray would log it as a fault.
 
         Raises AttributeError for a name that is not in ``METHODS``.
         """
         if name not in self._methods:
             raise AttributeError(name)
+        set_actor(actor)
         try:
             return await self._methods[name](*args, **kwargs)
         except RelayError as error:
@@ -53,7 +63,7 @@ class ControlClient:
 
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            result = await self._management.call_control.remote(name, args, kwargs)
+            result = await self._management.call_control.remote(name, args, kwargs, get_actor())
         except ray.exceptions.RayTaskError:
             raise
         except (ray.exceptions.RayError, RayServeException):

@@ -23,6 +23,7 @@ from serve_app.control.async_predictions.blob_store import BlobStore
 from serve_app.control.async_predictions.service import AsyncPredictionService
 from serve_app.control.async_predictions.store import AsyncPredictionStore
 from serve_app.control.async_predictions.webhooks import WebhookSender
+from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.lifecycle_events import EventLog
@@ -49,6 +50,7 @@ from serve_app.deployments.http_listener import HttpListener
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.replica_options import autoscaling_config, user_config
+from serve_app.domain.audit import Actor
 from serve_app.domain.model import ModelRef, Stage
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
@@ -61,6 +63,7 @@ from serve_app.protocols.http_app import build_replayer, management_app, metrics
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import INFERENCE_HOST, Settings, is_loopback
 from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve
+from serve_app.telemetry.audit_log import run_as_server
 from serve_app.telemetry.crash_reports import CrashReport
 from serve_app.telemetry.metrics import Meters, MetricsAggregator, MetricsReport
 
@@ -190,7 +193,9 @@ class Management:
         self._shadow = ShadowService(self._state, database)
         await self._shadow.load()
         self._async_predictions = self._create_async_predictions(database)
+        self._audit_trail = self._state.audit_trail = AuditTrail(database, settings)
         self._dispatcher = ControlDispatcher(
+            self._audit_trail,
             self._models,
             self._workflows,
             self._traffic,
@@ -205,10 +210,11 @@ class Management:
         """Start the loops of the control plane; the model store is loaded beside them."""
         on_loaded = partial(self._traffic.apply_declared_policies, self._settings.control.traffic)
         loops = (
-            self._models.load_model_store(on_loaded),
+            run_as_server("startup", self._models.load_model_store(on_loaded)),
             self._reconcile_loop.run(),
-            self._rollouts.run(),
-            self._experiments.run(),
+            run_as_server("rollout", self._rollouts.run()),
+            run_as_server("experiment", self._experiments.run()),
+            self._audit_trail.run(),
             self._shadow.run(),
             self._async_predictions.run(),
             self._report_queue.push(),
@@ -345,9 +351,11 @@ class Management:
         spec = find_version(self._state.registry, ref.name, ref.version)
         return await asyncio.to_thread(self._archive_ingestor.read_chunk, spec, offset, length)
 
-    async def call_control(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def call_control(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], actor: Actor
+    ) -> Any:
         """Return the result of a control-plane method; a RelayError is returned, not raised."""
-        return await self._dispatcher.call(name, args, kwargs)
+        return await self._dispatcher.call(name, args, kwargs, actor)
 
     async def check_health(self) -> None:
         for task in self._tasks:
@@ -364,5 +372,6 @@ class Management:
             await self._mirror.close()
             await self._shadow.close()
             await self._metric_store.close()
+            await self._audit_trail.close()
         for listener in self._listeners:
             await listener.close()

@@ -15,11 +15,14 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
+from serve_app.errors import AccessDenied
 from serve_app.proto import pool
 from serve_app.protocols.grpc import aio_server
-from serve_app.protocols.grpc.call import ServiceAdapter
+from serve_app.protocols.grpc.call import GrpcCall, ServiceAdapter
 from serve_app.protocols.grpc.health import HealthService
 from serve_app.protocols.grpc.http2.server import Http2Limits, Http2Server
+from serve_app.protocols.http.auth import create_actor
+from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.openinference import grpc as openinference
 from serve_app.protocols.torchserve import grpc as torchserve
 from serve_app.settings import Settings
@@ -58,7 +61,12 @@ def management_server(
 ) -> grpc.aio.Server:
     """Return the server of the management port, for the running event loop."""
     server = aio_server.create_server(settings)
-    adapter = ServiceAdapter(lambda: control.access, meters.grpc_response, access)
+    refusals = RefusalRecorder(control)
+
+    def record_refusal(call: GrpcCall, path: str, error: AccessDenied) -> None:
+        refusals.record(create_actor(call.grant, call.context.peer), "gRPC", path, error)
+
+    adapter = ServiceAdapter(lambda: control.access, meters.grpc_response, access, record_refusal)
     service = torchserve.ManagementService(control, settings, adapter)
     _add_services(server, settings, lambda: True, {torchserve.MANAGEMENT: service})
     return server

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from serve_app.control.api import ControlPlane
@@ -28,6 +29,7 @@ from serve_app.protocols.http.exchange import (
 )
 from serve_app.protocols.http.port_rules import PortRules
 from serve_app.protocols.http.router import Dispatcher, ProtocolRouter
+from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.management.metrics import MetricsRoutes, Render
 from serve_app.protocols.openai.inference import OpenAIRoutes
 from serve_app.protocols.openapi.allowed_methods import AllowedMethods
@@ -91,6 +93,8 @@ class ASGIApp:
             is_expected = isinstance(error, RelayError)
             if isinstance(error, RelayError):
                 exchange.version = error.selected_version or exchange.version
+                if self._rules.on_error is not None:
+                    self._rules.on_error(exchange, error)
             if exchange.status:
                 _log.error(
                     "%s failed after its response had started",
@@ -165,7 +169,9 @@ def inference_app(
     first: ProtocolRouter = InferenceRoutes(plane, settings, control)
     others: list[ProtocolRouter] = [OpenInferenceRoutes(plane, settings, control)]
     if control is not None and settings.inference.serve_management:
-        others.append(ManagementRoutes(control, settings, _shared_port_policy(settings)))
+        management = ManagementRoutes(control, settings, _shared_port_policy(settings))
+        others.append(management)
+        rules = replace(rules, on_error=_record_refusals_of(management, control))
     if control is not None:
         others.append(AsyncRoutes(plane, control, torchserve_errors.send_error))
     others.append(OpenAIRoutes(plane, settings))
@@ -215,6 +221,7 @@ def management_app(
                 bound_host=settings.management.host,
             ),
             TrustedProxies(settings.telemetry.trusted_proxies),
+            RefusalRecorder(control).record_http,
         ),
     )
 
@@ -238,6 +245,19 @@ def metrics_app(
             )
         ),
     )
+
+
+def _record_refusals_of(
+    management: ManagementRoutes, control: ControlPlane
+) -> Callable[[HttpExchange, RelayError], None]:
+    """Return the recorder of refusals for a port with other APIs too."""
+    recorder = RefusalRecorder(control)
+
+    def record(exchange: HttpExchange, error: RelayError) -> None:
+        if exchange.segments and management.matches(exchange):
+            recorder.record_http(exchange, error)
+
+    return record
 
 
 def _shared_port_policy(settings: Settings) -> CrossSitePolicy:

@@ -77,7 +77,7 @@ class AccessLog:
                 line |= {"client_ids": client_ids}
             if key:
                 line |= {"key": key}
-            return _encode_json(line)
+            return encode_json_line(line)
         suffix = f" id={request_id}" if request_id else ""
         if model:
             suffix = f"{suffix} model={_escape_name(model)} version={_escape_name(version)}"
@@ -106,7 +106,7 @@ _escape_name = lru_cache(maxsize=1024)(_escape)  # of fields with few values
 _SAFE_CHARACTERS = "%!$&'()*+,-./:;<=>?@[]^_`{|}~#"
 
 
-def _encode_json(line: dict[str, Any]) -> str:
+def encode_json_line(line: dict[str, Any]) -> str:
     """Return a line of the JSON format: ASCII without controls, which a terminal could interpret."""
     with contextlib.suppress(orjson.JSONEncodeError):  # an unpaired surrogate
         encoded = orjson.dumps(line)

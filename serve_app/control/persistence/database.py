@@ -55,6 +55,16 @@ _MIGRATION = 60  # seconds to wait for another process that brings SQLite's sche
 _LOCK = 0x746F726368  # PostgreSQL's advisory lock of the process that upgrades the schema
 
 
+@dataclass(frozen=True)
+class RowChange:
+    """A row that differs between two registries; None stands for a row that is not there."""
+
+    table: str  # without the prefix of our tables
+    key: tuple[Any, ...]
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
+
+
 class Database:
     """The stored registry. Blocking: call it from a thread.
 
@@ -117,8 +127,15 @@ class Database:
         self._generation = generation
         return Registry(models, archives, experiments, rollouts, frozenset(unreadable))
 
-    def save(self, before: Registry, after: Registry) -> None:
+    def save(
+        self,
+        before: Registry,
+        after: Registry,
+        on_changes: Callable[[Connection, list[RowChange]], None] = lambda connection, changes: None,
+    ) -> None:
         """Store the changes from ``before``, which was last loaded or saved here, to ``after``.
+
+        ``on_changes`` may store more in the same transaction.
 
         Either all of them are stored or none, and they survive a power failure. Saving the same registry
         again only raises the generation. Raises Unavailable where another writer saved in between or the
@@ -131,8 +148,10 @@ class Database:
             )
             if raised.rowcount != 1:
                 raise Unavailable("Another writer has changed the registry. Nothing was stored; try again.")
-            for old, new in zip(_list_tables(before), _list_tables(after)):
+            tables = list(zip(_list_tables(before), _list_tables(after)))
+            for old, new in tables:
                 _save_changes(connection, old, new)
+            on_changes(connection, [change for old, new in tables for change in _list_changes(old, new)])
         self._generation += 1
 
     @contextlib.contextmanager
@@ -313,6 +332,24 @@ def _save_changes(connection: Connection, before: _TableRows, after: _TableRows)
         table,
         [{**dict(zip(names, key)), **after.encode(value)} for key, value in changed.items()],
     )
+
+
+def _list_changes(before: _TableRows, after: _TableRows) -> list[RowChange]:
+    """Return what differs between two states of a table; digests of archives are in their versions too."""
+    table, old, new = after.table, before.values, after.values
+    if table is ARCHIVES:
+        return []
+    name = table.name.removeprefix("torchrelay_")
+    return [
+        RowChange(
+            name,
+            key,
+            before.encode(old[key]) if key in old else None,
+            after.encode(new[key]) if key in new else None,
+        )
+        for key in sorted(old.keys() | new.keys())
+        if key not in old or key not in new or old[key] != new[key]
+    ]
 
 
 def _encode_model(model: tuple[str, TrafficPolicy, Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -123,6 +123,21 @@ ASYNC_PREDICTIONS = sa.Table(
     sa.Column("body", sa.LargeBinary, nullable=True),
 )
 
+# Management changes and refused attempts (see control/audit.py), the newest with the highest id.
+AUDIT_LOG = sa.Table(
+    "torchrelay_audit_log",
+    SCHEMA,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("time", sa.Float, nullable=False),
+    sa.Column("actor", sa.Text, nullable=False),
+    sa.Column("address", sa.Text, nullable=False),
+    sa.Column("action", sa.Text, nullable=False),
+    sa.Column("subject", sa.Text, nullable=False),
+    sa.Column("result", sa.Text, nullable=False),
+    sa.Column("before", sa.JSON(none_as_null=True), nullable=True),
+    sa.Column("after", sa.JSON(none_as_null=True), nullable=True),
+)
+
 GENERATION = sa.Table(
     "torchrelay_generation",
     SCHEMA,

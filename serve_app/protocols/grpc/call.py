@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from serve_app.domain.access import AccessTable, KeyGrant, Right
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, Priority
 from serve_app.errors import (
+    AccessDenied,
     HandlerRejected,
     InvalidBody,
     ModelNotAllowed,
@@ -35,6 +36,7 @@ from serve_app.protocols.http.exchange import (
     uuid4,
 )
 from serve_app.telemetry.access_log import AccessLog
+from serve_app.telemetry.audit_log import set_actor
 
 MAX_DETAILS = 2_000  # characters: a status is sent in a header, and clients accept 8 KiB of those
 _MAX_HANDLER_HEADERS = 4_096  # bytes of headers that a handler set
@@ -176,7 +178,8 @@ class StatusMapping(NamedTuple):
 class ServiceAdapter:
     """The conversion of a service's methods to method handlers of the gRPC server.
 
-    ``access`` returns the table of permissions; ``count`` is called with the name of each response's status.
+    ``access`` returns the table of permissions. ``count`` is called with the name of each response's status,
+    and ``on_refusal`` for unary calls that manage and that the key does not permit.
     Messages are parsed here and not by the gRPC server, so that malformed ones get a status of this module.
     """
 
@@ -185,8 +188,10 @@ class ServiceAdapter:
         access: Callable[[], AccessTable | None],
         count: Callable[[str], None] | None = None,
         log: AccessLog | None = None,
+        on_refusal: Callable[[GrpcCall, str, AccessDenied], None] | None = None,
     ) -> None:
         self._access = access
+        self._on_refusal = on_refusal
         self._count = count
         self._access_log = log
 
@@ -217,6 +222,8 @@ class ServiceAdapter:
                 return message
             except Exception as error:
                 code = find_status_code(error, mapping.table)
+                if self._on_refusal is not None and isinstance(error, AccessDenied) and "manage" in rights:
+                    self._on_refusal(call, path, error)
                 await _abort(error, code, call, mapping)
             finally:
                 self._record_end(path, call, code, started_at)
@@ -272,7 +279,10 @@ class ServiceAdapter:
         """
         access = self._access()
         if access is not None:
-            call.grant = auth.resolve_grant(access, call.headers.pop("authorization", None), *rights)
+            call.grant = grant = auth.resolve_grant(access, call.headers.pop("authorization", None))
+            auth.check_rights(grant, *rights)
+        if "infer" not in rights:  # management
+            set_actor(auth.create_actor(call.grant, call.context.peer))
 
     def _record_end(self, path: str, call: GrpcCall, code: grpc.StatusCode, started_at: float) -> None:
         if self._count is not None:

@@ -11,8 +11,10 @@ import time
 from hashlib import sha256
 
 from serve_app.domain.access import AccessTable, KeyGrant, Right
+from serve_app.domain.audit import Actor
 from serve_app.errors import ExpiredToken, InvalidToken, MissingPermission, MissingToken, ModelNotAllowed
 from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.telemetry.audit_log import set_actor
 
 _BEARER = re.compile(r"Bearer\s+(\S+)\s*", re.ASCII)
 
@@ -20,8 +22,8 @@ _BEARER = re.compile(r"Bearer\s+(\S+)\s*", re.ASCII)
 def resolve_grant(access: AccessTable, authorization: str | None, *rights: Right) -> KeyGrant:
     """Return the grant of the key in an Authorization header. Raises AccessDenied.
 
-    The grant has at least one of ``rights``. Keys are looked up by digest, so the time that this takes
-    reveals nothing about them.
+    The grant has at least one of ``rights``, where they are given. Keys are looked up by digest, so the time
+    that this takes reveals nothing about them.
     """
     if authorization is None:
         raise MissingToken()
@@ -36,18 +38,33 @@ def resolve_grant(access: AccessTable, authorization: str | None, *rights: Right
             raise InvalidToken()
     if grant.expires is not None and time.time() >= grant.expires:
         raise ExpiredToken()
+    if rights:
+        check_rights(grant, *rights)
+    return grant
+
+
+def check_rights(grant: KeyGrant, *rights: Right) -> None:
+    """Raise MissingPermission where the grant has none of ``rights``."""
     if grant.rights.isdisjoint(rights):
         raise MissingPermission(rights[0])
-    return grant
 
 
 def authorize(access: AccessTable | None, exchange: HttpExchange, *rights: Right) -> None:
     """Check that the request's key has one of ``rights``, and store its grant. Raises AccessDenied.
 
-    The header is removed from the request: no handler and no log sees the key.
+    The header is removed from the request: no handler and no log sees the key. The grant of a key without
+    these rights is stored too, for the logs.
     """
     if access is not None:
-        exchange.grant = resolve_grant(access, exchange.headers.pop("authorization", None), *rights)
+        exchange.grant = grant = resolve_grant(access, exchange.headers.pop("authorization", None))
+        check_rights(grant, *rights)
+    if "infer" not in rights:  # management
+        set_actor(create_actor(exchange.grant, exchange.client))
+
+
+def create_actor(grant: KeyGrant | None, address: str) -> Actor:
+    """Return the author of a request for the audit log."""
+    return Actor(grant.name or "unnamed", address) if grant is not None else Actor(address=address)
 
 
 def require_model(exchange: HttpExchange, model: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from serve_app.errors import RelayError
 from serve_app.net.client_address import NO_PROXIES, TrustedProxies
 from serve_app.protocols.http.cross_site import CrossSitePolicy
+from serve_app.protocols.http.exchange import HttpExchange
 
 
 @dataclass(frozen=True)
@@ -14,3 +17,4 @@ class PortRules:
 
     cross_site: CrossSitePolicy
     proxies: TrustedProxies = NO_PROXIES
+    on_error: Callable[[HttpExchange, RelayError], None] | None = None

@@ -9,6 +9,7 @@ from serve_app.domain.rollout import RolloutDocument, RolloutPlan
 from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, TrafficPolicy
 from serve_app.domain.validation import documented
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowSource
+from serve_app.protocols.management.audit import AuditPage, AuditParameters
 from serve_app.protocols.management.experiments import ExperimentList, PurgeParameters
 from serve_app.protocols.openapi.endpoints import API, Content, Endpoint, delete, get, json, post, put
 from serve_app.protocols.openapi.torchserve import ERRORS, describe_api
@@ -106,6 +107,13 @@ MODELS = API(
         ],
         "/token": [get("token", "Write a new key to the key file.", Any, (404,), query=TokenParameters)],
     },
+)
+
+AUDIT = API(
+    "Audit log",
+    "Management changes with their authors, and refused attempts.",
+    ERRORS,
+    {"/audit": [get("audit", "List records, the newest first.", AuditPage, query=AuditParameters)]},
 )
 
 _TRAFFIC = {200: TrafficDocument, 202: Status}

@@ -19,7 +19,7 @@ from serve_app.errors import (
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management import experiments, rollouts, shadow, traffic
+from serve_app.protocols.management import audit, experiments, rollouts, shadow, traffic
 from serve_app.protocols.management.routing import MethodHandlers, RouteTable, any_method, route
 from serve_app.protocols.torchserve import errors, events, openapi, workflows
 from serve_app.protocols.torchserve.descriptions import (
@@ -69,6 +69,7 @@ class ManagementRoutes:
                 Route(
                     "/models/{model}/events", MethodHandlers({"GET": self._stream_events}), methods=["GET"]
                 ),
+                *audit.build_routes(control),
                 *experiments.build_routes(control, limit),
                 *rollouts.build_routes(control, limit),
                 *shadow.build_routes(control),
@@ -89,7 +90,7 @@ class ManagementRoutes:
 
     def matches(self, exchange: HttpExchange) -> bool:
         segments = exchange.segments
-        if segments[:1] in ([], ["models"], ["experiments"], ["token"], ["workflows"]):
+        if segments[:1] in ([], ["models"], ["experiments"], ["token"], ["workflows"], ["audit"]):
             return True
         return segments[:2] == ["v1", "models"] and len(segments) == 3  # OpenAI's protocol lists the models
 
@@ -111,7 +112,7 @@ class ManagementRoutes:
             return
         if exchange.method == "OPTIONS" or segments in ([], ["api-description"]):
             return
-        if exchange.method in ("GET", "HEAD"):
+        if exchange.method in ("GET", "HEAD") and segments[:1] != ["audit"]:
             auth.authorize(access, exchange, "observe")
         elif segments[:1] == ["experiments"] and segments[2:] == ["events"]:
             auth.authorize(access, exchange, "manage", "infer")  # applications record rewards
