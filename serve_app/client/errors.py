@@ -162,7 +162,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "missing_permission",
         "model_not_allowed",
     ),
-    PermissionDeniedError: ("forbidden", "default_version"),
+    PermissionDeniedError: ("forbidden", "default_version", "cross_site", "host_not_allowed"),
     NotFoundError: (
         "not_found",
         "model_not_found",

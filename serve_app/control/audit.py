@@ -93,7 +93,7 @@ class AuditTrail:
 
     async def record_refusal(self, action: str, subject: str, reason: str) -> None:
         """Record an attempt that a protocol refused; it is stored within a second."""
-        record = audit_log.create_record(audit_log.Operation(action, subject), f"refused: {reason}")
+        record = audit_log.create_record(audit_log.AuditedOperation(action, subject), f"refused: {reason}")
         if len(self._refusals) < _MAX_REFUSALS:
             self._refusals.append(record)
         else:
@@ -156,7 +156,7 @@ class AuditTrail:
     # Queries
 
     async def list_audit_records(
-        self, query: AuditQuery, allowed_models: tuple[str, ...] = ("*",)
+        self, query: AuditQuery, allowed_models: tuple[str, ...]
     ) -> list[AuditDocument]:
         """Return the records that match, the newest first.
 

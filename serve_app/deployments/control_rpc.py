@@ -23,16 +23,19 @@ METHODS = frozenset(name for name in vars(ControlAPI) if not name.startswith("_"
 class ControlDispatcher:
     """The server's end of the RPC: calls each method in the service that implements it.
 
-    Calls that change something are recorded in ``trail``, whichever protocol they come from.
+    Calls that change something are recorded in ``trail``, a service too, whichever protocol they come from.
     """
 
-    def __init__(self, trail: AuditTrail, *services: object) -> None:
+    def __init__(self, *services: object, trail: AuditTrail | None = None) -> None:
         self._methods: dict[str, Any] = {
-            name: trail.record_calls(name, getattr(service, name))
-            for service in (trail, *services)
+            name: getattr(service, name)
+            for service in (*services, trail)
             for name in METHODS
             if hasattr(service, name)
         }
+        if trail is not None:
+            for name, method in self._methods.items():
+                self._methods[name] = trail.record_calls(name, method)
         self.api = cast(ControlAPI, SimpleNamespace(**self._methods))
 
     async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], actor: Actor) -> Any:

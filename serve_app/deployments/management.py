@@ -195,7 +195,6 @@ class Management:
         self._async_predictions = self._create_async_predictions(database)
         self._audit_trail = self._state.audit_trail = AuditTrail(database, settings)
         self._dispatcher = ControlDispatcher(
-            self._audit_trail,
             self._models,
             self._workflows,
             self._traffic,
@@ -204,6 +203,7 @@ class Management:
             self._shadow,
             self._async_predictions,
             self._cluster_metrics,
+            trail=self._audit_trail,
         )
 
     def _start_tasks(self) -> None:

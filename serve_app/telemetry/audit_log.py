@@ -20,7 +20,7 @@ _SERVER = "torchrelay"
 
 
 @dataclass
-class Operation:
+class AuditedOperation:
     """The running operation of an actor; ``is_recorded`` is set by a commit that has stored its record."""
 
     action: str
@@ -29,7 +29,7 @@ class Operation:
 
 
 _ACTOR: ContextVar[Actor | None] = ContextVar("actor", default=None)
-_OPERATION: ContextVar[Operation | None] = ContextVar("operation", default=None)
+_OPERATION: ContextVar[AuditedOperation | None] = ContextVar("operation", default=None)
 
 
 def set_actor(actor: Actor) -> None:
@@ -41,19 +41,19 @@ def get_actor() -> Actor:
     return _ACTOR.get() or Actor()
 
 
-def start_operation(action: str, subject: str) -> Operation:
+def start_operation(action: str, subject: str) -> AuditedOperation:
     """Set the current task's operation, which further commits of it belong to."""
-    operation = Operation(action, subject)
+    operation = AuditedOperation(action, subject)
     _OPERATION.set(operation)
     return operation
 
 
-def current_operation() -> Operation:
+def current_operation() -> AuditedOperation:
     """Return the current task's operation; a change without one is the server's own."""
-    return _OPERATION.get() or Operation("change")
+    return _OPERATION.get() or AuditedOperation("change")
 
 
-def create_record(operation: Operation, result: str = "ok") -> AuditRecord:
+def create_record(operation: AuditedOperation, result: str = "ok") -> AuditRecord:
     """Return the record of an operation of the current actor."""
     actor = get_actor()
     return AuditRecord(operation.action, operation.subject, result, actor.name, actor.address)
@@ -62,7 +62,7 @@ def create_record(operation: Operation, result: str = "ok") -> AuditRecord:
 async def run_as_server(action: str, job: Coroutine[Any, Any, None]) -> None:
     """Await a loop of the server, whose changes are recorded as ``action`` of the server."""
     _ACTOR.set(Actor(_SERVER))
-    _OPERATION.set(Operation(action))
+    _OPERATION.set(AuditedOperation(action))
     await job
 
 

@@ -61,7 +61,7 @@ class Control:
         )
         self.trail = self.state.audit_trail = AuditTrail(self.database, settings)
         self.traffic = TrafficService(self.state)
-        self.dispatcher = ControlDispatcher(self.trail, self.traffic, self)
+        self.dispatcher = ControlDispatcher(self.traffic, self, trail=self.trail)
 
     async def renew_key(self, kind: str) -> None:
         """Replace a key, without a change of the registry."""
@@ -70,7 +70,7 @@ class Control:
         return await self.dispatcher.call(name, args, {}, actor)
 
     async def records(self, **query: Any) -> list[dict[str, Any]]:
-        return [dict(record) for record in await self.trail.list_audit_records(AuditQuery(**query))]
+        return [dict(record) for record in await self.trail.list_audit_records(AuditQuery(**query), ("*",))]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from metric_store_helpers import reward, rows, run, seen, units
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.persistence.database import Database
 from serve_app.control.persistence.schema import (
+    AUDIT_LOG,
     COUNTED_EVENTS,
     EXPERIMENT_STATS,
     EXPOSED_UNITS,
@@ -367,7 +368,7 @@ class TestMigration:
                 sa.Column("value", sa.LargeBinary, nullable=False),
             )
             old.create_all(connection)
-            for table in (EXPERIMENT_STATS, EXPOSED_UNITS, COUNTED_EVENTS):
+            for table in (EXPERIMENT_STATS, EXPOSED_UNITS, COUNTED_EVENTS, AUDIT_LOG):
                 table.drop(connection)
             connection.execute(sa.text("UPDATE torchrelay_schema SET version_num = 'schema_1'"))
             counts = (

@@ -10,6 +10,7 @@ import pytest
 
 from serve_app.control.api import ControlAPI
 from serve_app.control.async_predictions.service import AsyncPredictionService
+from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.models import ModelService
@@ -18,12 +19,15 @@ from serve_app.control.shadow.service import ShadowService
 from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
 from serve_app.deployments.control_rpc import METHODS, ControlClient, ControlDispatcher
+from serve_app.domain.audit import Actor
 from serve_app.errors import ModelNotFound
+from serve_app.telemetry.audit_log import get_actor, set_actor
 
 PROTOCOL = {name: method for name, method in vars(ControlAPI).items() if not name.startswith("_")}
 
 
 SERVICES = (
+    AuditTrail,
     AsyncPredictionService,
     ExperimentService,
     ClusterMetrics,
@@ -52,7 +56,7 @@ class Models:
     async def describe(self, model: str, version: str | None = None) -> str:
         if model != "m":
             raise ModelNotFound(model)
-        return f"{model} {version}"
+        return f"{model} {version} for {get_actor().name}"
 
     async def close(self) -> None: ...
 
@@ -64,19 +68,20 @@ class Management:
         self.call_control = self
         self._dispatcher = dispatcher
 
-    async def remote(self, name: str, args: Any, kwargs: Any) -> Any:
-        return await self._dispatcher.call(name, args, kwargs)
+    async def remote(self, name: str, args: Any, kwargs: Any, actor: Actor) -> Any:
+        return await asyncio.create_task(self._dispatcher.call(name, args, kwargs, actor))
 
 
 def test_results_come_back_and_errors_are_raised_in_the_client() -> None:
     async def main() -> None:
         dispatcher = ControlDispatcher(Models())
         client = ControlClient(Management(dispatcher))
-        assert await client.api.describe("m", version="1") == "m 1"
-        assert await dispatcher.api.describe("m", "2") == "m 2"
+        assert await dispatcher.api.describe("m", "2") == "m 2 for anonymous"
+        set_actor(Actor("ops"))
+        assert await client.api.describe("m", version="1") == "m 1 for ops"
         with pytest.raises(ModelNotFound):
             await client.api.describe("n", None)
         with pytest.raises(AttributeError):  # a public method of a service, and not of the protocol
-            await dispatcher.call("close", (), {})
+            await dispatcher.call("close", (), {}, Actor())
 
     asyncio.run(main())

@@ -105,7 +105,7 @@ def read_environment(target: Target) -> Outcome:
 
 
 @attack(
-    "local_users", "a client forges lines and addresses in the access log", "a forged line, a forged address"
+    "local_users", "a client forges lines and addresses in the access log", "2 forged lines, 1 forged address"
 )
 def forge_lines(target: Target) -> Outcome:
     log = target.home / "logs" / "access_log.log"
@@ -117,13 +117,29 @@ def forge_lines(target: Target) -> Outcome:
         f"{target.management}/models?forged",
         headers={**target.headers("ops"), "x-forwarded-for": "192.0.2.7"},
     )
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        text = log.read_text()
-        if "forged" in text and "2026-01-01" in text:
-            break
-        time.sleep(0.1)
-    lines = text.split("\n")
+    httpx.post(
+        f"{target.inference}/predictions/echo",
+        headers={**target.headers(), "x-forwarded-for": "192.0.2.7"},
+        content=b"x",
+    )
+    time.sleep(1.5)  # lines are written within half a second
+    lines = log.read_text().split("\n")
     forged = [kept for kept in lines if "\x1b" in kept or kept.count('"') != 2 * bool(kept)]
     addresses = [kept for kept in lines if "/192.0.2.7" in kept]
     return Outcome(f"{len(forged)} forged lines, {len(addresses)} forged addresses", not forged + addresses)
+
+
+@attack("local_users", "changes and refused attempts leave no trace of their author", "0 of 3 recorded")
+def hide_changes(target: Target) -> Outcome:
+    target.manage("PUT", "/models/echo?min_worker=1&max_worker=2")
+    target.manage("PUT", "/models/echo?min_worker=1&max_worker=1")
+    httpx.delete(f"{target.management}/models/echo", headers=target.headers("alpha"))
+    deadline, found = time.monotonic() + 10, 0
+    while found < 3 and time.monotonic() < deadline:
+        page = target.manage("GET", "/audit?limit=1000")
+        records = page.json()["records"] if page.status_code == 200 else []
+        seen = {(record["actor"], record["action"], record["result"]) for record in records}
+        scaled = sum(r["action"] == "scale" and r["actor"] == "ops" and bool(r["after"]) for r in records)
+        found = min(scaled, 2) + (("alpha", "DELETE", "refused: missing_permission") in seen)
+        time.sleep(0.2)
+    return Outcome(f"{found} of 3 recorded", found == 3)
