@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection
 from serve_app.control.persistence.database import Database, RowChange
 from serve_app.control.persistence.schema import AUDIT_LOG
 from serve_app.domain.access import matches
-from serve_app.domain.audit import AuditDocument, AuditQuery, AuditRecord
+from serve_app.domain.audit import MAX_PAGE_SIZE, AuditDocument, AuditQuery, AuditRecord
 from serve_app.errors import InProgress, RelayError, Unavailable, get_reason
 from serve_app.settings import Settings, TelemetrySettings
 from serve_app.telemetry import audit_log
@@ -32,6 +32,7 @@ _FLUSH_PERIOD_S = 1.0
 _PRUNE_PERIOD_S = 60.0
 _MAX_REFUSALS = 100  # stored in a period; the others are counted
 _REFUSED_SHARE = 0.1  # of all records may be refusals, so that they cannot replace records of changes
+_NO_ID = 2**31 - 1  # above every id
 _MAX_FIELD = 1000  # characters of a field in ``before`` and ``after``
 
 
@@ -175,17 +176,17 @@ class AuditTrail:
             conditions.append(columns.result.startswith(query.result, autoescape=True))
         if query.since:
             conditions.append(columns.time >= query.since)
-        if query.before_id:
-            conditions.append(columns.id < query.before_id)
-        select = sa.select(AUDIT_LOG).where(*conditions).order_by(columns.id.desc())
+        select = sa.select(AUDIT_LOG).where(*conditions).order_by(columns.id.desc()).limit(MAX_PAGE_SIZE)
         found: list[Any] = []
-        with self._database.transaction() as connection:
-            for row in connection.execute(select).mappings():
-                if matches(row["subject"], allowed_models):
-                    found.append(dict(row))
-                if len(found) >= query.limit:
-                    break
-        return found
+        before_id = query.before_id or _NO_ID
+        while len(found) < query.limit:
+            with self._database.transaction() as connection:
+                rows = connection.execute(select.where(columns.id < before_id)).mappings().all()
+            found += [dict(row) for row in rows if matches(row["subject"], allowed_models)]
+            if len(rows) < MAX_PAGE_SIZE:
+                break
+            before_id = rows[-1]["id"]
+        return found[: query.limit]
 
     async def close(self) -> None:
         """Store the remaining refusals and write the last lines."""

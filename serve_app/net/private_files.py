@@ -14,7 +14,7 @@ log = logging.getLogger("torchrelay.files")
 
 _UMASK = 0o077
 _RAY_TOKEN = "~/.ray/auth_token"  # Ray writes it with the umask of the process that creates it
-_MAX_RAY_DIRECTORY = 45  # characters: the path of a Unix socket has 107, and Ray's own part 59
+_MAX_RAY_DIRECTORY = 35  # characters: the path of a Unix socket has 107, and Ray's own part up to 72
 
 
 def restrict_umask() -> None:

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -318,13 +319,17 @@ def test_closing_cancels_the_running_request(inference: Any) -> None:
 
 
 @pytest.fixture
-def rays_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def rays_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install the protocols of Ray Serve's servers in those of a test."""
     monkeypatch.setitem(uvicorn.config.WS_PROTOCOLS, "auto", uvicorn.config.WS_PROTOCOLS["auto"])
     monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
     monkeypatch.setattr(uvicorn_websocket, "_max_message_size", None)
     monkeypatch.setattr(ray_bypass, "_app", None)
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "127.0.0.1")
+    umask = os.umask(0o022)
     ray_bypass.build()
+    yield
+    os.umask(umask)
 
 
 @pytest.mark.usefixtures("rays_server")
