@@ -27,6 +27,9 @@ _INT64 = 2**63
 
 # The variable in which `torchrelay start` passes the address that clients connect to.
 INFERENCE_HOST = "TORCHRELAY_INFERENCE_HOST"
+# The address of TLS and its certificate, from `torchrelay start` to HAProxy.
+HAPROXY_TLS_BIND = "TORCHRELAY_HAPROXY_TLS_BIND"
+HAPROXY_TLS_CERTIFICATE = "TORCHRELAY_HAPROXY_TLS_CERTIFICATE"
 
 
 class _Section:

@@ -13,12 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import serve
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import RoutingTableReader
-from serve_app.deployments import haproxy_error_page
 from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.management_client import ManagementClient
@@ -93,7 +91,6 @@ class ModelReplica:
         spec, settings, replica = self._spec, self._settings, self._replica
         reader = RoutingTableReader(on_table=self._apply_table)
         self._management_client = ManagementClient(reader, self._meters)
-        await asyncio.to_thread(haproxy_error_page.install_page, ray.get_runtime_context().get_node_id())
         await self._report_crashes()
         await self._pause_after_crashes()
         started_at = time.monotonic()

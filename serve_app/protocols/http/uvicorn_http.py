@@ -1,4 +1,4 @@
-"""The uvicorn protocol that writes a whole response with one system call.
+"""The uvicorn protocol that writes a whole response with one system call, and limits slow and large clients.
 
 uvicorn writes the head of a response and its body separately, and uvloop writes at once. That makes two
 system calls per response, each of which wakes the reader: HAProxy, on every request.
@@ -7,11 +7,27 @@ system calls per response, each of which wakes the reader: HAProxy, on every req
 from __future__ import annotations
 
 import asyncio
+import functools
+import resource
+from http import HTTPStatus
 from typing import Any
+from weakref import WeakSet
 
+import orjson
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
+MAX_HEAD_BYTES = 1 << 16
+MAX_HEADERS = 100
+HEAD_TIMEOUT_S = 10.0  # also from the connection's start to its first request
+BODY_TIMEOUT_S = 20.0  # in which at least MIN_BODY_BYTES must arrive
+MIN_BODY_BYTES = 4096
+WRITE_TIMEOUT_S = 60.0  # in which the client must read something of a response
+_CHECK_PERIOD_S = 1.0
+_LINGER_S = 1.0  # for which the rest of a refused message is read and dropped
+_MAX_OVERHEAD = MAX_HEAD_BYTES + (1 << 18)  # of framing; a read of the event loop has up to 256 KiB
+_OVERHEAD_FACTOR = 16  # chunks of one byte have five bytes of framing each
 _MAX_BUFFERED_BYTES = 1 << 16  # larger writes are sent at once, and not copied
 
 
@@ -20,13 +36,75 @@ def install() -> None:
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{HttpProtocol.__name__}"
 
 
+class _Refused(Exception):
+    """A head beyond the limits, raised inside a callback of the parser."""
+
+
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol over a transport that buffers writes until a response is complete."""
+    """uvicorn's protocol over a transport that buffers writes until a response is complete.
+
+    It limits what a client may send and how slowly. ``_stage`` counts the parser's events of a message: its
+    remainder by three is 0 between messages, 1 in a head and 2 in a body. A timer of the port looks at every
+    connection once a second, so that a request costs no timer of its own.
+    """
 
     transport: Any
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._stage = 0
+        self._chunk = self._received = self._body = 0  # bytes: just read, of this message, of its body
+        self._is_refused = False
+        # At the last check at which the client had made progress: the time, and how far it had come.
+        self._progress_at = 0.0
+        self._progress: tuple[int, int, int] = (-1, 0, 0)
+
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(CoalescingTransport(transport, self.loop))
+        if len(self.connections) > max_connections():
+            self._refuse(503, "The port has too many connections.")
+        if self.server_state not in _checked_ports:
+            _checked_ports.add(self.server_state)
+            self.loop.call_later(_CHECK_PERIOD_S, _check_connections, self.server_state, self.loop)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._chunk = len(data)
+        self._received += self._chunk
+        super().data_received(data)
+        if self._received > MAX_HEAD_BYTES:
+            self._check_size()
+
+    def on_message_begin(self) -> None:
+        self._stage += 1
+        self._received = self._chunk  # at most so much of it belongs to the message before
+        self._body = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if len(self.headers) > MAX_HEADERS or (
+            self._received > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES
+        ):
+            raise _Refused()
+        self._stage += 1
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stage += 1
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a message that the parser rejects; a head beyond the limits has status 431."""
+        if self._stage % 3 == 1 and (len(self.headers) > MAX_HEADERS or self._head_bytes() > MAX_HEAD_BYTES):
+            self._refuse_head()
+        else:
+            super().send_400_response(msg)
+            self._is_refused = True
 
     def on_response_complete(self) -> None:
         self.transport.flush()
@@ -38,17 +116,123 @@ class HttpProtocol(HttpToolsProtocol):
         super().handle_websocket_upgrade()
         self.transport = coalescing
 
+    def check_progress(self, now: float) -> None:
+        """Close the connection of a client that is too slow."""
+        unsent = self.transport.get_write_buffer_size()
+        progress = (self._stage, self._received, self.transport.written - unsent)
+        stage, received, sent = self._progress
+        is_reading = self._stage % 3 == 2 and not self.flow.read_paused
+        if (
+            progress[0] != stage
+            or progress[2] != sent
+            or (self._stage % 3 == 2 and (not is_reading or progress[1] - received >= MIN_BODY_BYTES))
+        ):
+            self._progress_at, self._progress = now, progress
+            return
+        waited = now - self._progress_at
+        if unsent:
+            if waited > WRITE_TIMEOUT_S:
+                self.transport.abort()
+        elif self._is_refused:
+            pass
+        elif is_reading and waited > BODY_TIMEOUT_S:
+            self._time_out(f"less than {MIN_BODY_BYTES} bytes of the body arrived in {BODY_TIMEOUT_S:.0f} s")
+        elif (self._stage % 3 == 1 or self._stage == 0) and waited > HEAD_TIMEOUT_S:
+            self._time_out(f"the request's head took longer than {HEAD_TIMEOUT_S:.0f} s")
+        elif (
+            waited > self.timeout_keep_alive + HEAD_TIMEOUT_S
+            and self._stage % 3 == 0
+            and self.cycle is not None
+            and self.cycle.response_complete
+        ):
+            self.transport.close()  # empty lines between messages have cancelled uvicorn's own timer
+
+    def _time_out(self, problem: str) -> None:
+        in_body = self._stage % 3 == 2
+        is_answering = self.cycle is not None and (
+            self.cycle.response_started if in_body else not self.cycle.response_complete
+        )
+        if self._stage == 0 or is_answering:
+            self.transport.close()
+        else:
+            self._refuse(408, f"The client is too slow: {problem}.")
+
+    def _check_size(self) -> None:
+        """Refuse a head that is too large, and a body whose framing is far larger than itself."""
+        if self._is_refused:
+            return
+        stage = self._stage % 3
+        if stage == 1:
+            if self._received > _MAX_OVERHEAD or self._head_bytes() > MAX_HEAD_BYTES:
+                self._refuse_head()
+        elif stage == 2 and self._received - self._body > _MAX_OVERHEAD + _OVERHEAD_FACTOR * self._body:
+            self._refuse(400, "The chunk extensions or trailers of the body are too large.")
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _refuse_head(self) -> None:
+        kib = MAX_HEAD_BYTES >> 10
+        self._refuse(431, f"The request's head exceeds {kib} KiB or {MAX_HEADERS} headers.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Send an error, and close the connection once the client has had time to read it.
+
+        A connection that is closed while the client sends is reset, and the client may not see the error.
+        """
+        self._is_refused = True
+        phrase = HTTPStatus(status).phrase
+        error = {"code": status, "type": phrase.replace(" ", "") + "Exception", "message": message}
+        body = orjson.dumps(error, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        )
+        retry = "retry-after: 1\r\n" if status == 503 else ""
+        self.transport.write(f"{head}{retry}connection: close\r\n\r\n".encode() + body)
+        self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+_checked_ports: WeakSet[ServerState] = WeakSet()
+
+
+def _check_connections(port: ServerState, loop: asyncio.AbstractEventLoop) -> None:
+    """Check every connection of a port, and again in a second while there are any."""
+    now = loop.time()
+    for protocol in tuple(port.connections):
+        if isinstance(protocol, HttpProtocol):
+            protocol.check_progress(now)
+    if port.connections:
+        loop.call_later(_CHECK_PERIOD_S, _check_connections, port, loop)
+    else:
+        _checked_ports.discard(port)
+
+
+@functools.cache
+def max_connections() -> int:
+    """Return the limit of connections of one port: a third of the process's file descriptors."""
+    return max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+
 
 class CoalescingTransport:
     """A transport that buffers writes until ``flush``, or until the event loop has run what is ready."""
 
-    __slots__ = ("_chunks", "_flush_handle", "_loop", "_size", "_transport", "get_extra_info", "is_closing")
+    __slots__ = (
+        "_chunks",
+        "_flush_handle",
+        "_loop",
+        "_size",
+        "_transport",
+        "get_extra_info",
+        "is_closing",
+        "written",
+    )
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
         self._chunks: list[bytes] = []
         self._size = 0
+        self.written = 0  # bytes that were passed to the transport
         self._flush_handle: asyncio.Handle | None = None
         self.get_extra_info = transport.get_extra_info
         self.is_closing = transport.is_closing
@@ -77,6 +261,7 @@ class CoalescingTransport:
             self._transport.writelines(chunks)
         else:
             self._transport.write(b"".join(chunks))
+        self.written += self._size
         self._size = 0
 
     def close(self) -> None:
