@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from serve_app.cli import haproxy_tls
+from serve_app.cli import haproxy_runtime, haproxy_tls
 from serve_app.cli.errors import StartError
 from serve_app.client import NO_RETRIES, Client
 from serve_app.errors import ConfigurationError
@@ -29,12 +29,8 @@ _STOP_TIMEOUT = 3.0  # seconds for a clean end, before the rest is killed
 _PORT_RELEASE_TIMEOUT = 3.0  # seconds in which the sockets of a killed process must be closed
 _RUN_ID = "TORCHRELAY_RUN"  # in the environment of every process of one start, daemons included
 
-# The ports that Ray Serve binds besides ours, and the variables that change them.
-_RAY_PORTS = {
-    8404: "RAY_SERVE_HAPROXY_STATS_PORT",
-    8500: "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
-    9101: "RAY_SERVE_HAPROXY_METRICS_PORT",
-}
+# The program that adds our limits and TLS to HAProxy; an environment file of an older release lacks it.
+_HAPROXY_CALLBACK = ("RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH", "serve_app.deployments.haproxy:install")
 
 
 def read_env(path: Path) -> dict[str, str]:
@@ -89,6 +85,7 @@ class ServerProcess:
             raise StartError(f"{config}: http_options: ssl_certfile and ssl_keyfile go together; give both")
         self._document = document
         self._plain_port: int | None = None
+        self._claims: list[socket.socket] = []  # on HAProxy's ports, while this process lives
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -175,6 +172,10 @@ class ServerProcess:
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
         self._check_keys(env)
         self._check_ports(env)
+        if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+            env.setdefault(*_HAPROXY_CALLBACK)
+            self._claims = haproxy_runtime.claim_ports(env)
+            haproxy_runtime.make_folder(self.settings.state_dir, env)
         config = self._terminate_tls(env) if self._tls_files else self.config
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
             # A shell without job control ignores SIGINT in background jobs, and `serve run` would inherit
@@ -275,6 +276,7 @@ class ServerProcess:
         if self._process is not None:
             self._process.wait()
         self._run_file.unlink(missing_ok=True)
+        haproxy_runtime.remove_folder(self.settings.state_dir)
         if self.settings.key_run_file.exists():  # the keys were made for the server that has just ended
             self.settings.key_file.unlink(missing_ok=True)
             self.settings.key_run_file.unlink()
@@ -319,7 +321,7 @@ class ServerProcess:
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
             return self.config  # Ray's Python proxy terminates TLS itself
         config, self._plain_port, variables = haproxy_tls.configure(
-            self._document, self.settings.state_dir / "tls", env
+            self._document, self.settings.state_dir / "tls"
         )
         env.update(variables)
         return config
@@ -345,8 +347,8 @@ class ServerProcess:
             g.management_port: (g.management_host, self._setting_name("grpc.management_port")),
         }
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
-            for port, name in _RAY_PORTS.items():
-                ports[int(env.get(name, port))] = ("0.0.0.0", f"{name} in {self._env}")
+            for name in haproxy_runtime.PORTS.keys() & env.keys():
+                ports[int(env[name])] = ("0.0.0.0", f"{name} in {self._env}")
         ports.pop(0, None)  # no listener
         for port, (host, setting) in ports.items():
             deadline = time.monotonic() + _PORT_RELEASE_TIMEOUT

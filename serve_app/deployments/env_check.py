@@ -10,6 +10,9 @@ _CONSEQUENCES = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
         "set-default loses requests under way, and each request costs more"
     ),
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": (
+        "4,096 slow clients close the port, and a crash of HAProxy costs 5 s"
+    ),
 }
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from parts import ECHO, Load, Server, Trickle, make_archive
 
-from serve_app.deployments.haproxy_error_page import replica_died
+from serve_app.deployments.haproxy import replica_died
 
 pytestmark = pytest.mark.cluster
 
