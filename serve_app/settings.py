@@ -118,6 +118,7 @@ class InferenceSettings(_Section):
     """The inference port, 8080."""
 
     max_request_size: int = 6_553_500  # bytes
+    max_form_fields: Annotated[int, pydantic.Field(ge=1)] = 1000  # of a form of a prediction
     gateways: int = 1  # gateway replicas, at most one a node
     unix_sockets: bool = True  # reach replicas of the same machine over sockets rather than through Ray
     # to a request over clientTimeoutInMills: 504, or none at all

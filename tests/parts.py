@@ -27,15 +27,6 @@ from serve_app.client import Client
 
 ROOT = Path(__file__).parent.parent
 
-# Ports that Ray Serve would take beside another server of this machine.
-RAY_PORTS = (
-    "RAY_SERVE_HAPROXY_STATS_PORT",
-    "RAY_SERVE_HAPROXY_METRICS_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
-)
-
-
 # Which of the processes that run the tests this is.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -135,8 +126,8 @@ class Server:
         }
         self._config = home / "app.yaml"
         self._config.write_text(yaml.safe_dump(document))
-        lines = [f"{name}={free_port()}" for name in RAY_PORTS]
-        lines += [f"{name}={value}" for name, value in (env or {}).items()]
+        variables = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": free_port(), **(env or {})}
+        lines = [f"{name}={value}" for name, value in variables.items()]
         self._env = home / "serve.env"
         self._env.write_text((ROOT / "configs/serve.env").read_text() + "\n".join(lines) + "\n")
         self.process = ServerProcess(self._config, self._env)

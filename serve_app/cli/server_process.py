@@ -174,6 +174,7 @@ class ServerProcess:
         self._check_ports(env)
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
             env.setdefault(*_HAPROXY_CALLBACK)
+            self._release_claims()
             self._claims = haproxy_runtime.claim_ports(env)
             haproxy_runtime.make_folder(self.settings.state_dir, env)
         config = self._terminate_tls(env) if self._tls_files else self.config
@@ -277,10 +278,15 @@ class ServerProcess:
             self._process.wait()
         self._run_file.unlink(missing_ok=True)
         haproxy_runtime.remove_folder(self.settings.state_dir)
+        self._release_claims()
         if self.settings.key_run_file.exists():  # the keys were made for the server that has just ended
             self.settings.key_file.unlink(missing_ok=True)
             self.settings.key_run_file.unlink()
         return True
+
+    def _release_claims(self) -> None:
+        while self._claims:
+            self._claims.pop().close()
 
     def last_lines(self, count: int = 15) -> str:
         """Return the last lines of the log, for an error message."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from parts import RAY_PORTS, free_port, make_archive
+from parts import free_port, make_archive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -75,7 +75,6 @@ class Pod:
         }
         self.env = {
             **os.environ,
-            **{name: str(free_port()) for name in RAY_PORTS},
             **{f"TS_{name}_ADDRESS": f"http://{address}" for name, address in addresses.items()},
             "TS_GRPC_INFERENCE_PORT": self.grpc.rpartition(":")[2],
             "TS_GRPC_MANAGEMENT_PORT": str(free_port()),

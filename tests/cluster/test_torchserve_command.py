@@ -19,7 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from parts import ECHO, RAY_PORTS, free_port, make_archive, says
+from parts import ECHO, free_port, make_archive, says
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -69,7 +69,7 @@ class Installation:
             "}\n"
             "number_of_netty_threads=32\n"
         )
-        self.env = {**os.environ, "TEMP": str(folder), **{name: str(free_port()) for name in RAY_PORTS}}
+        self.env = {**os.environ, "TEMP": str(folder)}
         self.trust = ssl.create_default_context(cafile=str(folder / "certificate.pem"))
 
     def run(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -4,13 +4,12 @@ explained.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from parts import RAY_PORTS, free_port
+from parts import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -21,7 +20,6 @@ def test_one_installation_under_both_servers() -> None:
     ports = ",".join(str(free_port()) for _ in range(3))
     done = subprocess.run(
         [sys.executable, str(EXAMPLE / "side_by_side.py"), "--recorded", "--ports", ports],
-        env={**os.environ, **{name: str(free_port()) for name in RAY_PORTS}},
         capture_output=True,
         text=True,
         timeout=900,

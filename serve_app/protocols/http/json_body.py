@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from serve_app.errors import InvalidBody
+from serve_app.protocols.http import large_body
 from serve_app.protocols.http.exchange import HttpExchange
 
 
@@ -18,7 +19,7 @@ async def read(exchange: HttpExchange, limit: int) -> Any:
     body = await exchange.read_body(limit)
     if not body.strip():
         raise InvalidBody("The body is empty; send a JSON document.")
-    return parse(body)
+    return await large_body.parse_body(body, parse, body)
 
 
 def parse(body: bytes, error_class: type[InvalidBody] = InvalidBody) -> Any:

@@ -17,7 +17,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, InputP
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.domain.validation import documented
 from serve_app.errors import HandlerRejected, InvalidBody, MethodNotAllowed, NoReplica, RelayError
-from serve_app.protocols.http import auth
+from serve_app.protocols.http import auth, large_body
 from serve_app.protocols.http.exchange import (
     JSON,
     HttpExchange,
@@ -153,7 +153,8 @@ class OpenAIRoutes:
 
     async def _generate(self, exchange: HttpExchange) -> None:
         body = await exchange.read_body(self._limit)
-        model, version = self._authorize_model(exchange, _parse_object(body))
+        document = await large_body.parse_body(body, _parse_object, body)
+        model, version = self._authorize_model(exchange, document)
         inputs = (InputPart("body", body, "application/json"),)
         request = self._build_request(exchange, model, version, inputs)
         disconnect_check = exchange.cancel_on_disconnect()
@@ -198,7 +199,8 @@ class OpenAIRoutes:
     # Embeddings
 
     async def _embed(self, exchange: HttpExchange) -> None:
-        document = _parse_object(await exchange.read_body(self._limit))
+        body = await exchange.read_body(self._limit)
+        document = await large_body.parse_body(body, _parse_object, body)
         model, version = self._authorize_model(exchange, document)
         embedding_request = embeddings.parse_request(document)
         disconnect_check = exchange.cancel_on_disconnect()
@@ -209,8 +211,8 @@ class OpenAIRoutes:
             disconnect_check.cancel()
         exchange.version = responses[0].version
         headers = [JSON, *version_headers(responses[0])]
-        body = embeddings.encode_response(embedding_request, document["model"], responses)
-        await exchange.send_response(200, headers, body)
+        output = embeddings.encode_response(embedding_request, document["model"], responses)
+        await exchange.send_response(200, headers, output)
 
     async def _infer_texts(
         self, request: InferenceRequest, texts: tuple[str, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import orjson
 
@@ -10,7 +11,7 @@ from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import InvalidBody, MethodNotAllowed, ResourceNotFound
-from serve_app.protocols.http import auth
+from serve_app.protocols.http import auth, large_body
 from serve_app.protocols.http.async_predictions import AsyncInterceptor
 from serve_app.protocols.http.exchange import (
     JSON,
@@ -111,8 +112,11 @@ class OpenInferenceRoutes:
         if json_length == "0":
             signature = self._plane.describe(model, version).signature
             inference = binary_codec.parse_raw_request(model, version, body, signature)
-        else:
+        elif len(body) <= large_body.LARGE_BODY_BYTES:  # most requests: no await
             inference = binary_codec.parse_request(model, version, body, json_length)
+        else:
+            parse = binary_codec.parse_request
+            inference = await large_body.parse_body(body, parse, model, version, body, json_length)
         request = conversion.build_request(
             inference,
             exchange.request_id,
@@ -149,6 +153,12 @@ class OpenInferenceRoutes:
         coding = exchange.headers.pop("content-encoding", "identity")
         return body if coding == "identity" else await compression.decompress(body, coding, self._limit)
 
+    async def _parse_object(self, body: bytes) -> dict[str, Any]:
+        """Return the JSON object in the body, an empty one for an empty body."""
+        if not body.strip():
+            return {}
+        return await large_body.parse_body(body, binary_codec.parse_json_object, body)
+
     async def _run_inference(
         self, exchange: HttpExchange, request: InferenceRequest
     ) -> InferenceResponse | ResponseStream:
@@ -165,7 +175,8 @@ class OpenInferenceRoutes:
         _require_method(exchange, "POST")
         auth.authorize(self._plane.access, exchange, "infer")
         auth.require_model(exchange, model)
-        document = binary_codec.parse_json_object(await self._read_body(exchange))
+        body = await self._read_body(exchange)
+        document = await large_body.parse_body(body, binary_codec.parse_json_object, body)
         streams = exchange.segments[-1] == "generate_stream"
         generate_request = generate.parse_request(model, version, document, streams)
         headers = exchange.headers
@@ -227,7 +238,7 @@ class OpenInferenceRoutes:
         _require_method(exchange, "POST")
         auth.authorize(self._plane.access, exchange, "observe", "infer")
         body = await self._read_body(exchange)
-        ready = (binary_codec.parse_json_object(body) if body.strip() else {}).get("ready", False)
+        ready = (await self._parse_object(body)).get("ready", False)
         if type(ready) is not bool:
             raise InvalidBody("ready is true (only ready versions) or false.")
         await _send_json(
@@ -239,7 +250,7 @@ class OpenInferenceRoutes:
         auth.authorize(self._plane.access, exchange, "manage")
         auth.require_model(exchange, model)
         control, body = self._require_control(), await self._read_body(exchange)
-        parameters = (binary_codec.parse_json_object(body) if body.strip() else {}).get("parameters") or {}
+        parameters = (await self._parse_object(body)).get("parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidBody("parameters is an object.")
         if verb == "load":

@@ -10,37 +10,48 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from serve_app.domain.request import InputPart
 from serve_app.errors import InvalidBody
+from serve_app.protocols.http import large_body
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 MULTIPART = "multipart/form-data"
 URLENCODED = "application/x-www-form-urlencoded"
+MAX_FIELDS = 1000  # of a form; inference.max_form_fields for predictions
 
 
-def parse_body(content_type: str | None, body: bytes) -> tuple[InputPart, ...]:
+async def read_body(
+    content_type: str | None, body: bytes, max_fields: int = MAX_FIELDS
+) -> tuple[InputPart, ...]:
+    """Return the same as ``parse_body``, from a thread where the body is a large form."""
+    return await large_body.parse_body(body, parse_body, content_type, body, max_fields)
+
+
+def parse_body(content_type: str | None, body: bytes, max_fields: int = MAX_FIELDS) -> tuple[InputPart, ...]:
     """Return a form's fields in order, repeated ones too; any other body is one input, ``body``.
 
     The Content-Type of a part is used only where the part has a file name, and without its parameters.
-    Raises InvalidBody.
+    Raises InvalidBody, also where a form has more than ``max_fields`` fields.
     """
     if content_type is None:
         return (InputPart("body", body),)
     mime = content_type.partition(";")[0].strip()
     kind = mime.lower()
     if kind == MULTIPART:
-        return _parse_multipart(content_type, body)
+        return _parse_multipart(content_type, body, max_fields)
     if kind == URLENCODED:
-        return _parse_urlencoded(body)
+        return _parse_urlencoded(body, max_fields)
     return (InputPart("body", body, mime or None),)
 
 
 def parse_query(text: bytes) -> tuple[InputPart, ...]:
-    """Return a query's parameters in order, as a form's fields."""
-    return _parse_urlencoded(text) if text else ()
+    """Return a query's parameters in order, as a form's fields. Raises InvalidBody."""
+    return _parse_urlencoded(text, MAX_FIELDS) if text else ()
 
 
-def _parse_urlencoded(body: bytes) -> tuple[InputPart, ...]:
+def _parse_urlencoded(body: bytes, max_fields: int) -> tuple[InputPart, ...]:
+    if body.count(b"&") >= max_fields:
+        raise _too_many_fields(max_fields)
     fields = []
     for pair in body.strip(b"\r\n").split(b"&"):
         if pair:
@@ -51,11 +62,15 @@ def _parse_urlencoded(body: bytes) -> tuple[InputPart, ...]:
     return tuple(fields)
 
 
-def _parse_multipart(content_type: str, body: bytes) -> tuple[InputPart, ...]:
+def _too_many_fields(limit: int) -> InvalidBody:
+    return InvalidBody(f"The form has more than {limit} fields (inference.max_form_fields).")
+
+
+def _parse_multipart(content_type: str, body: bytes, max_fields: int) -> tuple[InputPart, ...]:
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     if not boundary:
         raise InvalidBody(f"Content-Type {MULTIPART} names no boundary.")
-    form = _FormParser()
+    form = _FormParser(max_fields)
     try:
         parser = MultipartParser(boundary, form.callbacks())
         parser.write(body)
@@ -69,7 +84,8 @@ def _parse_multipart(content_type: str, body: bytes) -> tuple[InputPart, ...]:
 class _FormParser:
     """A collector of the fields that the multipart parser reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_fields: int) -> None:
+        self._max_fields = max_fields
         self.fields: list[InputPart] = []
         self.ended = False
         self._headers: dict[bytes, bytes] = {}
@@ -88,6 +104,8 @@ class _FormParser:
         }
 
     def _begin(self) -> None:
+        if len(self.fields) >= self._max_fields:
+            raise _too_many_fields(self._max_fields)
         self._headers = {}
         self._chunks = []
 

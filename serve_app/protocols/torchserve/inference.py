@@ -31,6 +31,7 @@ from serve_app.protocols.http.exchange import (
     parse_priority,
     version_headers,
 )
+from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
 from serve_app.protocols.http.sse import EVENT_STREAM, SSEStream
 from serve_app.protocols.management import experiments
 from serve_app.protocols.torchserve import errors, form_data, openapi
@@ -78,6 +79,7 @@ class InferenceRoutes:
         self._control = control
         self._async = AsyncInterceptor(plane, control, settings)
         self._max_body_size = settings.inference.max_request_size
+        self._max_form_fields = settings.inference.max_form_fields
         self._api_document = openapi.BOTH if settings.inference.serve_management else openapi.INFERENCE
         self._drops_late_responses = settings.inference.late_response == "drop"
         self._handler_errors = settings.inference.handler_errors
@@ -193,7 +195,8 @@ class InferenceRoutes:
         model: str | None = _model_name(query)
         if not model:
             body = await exchange.read_body(self._max_body_size)
-            inputs = query + form_data.parse_body(exchange.headers.get("content-type"), body)
+            content_type = exchange.headers.get("content-type")
+            inputs = query + await form_data.read_body(content_type, body, self._max_form_fields)
             model = _model_name(inputs) or self._plane.startup_model
             if not model:
                 raise MissingParameter("model_name")
@@ -219,7 +222,11 @@ class InferenceRoutes:
             if "prefer" in headers and await self._async.intercept(exchange, model, version):
                 return
             body = await exchange.read_body(self._max_body_size)
-            inputs = query + form_data.parse_body(headers.get("content-type"), body)
+            content_type = headers.get("content-type")
+            if content_type is None or len(body) <= LARGE_BODY_BYTES:  # most requests: no await
+                inputs = query + form_data.parse_body(content_type, body, self._max_form_fields)
+            else:
+                inputs = query + await form_data.read_body(content_type, body, self._max_form_fields)
         headers["explain"] = "True" if kind == "explain" else "False"
         deadline, priority = parse_deadline(headers), parse_priority(headers)
         request = InferenceRequest(

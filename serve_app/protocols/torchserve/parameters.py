@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from serve_app.domain import autoscaling
 from serve_app.domain.model import Registration
 from serve_app.domain.validation import documented
-from serve_app.protocols.http import json_body
+from serve_app.protocols.http import json_body, large_body
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.torchserve import form_data
 from serve_app.protocols.torchserve.errors import JsonSyntaxError
@@ -111,9 +111,9 @@ async def read_parameters(exchange: HttpExchange, max_body_size: int) -> dict[st
     content_type = exchange.headers.get("content-type", "")
     mime = content_type.partition(";")[0].strip().lower()
     if body and mime == "application/json":
-        parameters.update(_parse_json_parameters(body))
+        parameters.update(await large_body.parse_body(body, _parse_json_parameters, body))
     elif mime in (form_data.MULTIPART, form_data.URLENCODED):
-        fields = form_data.parse_body(content_type, body)
+        fields = await form_data.read_body(content_type, body)
         parameters.update({field.name: field.value.decode("utf-8", "replace") for field in fields})
     return parameters
 

@@ -62,6 +62,14 @@ def test_invalid_request_is_refused(
     assert refused(inference()(method, path, b"x")) == (status, type_, message)
 
 
+@pytest.mark.parametrize("path", ["/predictions/m", "/invocations?model_name=m"])
+def test_the_fields_of_a_form_are_limited_by_a_setting(inference, path: str) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    answer = inference(max_form_fields=3)("POST", path, b"a&a&a&a", form)
+    message = "The form has more than 3 fields (inference.max_form_fields)."
+    assert refused(answer) == (400, "BadRequestException", message)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "type_", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import httpx
@@ -9,7 +10,7 @@ import pytest
 
 from serve_app.domain.request import InputPart
 from serve_app.errors import InvalidBody
-from serve_app.protocols.torchserve.form_data import parse_body
+from serve_app.protocols.torchserve.form_data import parse_body, parse_query, read_body
 
 FORM = "multipart/form-data; boundary=XX"
 
@@ -100,3 +101,34 @@ def test_urlencoded_fields_are_decoded_to_bytes() -> None:
         InputPart("größe", b"1"),
         InputPart("x", b"a=b"),
     )
+
+
+def multipart(fields: int) -> bytes:
+    return b'--XX\r\nContent-Disposition: form-data; name="a"\r\n\r\nb\r\n' * fields + b"--XX--\r\n"
+
+
+def test_a_form_has_at_most_a_thousand_fields() -> None:
+    many = "more than 1000 fields .inference.max_form_fields."
+    assert len(parse_body(FORM, multipart(1000))) == 1000
+    assert len(parse_body("application/x-www-form-urlencoded", b"&".join([b"a=b"] * 1000))) == 1000
+    with pytest.raises(InvalidBody, match=many):
+        parse_body(FORM, multipart(1001))
+    with pytest.raises(InvalidBody, match=many):
+        parse_body("application/x-www-form-urlencoded", b"&".join([b"a=b"] * 1001))
+    with pytest.raises(InvalidBody, match=many):
+        parse_query(b"&" * 1001)
+    with pytest.raises(InvalidBody, match="more than 2 fields"):
+        parse_body(FORM, multipart(3), 2)
+
+
+def test_the_event_loop_runs_while_a_large_form_is_parsed() -> None:
+    async def run() -> tuple[int, int]:
+        form = asyncio.create_task(read_body("application/x-www-form-urlencoded", b"a=" + b"%41" * (1 << 20)))
+        turns = 0
+        while not form.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return len((await form)[0].value), turns
+
+    size, turns = asyncio.run(run())
+    assert size == 1 << 20 and turns > 10
