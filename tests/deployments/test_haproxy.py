@@ -282,3 +282,41 @@ def test_an_unfinished_head_is_closed(folder: Path, monkeypatch: pytest.MonkeyPa
         await writer.wait_closed()
 
     running(api, scenario)
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_client_may_wait_longer_than_it_may_pause(folder: Path) -> None:
+    """The timeout of a client's pauses does not end a long prediction, nor a quiet WebSocket."""
+    api = build(folder)
+    api.cfg.timeout_client_s = 1
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"upgrade" in head:
+            writer.write(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n")
+        await asyncio.sleep(2)
+        if b"upgrade" not in head:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n")
+        writer.write(b"late")
+        writer.close()
+
+    async def scenario() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        backend = ray_haproxy.BackendConfig(
+            name="b",
+            path_prefix="/",
+            app_name="a",
+            servers=[ray_haproxy.ServerConfig("s", "127.0.0.1", port)],
+        )
+        backend.health_check_inter = "60s"
+        api.set_backend_configs({"b": backend})
+        await api.reload()
+        for header in (b"connection: close", b"connection: upgrade\r\nupgrade: x"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", api.cfg.frontend_port)
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + header + b"\r\n\r\n")
+            assert (await reader.read()).endswith(b"late")
+            writer.close()
+        server.close()
+
+    running(api, scenario)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MULTIPART = "multipart/form-data"
 URLENCODED = "application/x-www-form-urlencoded"
+_PIECE_BYTES = 1 << 16
 MAX_FIELDS = 1000  # of a form; inference.max_form_fields for predictions
 
 
@@ -56,10 +57,25 @@ def _parse_urlencoded(body: bytes, max_fields: int) -> tuple[InputPart, ...]:
     for pair in body.strip(b"\r\n").split(b"&"):
         if pair:
             name, _, value = pair.replace(b"+", b" ").partition(b"=")
-            fields.append(
-                InputPart(unquote_to_bytes(name).decode("utf-8", "replace"), unquote_to_bytes(value))
-            )
+            fields.append(InputPart(_unquote(name).decode("utf-8", "replace"), _unquote(value)))
     return tuple(fields)
+
+
+def _unquote(data: bytes) -> bytes:
+    """Return ``data`` without its percent escapes.
+
+    The standard library makes two objects of each escape, so a large value is decoded in pieces.
+    """
+    if len(data) <= _PIECE_BYTES:
+        return unquote_to_bytes(data)
+    pieces, start = [], 0
+    while start < len(data):
+        end = start + _PIECE_BYTES
+        escape = data.rfind(b"%", end - 2, end)  # one that the end would cut
+        end = end if escape < 0 else escape
+        pieces.append(unquote_to_bytes(data[start:end]))
+        start = end
+    return b"".join(pieces)
 
 
 def _too_many_fields(limit: int) -> InvalidBody:

@@ -121,6 +121,13 @@ def test_a_form_has_at_most_a_thousand_fields() -> None:
         parse_body(FORM, multipart(3), 2)
 
 
+@pytest.mark.parametrize("shift", range(4))
+def test_escapes_of_a_large_value_are_decoded(shift: int) -> None:
+    body = b"a=" + b"x" * shift + b"%41%zz%4" * 40_000
+    expected = b"x" * shift + b"A%zz%4" * 40_000
+    assert parse_body("application/x-www-form-urlencoded", body) == (InputPart("a", expected),)
+
+
 def test_the_event_loop_runs_while_a_large_form_is_parsed() -> None:
     async def run() -> tuple[int, int]:
         form = asyncio.create_task(read_body("application/x-www-form-urlencoded", b"a=" + b"%41" * (1 << 20)))
