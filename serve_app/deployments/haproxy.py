@@ -82,6 +82,7 @@ def _no_routes() -> str:
 _EDITS = {
     " mode 666 level admin": " mode 600 level admin",
     "    option abortonclose\n": f"""    option abortonclose
+    option forwardfor
     timeout tunnel {_TUNNEL_TIMEOUT_S}s
 """,
     # The statistics have no authentication: they stay on the address of the inference port.

@@ -99,6 +99,7 @@ def test_haproxy_accepts_the_rendered_file_and_its_limits(
     for line in (
         "timeout http-request 10s",
         "timeout tunnel 3600s",
+        "option forwardfor",
         f"maxconn {haproxy.max_connections({})}",
         f"stats socket {folder}/admin.sock mode 600 level admin expose-fd listeners",
         f"bind 127.0.0.1:{api.cfg.stats_port}",
