@@ -66,6 +66,12 @@ def claim_ports(env: MutableMapping[str, str]) -> list[socket.socket]:
     return claims
 
 
+def release_ports(claims: list[socket.socket]) -> None:
+    """Close the claims; a server that has bound its ports does not need them."""
+    for claim in claims:
+        claim.close()
+
+
 def make_folder(state_dir: Path, env: MutableMapping[str, str]) -> None:
     """Create the folder of HAProxy's files, which only its owner can enter, and add its paths to ``env``.
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -85,7 +86,7 @@ class ServerProcess:
             raise StartError(f"{config}: http_options: ssl_certfile and ssl_keyfile go together; give both")
         self._document = document
         self._plain_port: int | None = None
-        self._claims: list[socket.socket] = []  # on HAProxy's ports, while this process lives
+        self._release_ports: Callable[[], object] = lambda: None  # HAProxy's, which are claimed until then
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -174,8 +175,9 @@ class ServerProcess:
         self._check_ports(env)
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
             env.setdefault(*_HAPROXY_CALLBACK)
-            self._release_claims()
-            self._claims = haproxy_runtime.claim_ports(env)
+            self._release_ports()
+            claims = haproxy_runtime.claim_ports(env)
+            self._release_ports = weakref.finalize(self, haproxy_runtime.release_ports, claims)
             haproxy_runtime.make_folder(self.settings.state_dir, env)
         config = self._terminate_tls(env) if self._tls_files else self.config
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -278,15 +280,10 @@ class ServerProcess:
             self._process.wait()
         self._run_file.unlink(missing_ok=True)
         haproxy_runtime.remove_folder(self.settings.state_dir)
-        self._release_claims()
         if self.settings.key_run_file.exists():  # the keys were made for the server that has just ended
             self.settings.key_file.unlink(missing_ok=True)
             self.settings.key_run_file.unlink()
         return True
-
-    def _release_claims(self) -> None:
-        while self._claims:
-            self._claims.pop().close()
 
     def last_lines(self, count: int = 15) -> str:
         """Return the last lines of the log, for an error message."""

@@ -33,15 +33,13 @@ def test_servers_that_start_at_once_have_ports_of_their_own(defaults: dict[str, 
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", int(port)))
             listener.listen()
-    for claim in claims:
-        claim.close()
+    haproxy_runtime.release_ports(claims)
 
 
 def test_a_port_of_the_operator_stays(defaults: dict[str, int]) -> None:
     name = next(iter(defaults))
     env = {name: "1234"}
-    for claim in haproxy_runtime.claim_ports(env):
-        claim.close()
+    haproxy_runtime.release_ports(haproxy_runtime.claim_ports(env))
     assert env.pop(name) == "1234" and len(env) == len(defaults) - 1
 
 

@@ -115,7 +115,7 @@ def unfinished_heads(target: Target) -> Outcome:
     )
 
 
-@attack("http", "4,300 idle connections for 25 s", "", keys=False)
+@attack("http", "4,300 idle connections for 25 s", "0 of 20 requests answered", keys=False)
 def idle_connections(target: Target) -> Outcome:
     crowd, latencies = crowd_attack(target, target.inference, b"", CONNECTIONS, 25)
     closed = len(crowd.closed)
@@ -124,13 +124,13 @@ def idle_connections(target: Target) -> Outcome:
     )
 
 
-@attack("http", "500 unfinished heads on the management port", "", keys=False)
+@attack("http", "500 unfinished heads on the management port", "none closed within 15 s", keys=False)
 def unfinished_management_heads(target: Target) -> Outcome:
     crowd, _ = crowd_attack(target, target.management, b"GET /models HTTP/1.1\r\nHost: x\r\n", 500, 15)
     return Outcome(f"{len(crowd.closed)} of 500 closed within 15 s", len(crowd.closed) == 500)
 
 
-@attack("http", "500 bodies at one byte a second", "", keys=False)
+@attack("http", "500 bodies at one byte a second", "none closed within 35 s", keys=False)
 def slow_bodies(target: Target) -> Outcome:
     data = HEAD + b"Content-Length: 1000000\r\n\r\n"
     crowd, latencies = crowd_attack(target, target.inference, data, 500, 35, trickle=b"x")
@@ -166,7 +166,12 @@ LARGE = {
 }
 
 
-@attack("http", "oversized request heads on all ports", "", keys=False)
+@attack(
+    "http",
+    "oversized request heads on all ports",
+    "100,000 headers accepted by the management port",
+    keys=False,
+)
 def oversized_heads(target: Target) -> Outcome:
     async def run() -> dict[str, tuple[str, str]]:
         ports = (target.inference, target.management)
@@ -196,7 +201,7 @@ AMBIGUOUS = {
 }
 
 
-@attack("http", "ambiguous message framing (request smuggling)", "", keys=False)
+@attack("http", "ambiguous message framing (request smuggling)", "one answer to each", keys=False)
 def ambiguous_framing(target: Target) -> Outcome:
     async def run() -> dict[str, list[str]]:
         ports = (target.inference, target.management)
@@ -210,7 +215,7 @@ def ambiguous_framing(target: Target) -> Outcome:
     return Outcome(after, all("+" not in status for pair in answers.values() for status in pair))
 
 
-@attack("http", "chunk extensions of 1 MiB and 1,000 pipelined requests", "", keys=False)
+@attack("http", "chunk extensions of 1 MiB and 1,000 pipelined requests", "others served", keys=False)
 def extensions_and_pipelines(target: Target) -> Outcome:
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * MIB + b"\r\nx\r\n0\r\n\r\n"
     pipeline = (
@@ -230,7 +235,7 @@ def extensions_and_pipelines(target: Target) -> Outcome:
     return Outcome(after, len(latencies) == 20)
 
 
-@attack("http", "300 clients that do not read 1 MiB each", "", keys=False)
+@attack("http", "300 clients that do not read 1 MiB each", "+ 124 MiB until they disconnect", keys=False)
 def slow_readers(target: Target) -> Outcome:
     request = b"GET /predictions/wide HTTP/1.1\r\nHost: x\r\n\r\n"
     before = target.memory()
@@ -279,7 +284,9 @@ def bodies() -> Iterator[tuple[str, str, str, bytes]]:
     yield "JSON 100,000 levels deep", "/v2/models/echo/infer", "application/json", nested
 
 
-@attack("http", "large and nested bodies beside small requests", "", keys=False)
+@attack(
+    "http", "large and nested bodies beside small requests", "a form delays others by seconds", keys=False
+)
 def large_bodies(target: Target) -> Outcome:
     after, resisted = [], True
     for name, path, content_type, body in bodies():
@@ -345,12 +352,12 @@ def death(target: Target, *words: str) -> Outcome:
     return Outcome(f"no answer for {gap:.1f} s; others {dict(others)}", gap <= 2 and not wrong)
 
 
-@attack("http", "kill -9 of HAProxy", "", keys=False)
+@attack("http", "kill -9 of HAProxy", "no answer for 5.9 s; 27 times 404", keys=False)
 def haproxy_death(target: Target) -> Outcome:
     return death(target, "haproxy", "-f")
 
 
-@attack("http", "kill -9 of HAProxy's manager", "", keys=False)
+@attack("http", "kill -9 of HAProxy's manager", "no answer for 5.5 s; 27 times 404", keys=False)
 def manager_death(target: Target) -> Outcome:
     outcome = death(target, "HAProxyManager")
     running = sum("-db" in command(process) for process in target.processes())
