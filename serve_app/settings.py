@@ -66,6 +66,8 @@ class RuntimeSettings(_Section):
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
     max_response_size: int = 0  # bytes of one row's answer; 0: no limit
+    # of a response that is written as JSON, which has neither NaN nor infinity: null instead, or an error
+    non_finite_numbers: Literal["null", "error"] = "null"
     # body, json, kserve or kservev2; a model's own model-config.yaml has precedence
     service_envelope: str = ""
     blacklist_env_vars: str = ""  # a regular expression: further variables that no handler sees
@@ -117,7 +119,7 @@ class ControlSettings(_Section):
 class InferenceSettings(_Section):
     """The inference port, 8080."""
 
-    max_request_size: int = 6_553_500  # bytes
+    max_request_size: int = 64 * MIB  # bytes; TorchServe's 6,553,500 with a config.properties
     max_form_fields: Annotated[int, pydantic.Field(ge=1)] = 1000  # of a form of a prediction
     gateways: int = 1  # gateway replicas, at most one a node
     unix_sockets: bool = True  # reach replicas of the same machine over sockets rather than through Ray

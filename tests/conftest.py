@@ -70,7 +70,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Start one real Ray cluster for the whole run of tests."""
-    server = Server(tmp_path_factory.mktemp("home"))
+    limits = {"max_request_size": 6_553_500}  # bodies of the default, 64 MiB, take seconds
+    server = Server(tmp_path_factory.mktemp("home"), inference=limits)
     try:
         server.start()
         yield server

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from handlers.engines.engine import Logprob
 from handlers.engines.openai import CompletionRequest
 
@@ -123,7 +125,7 @@ class CompletionResponse:
         event: dict[str, Any] = {**self._frame, "object": self._chunk_object, "choices": list(choices)}
         if self._request.include_usage:
             event["usage"] = usage
-        return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        return b"data: " + orjson.dumps(event) + b"\n\n"  # null for a log probability of minus infinity
 
     def _build_logprobs(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
         if self._request.sampling.logprobs is None:

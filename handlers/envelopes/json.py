@@ -21,8 +21,12 @@ class JSONEnvelope(GroupedEnvelope):
     def parse_request(self, index: int, row: dict[str, Any]) -> list[Any]:
         return [_decode_instance(instance) for instance in parse_json_body(row, "instances")["instances"]]
 
-    def format_response(self, index: int, values: list[Any]) -> str:
-        return json.dumps({"predictions": values})
+    def format_response(self, index: int, values: list[Any]) -> str | dict[str, Any]:
+        document = {"predictions": values}
+        try:
+            return json.dumps(document, allow_nan=False)
+        except ValueError:  # NaN or an infinity, which the server's encoder replaces or refuses
+            return document
 
 
 def _decode_instance(instance: Any) -> Any:

@@ -93,7 +93,10 @@ def encode_value(value: Any) -> Part:
         return value.encode(), _TEXT_TYPE
     if isinstance(value, list | tuple) and _holds_bytes(value):
         return join_parts(map(encode_value, value)), PARTS_CONTENT_TYPE
-    return json.dumps(value).encode(), _JSON_TYPE
+    text = json.dumps(value)
+    if "NaN" in text or "Infinity" in text:  # JSON has neither; in a string they stay
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None))
+    return text.encode(), _JSON_TYPE
 
 
 def _holds_bytes(value: Any) -> bool:

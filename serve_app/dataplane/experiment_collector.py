@@ -193,7 +193,7 @@ class ExperimentCollector:
         if arm.split.checks:
             if _is_empty(reply.body):
                 stats.empty += 1
-            elif _is_non_finite(reply.body):
+            elif reply.non_finite or _is_non_finite(reply.body):
                 stats.non_finite += 1
         if arm.split.outputs:
             arm.add_outputs(reply.body, group)

@@ -245,6 +245,7 @@ class ModelReplica:
             "queue_size": spec.job_queue_size,
             "response_timeout": spec.response_timeout,
             "on_hung": self._exit_hung,
+            "signature": runner.signature,
         }
         if runner.loop is not None:
             return AsyncBatcher(runner.run_async, runner.loop, spec.ref, self._meters, **limits)

@@ -242,7 +242,7 @@ class VersionStats:
     batches: int
     inference_seconds: float  # that these were in the handler
     last_batch_at: float = 0.0  # when the last batch ran, in seconds since the epoch; 0: none has
-    # Rows of a batch, how many such, and their seconds in the handler.
+    # Rows of a batch (of tensors: along the first axis), how many such, and their seconds in the handler.
     batch_sizes: tuple[tuple[int, int, float], ...] = ()
 
 

@@ -76,6 +76,7 @@ class InferenceResponse(_CompactPickle):
     version: str = ""
     timings: Timings = Timings()
     arm: str = ""  # "split/arm" where an experiment or a rollout selected the version
+    non_finite: bool = False  # null in the body replaces NaN or an infinity
 
 
 @dataclass(frozen=True, slots=True)

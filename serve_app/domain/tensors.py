@@ -6,7 +6,6 @@ anything of that size is made.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from serve_app.domain.signature import DATATYPES, abbreviate
+from serve_app.domain.request import InputPart
+from serve_app.domain.signature import ANY, DATATYPES, Signature, abbreviate
 from serve_app.errors import InvalidInput
 
 PACKED_MEDIA_TYPE = "application/x-tensors"  # the media type of ``pack``
@@ -57,6 +57,7 @@ _JSON_TYPES: dict[str, set[type]] = {
     "FP64": {int, float},
 }
 _INTEGERS: set[type] = {int}
+_NUMBERS: set[type] = {int, float}
 
 Buffer = bytes | bytearray | memoryview
 
@@ -99,11 +100,10 @@ class Tensor(NamedTuple):
         """Return the elements in one flat list; those of BYTES are ``bytes``."""
         return decode_elements(self) if self.datatype == "BYTES" else self.to_array().reshape(-1).tolist()
 
-    def to_json(self) -> bytes:
-        """Return ``to_list`` as a JSON list, with text for BYTES.
+    def to_json(self, nullify: bool = True) -> bytes:
+        """Return ``to_list`` as a JSON list, with text for BYTES; null replaces NaN and the infinities.
 
-        NaN and the infinities are written as Python's json does. Raises InvalidInput for data that JSON
-        cannot hold.
+        Raises InvalidInput for data that JSON cannot hold, which without ``nullify`` includes them.
         """
         if self.datatype in _BINARY_ONLY:
             raise InvalidInput(f"The output {self.name} is {self.datatype}, {_SEND_AS_BINARY}")
@@ -121,8 +121,8 @@ class Tensor(NamedTuple):
             else np.frombuffer(bytes(self.data), _DTYPES[self.datatype])
         )
         encoded = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
-        if self.datatype in _FLOATS and b"n" in encoded:  # null: one that is not finite
-            return json.dumps(array.tolist()).encode()
+        if not nullify and self.datatype in _FLOATS and b"n" in encoded:  # null: one that is not finite
+            raise InvalidInput(f"The output {self.name} holds NaN or an infinity, {_SEND_AS_BINARY}")
         return encoded
 
 
@@ -175,6 +175,9 @@ def from_list(name: str, datatype: str, shape: Any, data: Any) -> Tensor:
         )
     flat = _flatten(name, shape, data, size // max(1, DATATYPES[datatype]))
     plain = _JSON_TYPES.get(datatype, _INTEGERS)
+    if plain is _INTEGERS and float in (types := set(map(type, flat))) and types <= _NUMBERS:
+        # JSON has one type of numbers, and generated clients send 3 as 3.0.
+        flat = [int(value) if type(value) is float and value.is_integer() else value for value in flat]
     if not plain.issuperset(map(type, flat)):
         wrong = next(value for value in flat if type(value) not in plain)
         raise InvalidInput(f"The input {name} is {datatype}, and {abbreviate(wrong)} in its data is none.")
@@ -214,6 +217,23 @@ def from_text(value: bytes, name: str = DEFAULT_OUTPUT_NAME) -> Tensor:
 def from_content_type(name: str, data: Buffer, content_type: str) -> Tensor:
     """Return the tensor that was sent as ``data`` under its ``content_type``."""
     return Tensor(name, *_parse_media_type(content_type), data)
+
+
+def count_rows(inputs: Sequence[InputPart], signature: Signature | None) -> int:
+    """Return the length of the first axis that all tensors of a request share.
+
+    It is 1 where an input has no batch axis: by the signature, which has ANY there, or without a signature
+    where it has fewer than two axes.
+    """
+    ports = signature.inputs if signature is not None else ()
+    batched = {port.name: port.shape[0] == ANY for port in ports if port.shape}
+    lengths = set()
+    for part in inputs:
+        _, shape = _parse_media_type(part.content_type or "")
+        if not shape or not batched.get(part.name, len(shape) > 1):
+            return 1
+        lengths.add(shape[0])
+    return lengths.pop() if len(lengths) == 1 else 1
 
 
 @lru_cache(maxsize=1024)

@@ -24,12 +24,18 @@ from serve_app.errors import (
     InvalidOutput,
     OutputTooLarge,
     RelayError,
+    UnsupportedOutput,
 )
 from serve_app.runtime import codec
 from serve_app.runtime.batching.pending_request import Emit
+from serve_app.runtime.json_encoder import NullifiedJSON
 from serve_app.runtime.tensor_codec import TensorRowCodec
 
 _RESERVED_HEADERS = {"content-type", "ts_stream_next"}  # set by the response's fields and by protocols
+_NON_FINITE = (
+    "the handler returned NaN or an infinity, which JSON cannot hold, and runtime.non_finite_numbers is "
+    "error; return finite numbers, or set it to null"
+)
 _INTERNAL_FILES = (loader.__file__, os.path.dirname(__file__) + os.sep)  # files without frames of a handler
 
 
@@ -37,7 +43,8 @@ class BatchExecution:
     """An execution of one batch. ``failures`` collects the full errors for the log; clients get less.
 
     An error of the whole batch is one object for all rows. ``limit`` (bytes, 0: none) bounds each response
-    and each chunk of a streamed one. A request that the tensor codec refuses never reaches the handler.
+    and each chunk of a streamed one. ``refuse_non_finite``: NaN and infinities in JSON are an error of their
+    row instead of null. A request that the tensor codec refuses never reaches the handler.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class BatchExecution:
         version: str,
         tensor_codec: TensorRowCodec,
         limit: int = 0,
+        refuse_non_finite: bool = False,
     ) -> None:
         self.failures: list[str] = []
         self.context = context
@@ -57,6 +65,7 @@ class BatchExecution:
         self._version = version
         self._tensor_codec = tensor_codec
         self._max_response_size = limit
+        self._refuse_non_finite = refuse_non_finite
         self._streamed: set[int] = set()
         self._failed_streams: dict[int, RelayError] = {}  # errors of rows whose stream failed
         self._started_at = 0.0  # when the handler received its rows
@@ -176,18 +185,28 @@ class BatchExecution:
             return error
         except MemoryError as error:
             return handler_error(error, self.failures)
+        non_finite = type(body) is NullifiedJSON
+        if non_finite:
+            if self._refuse_non_finite:
+                self.failures.append(_NON_FINITE)
+                return UnsupportedOutput(_NON_FINITE)
+            body = bytes(body)
         if 0 < self._max_response_size < len(body):
             large = OutputTooLarge(len(body), self._max_response_size)
             self.failures.append(str(large))
             return large
         named = self.context.get_response_headers(index)
         if not named:
-            return InferenceResponse(body, content_type, status, phrase, (), self._version)
+            return InferenceResponse(
+                body, content_type, status, phrase, (), self._version, non_finite=non_finite
+            )
         others = tuple(
             (name, str(value)) for name, value in named.items() if name.lower() not in _RESERVED_HEADERS
         )
         content_type = content_type or self.context.get_response_content_type(index)
-        return InferenceResponse(body, content_type, status, phrase, others, self._version)
+        return InferenceResponse(
+            body, content_type, status, phrase, others, self._version, non_finite=non_finite
+        )
 
 
 def handler_error(error: BaseException, failures: list[str]) -> HandlerFailed:

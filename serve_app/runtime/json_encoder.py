@@ -1,7 +1,8 @@
 """JSON encoder with the layout of ``json.dumps(value, indent=2)``, which TorchServe sends, written by orjson.
 
 The numbers are the same, and their spelling may differ: 1e-7 for 1e-07. The standard library writes what
-orjson writes in another way: text that is not printable ASCII, NaN and infinity.
+orjson writes in another way: text that is not printable ASCII. JSON has neither NaN nor infinity (RFC 8259,
+section 6), so null replaces them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ _INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_
 _ARRAY = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
 
 
+class NullifiedJSON(bytes):
+    """JSON text in which null replaces NaN or an infinity."""
+
+
 def dumps(value: Any) -> bytes:
     """Return the JSON of any value that has one; a numpy array is its list.
 
-    Raises TypeError, ValueError, RecursionError.
+    The result is a NullifiedJSON where the value holds NaN or an infinity. Raises TypeError, ValueError,
+    RecursionError.
     """
     try:
         text = orjson.dumps(value, _to_python, _INDENTED)
@@ -51,7 +57,11 @@ def dumps_rows(array: np.ndarray) -> list[bytes] | None:
 
 
 def _dumps_stdlib(value: Any) -> bytes:
-    return json.dumps(value, indent=2, default=_to_python).encode()
+    try:
+        return json.dumps(value, indent=2, default=_to_python, allow_nan=False).encode()
+    except ValueError:  # NaN, an infinity, or a cycle, which the next line refuses again
+        text = json.dumps(value, default=_to_python)
+    return NullifiedJSON(json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2).encode())
 
 
 def _to_python(value: Any) -> Any:

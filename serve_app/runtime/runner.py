@@ -251,7 +251,13 @@ class Runner:
         self, context: Context, requests: Sequence[InferenceRequest], emit: Emit
     ) -> BatchExecution:
         return self._execution_class(
-            context, requests, emit, self._spec.version, self._tensor_codec, self._max_response_size
+            context,
+            requests,
+            emit,
+            self._spec.version,
+            self._tensor_codec,
+            self._max_response_size,
+            self._settings.non_finite_numbers == "error",
         )
 
     def _make_codec(self, handler: Any) -> TensorRowCodec:

@@ -8,7 +8,8 @@ import time
 class BatchStats:
     """The batches of one version.
 
-    ``sizes`` maps a number of rows to the number of batches and their seconds in the handler.
+    ``sizes`` maps a number of rows to the number of batches and their seconds in the handler. A request of
+    tensors has as many rows as the first axis of its inputs.
     """
 
     __slots__ = ("last", "sizes")

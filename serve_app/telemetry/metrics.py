@@ -199,11 +199,19 @@ class Meters:
         child.record(1.0)
 
     def batch(
-        self, model: str, version: str, rows: int, seconds: float, waits: Collection[float], live: bool = True
+        self,
+        model: str,
+        version: str,
+        rows: int,
+        seconds: float,
+        waits: Collection[float],
+        live: bool = True,
+        tensor_rows: int | None = None,
     ) -> None:
         """Record a batch, of ``live`` or shadow requests, that ran for ``seconds``.
 
-        ``waits`` are its rows' times in the queue.
+        ``waits`` are its rows' times in the queue. ``tensor_rows`` counts along the first axis of tensors,
+        for the statistics; None: as ``rows``.
         """
         observers = self._batches.get((model, version))
         if observers is None:
@@ -213,7 +221,7 @@ class Meters:
             )
             self._batch_stats[model, version] = BatchStats()
         self.on_batch(seconds, waits, live)
-        self._batch_stats[model, version].record(rows, seconds)
+        self._batch_stats[model, version].record(rows if tensor_rows is None else tensor_rows, seconds)
         observe_size, observe_inference, observe_wait = observers
         observe_size(rows)
         observe_inference(seconds)

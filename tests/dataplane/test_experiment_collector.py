@@ -166,6 +166,10 @@ class TestChecks:
     def test_non_finite_answers(self, body: bytes) -> None:
         assert answered(trial(checks=True), body).non_finite == 1
 
+    def test_numbers_that_the_replica_wrote_as_null(self) -> None:
+        assert answered(trial(checks=True), b"[null]", non_finite=True).non_finite == 1
+        assert answered(trial(checks=True), b"[null]").non_finite == 0
+
     @pytest.mark.parametrize(
         "body", [b'"NaN"', b'{"Infinity": 1}', b"NaN NaN is text", b"[" * 100_000 + b"NaN", b"1"]
     )

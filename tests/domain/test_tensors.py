@@ -10,12 +10,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from serve_app.domain import tensors
-from serve_app.domain.signature import DATATYPES
+from serve_app.domain.request import InputPart
+from serve_app.domain.signature import DATATYPES, Signature, TensorSpec
 from serve_app.domain.tensors import Tensor
 from serve_app.errors import InvalidInput
 
@@ -71,6 +72,7 @@ def test_raw_bytes_and_back(tensor: Tensor) -> None:
 
 @given(made([name for name in DATATYPES if name not in ("FP16", "BF16")]), st.booleans())
 def test_json_and_back(tensor: Tensor, nested: bool) -> None:
+    assume(_finite(tensor))
     data = json.loads(tensor.to_json())
     if nested and 0 not in tensor.shape:
         array = np.array(data, object)
@@ -179,7 +181,47 @@ def test_an_absurd_shape_costs_nothing() -> None:
 
 def test_numbers_that_json_does_not_know() -> None:
     tensor = tensors.from_array("x", np.array([np.nan, np.inf, 1.5], np.float32))
-    assert tensor.to_json() == b"[NaN, Infinity, 1.5]"
+    assert tensor.to_json() == b"[null,null,1.5]"
+    with pytest.raises(InvalidInput, match="holds NaN or an infinity, which has no form in JSON"):
+        tensor.to_json(nullify=False)
+    assert tensors.from_array("x", np.array([1.5], np.float32)).to_json(nullify=False) == b"[1.5]"
+
+
+@pytest.mark.parametrize("datatype", [name for name in DATATYPES if "INT" in name])
+def test_integers_written_as_floats(datatype: str) -> None:
+    """Generated clients have one type of numbers."""
+    made = tensors.from_list("x", datatype, [2], [3.0, 4])
+    assert made == tensors.from_list("x", datatype, [2], [3, 4])
+    for number in (3.5, math.nan, math.inf, 1e300):
+        with pytest.raises(InvalidInput):
+            tensors.from_list("x", datatype, [1], [number])
+
+
+_PORTS = {
+    "batched": [TensorSpec("x", "FP32", (-1, 4))],
+    "fixed": [TensorSpec("x", "FP32", (3, 4))],
+    "any": [TensorSpec("x", "FP32")],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("ports", "shapes", "rows"),
+    [
+        ("batched", [(3, 4)], 3),
+        ("fixed", [(3, 4)], 1),
+        ("any", [(3, 4)], 3),
+        ("none", [(3, 4), (3, 1)], 3),
+        ("none", [(3, 4), (2, 4)], 1),
+        ("none", [(3,)], 1),
+        ("none", [()], 1),
+        ("none", [], 1),
+    ],
+)
+def test_rows_of_a_request(ports: str, shapes: list[tuple[int, ...]], rows: int) -> None:
+    inputs = [InputPart(*Tensor(name, "FP32", shape, b"").to_part()) for name, shape in zip("xy", shapes)]
+    signature = Signature(tuple(_PORTS[ports])) if ports != "none" else None
+    assert tensors.count_rows(inputs, signature) == rows
 
 
 def test_a_view_at_any_place_is_json() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,11 @@ def test_json_flattens_instances_and_groups_predictions(predict: Predict) -> Non
         '{"predictions": [{"a": [3]}]}',
         '{"predictions": [{"a": "\\u00e9"}]}',
     ]
+
+
+def test_json_leaves_numbers_that_json_does_not_have_to_the_server(predict: Predict) -> None:
+    [answer] = predict("json", [body(instances=[1])], lambda data: [math.inf])
+    assert answer == {"predictions": [math.inf]}
 
 
 def test_json_decodes_b64(predict: Predict) -> None:

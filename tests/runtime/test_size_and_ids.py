@@ -1,11 +1,12 @@
 """How large an answer may be, and whose requests a handler's words are about."""
 
 import asyncio
+import json
 
 import pytest
 
 from serve_app.domain.request import InferenceRequest, InputPart
-from serve_app.errors import OutputTooLarge, StartFailed
+from serve_app.errors import OutputTooLarge, StartFailed, UnsupportedOutput
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry.logs import REQUESTS
 
@@ -129,3 +130,30 @@ def test_so_are_those_of_an_asynchronous_one(make_runner):
         [b'[\n  "one"\n]'],
         [b'[\n  "two"\n]'],
     ]
+
+
+NUMBERS = """
+def handle(data, context):
+    if data is None:
+        return None
+    return [{"score": float(bytes(row["body"]))} for row in data]
+"""
+
+
+def test_numbers_that_json_does_not_have_are_null_and_counted(make_runner):
+    runner = make_runner(NUMBERS)
+    runner.load()
+    finite, *others = runner.run([make_request(text) for text in ("1.5", "nan", "-inf")], nowhere)
+    assert (json.loads(finite.body), finite.non_finite) == ({"score": 1.5}, False)
+    for reply in others:
+        assert (json.loads(reply.body), reply.non_finite) == ({"score": None}, True)
+        assert type(reply.body) is bytes
+
+
+def test_they_are_their_rows_error_where_the_setting_demands_it(make_runner, caplog):
+    runner = make_runner(NUMBERS, settings=RuntimeSettings(non_finite_numbers="error"))
+    runner.load()
+    finite, refused = runner.run([make_request("1.5"), make_request("nan")], nowhere)
+    assert json.loads(finite.body) == {"score": 1.5}
+    assert isinstance(refused, UnsupportedOutput)
+    assert "runtime.non_finite_numbers is error" in refused.detail and "NaN" in caplog.text

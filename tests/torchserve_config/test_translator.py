@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.errors import ConfigurationError
-from serve_app.settings import load
+from serve_app.settings import Settings, load
 from serve_app.torchserve_config import ListenAddress, decode, parse, read
 
 pytestmark = pytest.mark.integration
@@ -160,7 +160,8 @@ class TestKeys:
         assert (settings.auth.mode, settings.control.enable_model_api) == ("on", False)
         assert (settings.control.load_models, settings.telemetry.metrics_mode) == ("none", "log")
         assert settings.inference.late_response == "drop"
-        assert settings.runtime.max_response_size == 6553500
+        assert settings.runtime.max_response_size == settings.inference.max_request_size == 6553500
+        assert Settings().inference.max_request_size == 64 << 20
         assert reading.notes == reading.warnings == ()
 
     @pytest.mark.parametrize(

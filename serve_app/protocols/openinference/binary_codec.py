@@ -159,6 +159,10 @@ def _parse_input(item: Mapping[str, Any]) -> InputPart | _BinaryInput:
                 f"The input {abbreviate(name)} has no data, and its parameters no binary_data_size."
             )
         return InputPart(*tensors.from_list(name, datatype, shape, item["data"]).to_part())
+    if "data" in item:
+        raise InvalidBody(
+            f"The input {abbreviate(name)} has data, and its parameters binary_data_size; send one of them."
+        )
     if type(binary_size) is not int or binary_size < 0:
         raise InvalidBody(
             f"The input {abbreviate(name)}: binary_data_size is {abbreviate(binary_size)}; "
@@ -196,10 +200,11 @@ def parse_raw_request(
 
 
 def encode_response(
-    inference: ParsedInference, model: str, response: InferenceResponse
+    inference: ParsedInference, model: str, response: InferenceResponse, nullify: bool = True
 ) -> tuple[bytes, int | None]:
     """Return the body, and the size of its JSON if raw tensors follow, else None.
 
+    ``nullify``: NaN and the infinities become null in JSON; otherwise they have no JSON form.
     Raises InvalidInput for an unknown output or one without a JSON form; HandlerRejected if the handler set
     an error status.
     """
@@ -228,7 +233,7 @@ def encode_response(
                     "name": name,
                     "datatype": datatype,
                     "shape": shape,
-                    "data": orjson.Fragment(tensor.to_json()),
+                    "data": orjson.Fragment(tensor.to_json(nullify)),
                 }
             )
     header = _encode_header(model, response.version, inference.id, documents)

@@ -188,8 +188,10 @@ def _repository_state(version: VersionRoute) -> RepositoryState:
 def describe_statistics(stats: Iterable[VersionStats]) -> Statistics:
     """Return the statistics of versions in the format of the extension ``statistics``.
 
-    Times are in nanoseconds. ``compute_infer`` counts batches; the times before and after the model are not
-    measured and stay 0. ``last_inference``: milliseconds since the epoch, or 0 without an inference.
+    Times are in nanoseconds. ``inference_count`` and ``batch_size`` count rows, along the first axis of
+    tensors; ``inference_stats`` counts requests. ``compute_infer`` counts batches; the times before and after
+    the model are not measured and stay 0. ``last_inference``: milliseconds since the epoch, or 0 without an
+    inference.
     """
     return {"model_stats": [_describe_version_stats(version) for version in stats]}
 
@@ -202,7 +204,7 @@ def _describe_version_stats(stats: VersionStats) -> VersionStatistics:
         "name": stats.model,
         "version": stats.version,
         "last_inference": round(stats.last_batch_at * 1000),
-        "inference_count": stats.rows,
+        "inference_count": sum(rows * count for rows, count, _ in stats.batch_sizes),
         "execution_count": stats.batches,
         "inference_stats": {
             "success": duration(stats.answered, stats.seconds),

@@ -47,6 +47,7 @@ class OpenInferenceRoutes:
         self._async = AsyncInterceptor(plane, control, settings)
         self._limit = settings.inference.max_request_size
         self._runtime = settings.runtime
+        self._nullify = settings.runtime.non_finite_numbers == "null"
         self._shown = settings.inference.handler_errors
 
     def matches(self, exchange: HttpExchange) -> bool:
@@ -132,7 +133,7 @@ class OpenInferenceRoutes:
                 response = await self._read_stream(response)
         finally:
             disconnect_check.cancel()
-        body, json_size = binary_codec.encode_response(inference, model, response)
+        body, json_size = binary_codec.encode_response(inference, model, response, self._nullify)
         response_headers = build_response_headers(response, with_content_type=False)
         if response.headers:
             exchange.override_defaults(response_headers)

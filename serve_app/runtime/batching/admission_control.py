@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from serve_app.domain import tensors
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.signature import Signature
 from serve_app.errors import DeadlineExceeded, ModelLoading, QueueFull, ReplicaDied, ResponseTimeout
 from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.latency_model import BatchLatencyModel
@@ -41,6 +43,7 @@ class AdmissionControl(RequestBatcher, Generic[R]):
     ``queue_size`` bounds the admitted rows; ``response_timeout`` (seconds) bounds one run of the handler. 0
     means unbounded. A process whose handler exceeds it is unusable: after every waiting caller has its error,
     ``on_hung`` is called once with the reason and the handler's stack. ``clock`` returns seconds.
+    ``signature`` determines the rows of a request's tensors, for the statistics.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class AdmissionControl(RequestBatcher, Generic[R]):
         response_timeout: float = 120,
         on_hung: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.perf_counter,
+        signature: Signature | None = None,
     ) -> None:
         self._ref = ref
+        self._signature = signature
         self._meters = meters
         self.handler_thread = handler_thread or HandlerThread()
         self._queue_size = queue_size
@@ -72,6 +77,12 @@ class AdmissionControl(RequestBatcher, Generic[R]):
         """Apply new limits; a limit that is not given stays. ``others`` are limits of subclasses."""
         self._queue_size = self._queue_size if queue_size is None else queue_size
         self._response_timeout = self._response_timeout if response_timeout is None else response_timeout
+
+    def _count_tensor_rows(self, requests: Sequence[InferenceRequest]) -> int:
+        """Return the rows of a batch as the statistics count them: along the first axis of tensors."""
+        if requests[0].kind != "tensors":  # a batch has requests of one kind
+            return len(requests)
+        return sum(tensors.count_rows(request.inputs, self._signature) for request in requests)
 
     async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         row = self._admit(request)  # without the callback of enqueue, which costs a turn of the loop

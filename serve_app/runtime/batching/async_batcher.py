@@ -157,7 +157,8 @@ class AsyncBatcher(AdmissionControl[_AsyncRow]):
             response = with_timings(response, Timings(waited, seconds, 1))
         if response is not None:
             live = row.request.priority != "shadow"
-            self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited], live)
+            tensor_rows = self._count_tensor_rows([row.request])
+            self._meters.batch(self._ref.name, self._ref.version, 1, seconds, [waited], live, tensor_rows)
             self._meters.overhead(self._clock() - row.arrived - waited - seconds)
             self._latency_model.record(1, seconds)
         row.resolve(response or HandlerFailed("the handler was cancelled"))

@@ -62,14 +62,15 @@ class _QueuedRow(PendingRequest):
 class _Batch:
     """The rows that were passed to the handler thread together.
 
-    ``runs`` has the seconds of each run and each row's waiting time; there are several after a failure.
+    ``runs`` has the seconds of each run, each row's waiting time and its request; there are several after a
+    failure.
     """
 
     rows: list[_QueuedRow]
     active_rows: int  # rows whose callers still wait
     is_finished: bool = False
     started_at: float | None = None  # when the present run started
-    runs: list[tuple[float, list[float]]] = field(default_factory=list)
+    runs: list[tuple[float, list[float], list[InferenceRequest]]] = field(default_factory=list)
 
 
 _Responses = list[tuple[_QueuedRow, InferenceResponse | RelayError]]
@@ -288,7 +289,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         else:
             results = self._run(requests, emit, [row.prepared for row in rows])
         seconds = self._clock() - started_at
-        batch.runs.append((seconds, [started_at - row.arrived for row in rows]))
+        batch.runs.append((seconds, [started_at - row.arrived for row in rows], requests))
         if size > 1 and self._retries and _whole_batch_failed(results):
             retried = [row for row in rows if not row.has_emitted]
             if retried:
@@ -348,8 +349,9 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         name, version = self._ref.name, self._ref.version
         latency_model, size = self._latency_model, self._max_batch_size
         live = batch.rows[0].request.priority != "shadow"
-        for seconds, waits in batch.runs:
-            self._meters.batch(name, version, len(waits), seconds, waits, live)
+        for seconds, waits, requests in batch.runs:
+            tensor_rows = self._count_tensor_rows(requests)
+            self._meters.batch(name, version, len(waits), seconds, waits, live, tensor_rows)
             latency_model.record(len(waits), seconds)
         self._max_staged = min(
             _MAX_STAGED_ROWS, int(_MAX_STAGED_S / (latency_model.estimate(size) or 1.0)) * size

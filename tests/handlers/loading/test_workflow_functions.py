@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
-from handlers.loading.workflow_functions import FUNCTION_HEADER, WorkflowFunctions
+from handlers.loading.workflow_functions import FUNCTION_HEADER, WorkflowFunctions, encode_value
 from handlers.multipart import PARTS_CONTENT_TYPE, join_parts, split_parts
 
 FILE = """
@@ -161,3 +162,10 @@ def test_split_parts_reverses_join_parts(parts: list[tuple[bytes, str | None]]) 
 def test_malformed_bodies_are_rejected(body: bytes) -> None:
     with pytest.raises(ValueError, match="of parts"):
         split_parts(body)
+
+
+def test_values_that_json_does_not_have_are_null() -> None:
+    assert encode_value([math.nan, {"a": -math.inf}, "NaN"]) == (
+        b'[null, {"a": null}, "NaN"]',
+        "application/json",
+    )

@@ -6,14 +6,16 @@ import time
 
 import pytest
 
-from serve_app.domain.request import InferenceRequest, InputPart
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
+from serve_app.domain.tensors import Tensor
 from serve_app.errors import (
     DeadlineExceeded,
     ModelLoading,
     QueueFull,
 )
+from serve_app.protocols.openinference.metadata import describe_statistics
 from serve_app.runtime.batching.batcher import Batcher
-from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics import Meters, MetricsAggregator
 from tests.runtime.batching.batcher_fakes import (
     REF,
     Clock,
@@ -356,3 +358,21 @@ def handle(data, context):
         await batcher.close()
 
     both()
+
+
+@run_in_event_loop
+async def test_statistics_count_the_rows_of_tensors_and_not_their_requests():
+    meters, total = Meters(), MetricsAggregator()
+    batcher = create_batcher(lambda requests, emit: [InferenceResponse(b"")] * len(requests), meters=meters)
+    tensor = Tensor("x", "FP32", (2, 3), bytes(24))
+    parts = (InputPart(*tensor.to_part()),)
+    for _ in range(4):
+        meters.request(REF.name, REF.version, "ok", 0.1)
+        await batcher.submit(InferenceRequest("m", inputs=parts, kind="tensors"))
+    await batcher.close()
+    await asyncio.sleep(0)  # metrics are recorded after the responses
+    total.put("a", meters.report())
+    [version] = describe_statistics(total.version_stats())["model_stats"]
+    assert (version["inference_count"], version["execution_count"]) == (8, 4)
+    assert [batch["batch_size"] for batch in version["batch_stats"]] == [2]
+    assert version["inference_stats"]["success"]["count"] == 4
