@@ -12,6 +12,27 @@ import torch
 from handlers.errors import PredictionException
 
 
+class ExplanationTarget(str):
+    """The text of a request's field ``target``; where it is an integer, lists and tensors accept it as an
+    index.
+
+    TorchServe passes its handlers the field as the form has it: they convert it themselves.
+    """
+
+    def __index__(self) -> int:
+        return int(str(self))  # int(self) would call this method
+
+
+def resolve_target(target: Any) -> Any:
+    """Return a target as Captum accepts it: the text of a form as an integer where it is one."""
+    if not isinstance(target, ExplanationTarget):
+        return target
+    try:
+        return int(target)
+    except ValueError:
+        return str(target)
+
+
 def parse_row(row: Any) -> Any:
     """Return the value of a row; text and bytes are parsed as JSON."""
     if isinstance(row, Mapping):
@@ -39,10 +60,20 @@ def parse_tensor_row(row: Any) -> torch.Tensor:
 
 
 def read_explanation_input(row: Any, default: Any) -> tuple[Any, Any]:
-    """Return the value of a row that is to be explained, and the output that it selects."""
+    """Return the value of a row that is to be explained, and the output that it selects.
+
+    A form sends its fields as text, which becomes an ExplanationTarget.
+    """
     if not isinstance(row, Mapping):
         return row, default
-    return row.get("data") or row.get("body"), _parse_target(row.get("target"), default)
+    target = row.get("target")
+    if target is None or target == "" or target == b"":
+        target = default
+    elif isinstance(target, (bytes, bytearray)):
+        target = ExplanationTarget(target.decode(errors="replace"))
+    elif isinstance(target, str):
+        target = ExplanationTarget(target)
+    return row.get("data") or row.get("body"), target
 
 
 def read_explanation_fields(row: Any) -> list[Any]:
@@ -52,16 +83,3 @@ def read_explanation_fields(row: Any) -> list[Any]:
         if isinstance(row, Mapping)
         else []
     )
-
-
-def _parse_target(value: Any, default: Any) -> Any:
-    """Return the target as an integer where it is one.
-
-    A form sends its fields as text; any other text is passed to the author's get_insights unchanged.
-    """
-    if value is None or value == "" or value == b"":
-        return default
-    try:
-        return int(value) if isinstance(value, (str, bytes, bytearray)) else value
-    except ValueError:
-        return value

@@ -11,6 +11,7 @@ from handlers.builtin.labels import map_class_to_label
 from handlers.builtin.vision import Compose, ToRGB, ToTensor, VisionHandler
 from handlers.errors import PredictionException
 from handlers.explain import attributions
+from handlers.row_parsing import resolve_target
 from handlers.torchserve_compat.timer import timed
 
 
@@ -52,6 +53,7 @@ class ObjectDetector(VisionHandler):
 
         ``target`` is the label's number.
         """
+        target = resolve_target(target)
         if type(target) is not int:
             raise PredictionException(f"The target must be a label's number, and is {target!r:.100}.", 400)
 

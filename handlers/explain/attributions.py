@@ -20,6 +20,7 @@ import torch
 from handlers import extras
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain import occlusion
+from handlers.row_parsing import resolve_target
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class ExplanationOptions:
             }
         except ValueError as error:
             raise PredictionException(f"This explanation cannot be given: {error}", 400) from None
-        return dataclasses.replace(self, target=target, **options)
+        return dataclasses.replace(self, target=resolve_target(target), **options)
 
     def for_target(self, target: Any) -> ExplanationOptions:
         """Return a copy for another output."""
@@ -258,7 +259,7 @@ def _shared_embeddings(model: Any) -> list[torch.nn.Module]:
 def output_scores(forward: Callable[[torch.Tensor], Any], inputs: torch.Tensor, target: Any) -> list[float]:
     """Return the output ``target`` for each row, of which attributions are parts."""
     with torch.inference_mode():
-        return _to_tensor(forward(inputs))[:, target].tolist()
+        return _to_tensor(forward(inputs))[:, resolve_target(target)].tolist()
 
 
 def has_gradients(forward: Callable[[torch.Tensor], Any], inputs: torch.Tensor) -> bool:

@@ -223,7 +223,7 @@ def test_explanations_have_a_target_for_each_row(archive: Any, begin: Any) -> No
     context = initialize(handler, archive(model=MODEL))
     rows = [{"data": [1, 2], "target": b"1"}, {"data": [3, 4]}, {"data": [5, 6], "target": "gender"}]
     assert handler.handle(rows, begin(context, 3, explain="True")) == [
-        {"target": 1, "sum": 3.0, "raw": [1, 2]},
+        {"target": "1", "sum": 3.0, "raw": [1, 2]},
         {"target": 0, "sum": 7.0, "raw": [3, 4]},
         {"target": "gender", "sum": 11.0, "raw": [5, 6]},
     ]
