@@ -186,17 +186,23 @@ def _version_route(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -
     phase: Phase = status.phase if started else "loading"
     if spec.graph is not None and not spec.handler:
         phase = "ready"  # its models execute the steps, and each has a phase of its own
+    # A version scaled to zero has no replicas from the commit on, although some may still drain.
+    stopped = phase in ("ready", "loading", "idle") and not (
+        spec.min_workers or spec.max_workers or spec.graph
+    )
+    if stopped:
+        phase = "stopped"
     return VersionRoute(
         version=spec.version,
         phase=phase,
-        replicas=status.replicas,
+        replicas=0 if stopped else status.replicas,
         job_queue_size=spec.job_queue_size,
         max_batch_size=spec.batch_size,
         client_timeout=spec.client_timeout,
         max_concurrent_requests=spec.max_concurrent_requests,
         start_seconds=status.start_seconds,
         retries=spec.retries,
-        replica_ids=tuple(sorted(worker.id for worker in status.workers if worker.ready)),
+        replica_ids=() if stopped else tuple(sorted(worker.id for worker in status.workers if worker.ready)),
         healthy=healthy,
         last_error=status.last_error if status.phase == "failed" else "",
         loaded_at_startup=spec.loaded_at_startup,

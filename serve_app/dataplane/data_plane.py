@@ -43,6 +43,7 @@ from serve_app.errors import (
 from serve_app.telemetry.metrics import Meters
 
 _STARTING = ("idle", "loading")
+_NONE_REQUESTED = "no replica was asked for"
 
 
 class InferenceBackend(Protocol):
@@ -275,6 +276,8 @@ class DataPlane:
         if self._local is not None:
             ref, backend = self._local
             if ref.version == route.version and ref.name == request.model:
+                if route.phase == "stopped":  # HAProxy may still send requests to a replica that drains
+                    raise NoReplica(ref.name, request.version, _NONE_REQUESTED)
                 return backend
         if route.graph is not None:
             return self._create_workflow(ModelRef(request.model, route.version), route)
@@ -330,7 +333,7 @@ class DataPlane:
         finally:
             self._waiting[ref] -= 1
         if route.phase in ("stopped", "failed") and route.replicas == 0:
-            raise NoReplica(ref.name, request.version, route.last_error or "no replica was asked for")
+            raise NoReplica(ref.name, request.version, route.last_error or _NONE_REQUESTED)
         return route
 
     def _with_start_time(self, error: RelayError, route: VersionRoute) -> RelayError:

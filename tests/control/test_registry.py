@@ -14,7 +14,7 @@ from serve_app.control.registry import (
 )
 from serve_app.control.registry_changes import apply_archive, register, scale, set_default, unregister
 from serve_app.dataplane import version_router
-from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus
+from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ReplicaInfo
 from serve_app.domain.request import InferenceRequest
 from serve_app.domain.traffic_policy import TrafficPolicy, allocate
 from serve_app.errors import (
@@ -295,13 +295,15 @@ class TestTable:
             (1, ModelStatus("stopped"), "loading"),
             (0, ModelStatus("stopped"), "stopped"),
             (1, ModelStatus("failed"), "failed"),
+            (0, ModelStatus("ready", 2, workers=(ReplicaInfo("r1", 1, 0.0, True),)), "stopped"),
+            (0, ModelStatus("failed"), "failed"),
         ],
     )
     def test_a_requested_version_without_replicas_is_loading(self, workers, status, phase):
         one = spec(min_workers=workers)
         made = build_routing_table(registry(one), {one.ref: status} if status else {}, {}, 1, False)
         row = version_router.select_version(made, InferenceRequest("m")).route
-        assert (row.phase, row.replicas, row.healthy) == (phase, 0, True)
+        assert (row.phase, row.replicas, row.healthy, row.replica_ids) == (phase, 0, True, ())
 
     def test_crosses_processes(self):
         made = build_routing_table(registry(spec(), spec("n")), {}, {}, 1, False)

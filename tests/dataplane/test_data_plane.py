@@ -116,6 +116,19 @@ def test_a_replica_answers_for_its_own_version_and_forwards_the_rest() -> None:
     asyncio.run(main())
 
 
+def test_a_replica_that_drains_refuses_requests_once_its_version_is_scaled_to_zero() -> None:
+    async def main() -> None:
+        reader = RoutingTableReader(table(v1="ready"))
+        p = plane(reader, local=(ModelRef("m", "v1"), Echo("local v1")))
+        assert (await p.infer(InferenceRequest("m"))).body == b"local v1"
+        reader.update(table(2, v1="stopped"))
+        for version in (None, "v1"):
+            with pytest.raises(NoReplica):
+                await p.infer(InferenceRequest("m", version))
+
+    asyncio.run(main())
+
+
 def test_a_call_waits_for_a_version_that_loads() -> None:
     async def main() -> None:
         reader = RoutingTableReader(table(v1="loading"))
