@@ -195,6 +195,9 @@ class GrpcSettings(_Section):
     management_max_connection_age: Annotated[float, pydantic.Field(ge=0)] = 0.0
     management_max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
     max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = 10_000  # of one port; more are refused
+    # of the management port: with a key, and again as many of health and reflection
+    management_max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = 64
+    management_max_message_size: Annotated[int, pydantic.Field(ge=1)] = 1 * MIB  # bytes
     reflection: bool = True  # the ports tell tools like grpcurl what they speak
 
 

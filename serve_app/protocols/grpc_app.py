@@ -19,6 +19,7 @@ from serve_app.errors import AccessDenied
 from serve_app.proto import pool
 from serve_app.protocols.grpc import aio_server
 from serve_app.protocols.grpc.call import GrpcCall, ServiceAdapter
+from serve_app.protocols.grpc.call_guard import CallGuard, CallLimits
 from serve_app.protocols.grpc.health import HealthService
 from serve_app.protocols.grpc.http2.server import Http2Limits, Http2Server
 from serve_app.protocols.http.auth import create_actor
@@ -60,13 +61,14 @@ def management_server(
     control: ControlPlane, settings: Settings, meters: Meters, access: AccessLog | None = None
 ) -> grpc.aio.Server:
     """Return the server of the management port, for the running event loop."""
-    server = aio_server.create_server(settings)
     refusals = RefusalRecorder(control)
 
     def record_refusal(call: GrpcCall, path: str, error: AccessDenied) -> None:
         refusals.record(create_actor(call.grant, call.context.peer), "gRPC", path, error)
 
     adapter = ServiceAdapter(lambda: control.access, meters.grpc_response, access, record_refusal)
+    limits = CallLimits(max_calls=settings.grpc.management_max_concurrent_calls)
+    server = aio_server.create_server(settings, CallGuard(adapter.refuses, adapter.needs_key, limits))
     service = torchserve.ManagementService(control, settings, adapter)
     _add_services(server, settings, lambda: True, {torchserve.MANAGEMENT: service})
     return server

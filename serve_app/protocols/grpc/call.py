@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -194,6 +194,22 @@ class ServiceAdapter:
         self._on_refusal = on_refusal
         self._count = count
         self._access_log = log
+        self._rights: dict[str, tuple[Right, ...]] = {}  # of each method, by its path
+
+    def needs_key(self, path: str) -> bool:
+        """Return whether the method at ``path`` has rights that a key must have."""
+        return bool(self._rights.get(path))
+
+    def refuses(self, path: str, metadata: Mapping[str, str]) -> bool:
+        """Return whether the method at ``path`` refuses the key in a call's metadata, or its absence."""
+        access, rights = self._access(), self._rights.get(path)
+        if access is None or not rights:
+            return False
+        try:
+            auth.resolve_grant(access, metadata.get("authorization"), *rights)
+        except AccessDenied:
+            return True
+        return False
 
     def unary(
         self,
@@ -208,6 +224,7 @@ class ServiceAdapter:
         Without ``rights`` no key is needed.
         """
         path = f"/{mapping.service}/{name}"
+        self._rights[path] = rights
 
         async def behaviour(data: bytes, context: RpcContext) -> Any:
             started_at = time.perf_counter()
@@ -244,6 +261,7 @@ class ServiceAdapter:
         Its request is one message, or a stream of them with ``stream_requests``.
         """
         path = f"/{mapping.service}/{name}"
+        self._rights[path] = rights
 
         async def parse_each(data: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for message in data:
