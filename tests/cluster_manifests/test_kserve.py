@@ -46,6 +46,8 @@ def test_it_runs_without_rights() -> None:
     context = CONTAINER["securityContext"]
     assert context["runAsNonRoot"] and context["capabilities"] == {"drop": ["ALL"]}
     assert not context["privileged"] and not context["allowPrivilegeEscalation"]
+    assert context["readOnlyRootFilesystem"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert MODEL["spec"]["predictor"]["automountServiceAccountToken"] is False
     assert CONTAINER["image"].partition(":")[0] == "torchrelay"
 
 
@@ -53,3 +55,4 @@ def test_what_it_mounts_is_there() -> None:
     mounted = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     assert mounted.keys() == {volume["name"] for volume in RUNTIME["spec"]["volumes"]}
     assert mounted["shm"] == "/dev/shm"
+    assert {"/tmp", "/srv/torchrelay", "/home/torchrelay"} < set(mounted.values())

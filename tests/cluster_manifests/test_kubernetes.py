@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def test_files_and_names_that_are_spoken_of_are_there() -> None:
             v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v
         }
         assert used <= claims
-        assert {mount["name"] for mount in container(group)["volumeMounts"]} == set(volumes)
+        sidecar = CLUSTER_SPEC["autoscalerOptions"]["volumeMounts"] if group is HEAD else []
+        assert {mount["name"] for mount in [*container(group)["volumeMounts"], *sidecar]} == set(volumes)
         assert container(group)["image"] in images
         mounts = {mount["mountPath"] for mount in container(group)["volumeMounts"]}
         assert application(SERVE)["args"]["home"] in mounts
@@ -196,6 +198,55 @@ def test_strangers_reach_the_inference_port_alone() -> None:
     inference = [SERVE["http_options"]["port"], application(SERVE)["args"]["grpc"]["port"]]
     assert [[p["port"] for p in rule["ports"]] for rule in open_to_all] == [inference]
     assert CLUSTER_SPEC["authOptions"] == {"mode": "token"}
+
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=["head", "cpu", "gpu"])
+def test_pods_have_no_rights_and_a_read_only_root(group: dict[str, Any]) -> None:
+    spec, only = group["template"]["spec"], container(group)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert only["securityContext"] == RESTRICTED
+    # Ray, HAProxy and the server write there; the user's home has caches.
+    mounts = {mount["mountPath"]: mount["name"] for mount in only["volumeMounts"]}
+    home = application(SERVE)["args"]["home"]
+    assert {"/tmp", "/dev/shm", "/home/torchrelay", home} == set(mounts)
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    for name in mounts.values():
+        assert "persistentVolumeClaim" in volumes[name] or "sizeLimit" in volumes[name]["emptyDir"]
+    for kind in ("cpu", "memory", "ephemeral-storage"):
+        assert only["resources"]["limits"][kind]
+
+
+def test_only_the_autoscaler_has_a_token_of_kubernetes() -> None:
+    options = CLUSTER_SPEC["autoscalerOptions"]
+    assert options["securityContext"] == RESTRICTED
+    [token] = [v for v in HEAD["template"]["spec"]["volumes"] if "projected" in v]
+    mounts = {mount["name"]: mount["mountPath"] for mount in options["volumeMounts"]}
+    assert mounts[token["name"]] == "/var/run/secrets/kubernetes.io/serviceaccount"
+    assert token["name"] not in {mount["name"] for mount in container(HEAD)["volumeMounts"]}
+    kinds = [next(iter(source)) for source in token["projected"]["sources"]]
+    assert kinds == ["serviceAccountToken", "configMap", "downwardAPI"]
+
+
+def test_pods_reach_names_databases_and_https_only() -> None:
+    policy = MANIFESTS["network.yaml"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    by_port = {port["port"]: rule["to"] for rule in policy["egress"] for port in rule.get("ports", [])}
+    assert set(by_port) == {53, 80, 443, 5432, 6379}
+    [anywhere] = by_port[443]
+    assert anywhere["ipBlock"] == {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}
+    for port in (5432, 6379):
+        assert all(ip_network(to["ipBlock"]["cidr"]).is_private for to in by_port[port])
+    own = [rule for rule in policy["egress"] if "ports" not in rule]
+    assert own == [{"to": [{"podSelector": policy["podSelector"]}]}]
 
 
 def test_groups_scale_within_their_bounds() -> None:
