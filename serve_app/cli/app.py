@@ -129,7 +129,10 @@ def start(
         return
     code = server.wait()
     if code:
-        errors.print(f"[red]The server ended with code {code}.[/red] Its log: {server.log}", highlight=False)
+        cause = f" {escape(server.cause)}" if server.cause else ""
+        errors.print(
+            f"[red]The server ended with code {code}.[/red]{cause} Its log: {server.log}", highlight=False
+        )
     else:
         console.print("Torchrelay has stopped.")
     raise typer.Exit(code)

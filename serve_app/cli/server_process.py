@@ -28,6 +28,8 @@ from serve_app.settings import INFERENCE_HOST, Settings, load
 
 _STOP_TIMEOUT = 3.0  # seconds for a clean end, before the rest is killed
 _PORT_RELEASE_TIMEOUT = 3.0  # seconds in which the sockets of a killed process must be closed
+_DEATH_CHECK_PERIOD = 0.2  # seconds between two looks at the processes that the server cannot be without
+_RAY_PROCESSES = ("raylet", "gcs_server")  # without either, the controller is gone and nothing can start
 _RUN_ID = "TORCHRELAY_RUN"  # in the environment of every process of one start, daemons included
 
 # The program that adds our limits and TLS to HAProxy; an environment file of an older release lacks it.
@@ -88,6 +90,7 @@ class ServerProcess:
         self._plain_port: int | None = None
         self._release_ports: Callable[[], object] = lambda: None  # HAProxy's, which are claimed until then
         self._process: subprocess.Popen[bytes] | None = None
+        self.cause = ""  # of an end that was not requested, after ``wait``
 
     @property
     def inference(self) -> str:
@@ -238,7 +241,10 @@ class ServerProcess:
     def wait(self) -> int:
         """Wait until the server ends; Ctrl-C and SIGTERM stop it.
 
-        Return its exit code, which is 0 after ``stop`` in any process.
+        The end of `serve run`, of the raylet or of the GCS ends the server: `serve run` itself stays where the
+        raylet has died, and requests are still answered, but no replica can be replaced. The rest is stopped,
+        so that a supervisor can start the server again. Return the exit code, which is 0 after ``stop`` in any
+        process.
         """
         assert self._process is not None
 
@@ -247,11 +253,29 @@ class ServerProcess:
 
         signal.signal(signal.SIGTERM, interrupt)
         try:
-            code = self._process.wait()
-            return 0 if self._stop_file.exists() else code
+            code = self._wait_for_death()
+            if self._stop_file.exists():
+                return 0
+            self._end_processes()
+            return code
         except KeyboardInterrupt:
             self.stop()
             return 0
+
+    def _wait_for_death(self) -> int:
+        """Wait until `serve run`, the raylet or the GCS has ended; return `serve run`'s exit code, else 1."""
+        assert self._process is not None
+        needed: dict[str, psutil.Process] = {}
+        while True:
+            code = self._process.poll()
+            if len(needed) < len(_RAY_PROCESSES):  # starting
+                needed |= {p.name(): p for p in self.processes() if p.name() in _RAY_PROCESSES}
+            dead = [f"{name} (pid {process.pid})" for name, process in needed.items() if not _is_alive(process)]
+            if dead and not self._stop_file.exists():
+                self.cause = f"Ray's {' and '.join(dead)} ended; without it no replica can be started."
+            if code is not None or self.cause:
+                return 1 if code is None else code
+            time.sleep(_DEATH_CHECK_PERIOD)
 
     def stop(self) -> bool:
         """Stop the server and everything that it started; return False where nothing was running."""
@@ -262,6 +286,13 @@ class ServerProcess:
                     self._process.wait(_STOP_TIMEOUT)
             return False
         self._stop_file.touch()
+        self._end_processes()
+        return True
+
+    def _end_processes(self) -> None:
+        """End every process of the server: `serve run` by an interrupt, then the rest by SIGKILL."""
+        if not (processes := self.processes()):
+            return
         first = min(processes, key=lambda process: process.create_time())
         with contextlib.suppress(psutil.Error):
             first.send_signal(signal.SIGINT)
@@ -283,7 +314,6 @@ class ServerProcess:
         if self.settings.key_run_file.exists():  # the keys were made for the server that has just ended
             self.settings.key_file.unlink(missing_ok=True)
             self.settings.key_run_file.unlink()
-        return True
 
     def last_lines(self, count: int = 15) -> str:
         """Return the last lines of the log, for an error message."""
@@ -360,6 +390,13 @@ class ServerProcess:
                 if owner or time.monotonic() > deadline:
                     raise StartError(f"Port {port}: {error}{owner}. End that process, or change {setting}.")
                 time.sleep(0.1)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _environment(process: psutil.Process) -> str:

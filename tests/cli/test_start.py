@@ -215,6 +215,32 @@ def test_a_server_that_is_killed_has_failed(tmp_path: Path) -> None:
     server.close()
 
 
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.usefixtures("sigterm_handler")
+def test_the_end_of_a_process_of_ray_ends_the_server_and_leaves_no_process(
+    tmp_path: Path, name: str
+) -> None:
+    server = Server(tmp_path)
+    server.process.start()
+    started: list[psutil.Process] = []
+
+    def kill() -> None:
+        server.wait(
+            lambda: {"raylet", "gcs_server"} <= {process.name() for process in server.process.processes()}
+        )
+        started.extend(server.process.processes())
+        next(process for process in started if process.name() == name).kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert server.process.wait() == 1
+    killer.join()
+    assert f"Ray's {name} (pid " in server.process.cause
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert alive == []
+    server.close()
+
+
 def test_killed_server_is_reaped_by_stop(tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.process.start()
