@@ -241,10 +241,10 @@ class ServerProcess:
     def wait(self) -> int:
         """Wait until the server ends; Ctrl-C and SIGTERM stop it.
 
-        The end of `serve run`, of the raylet or of the GCS ends the server: `serve run` itself stays where the
-        raylet has died, and requests are still answered, but no replica can be replaced. The rest is stopped,
-        so that a supervisor can start the server again. Return the exit code, which is 0 after ``stop`` in any
-        process.
+        The end of `serve run`, of the raylet or of the GCS ends the server, and the rest is stopped, so that
+        a supervisor can start it again. `serve run` itself stays where the raylet has died, and requests are
+        answered for a while, but no replica can be replaced. Return the exit code, which is 0 after ``stop``
+        in any process.
         """
         assert self._process is not None
 
@@ -270,7 +270,9 @@ class ServerProcess:
             code = self._process.poll()
             if len(needed) < len(_RAY_PROCESSES):  # starting
                 needed |= {p.name(): p for p in self.processes() if p.name() in _RAY_PROCESSES}
-            dead = [f"{name} (pid {process.pid})" for name, process in needed.items() if not _is_alive(process)]
+            dead = [
+                f"{name} (pid {process.pid})" for name, process in needed.items() if not _is_alive(process)
+            ]
             if dead and not self._stop_file.exists():
                 self.cause = f"Ray's {' and '.join(dead)} ended; without it no replica can be started."
             if code is not None or self.cause:

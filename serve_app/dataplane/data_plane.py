@@ -310,9 +310,10 @@ class DataPlane:
         if route.phase in _STARTING and self._waiting.get(ref, 0) >= route.job_queue_size:
             error = QueueFull(ref.name, request.version, "the version is loading and its queue is full")
             raise self._with_start_time(error, route)
-        until = time.time() + (route.wake_timeout or self._limits.loading_timeout)
-        if request.deadline is not None:
-            until = min(until, request.deadline)
+        # On the monotonic clock: a clock that is set back by an hour must not hold a request for an hour.
+        timeout = route.wake_timeout or self._limits.loading_timeout
+        left = timeout if request.deadline is None else request.deadline - time.time()
+        until = time.monotonic() + min(timeout, left)
         self._waiting[ref] = self._waiting.get(ref, 0) + 1
         try:
             while True:
@@ -324,9 +325,9 @@ class DataPlane:
                     with suppress(ModelLoading):
                         self._wake(ref, route)
                 try:
-                    await asyncio.wait_for(changed.wait(), until - time.time())
+                    await asyncio.wait_for(changed.wait(), until - time.monotonic())
                 except asyncio.TimeoutError:
-                    if request.expired:
+                    if left < timeout:
                         raise self._with_start_time(DeadlineExceeded(request.model, 0.0), route) from None
                     loading = ModelLoading(ref.name, request.version, "its replicas are still loading")
                     raise self._with_start_time(loading, route) from None

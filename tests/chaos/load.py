@@ -25,6 +25,7 @@ OK = "ok"
 WRONG = {"status 404", "grpc NOT_FOUND", "body"}  # never the response for a model that exists
 TIMEOUT_S = 10.0  # of one request
 _BODY = b"chaos"
+_DETAIL = 150  # characters of an error that are kept
 _SERVICE = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/"
 # Without these bounds a channel waits up to two minutes before it connects to a restarted server.
 _CHANNEL = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
@@ -39,13 +40,15 @@ class Outcome:
     kind: str
     seconds: float
     arm: str = ""  # of the experiment that counted it
+    detail: str = ""  # the beginning of an error's body
 
     @property
     def is_ok(self) -> bool:
         return self.kind == OK
 
 
-Send = Callable[[], Awaitable[tuple[str, str]]]  # returns the kind and the arm
+Response = tuple[str, str, str]  # the kind, the arm, and the beginning of an error's body
+Send = Callable[[], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -84,34 +87,36 @@ class Senders:
         await self._http.close()
         await self._channel.close()
 
-    async def http(self) -> tuple[str, str]:
+    async def http(self) -> Response:
         return await self._post("echo", {_BODY})
 
-    async def gateway(self) -> tuple[str, str]:
+    async def gateway(self) -> Response:
         return await self._post("split", {b"1.0", b"2.0"})
 
-    async def http_stream(self) -> tuple[str, str]:
+    async def http_stream(self) -> Response:
         return await self._post("letters", {_BODY})
 
-    async def grpc(self) -> tuple[str, str]:
+    async def grpc(self) -> Response:
         return await self._call("echo", self._predict)
 
-    async def grpc_stream(self) -> tuple[str, str]:
+    async def grpc_stream(self) -> Response:
         return await self._call("letters", self._stream)
 
-    async def _post(self, model: str, expected: set[bytes]) -> tuple[str, str]:
+    async def _post(self, model: str, expected: set[bytes]) -> Response:
         try:
             async with self._http.post(f"/predictions/{model}", data=_BODY) as response:
                 body = await response.read()
         except aiohttp.ClientConnectorError:
-            return "connect", ""
+            return "connect", "", ""
         except aiohttp.ClientError:
-            return "disconnect", ""
+            return "disconnect", "", ""
         except asyncio.TimeoutError:
-            return "timeout", ""
-        if response.status != 200:
-            return f"status {response.status}", response.headers.get("x-torchrelay-arm", "")
-        return (OK if body in expected else "body"), response.headers.get("x-torchrelay-arm", "")
+            return "timeout", "", ""
+        arm = response.headers.get("x-torchrelay-arm", "")
+        if response.status == 200 and body in expected:
+            return OK, arm, ""
+        kind = "body" if response.status == 200 else f"status {response.status}"
+        return kind, arm, body[:_DETAIL].decode(errors="replace")
 
     async def _predict(self, request: PredictionsRequest) -> bytes:
         return bytes((await self._unary(request, timeout=TIMEOUT_S)).prediction)
@@ -119,16 +124,15 @@ class Senders:
     async def _stream(self, request: PredictionsRequest) -> bytes:
         return b"".join([chunk.prediction async for chunk in self._streaming(request, timeout=TIMEOUT_S)])
 
-    async def _call(
-        self, model: str, send: Callable[[PredictionsRequest], Awaitable[bytes]]
-    ) -> tuple[str, str]:
+    async def _call(self, model: str, send: Callable[[PredictionsRequest], Awaitable[bytes]]) -> Response:
         try:
             body = await send(PredictionsRequest(model_name=model, input={"data": _BODY}))
         except grpc.aio.AioRpcError as error:
             # TorchServe's code for a missing model is INTERNAL; only the text tells it from a failure.
-            missing = "not found" in (error.details() or "").lower()
-            return "grpc NOT_FOUND" if missing else f"grpc {error.code().name}", ""
-        return (OK if body == _BODY else "body"), ""
+            detail = (error.details() or "")[:_DETAIL]
+            missing = "not found" in detail.lower()
+            return "grpc NOT_FOUND" if missing else f"grpc {error.code().name}", "", detail
+        return (OK, "", "") if body == _BODY else ("body", "", repr(body[:_DETAIL]))
 
 
 class OpenLoop:
@@ -185,8 +189,8 @@ class OpenLoop:
                 task.add_done_callback(running.discard)
 
     async def _one(self, name: str, due: float, send: Send) -> None:
-        kind, arm = await send()
-        self.outcomes.append(Outcome(name, due, kind, time.monotonic() - due, arm))
+        kind, arm, detail = await send()
+        self.outcomes.append(Outcome(name, due, kind, time.monotonic() - due, arm, detail))
 
 
 # Figures of outcomes

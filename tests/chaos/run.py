@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Result:
     fault: str
     unavailable: float = 0.0
     failed: dict[str, int] = field(default_factory=dict)
+    details: dict[str, int] = field(default_factory=dict)  # the errors' bodies
     requests: int = 0
     longest: float = 0.0  # seconds of the slowest answered request
     recovery: float = 0.0
@@ -71,6 +73,7 @@ def run_fault(setup: Setup, fault: Fault, *, seed: int = 0) -> Result:
         last_failure = max((outcome.due for outcome in outcomes if not outcome.is_ok), default=ended)
         result.recovery = round(max(0.0, recovered - ended, last_failure - ended), 2)
     result.unavailable = round(unavailable_seconds(outcomes), 2)
+    result.details = dict(Counter(outcome.detail for outcome in outcomes if outcome.detail).most_common(10))
     result.failed, result.requests = failures(outcomes), len(outcomes)
     result.longest = round(max((o.seconds for o in outcomes if o.is_ok), default=0.0), 2)
     result.seconds = by_second(outcomes, began)

@@ -166,6 +166,21 @@ def test_waiting_is_bounded_in_time_in_number_and_by_failure() -> None:
     asyncio.run(main())
 
 
+def test_a_clock_that_is_set_back_holds_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        reader = RoutingTableReader(table(v1="loading"))
+        p = plane(reader, limits=DataPlaneLimits(loading_timeout=0.05))
+        waiting = asyncio.create_task(p.infer(InferenceRequest("m")))
+        await asyncio.sleep(0)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() - 3600)
+        reader.update(table(2, v1="loading"))
+        with pytest.raises(ModelLoading):
+            await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(main())
+
+
 def test_a_version_that_starts_says_how_long_that_took_the_last_time() -> None:
     async def main() -> None:
         row = replace(table(v1="loading").models["m"].versions["v1"], start_seconds=11.2, job_queue_size=1)

@@ -47,7 +47,7 @@ class _MirroredRequest(NamedTuple):
     call: InferenceRequest
     live: InferenceResponse
     seconds: float  # the live answer took
-    deadline: float
+    deadline: float  # in seconds of time.monotonic()
     size: int
 
 
@@ -180,7 +180,7 @@ class ShadowMirror:
                 self._count(lane, "dropped", "queue_full")
                 return
             self._bytes += size
-            deadline = time.time() + lane.pair.shadow.timeout_s
+            deadline = time.monotonic() + lane.pair.shadow.timeout_s
             lane.queue.append(_MirroredRequest(call, reply, seconds, deadline, size))
             if lane.flying < MAX_IN_FLIGHT:
                 lane.flying += 1
@@ -208,14 +208,14 @@ class ShadowMirror:
         row = model.versions.get(ref.version) if model is not None else None
         if row is None or not row.replicas:
             return self._count(lane, "skipped", "no_replica")
-        left = copy.deadline - time.time()
+        left = copy.deadline - time.monotonic()
         if left <= 0:
             return self._count(lane, "dropped", "deadline")
         call = replace(
             copy.call,
             version=ref.version,
             request_id=f"{copy.call.request_id}-shadow",
-            deadline=copy.deadline,
+            deadline=time.time() + left,
             priority="shadow",
         )
         started = time.perf_counter()
