@@ -115,6 +115,8 @@ class ChaosServer(Server):
             make_archive(self.store, "echo", ECHO),
             make_archive(self.store, "split", says("1.0"), "1.0"),
             make_archive(self.store, "split", says("2.0"), "2.0"),
+            make_archive(self.store, "routed", ECHO, "1.0"),
+            make_archive(self.store, "routed", ECHO, "2.0"),
             make_archive(self.store, "letters", LETTERS),
             make_archive(self.store, "hog", HOG),
         ]
