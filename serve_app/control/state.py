@@ -69,9 +69,11 @@ class StateStore:
         try:
             await asyncio.to_thread(self._save, after)
         except Unavailable:
-            # The connection may have been lost after the commit: the stored registry is the valid one.
-            self.registry = await asyncio.to_thread(self._database.load)
-            self.publish()
+            # The connection may have been lost after the commit: the stored registry is the valid one. A
+            # database that was locked from the start is not waited for twice, 10 s each.
+            if self._database.is_uncertain:
+                self.registry = await asyncio.to_thread(self._database.load)
+                self.publish()
             raise
         self.registry = after
         self.publish()

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import csv
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -50,6 +51,7 @@ class Bound:
 # ours keeps the histories of its last changes and then stays.
 OURS = Bound(uss=24.0)
 RAYS = Bound(uss=60.0)
+TRANSIENT = {"cycled", "IDLE"}  # processes that come and go
 BOUNDS = {"Management": OURS, "Gateway": OURS, "replica": OURS, "haproxy": OURS}
 DATABASE_BOUND_MIB = 8.0  # an hour
 
@@ -83,12 +85,14 @@ def process_type(process: psutil.Process) -> str:
     title = (process.cmdline() or [process.name()])[0]
     if not title.startswith("ray::"):
         return process.name().removeprefix("ray-dashboard-")
-    title = title.removeprefix("ray::").split()[0]
-    if not title.startswith("ServeReplica:"):
-        return title
-    name = title.split(":")[-1]
+    # An idle actor is titled by its class, a busy one by its method, a replica by its application, too.
+    title = title.removeprefix("ray::")
+    application = re.match(r"ServeReplica:(\w[\w-]*):(\w+)|SERVE_REPLICA::(\w[\w-]*)#(\w+)", title)
+    if application is None:
+        return re.split(r"[.\s]", title)[0]
+    name, deployment = (part for part in application.groups() if part)
     # One type for all models: those of the cycles come and go.
-    return name if name in ("Management", "Gateway") else "replica" if name.startswith("echo") else "cycled"
+    return deployment if name == "torchrelay" else "replica" if name.startswith("echo") else "cycled"
 
 
 def take_samples(server: Server, began: float) -> list[Sample]:
@@ -126,7 +130,7 @@ def judge(soak: Soak) -> tuple[list[dict[str, object]], list[str]]:
     """Return the growth of every process type, and the bounds that were exceeded."""
     rows: list[dict[str, object]] = []
     problems = []
-    for type in sorted({sample.type for sample in soak.samples} - {"cycled"}):
+    for type in sorted({sample.type for sample in soak.samples} - TRANSIENT):
         bound = BOUNDS.get(type, RAYS)
         samples = [sample for sample in soak.samples if sample.type == type]
         row: dict[str, object] = {"type": type, "processes": samples[-1].processes}
@@ -248,7 +252,7 @@ def _plot(file: Path, soak: Soak) -> None:
 
     figure, axes = pyplot.subplots(4, 1, figsize=(10, 14), sharex=True)
     for axis, name in zip(axes, ("uss", "descriptors", "threads")):
-        for type in sorted({sample.type for sample in soak.samples} - {"cycled"}):
+        for type in sorted({sample.type for sample in soak.samples} - TRANSIENT):
             samples = [sample for sample in soak.samples if sample.type == type]
             values = [getattr(sample, name) for sample in samples]
             axis.plot([sample.seconds / 60 for sample in samples], values, label=type, linewidth=1)

@@ -74,6 +74,7 @@ class Database:
     def __init__(self, url: str) -> None:
         self._url = _parse_url(url)
         self._generation = 0
+        self.is_uncertain = False  # a save has failed, and may have been stored, or another one may have
         try:
             self._engine = _open(self._url)
         except (sa.exc.DBAPIError, CommandError, OSError, ImportError) as error:
@@ -139,9 +140,12 @@ class Database:
 
         Either all of them are stored or none, and they survive a power failure. Saving the same registry
         again only raises the generation. Raises Unavailable where another writer saved in between or the
-        database is unreachable; ``load`` then returns the stored registry.
+        database is unreachable. Where ``is_uncertain``, ``load`` then returns the stored registry; a database
+        that is locked or unreachable from the start has stored nothing.
         """
+        self.is_uncertain = False
         with self.transaction() as connection:
+            self.is_uncertain = True
             known = GENERATION.c.generation == self._generation
             raised = connection.execute(
                 sa.update(GENERATION).where(known).values(generation=self._generation + 1)
@@ -153,6 +157,7 @@ class Database:
                 _save_changes(connection, old, new)
             on_changes(connection, [change for old, new in tables for change in _list_changes(old, new)])
         self._generation += 1
+        self.is_uncertain = False
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Connection]:
