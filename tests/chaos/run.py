@@ -12,7 +12,7 @@ import httpx
 
 from tests.chaos.chaos_server import PROCESSES, ChaosServer
 from tests.chaos.faults import Fault
-from tests.chaos.ledger import Ledger
+from tests.chaos.changes import ChangeWriter
 from tests.chaos.load import WRONG, OpenLoop, Outcome, by_second, failures, unavailable_seconds
 from tests.chaos.setups import Setup
 
@@ -57,14 +57,14 @@ def run_fault(setup: Setup, fault: Fault, *, seed: int = 0) -> Result:
     server.note_run()
     restarts, counted_before = server.restarts, _counted(server)
     old = {process.pid for process in PROCESSES[fault.replaces](server)} if fault.replaces else set()
-    ledger = Ledger(server, seed)
+    changes = ChangeWriter(server, seed)
     load = OpenLoop(server.url, server.process.grpc["inference"], seed=seed)
-    with load, ledger:
+    with load, changes:
         time.sleep(_WARM_UP_S)
         began = time.monotonic()
         fault.apply(setup)
         ended = time.monotonic()
-        recovered = _wait_until_recovered(server, load, ledger, fault, old, ended)
+        recovered = _wait_until_recovered(server, load, changes, fault, old, ended)
     outcomes = list(load.outcomes)
     if recovered is None:
         result.problems.append(f"not recovered within {_RECOVERY_TIMEOUT_S:.0f} s")
@@ -77,11 +77,11 @@ def run_fault(setup: Setup, fault: Fault, *, seed: int = 0) -> Result:
     result.failed, result.requests = failures(outcomes), len(outcomes)
     result.longest = round(max((o.seconds for o in outcomes if o.is_ok), default=0.0), 2)
     result.seconds = by_second(outcomes, began)
-    result.acknowledged, result.refused = sum(ledger.acknowledged.values()), dict(ledger.refused)
-    result.slowest_change = round(ledger.longest, 2)
+    result.acknowledged, result.refused = sum(changes.acknowledged.values()), dict(changes.refused)
+    result.slowest_change = round(changes.longest, 2)
     result.restarts = server.restarts - restarts
     with contextlib.suppress(httpx.HTTPError):
-        result.lost = ledger.lost()
+        result.lost = changes.lost()
     allowed = allowed_counts(outcomes, began if fault.uncounted else None, ended)
     result.answered = sum(bool(outcome.arm) for outcome in outcomes)
     result.counted = _wait_for_counts(server, counted_before, allowed)
@@ -128,7 +128,7 @@ def allowed_counts(outcomes: Sequence[Outcome], killed: float | None, ended: flo
 
 
 def _wait_until_recovered(
-    server: ChaosServer, load: OpenLoop, ledger: Ledger, fault: Fault, old: set[int], ended: float
+    server: ChaosServer, load: OpenLoop, changes: ChangeWriter, fault: Fault, old: set[int], ended: float
 ) -> float | None:
     """Return when models, processes and changes were back; None where they were not in time.
 
@@ -137,7 +137,7 @@ def _wait_until_recovered(
     back: float | None = None
     while time.monotonic() < ended + _RECOVERY_TIMEOUT_S:
         if back is None:
-            written = ledger.last_ok > ended
+            written = changes.last_ok > ended
             if written and _replaced(server, fault, old) and server.is_up():
                 back = time.monotonic()
         elif time.monotonic() - back > _QUIET_S and load.ok_since(time.monotonic() - _QUIET_S):

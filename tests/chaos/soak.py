@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import csv
 import json
+import math
 import re
 import sys
 import tempfile
@@ -52,7 +53,15 @@ class Bound:
 OURS = Bound(uss=24.0)
 RAYS = Bound(uss=60.0)
 TRANSIENT = {"cycled", "IDLE"}  # processes that come and go
-BOUNDS = {"Management": OURS, "Gateway": OURS, "replica": OURS, "haproxy": OURS}
+# It opens the log of every process and keeps at most 200 files, then it closes those of ended processes.
+LOG_MONITOR = Bound(uss=60.0, descriptors=math.inf)
+BOUNDS = {
+    "Management": OURS,
+    "Gateway": OURS,
+    "replica": OURS,
+    "haproxy": OURS,
+    "log_monitor": LOG_MONITOR,
+}
 DATABASE_BOUND_MIB = 8.0  # an hour
 
 
@@ -82,9 +91,10 @@ class Soak:
 
 def process_type(process: psutil.Process) -> str:
     """Return the type of a server's process: a class of ours, an actor of Ray's, or a program."""
-    title = (process.cmdline() or [process.name()])[0]
-    if not title.startswith("ray::"):
-        return process.name().removeprefix("ray-dashboard-")
+    line = process.cmdline() or [process.name()]
+    if not (title := line[0]).startswith("ray::"):
+        scripts = [Path(word).stem for word in line[1:3] if word.endswith(".py")]
+        return scripts[0] if scripts else process.name().removeprefix("ray-dashboard-")
     # An idle actor is titled by its class, a busy one by its method, a replica by its application, too.
     title = title.removeprefix("ray::")
     application = re.match(r"ServeReplica:(\w[\w-]*):(\w+)|SERVE_REPLICA::(\w[\w-]*)#(\w+)", title)

@@ -46,7 +46,7 @@ def test_a_wrong_response_for_a_model_that_exists_fails(kind: str) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"lost": ["ledger-1"]}, "acknowledged changes lost: ledger-1"),
+        ({"lost": ["change-1"]}, "acknowledged changes lost: change-1"),
         ({"counted": 9}, "experiment counted 9 of 10 to 12"),
         ({"counted": 13}, "experiment counted 13 of 10 to 12"),
         ({"recovery": 30.1}, "recovery took 30.1 s"),

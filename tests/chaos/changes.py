@@ -45,7 +45,7 @@ class _Subject:
 Change = tuple[str, State, Callable[[], httpx.Response]]  # its kind, the state after it, and its request
 
 
-class Ledger:
+class ChangeWriter:
     """A writer of changes in a thread of its own, between ``__enter__`` and ``__exit__``.
 
     Models without workers are registered, scaled and removed; the model ``routed``, whose two versions run,
@@ -62,13 +62,13 @@ class Ledger:
         self._random = random.Random(seed)
         self._numbers = itertools.count(seed * 100_000)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ledger")
+        self._thread = threading.Thread(target=self._run, name="change")
         for version in BOTH:
-            make_archive(server.store, "ledger", ECHO, version)
+            make_archive(server.store, "change", ECHO, version)
         self._routed = _Subject("routed", [State(BOTH, 1)])
         self._subjects = [self._routed]
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> ChangeWriter:
         self._thread.start()
         return self
 
@@ -97,7 +97,7 @@ class Ledger:
         with httpx.Client(base_url=self._management, timeout=_TIMEOUT_S) as client:
             while not self._over.is_set():
                 self._change(self._routed, *self._reroute(client))
-                subject = _Subject(f"ledger-{next(self._numbers)}")
+                subject = _Subject(f"change-{next(self._numbers)}")
                 self._subjects.append(subject)
                 for change in self._life(client, subject.name):
                     if self._over.is_set() or not self._change(subject, *change):
@@ -107,7 +107,7 @@ class Ledger:
         """Yield the changes of one model from its registration to its removal, which some do not reach."""
 
         def register(version: str) -> httpx.Response:
-            query = {"url": f"ledger-{version}.mar", "model_name": name, "initial_workers": "0"}
+            query = {"url": f"change-{version}.mar", "model_name": name, "initial_workers": "0"}
             return client.post("/models", params=query)
 
         yield "register", State(BOTH[:1]), lambda: register("1.0")
