@@ -344,6 +344,10 @@ class Settings(_Section):
         return self.state_dir / "replicas"
 
     @property
+    def counts_dir(self) -> Path:
+        return self.state_dir / "counts"
+
+    @property
     def log_dir(self) -> Path:
         return self.root / self.telemetry.log_dir
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from serve_app.dataplane.count_journal import CountJournal
 from serve_app.dataplane.version_router import VersionSelection
 from serve_app.domain.experiment import BUCKET_GROUPS
 from serve_app.domain.json_path import find, parse_json
@@ -32,6 +34,7 @@ _EMPTY = (b"", b'""', b"[]", b"{}", b"null")
 _MAX_EXPOSURES = 100_000  # that wait for the link, and as many again whose keys are remembered
 
 _Key = TypeVar("_Key")
+_Outputs = tuple[tuple[str, "float | None"], ...]  # the number of each metric's output, where there is one
 
 
 def bin_index(seconds: float) -> int:
@@ -116,29 +119,39 @@ class ExperimentReport:
 class _ArmCounts:
     """The counts of an arm since they were last drained."""
 
-    __slots__ = ("groups", "split", "stats")
+    __slots__ = ("counts_units", "groups", "stats")
 
-    def __init__(self, split: ActiveSplit) -> None:
-        self.split = split
+    def __init__(self, counts_units: bool) -> None:
+        self.counts_units = counts_units  # every request is a unit; else exposures count them
         self.stats = ArmStats()
         self.groups: dict[int, list[float]] = {}  # answers, their seconds, failures
 
-    def add_outputs(self, body: bytes, group: int) -> None:
-        document, stats = parse_json(body), self.stats
-        for name, path in self.split.outputs:
-            key, value = OUTPUT + name, find(document, path)
-            if isinstance(value, (int, float)) and abs(value) <= _MAX_OUTPUT:  # which nan is not either
-                sums = stats.sums.setdefault(key, {})
-                count, total = sums.get(group, (0, 0.0))
-                sums[group] = (count + 1, total + value)
-            else:
+    def add_response(self, group: int, seconds: float, quality: str, outputs: _Outputs) -> None:
+        sums = self.groups.setdefault(group, [0, 0.0, 0])
+        sums[0] += 1
+        sums[1] += seconds
+        bin, stats = bin_index(seconds), self.stats
+        stats.latency[bin] = stats.latency.get(bin, 0) + 1
+        stats.empty += quality == "empty"
+        stats.non_finite += quality == "non_finite"
+        for name, value in outputs:
+            key = OUTPUT + name
+            if value is None:
                 stats.missing[key] = stats.missing.get(key, 0) + 1
+            else:
+                totals = stats.sums.setdefault(key, {})
+                count, total = totals.get(group, (0, 0.0))
+                totals[group] = (count + 1, total + value)
+
+    def add_failure(self, group: int, reason: str) -> None:
+        self.groups.setdefault(group, [0, 0.0, 0])[2] += 1
+        self.stats.failed[reason] = self.stats.failed.get(reason, 0) + 1
 
     def finish(self) -> ArmStats:
         """Return the statistics with the totals of all groups."""
         stats, groups = self.stats, self.groups.items()
         stats.calls = sum(stats.latency.values()) + stats.failures
-        stats.units = 0 if self.split.exposures else stats.calls
+        stats.units = stats.calls if self.counts_units else 0
         stats.sums[ERROR_RATE] = {g: (answered + failed, failed) for g, (answered, _, failed) in groups}
         if stats.latency:
             stats.sums[LATENCY] = {g: (answered, total) for g, (answered, total, _) in groups if answered}
@@ -153,7 +166,8 @@ class ExperimentCollector:
     drains them.
     """
 
-    def __init__(self, max_exposures: int = _MAX_EXPOSURES) -> None:
+    def __init__(self, max_exposures: int = _MAX_EXPOSURES, journal: CountJournal | None = None) -> None:
+        self.journal = journal  # of all counts since they were last drained
         self._limit = max_exposures
         self._arms: dict[tuple[str, str], _ArmCounts] = {}
         self._exposures: dict[tuple[str, str], tuple[str, int]] = {}  # (trial, unit) -> (arm, bucket)
@@ -178,25 +192,11 @@ class ExperimentCollector:
         if reply.status >= 500:
             self.record_failure(choice, request_id, f"status_{reply.status}")
             return
-        arm = self._arm(choice, request_id)
-        group = choice.bucket % BUCKET_GROUPS
-        sums = arm.groups.get(group)
-        if sums is None:
-            arm.groups[group] = [1, seconds, 0]
-        else:
-            sums[0] += 1
-            sums[1] += seconds
-        bin, stats = bin_index(seconds), arm.stats
-        stats.latency[bin] = stats.latency.get(bin, 0) + 1
-        if streamed:
-            return
-        if arm.split.checks:
-            if _is_empty(reply.body):
-                stats.empty += 1
-            elif reply.non_finite or _is_non_finite(reply.body):
-                stats.non_finite += 1
-        if arm.split.outputs:
-            arm.add_outputs(reply.body, group)
+        split = choice.active_split
+        assert split is not None
+        quality = "" if streamed or not split.checks else _judge(reply)
+        outputs = () if streamed or not split.outputs else _find_outputs(split, reply.body)
+        self._add(choice, request_id, seconds, "", quality, outputs)
 
     def record_failure(self, choice: VersionSelection, request_id: str, reason: str) -> None:
         """Count a failed request of ``choice.active_split``, whatever the cause: arms are compared, and
@@ -204,10 +204,29 @@ class ExperimentCollector:
 
         Requests whose client disconnected are not recorded.
         """
-        arm = self._arm(choice, request_id)
-        sums = arm.groups.setdefault(choice.bucket % BUCKET_GROUPS, [0, 0.0, 0])
-        sums[2] += 1
-        arm.stats.failed[reason] = arm.stats.failed.get(reason, 0) + 1
+        self._add(choice, request_id, 0.0, reason, "", ())
+
+    def _add(
+        self,
+        choice: VersionSelection,
+        request_id: str,
+        seconds: float,
+        reason: str,  # of a failure
+        quality: str,
+        outputs: _Outputs,
+    ) -> None:
+        split = choice.active_split
+        assert split is not None
+        key, group = (split.id, choice.arm), choice.bucket % BUCKET_GROUPS
+        if (arm := self._arms.get(key)) is None:
+            arm = self._arms[key] = _ArmCounts(not split.exposures)
+        if reason:
+            arm.add_failure(group, reason)
+        else:
+            arm.add_response(group, seconds, quality, outputs)
+        exposed = self._expose(split, choice, request_id) if split.exposures else ()
+        if self.journal is not None:
+            self.journal.append((*key, arm.counts_units, group, seconds, reason, quality, outputs, exposed))
 
     def drain(self) -> ExperimentReport | None:
         """Return the statistics since the last call; None where there are none."""
@@ -219,29 +238,23 @@ class ExperimentCollector:
         self._arms, self._exposures, self._lost = {}, {}, False
         return seen
 
-    def _arm(self, choice: VersionSelection, request_id: str) -> _ArmCounts:
-        trial = choice.active_split
-        assert trial is not None
-        arm = self._arms.get((trial.id, choice.arm))
-        if arm is None:
-            arm = self._arms[trial.id, choice.arm] = _ArmCounts(trial)
-        if trial.exposures:
-            self._expose(trial, choice, request_id)
-        return arm
-
-    def _expose(self, trial: ActiveSplit, choice: VersionSelection, request_id: str) -> None:
+    def _expose(
+        self, trial: ActiveSplit, choice: VersionSelection, request_id: str
+    ) -> tuple[tuple[str, str, str, int], ...]:
+        """Remember the exposures of a request; return the new ones, as a report has them."""
         if trial.key is None:
-            self._remember((trial.id, request_id), choice)
-            return
-        if trial.rewards:
-            self._remember((trial.id + REQUEST_EXPOSURES, request_id), choice)
-        unit = (trial.id, choice.unit)
-        if unit in self._known_keys or unit in self._older_keys:
-            return
-        if len(self._known_keys) >= self._limit:
-            self._older_keys, self._known_keys = self._known_keys, set()
-        self._known_keys.add(unit)
-        self._remember(unit, choice)
+            units = [(trial.id, request_id)]
+        else:
+            units = [(trial.id + REQUEST_EXPOSURES, request_id)] if trial.rewards else []
+            unit = (trial.id, choice.unit)
+            if unit not in self._known_keys and unit not in self._older_keys:
+                if len(self._known_keys) >= self._limit:
+                    self._older_keys, self._known_keys = self._known_keys, set()
+                self._known_keys.add(unit)
+                units.append(unit)
+        for unit in units:
+            self._remember(unit, choice)
+        return tuple((*unit, choice.arm, choice.bucket) for unit in units)
 
     def _remember(self, unit: tuple[str, str], choice: VersionSelection) -> None:
         if len(self._exposures) >= self._limit:
@@ -255,6 +268,39 @@ class ExperimentCollector:
                     "Management fetches nothing: who was given which arm is remembered for no more calls"
                 )
         self._exposures[unit] = (choice.arm, choice.bucket)
+
+
+def replay(records: Iterable[tuple[Any, ...]]) -> ExperimentReport:
+    """Return the report of a journal's records."""
+    report = ExperimentReport()
+    arms: dict[tuple[str, str], _ArmCounts] = {}
+    for trial, name, counts_units, group, seconds, reason, quality, outputs, exposed in records:
+        arm = arms.setdefault((trial, name), _ArmCounts(counts_units))
+        if reason:
+            arm.add_failure(group, reason)
+        else:
+            arm.add_response(group, seconds, quality, outputs)
+        report.exposures.extend(exposed)
+    for (trial, name), arm in arms.items():
+        report.figures.setdefault(trial, {})[name] = arm.finish()
+    return report
+
+
+def _find_outputs(split: ActiveSplit, body: bytes) -> _Outputs:
+    document = parse_json(body)
+    found = ((name, find(document, path)) for name, path in split.outputs)
+    return tuple(
+        # A comparison with nan is false.
+        (name, value if isinstance(value, (int, float)) and abs(value) <= _MAX_OUTPUT else None)
+        for name, value in found
+    )
+
+
+def _judge(reply: InferenceResponse) -> str:
+    """Return "empty", "non_finite" or nothing."""
+    if _is_empty(reply.body):
+        return "empty"
+    return "non_finite" if reply.non_finite or _is_non_finite(reply.body) else ""
 
 
 def _is_empty(body: bytes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
 from serve_app.dataplane.shadow.mirror import ShadowMirror
-from serve_app.deployments.management_client import ReportSources
+from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter, sequence_headers
 from serve_app.settings import Settings
@@ -15,10 +15,10 @@ def create_data_plane(
     reader: RoutingTableReader,
     meters: Meters,
     settings: Settings,
-    sources: ReportSources,
+    reports: ReportQueue,
     local: LocalReplica | None = None,
 ) -> tuple[DataPlane, ShadowMirror]:
-    """Create the data plane of this process and its mirror, and add their reports to ``sources``.
+    """Create the data plane of this process and its mirror, and add their reports to ``reports``.
 
     ``local`` is this process's own replica, if it has one.
     """
@@ -34,5 +34,6 @@ def create_data_plane(
         sequence_affinity=SequenceRouter(reader, clients, sequence_headers(settings), local),
         limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
     )
-    sources.update(trials=plane.experiment_collector.drain, shadow=mirror.drain)
+    reports.sources.update(trials=plane.experiment_collector.drain, shadow=mirror.drain)
+    plane.experiment_collector.journal = reports.journal
     return plane, mirror

@@ -40,9 +40,9 @@ class Gateway:
         self._grpc: GrpcListener | None = None
         self._meters = Meters(torchserve.create_recorders(settings))
         reader = RoutingTableReader()
-        self._management_client = ManagementClient(reader, self._meters)
+        self._management_client = ManagementClient(reader, self._meters, settings.counts_dir)
         self._plane, self._mirror = create_data_plane(
-            reader, self._meters, settings, self._management_client.sources
+            reader, self._meters, settings, self._management_client.reports
         )
         self._access = access_log.access_log(settings)
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)

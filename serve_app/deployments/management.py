@@ -224,12 +224,9 @@ class Management:
     def _create_async_predictions(self, database: Database) -> AsyncPredictionService:
         """Create the service of asynchronous predictions, over a data plane of this process."""
         settings, async_settings = self._settings, self._settings.async_predictions
-        self._report_queue = ReportQueue(
-            partial(self.observe, serve.get_replica_context().replica_id.unique_id)
-        )
-        plane, self._mirror = create_data_plane(
-            self._reader, self._meters, settings, self._report_queue.sources
-        )
+        source = serve.get_replica_context().replica_id.unique_id
+        self._report_queue = ReportQueue(self.observe, source, settings.counts_dir)
+        plane, self._mirror = create_data_plane(self._reader, self._meters, settings, self._report_queue)
         stored = AsyncPredictionStore(database, BlobStore(settings), async_settings.inline_max_bytes)
         return AsyncPredictionService(
             stored,

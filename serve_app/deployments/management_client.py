@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 
+from serve_app.dataplane.count_journal import CountJournal, abandoned_reports
 from serve_app.dataplane.data_plane import RoutingTableReader
+from serve_app.dataplane.experiment_collector import replay
 from serve_app.deployments.names import MANAGEMENT, SERVER
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.telemetry.metrics import Meters, MetricsReport
@@ -29,20 +32,27 @@ class ReportQueue:
     """A queue of reports that keeps each report until it was acknowledged.
 
     A report is sent again under the same number until then, so it counts once however often it arrives; no
-    source is drained meanwhile. ``send`` returns whether the report was acknowledged, or raises.
+    source is drained meanwhile. ``send`` gets the name of the reporting process, the number and the reports,
+    and returns whether they were acknowledged, or raises.
     """
 
-    def __init__(self, send: Callable[[int, dict[str, Any]], Awaitable[bool]]) -> None:
+    def __init__(
+        self, send: Callable[[str, int, dict[str, Any]], Awaitable[bool]], source: str, journals: Path
+    ) -> None:
         self.sources: ReportSources = {}
         self._send = send
+        self._source = source
+        self.journal = CountJournal(journals, source)  # of the counts of experiments, named ``trials``
         self._number = 0  # number of the last report
         self._unacknowledged: dict[str, Any] = {}  # until Management acknowledges it
 
     async def push(self) -> None:
+        recovered = False
         while True:
             await asyncio.sleep(_RETRY_PERIOD_S if self._unacknowledged else _PUSH_PERIOD_S)
             try:
                 await self.send_pending(_SEND_TIMEOUT_S)
+                recovered = recovered or await self.send_abandoned(_SEND_TIMEOUT_S)
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # as in ManagementClient._poll
@@ -60,10 +70,27 @@ class ReportQueue:
                 name: news for name, take in self.sources.items() if (news := take()) is not None
             }
             self._number += bool(self._unacknowledged)
+            if "trials" in self._unacknowledged:
+                self.journal.seal(self._number)
         if self._unacknowledged:
-            if not await asyncio.wait_for(self._send(self._number, self._unacknowledged), timeout):
+            sending = self._send(self._source, self._number, self._unacknowledged)
+            if not await asyncio.wait_for(sending, timeout):
                 return False
             self._unacknowledged = {}
+            self.journal.discard(self._number)
+        return True
+
+    async def send_abandoned(self, timeout: float) -> bool:
+        """Send the counts that processes of this machine left behind; return whether all are stored.
+
+        Raises the same as ``send_pending``.
+        """
+        reports = await asyncio.to_thread(lambda: list(abandoned_reports(self.journal.directory)))
+        for report in reports:
+            sending = self._send(report.source, report.number, {"trials": replay(report.records)})
+            if not await asyncio.wait_for(sending, timeout):
+                return False
+            report.file.unlink(missing_ok=True)
         return True
 
     async def drain(self, timeout: float) -> None:
@@ -71,25 +98,25 @@ class ReportQueue:
         waited = bool(self._unacknowledged)
         if await self.send_pending(timeout) and waited:
             await self.send_pending(timeout)
+        self.journal.close()
 
 
 class ManagementClient:
     """A client of Management; it is created on the event loop that it runs on."""
 
-    def __init__(self, reader: RoutingTableReader, meters: Meters) -> None:
+    def __init__(self, reader: RoutingTableReader, meters: Meters, journals: Path) -> None:
         self.before_report: Callable[[], None] = lambda: None  # called before samples are taken
         self.on_connect: Callable[[], None] = lambda: None  # called whenever Management is connected
-        self._report_queue = ReportQueue(self._observe)
-        self.sources = self._report_queue.sources  # what is reported every half second: by name, what is new
-        self.management = serve.get_deployment_handle(MANAGEMENT, SERVER)  # for calls beside the poll too
         self._source = serve.get_replica_context().replica_id.unique_id
+        self.reports = ReportQueue(self._observe, self._source, journals)
+        self.management = serve.get_deployment_handle(MANAGEMENT, SERVER)  # for calls beside the poll too
         self._reader = reader
         self._meters = meters
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._poll()), loop.create_task(self._report_queue.push())]
+        self._tasks = [loop.create_task(self._poll()), loop.create_task(self.reports.push())]
 
     async def wait_for_table(self, timeout: float) -> None:
         """Wait until a table has arrived, so that the first request finds its model."""
@@ -102,7 +129,7 @@ class ManagementClient:
         for task in self._tasks:
             task.cancel()
         with contextlib.suppress(Exception):  # Management is down: the call below raises
-            await self._report_queue.drain(_SHUTDOWN_TIMEOUT_S)
+            await self.reports.drain(_SHUTDOWN_TIMEOUT_S)
         await self.management.disconnect.remote(self._source, self._collect_samples())
 
     def _collect_samples(self) -> MetricsReport:
@@ -131,5 +158,5 @@ class ManagementClient:
             if isinstance(answer, RoutingTable):
                 self._reader.update(answer)
 
-    async def _observe(self, number: int, payloads: dict[str, Any]) -> bool:
-        return bool(await self.management.observe.remote(self._source, number, payloads))
+    async def _observe(self, source: str, number: int, payloads: dict[str, Any]) -> bool:
+        return bool(await self.management.observe.remote(source, number, payloads))

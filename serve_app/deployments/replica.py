@@ -90,7 +90,7 @@ class ModelReplica:
     async def _start(self) -> None:
         spec, settings, replica = self._spec, self._settings, self._replica
         reader = RoutingTableReader(on_table=self._apply_table)
-        self._management_client = ManagementClient(reader, self._meters)
+        self._management_client = ManagementClient(reader, self._meters, settings.counts_dir)
         await self._report_crashes()
         await self._pause_after_crashes()
         started_at = time.monotonic()
@@ -110,7 +110,7 @@ class ModelReplica:
         backend = LocalBackend(self._concurrency_limit.submit)
         local = LocalReplica(spec.ref, replica, self._holds_sequence, backend)
         self._plane, self._mirror = create_data_plane(
-            reader, self._meters, settings, self._management_client.sources, local
+            reader, self._meters, settings, self._management_client.reports, local
         )
         self._access = access_log.access_log(settings)
         self._uds_server = UdsServer(self._concurrency_limit.enqueue, self._holds_sequence)

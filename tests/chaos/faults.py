@@ -34,8 +34,7 @@ class Fault:
     """A fault of a setup.
 
     ``unavailable`` is the documented limit of seconds in which a stream may have no answer. ``replaces`` is
-    the process type whose processes must be new afterwards. Where ``uncounted``, the process that keeps
-    counts of an experiment dies, and those of its last second may be lost. ``short`` selects the short form.
+    the process type whose processes must be new afterwards. ``short`` selects the short form.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Fault:
     apply: Callable[[Setup], None]
     unavailable: float = 30.0
     replaces: str = ""
-    uncounted: bool = False
     short: bool = False
 
 
@@ -222,7 +220,7 @@ def kill_management_at_random_moments(setup: Setup) -> None:
 
 def _process_faults() -> Iterator[Fault]:
     short = {"replica", "gateway", "Management", "Serve controller", "HAProxy", "raylet"}
-    restarts = {"raylet", "GCS", "serve run"}
+    restarts = {"dashboard agent", "raylet", "GCS", "serve run"}  # Ray ends the raylet with its agent
     for type in PROCESSES:
         unavailable = RESTART_LIMIT_S if type in restarts else 30.0
         limit = HAPROXY_LIMIT_S if type == "HAProxy" else unavailable
@@ -232,7 +230,6 @@ def _process_faults() -> Iterator[Fault]:
             partial(kill, type),
             limit,
             replaces=type,
-            uncounted=type == "gateway" or type in restarts,
             short=type in short,
         )
         yield Fault(f"pause {type}", "default", partial(pause, type), unavailable, short=type == "Management")
@@ -246,9 +243,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("memory pressure", "default", exhaust_memory, replaces=""),
     Fault("kill PostgreSQL", "cluster", kill_postgres, short=True),
     Fault("pause PostgreSQL", "cluster", pause_postgres),
-    Fault("kill Redis", "cluster", kill_redis, RESTART_LIMIT_S, uncounted=True),
+    Fault("kill Redis", "cluster", kill_redis, RESTART_LIMIT_S),
     Fault("pause Redis", "cluster", pause_redis),
-    Fault("kill GCS with Redis", "cluster", partial(kill, "GCS"), RESTART_LIMIT_S, "GCS", True),
+    Fault("kill GCS with Redis", "cluster", partial(kill, "GCS"), RESTART_LIMIT_S, "GCS"),
     Fault("full disk", "disk", fill_disk, short=True),
     Fault("clock an hour ahead", "clock", partial(shift_clock, 3600), short=True),
     Fault("clock an hour back", "clock", partial(shift_clock, -3600)),

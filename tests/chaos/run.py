@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from tests.chaos.changes import ChangeWriter
 from tests.chaos.chaos_server import PROCESSES, ChaosServer
 from tests.chaos.faults import Fault
-from tests.chaos.changes import ChangeWriter
 from tests.chaos.load import WRONG, OpenLoop, Outcome, by_second, failures, unavailable_seconds
 from tests.chaos.setups import Setup
 
 RECOVERY_LIMIT_S = 30.0  # from the end of a fault
 CHANGE_LIMIT_S = 25.0  # for a response to a change: twice the wait for the database's lock, and a margin
-UNCOUNTED_S = 1.0  # before a death whose counts may be missing; reports are sent twice a second
 _WARM_UP_S = 2.0
 _QUIET_S = 2.0  # without a failure, for a server that counts as recovered
 _RECOVERY_TIMEOUT_S = 90.0
@@ -82,7 +81,7 @@ def run_fault(setup: Setup, fault: Fault, *, seed: int = 0) -> Result:
     result.restarts = server.restarts - restarts
     with contextlib.suppress(httpx.HTTPError):
         result.lost = changes.lost()
-    allowed = allowed_counts(outcomes, began if fault.uncounted else None, ended)
+    allowed = allowed_counts(outcomes)
     result.answered = sum(bool(outcome.arm) for outcome in outcomes)
     result.counted = _wait_for_counts(server, counted_before, allowed)
     server.note_run()
@@ -110,21 +109,13 @@ def judge(result: Result, fault: Fault, allowed: tuple[int, int]) -> list[str]:
     return problems
 
 
-def allowed_counts(outcomes: Sequence[Outcome], killed: float | None, ended: float) -> tuple[int, int]:
+def allowed_counts(outcomes: Sequence[Outcome]) -> tuple[int, int]:
     """Return how many requests the experiment must have counted at least, and may have counted at most.
 
-    A request without a response may have been answered nevertheless. ``killed`` is when the process died that
-    had not reported the counts of its last second.
+    A request without a response may have been answered nevertheless.
     """
     split = [outcome for outcome in outcomes if outcome.stream == "gateway"]
-    known = sum(bool(outcome.arm) for outcome in split)
-    unknown = sum(not outcome.arm for outcome in split)
-    unreported = 0
-    if killed is not None:
-        unreported = sum(
-            bool(o.arm) and killed - UNCOUNTED_S <= o.due + o.seconds <= ended + UNCOUNTED_S for o in split
-        )
-    return known - unreported, known + unknown
+    return sum(bool(outcome.arm) for outcome in split), len(split)
 
 
 def _wait_until_recovered(

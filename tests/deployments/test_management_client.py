@@ -5,6 +5,7 @@ meanwhile.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ class Management:
         self.received: list[int] = []
         self.counted: dict[int, Any] = {}
 
-    async def observe(self, number: int, payloads: dict[str, Any]) -> bool:
+    async def observe(self, source: str, number: int, payloads: dict[str, Any]) -> bool:
         self.received.append(number)
         answer = self.answers.pop(0) if self.answers else True
         if answer != "down":
@@ -35,7 +36,7 @@ class Management:
 def test_what_is_new_is_sent_by_name_and_nothing_where_nothing_is() -> None:
     async def main() -> None:
         management = Management()
-        outbox = ReportQueue(management.observe)
+        outbox = ReportQueue(management.observe, "gateway", Path("unused"))
         news = iter([None, 1, None, 2])
         outbox.sources["trials"] = lambda: next(news)
         outbox.sources["shadow"] = lambda: None
@@ -49,7 +50,7 @@ def test_what_is_new_is_sent_by_name_and_nothing_where_nothing_is() -> None:
 def test_the_same_is_sent_under_the_same_number_until_it_is_acknowledged() -> None:
     async def main() -> None:
         management = Management("down", False, "answer lost", 60.0, True)
-        outbox = ReportQueue(management.observe)
+        outbox = ReportQueue(management.observe, "gateway", Path("unused"))
         news = iter("ab")
         outbox.sources["trials"] = lambda: next(news, None)
         for error in (ConnectionError, None, ConnectionError, asyncio.TimeoutError):
@@ -70,7 +71,7 @@ def test_the_same_is_sent_under_the_same_number_until_it_is_acknowledged() -> No
 def test_a_process_that_ends_says_what_waits_and_what_is_new() -> None:
     async def main() -> None:
         management = Management("down")
-        outbox = ReportQueue(management.observe)
+        outbox = ReportQueue(management.observe, "gateway", Path("unused"))
         news = iter("ab")
         outbox.sources["trials"] = lambda: next(news, None)
         with pytest.raises(ConnectionError):
@@ -84,7 +85,7 @@ def test_a_process_that_ends_says_what_waits_and_what_is_new() -> None:
 def test_it_is_pushed_again_and_again_by_itself() -> None:
     async def main() -> None:
         management = Management("down", "down")
-        outbox = ReportQueue(management.observe)
+        outbox = ReportQueue(management.observe, "gateway", Path("unused"))
         news = iter("a")
         outbox.sources["trials"] = lambda: next(news, None)
         pushing = asyncio.create_task(outbox.push())
