@@ -109,6 +109,7 @@ class ControlSettings(_Section):
     database_url: str = ""  # empty: SQLite in state_dir
     reconcile_period: Annotated[float, pydantic.Field(gt=0)] = 2.0  # seconds
     acknowledge_timeout: float = 5.0  # seconds to wait until every live reader has a change
+    controller_memory_limit: Annotated[int, pydantic.Field(ge=0)] = 1024  # MiB; 0: none
     enable_model_api: bool = True
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"
     models: Mapping[str, Mapping[str, VersionSettings]] = field(default_factory=dict)  # by model and version

@@ -45,6 +45,7 @@ from serve_app.deployments import env_check
 from serve_app.deployments.applications import model_application
 from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlDispatcher
+from serve_app.deployments.controller_memory import bound_controller_memory
 from serve_app.deployments.grpc_listener import ManagementGrpcListener, load_credentials
 from serve_app.deployments.http_listener import HttpListener
 from serve_app.deployments.management_client import ReportQueue
@@ -218,6 +219,7 @@ class Management:
             self._shadow.run(),
             self._async_predictions.run(),
             self._report_queue.push(),
+            bound_controller_memory(self._settings.control.controller_memory_limit),
         )
         self._tasks += [asyncio.create_task(loop) for loop in loops]
 

@@ -68,7 +68,7 @@ class ChaosServer(Server):
         self._supervisor.start()
         deadline = time.monotonic() + timeout
         while not self.client.ready():
-            assert time.monotonic() < deadline, self.output.read_text()[-3000:]
+            assert time.monotonic() < deadline, f"{self.output.read_text()[-3000:]}\n{self.log()}"
             time.sleep(0.1)
         self._register_models()
 
