@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import tempfile
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from serve_app.control.spec_builder import build_spec, build_workflow_spec
 from serve_app.domain import limits
 from serve_app.domain.model import ModelSpec, Registration
-from serve_app.errors import ArchiveNotFound, WorkflowArchiveNotFound
+from serve_app.errors import ArchiveNotFound, Unavailable, WorkflowArchiveNotFound
 from serve_app.model_store import workflow_archive
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache, CachedArchive
@@ -52,7 +53,7 @@ class ArchiveIngestor:
         """Store the archive that ``registration`` names in the cache and return the spec of its version.
 
         ``on_progress`` is called from this thread. Raises ArchiveNotFound, DownloadFailed, InvalidArchive,
-        ConfigurationError and BadRequest.
+        ConfigurationError, BadRequest, and Unavailable on a full disk.
         """
         settings = self._settings
         stored, source = self._store(registration, settings.model_store, on_progress)
@@ -129,7 +130,21 @@ class ArchiveIngestor:
     def _store(
         self, registration: Registration, store: Path, on_progress: OnProgress
     ) -> tuple[CachedArchive, str]:
-        """Store an archive in the cache; return it and its file name."""
+        """Store an archive in the cache; return it and its file name. Raises Unavailable on a full disk."""
+        try:
+            return self._fetch_and_store(registration, store, on_progress)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            folders = f"{self._settings.state_dir} and {tempfile.gettempdir()}"
+            raise Unavailable(
+                f"{registration.url.partition('?')[0]} cannot be stored: {error.strerror}. "
+                f"Free space in {folders}, and register it again."
+            ) from None
+
+    def _fetch_and_store(
+        self, registration: Registration, store: Path, on_progress: OnProgress
+    ) -> tuple[CachedArchive, str]:
         with temporary_dir(Path(tempfile.gettempdir())) as folder:
             source = fetch(
                 registration.url,

@@ -104,6 +104,8 @@ def judge(result: Result, fault: Fault, allowed: tuple[int, int]) -> list[str]:
         problems.append(f"unavailable for {result.unavailable:.1f} s, limit {fault.unavailable:.0f} s")
     if result.slowest_change > CHANGE_LIMIT_S:
         problems.append(f"a change was answered after {result.slowest_change:.1f} s")
+    if unclear := {kind: n for kind, n in result.refused.items() if kind.endswith("status 500")}:
+        problems.append(f"changes refused without a reason: {unclear}")
     if not result.acknowledged:
         problems.append("no change was acknowledged")
     return problems

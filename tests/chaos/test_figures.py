@@ -53,6 +53,7 @@ def test_a_wrong_response_for_a_model_that_exists_fails(kind: str) -> None:
         ({"unavailable": 2.1}, "unavailable for 2.1 s, limit 2 s"),
         ({"slowest_change": 26.0}, "a change was answered after 26.0 s"),
         ({"acknowledged": 0}, "no change was acknowledged"),
+        ({"refused": {"register: status 500": 2}}, "refused without a reason: {'register: status 500': 2}"),
     ],
 )
 def test_every_documented_limit_is_checked(change: dict[str, object], problem: str) -> None:

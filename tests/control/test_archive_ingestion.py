@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,8 @@ from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.domain.model import Registration
-from serve_app.errors import BadRequest, DownloadFailed, LimitExceeded
-from serve_app.settings import Settings, load
+from serve_app.errors import BadRequest, DownloadFailed, LimitExceeded, Unavailable
+from serve_app.settings import ModelStoreSettings, Settings, load
 
 
 @pytest.fixture
@@ -216,3 +220,28 @@ def test_the_models_of_a_workflow_have_the_same_limits(
         archive.writestr("spec.yaml", json.dumps(specification))
     with pytest.raises(LimitExceeded, match="model wf__a: "):
         ingestor.ingest_workflow(Registration("wf.war"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Provide a file system of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tests", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system can be mounted here by root only")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_unavailable_and_the_archive_is_accepted_once_there_is_space(
+    small_disk: Path, store: Path
+) -> None:
+    settings = Settings(home=str(small_disk), store=ModelStoreSettings(model_store=str(store)))
+    ingestor = ArchiveIngestor(settings)
+    make_archive(store, "m", ECHO, files={"weights": os.urandom(100_000)})
+    (small_disk / "ballast").write_bytes(bytes(1_000_000))
+    with pytest.raises(Unavailable, match=r"m-1\.0\.mar cannot be stored: No space left .*register it again"):
+        ingestor.ingest(Registration("m-1.0.mar"))
+    (small_disk / "ballast").unlink()
+    assert ingestor.ingest(Registration("m-1.0.mar")).name == "m"
