@@ -44,7 +44,8 @@ class ModelStoreSettings(_Section):
 
     model_store: str = "model_store"
     workflow_store: str = ""  # of .war archives; empty: model_store
-    allowed_urls: tuple[str, ...] = ("file://.*", "http(s)?://.*", "s3://.*", "gs://.*", "hf://.*")
+    # regular expressions; None: http(s) to public addresses, s3, gs and hf, and no file
+    allowed_urls: tuple[str, ...] | None = None
     storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # to fsspec, by scheme
     download_timeout: float = 120.0  # seconds, for the whole download
     max_archive_bytes: int = 64 * 1024 * MIB
@@ -53,6 +54,11 @@ class ModelStoreSettings(_Section):
     max_files: int = 100_000
     max_depth: int = 64  # directory levels of an archive
     default_service_handler: str = ""
+    # patterns of model names: their weights and folders may run code as they load
+    trusted: tuple[str, ...] = ()
+    # patterns of model names and URLs that need a signature by one of signature_keys
+    require_signature: tuple[str, ...] = ()
+    signature_keys: tuple[str, ...] = ()  # PEM texts or files: public keys, or an authority's certificates
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,12 @@ class RuntimeSettings(_Section):
     pin: bool = False  # replicas without a GPU compute on cores of their own
     install_py_dep_per_model: bool = False  # install each archive's requirements.txt for its replicas alone
     install_timeout: float = 600.0  # seconds, for one archive's
+    pip_index_url: str = ""  # the package index; empty: pip's own, or that of /etc/pip.conf; none: no index
+    pip_extra_index_urls: tuple[str, ...] = ()
+    pip_find_links: tuple[str, ...] = ()  # folders of wheels, or pages with links to them
+    pip_require_hashes: bool = False  # every requirement needs --hash
+    pip_allow_source_builds: bool = False  # source distributions too, whose code runs as they are built
+    pip_allow_options: bool = False  # options, URLs and paths in requirements.txt
 
 
 @dataclass(frozen=True)

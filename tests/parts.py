@@ -113,6 +113,10 @@ class Server:
     """A real server with its own ports, model store and state."""
 
     def __init__(self, home: Path, env: dict[str, str] | None = None, **settings: Any) -> None:
+        """Store the settings; by default model URLs may be files, and packages are those in ``wheels``."""
+        settings.setdefault("store", {"allowed_urls": ["file://.*", "http(s)?://.*"]})
+        wheels = {"pip_index_url": "none", "pip_find_links": [str(home / "wheels")]}
+        settings["runtime"] = {**wheels, **settings.get("runtime", {})}
         self.home = home
         self.store = home / "model_store"
         self.store.mkdir()

@@ -74,7 +74,7 @@ def register(client: Client, console: Console, url: str, **parameters: Any) -> s
     Raises the client's errors.
     """
     registration_id = uuid.uuid4().hex
-    path = url.partition("?")[0].rstrip("/").rpartition("/")[2]
+    path = re.split("[?#]", url)[0].rstrip("/").rpartition("/")[2]
     name = parameters.get("model_name") or re.sub(r"\.(mar|zip|tar\.gz|tgz)$", "", path, flags=re.IGNORECASE)
     columns = (
         SpinnerColumn(),

@@ -15,6 +15,7 @@ from serve_app.cli.errors import StartError
 
 PORT, RANGE, MULTI = "SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_SAFE_PORT_RANGE", "SAGEMAKER_MULTI_MODE"
 _DEFAULT_PORT = "8080"  # where SageMaker connects by default
+_MODELS = "file:///opt/ml/models/.*"  # where SageMaker unpacks the models that it loads by path
 
 Overrides = dict[str, tuple[str, str]]
 
@@ -35,7 +36,11 @@ def overrides(environment: Mapping[str, str], text: str, where: str) -> Override
             required["enable_model_api"] = ("true", MULTI)
     defaults: Overrides = {}
     if multi:
-        defaults = {"default_workers_per_model": ("1", MULTI), "disable_token_authorization": ("true", MULTI)}
+        defaults = {
+            "default_workers_per_model": ("1", MULTI),
+            "disable_token_authorization": ("true", MULTI),
+            "allowed_urls": (_MODELS, MULTI),
+        }
     if safe_range := environment.get(RANGE):
         first = _first_port(safe_range)
         defaults["metrics_address"] = (f"http://127.0.0.1:{first}", RANGE)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import httpx
 
-from serve_app.errors import DownloadFailed
+from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store.download_progress import IDLE_TIMEOUT, DownloadProgress, OnProgress
+from serve_app.net.egress import PrivateAddress
 from serve_app.settings import MIB, ModelStoreSettings
 
 
@@ -19,10 +20,12 @@ def download(
     settings: ModelStoreSettings,
     progress: OnProgress | None = None,
     check: Callable[[str], None] | None = None,
+    transport: httpx.BaseTransport | None = None,
 ) -> Path:
     """Download an archive to ``file``, which is removed on failure. Raises DownloadFailed.
 
-    ``check`` is called with every redirect's URL, and raises where it is not allowed.
+    ``check`` is called with every redirect's URL, and raises where it is not allowed. Where ``transport``
+    refuses an address, ArchiveNotFound is raised.
     """
     transfer = DownloadProgress(url, settings, progress)
     requests = itertools.count()
@@ -34,6 +37,7 @@ def download(
     try:
         with (
             httpx.Client(
+                transport=transport,
                 follow_redirects=True,
                 timeout=min(IDLE_TIMEOUT, settings.download_timeout),
                 # Archives are compressed already, and an encoding would hide the length.
@@ -54,6 +58,9 @@ def download(
         return file
     except BaseException as error:
         file.unlink(missing_ok=True)
+        if isinstance(error, PrivateAddress):
+            reason = f"{error}; store.allowed_urls can allow it"
+            raise ArchiveNotFound(f"Given URL {url} does not match any allowed URL(s) ({reason})") from None
         if isinstance(error, httpx.HTTPError | httpx.InvalidURL):
             raise DownloadFailed(url, f"{type(error).__name__}: {error}") from None
         raise

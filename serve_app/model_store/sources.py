@@ -1,6 +1,7 @@
 """Sources of archives: names in the model store, paths, and URLs of all supported schemes.
 
-The messages of a refused URL are TorchServe's, for clients that parse them.
+Without ``store.allowed_urls`` a client's URL reaches public addresses only, and no file. The messages of a
+refused URL begin as TorchServe's, for clients that parse them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store import object_stores
 from serve_app.model_store.download_progress import OnProgress
 from serve_app.model_store.http_source import download
+from serve_app.net.egress import PublicTransport
 from serve_app.settings import ModelStoreSettings
 
 
@@ -24,13 +26,15 @@ def fetch(
     into: Path,
     progress: OnProgress | None = None,
     signed: bool = False,
+    by_operator: bool = False,
 ) -> Path:
     """Return the local archive file or model directory of ``url``, downloaded if necessary.
 
     Local paths are returned unchanged; downloads are written to the directory ``into``. A bare name is looked
     up in ``model_store`` and cannot leave it. Everything else must match one of ``settings.allowed_urls`` in
-    full, an absolute path as its ``file://`` URL. With ``signed``, an https URL of Amazon S3 is requested
-    with the credentials of this machine. Raises ArchiveNotFound and DownloadFailed.
+    full, an absolute path as its ``file://`` URL. Without that setting a file, or an address that is not
+    public, is allowed only ``by_operator``, in a URL of the settings. With ``signed``, an https URL of Amazon
+    S3 is requested with the credentials of this machine. Raises ArchiveNotFound and DownloadFailed.
     """
     if not url:
         raise ArchiveNotFound("empty url")
@@ -40,12 +44,17 @@ def fetch(
     if not separator:
         path = _in_store(url, model_store)
         if path is None and url.startswith("/"):
-            _check_allowed(f"file://{url}", url, settings)
+            _check_allowed(f"file://{url}", url, settings, by_operator)
             path = Path(url)
-        return _existing(path, url)
-    _check_allowed(url, url, settings)
+        if path is None or not _exists(path):
+            raise ArchiveNotFound(f"Model not found at: {url}")
+        return path
+    _check_allowed(url, url, settings, by_operator)
     if scheme == "file":
-        return _existing(file_path(url), url)
+        path = file_path(url)
+        if path is None or not _exists(path):
+            raise DownloadFailed(url, "no such file or directory on the server's machine")
+        return path
     if scheme in object_stores.EXTRAS:
         return object_stores.download(object_stores.parse_address(url), url, into, settings, progress)
     if scheme in ("http", "https"):
@@ -56,7 +65,8 @@ def fetch(
             into / object_stores.safe_name(unquote(urlsplit(url).path.rsplit("/", 1)[-1])),
             settings,
             progress,
-            lambda redirect: _check_allowed(redirect, redirect, settings),
+            lambda redirect: _check_allowed(redirect, redirect, settings, by_operator),
+            PublicTransport() if settings.allowed_urls is None and not by_operator else None,
         )
     known = ", ".join(f"{scheme}://" for scheme in ("file", "http(s)", *object_stores.EXTRAS))
     raise DownloadFailed(url, f"{scheme}:// is not supported; use {known} or a name in the model store")
@@ -80,9 +90,35 @@ def _signed_address(url: str, required: bool) -> object_stores.ObjectAddress | N
     return bucket if required or (has_credentials and object_stores.is_installed("s3")) else None
 
 
-def _check_allowed(url: str, given: str, settings: ModelStoreSettings) -> None:
-    if not any(re.fullmatch(pattern, url) for pattern in settings.allowed_urls):
-        raise ArchiveNotFound(f"Given URL {given} does not match any allowed URL(s)")
+def split_digest(url: str) -> tuple[str, str | None]:
+    """Return a URL without its ``sha256`` (``?sha256=`` or ``#sha256=``), and that digest or None."""
+    address, _, fragment = url.partition("#")
+    match = re.fullmatch("sha256=(.*)", fragment)
+    if match:
+        return address, match[1]
+    path, separator, query = url.partition("?")
+    parts = query.split("&") if separator else []
+    digests = [part.partition("=")[2] for part in parts if part.startswith("sha256=")]
+    if not digests:
+        return url, None
+    others = "&".join(part for part in parts if not part.startswith("sha256="))
+    return f"{path}?{others}" if others else path, digests[0]
+
+
+# The URLs of clients where store.allowed_urls is not set; the transport checks the addresses.
+_DEFAULT_URLS = ("http(s)?://.*", "s3://.*", "gs://.*", "hf://.*")
+
+
+def _check_allowed(url: str, given: str, settings: ModelStoreSettings, by_operator: bool) -> None:
+    patterns = settings.allowed_urls
+    if patterns is None:
+        patterns = (*_DEFAULT_URLS, "file://.*") if by_operator else _DEFAULT_URLS
+    if any(re.fullmatch(pattern, url) for pattern in patterns):
+        return
+    hint = ""
+    if settings.allowed_urls is None and url.startswith("file:"):
+        hint = " (a file outside the model store; put it there, or set store.allowed_urls)"
+    raise ArchiveNotFound(f"Given URL {given} does not match any allowed URL(s){hint}")
 
 
 def _in_store(name: str, model_store: Path) -> Path | None:
@@ -101,10 +137,8 @@ def _in_store(name: str, model_store: Path) -> Path | None:
     return path
 
 
-def _existing(path: Path | None, url: str) -> Path:
+def _exists(path: Path) -> bool:
     try:
-        if path is not None and (path.is_file() or path.is_dir()):
-            return path
+        return path.is_file() or path.is_dir()
     except (OSError, ValueError):
-        pass
-    raise ArchiveNotFound(f"Model not found at: {url}")
+        return False

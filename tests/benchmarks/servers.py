@@ -294,7 +294,7 @@ def _configure(
     document["http_options"] |= {"host": "127.0.0.1", "port": inference}
     args = document["applications"][0].setdefault("args", {})
     own = {
-        "store": {"model_store": str(run / "model_store")},
+        "store": {"model_store": str(run / "model_store"), "allowed_urls": ["file://.*"]},
         "control": {"state_dir": str(run / "state"), "load_models": "none"},
         "management": {"host": "127.0.0.1", "port": management, "metrics_port": metrics},
         "grpc": {"port": grpc, "management_port": grpc_management},

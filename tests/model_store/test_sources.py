@@ -7,7 +7,7 @@ import pytest
 from parts import serving
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
-from serve_app.model_store.sources import fetch
+from serve_app.model_store.sources import fetch, split_digest
 from serve_app.settings import ModelStoreSettings
 
 BODY = bytes(range(256)) * 5000
@@ -38,6 +38,7 @@ def get(store, tmp_path):
     into.mkdir()
 
     def get(url, progress=None, **settings):
+        settings = {"allowed_urls": ("file://.*", "http(s)?://.*", "s3://.*"), **settings}
         try:
             return fetch(url, ModelStoreSettings(**settings), store, into, progress)
         except Exception:
@@ -77,9 +78,10 @@ def refused(get, url, message, **settings):
 
 def test_what_is_not_there_is_not_found(get, tmp_path):
     refused(get, "", "empty url")
-    absent = f"file://{tmp_path}/absent.mar"
-    for url in ("absent.mar", ".", "loop", "a\0b", "n" * 5000, absent, "file://elsewhere/m.mar"):
+    for url in ("absent.mar", ".", "loop", "a\0b", "n" * 5000):
         refused(get, url, f"Model not found at: {url}")
+    for url in (f"file://{tmp_path}/absent.mar", "file://elsewhere/m.mar"):
+        failed(get, url, "no such file or directory")  # 400, as a download that fails; TorchServe's as well
     refused(get, f"{tmp_path}/absent", f"Model not found at: {tmp_path}/absent")
 
 
@@ -199,3 +201,53 @@ def test_a_redirect_must_be_allowed_too(get):
             f"Given URL {target}/m.mar does not match any allowed URL(s)",
             allowed_urls=(f"{address}/.*",),
         )
+
+
+# Without store.allowed_urls
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "/etc/passwd", "file://localhost/etc/passwd"])
+def test_without_patterns_no_file_is_read(get, url):
+    with pytest.raises(ArchiveNotFound) as error:
+        get(url, allowed_urls=None)
+    assert str(error.value).startswith(f"Given URL {url} does not match any allowed URL(s) (a file outside")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::ffff:127.0.0.1]", "2130706433", "localhost"])
+def test_without_patterns_no_private_address_is_requested(get, host):
+    requests = []
+
+    def answer(handler):
+        requests.append(handler.path)
+        plain(handler)
+
+    with serving(answer) as address:
+        url = f"http://{host}:{address.rpartition(':')[2]}/m.mar"
+        reason = f"{host.strip('[]')} is not a public address; store.allowed_urls can allow it"
+        refused(get, url, f"Given URL {url} does not match any allowed URL(s) ({reason})", allowed_urls=None)
+    assert requests == []
+
+
+def test_urls_of_the_operator_reach_everything(get, store, tmp_path):
+    settings = ModelStoreSettings()
+    into = tmp_path / "operator"
+    into.mkdir()
+    outside = tmp_path / "outside" / "o.mar"
+    assert fetch(outside.as_uri(), settings, store, into, by_operator=True) == outside
+    with serving(plain) as address:
+        assert fetch(f"{address}/m.mar", settings, store, into, by_operator=True).read_bytes() == BODY
+
+
+@pytest.mark.parametrize(
+    "url, address, digest",
+    [
+        ("m.mar", "m.mar", None),
+        ("m.mar#sha256=ab", "m.mar", "ab"),
+        ("https://h/m.mar?sha256=ab", "https://h/m.mar", "ab"),
+        ("https://h/m.mar?a=1&sha256=ab&b=2", "https://h/m.mar?a=1&b=2", "ab"),
+        ("https://h/m.mar?sha256=kept#sha256=ab", "https://h/m.mar?sha256=kept", "ab"),
+        ("https://h/m.mar?x-sha256=ab#top", "https://h/m.mar?x-sha256=ab#top", None),
+    ],
+)
+def test_the_digest_of_a_url(url, address, digest):
+    assert split_digest(url) == (address, digest)

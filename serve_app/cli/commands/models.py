@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from serve_app.cli import progress
 from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, use_server
+from serve_app.cli.store_copy import add_to_store
 from serve_app.cli.terminal import console
 
 models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
@@ -40,19 +42,28 @@ def register(
     task: Annotated[
         str | None, typer.Option(help="The task of a Hugging Face folder: text-classification ...")
     ] = None,
+    sha256: Annotated[str | None, typer.Option(help="The expected digest of the archive.")] = None,
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="Weights and a folder's own code may run as they load.")
+    ] = False,
+    model_store: Annotated[
+        Path, typer.Option(help="The server's model store, into which a local path is copied.")
+    ] = Path("model_store"),
 ) -> None:
     """Register an archive, or a model's folder, and wait for its replicas."""
     with CliClient(*context.obj) as client:
         message = progress.register(
             client,
             console,
-            url,
+            add_to_store(url, model_store),
             initial_workers=workers,
             model_name=model_name,
             batch_size=batch_size,
             max_batch_delay=max_batch_delay,
             handler=handler,
             task=task,
+            sha256=sha256,
+            trusted=trusted or None,
             synchronous=True,
         )
     console.print(message, highlight=False)

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from serve_app.cli import progress
 from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token
+from serve_app.cli.store_copy import add_to_store
 from serve_app.cli.terminal import console, fail
 from serve_app.errors import RelayError
 from serve_app.model_store.archive import pack, unpack
@@ -88,7 +89,9 @@ def optimize(
                 manifest = replace(
                     manifest, model_name=served[0]["modelName"], version=served[0]["modelVersion"]
                 )
-            config = check_model(directory, manifest, served[0].get("task") if served else None)
+            # The model runs on its user's own machine, who trusts what the archive's file says.
+            trusted = ModelConfig.read(directory, manifest).trusted is True
+            config = check_model(directory, manifest, served[0].get("task") if served else None, trusted)
         except RelayError as error:
             fail(str(error))
         if served and manifest.handler == HUGGING_FACE and "task" not in served[0]:
@@ -123,16 +126,23 @@ def optimize(
             )
             return
         pack(Path(results["directory"]), target, settings)
+        trusts_graph = any(
+            Path(results["directory"]).glob("*.pt2")
+        )  # it was made here, of code that ran here
     console.print(
         f"{target}: {manifest.model_name} {new_version}, {results['best']}", highlight=False, soft_wrap=True
     )
     if register:
         with CliClient(management, token) as client:
-            url = target.resolve().as_uri()
-            console.print(progress.register(client, console, url, initial_workers=1, synchronous=True))
+            url = add_to_store(str(target.resolve()), model_store)
+            message = progress.register(
+                client, console, url, initial_workers=1, trusted=trusts_graph or None, synchronous=True
+            )
+            console.print(message)
     else:
+        option = " --trusted" if trusts_graph else ""
         console.print(
-            f"  torchrelay models register {target.resolve().as_uri()}", highlight=False, soft_wrap=True
+            f"  torchrelay models register {target.resolve()}{option}", highlight=False, soft_wrap=True
         )
 
 

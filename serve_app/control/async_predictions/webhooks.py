@@ -1,7 +1,8 @@
 """Webhooks to a caller's URL when a prediction has ended, signed as standardwebhooks.com specifies.
 
 A request to a caller's URL reaches every host that this machine reaches, so no URL is allowed until the
-operator names patterns of them (``async_predictions.webhook_urls``). No redirect is followed.
+operator names patterns of them (``async_predictions.webhook_urls``). A host that a pattern names in full may
+be private; one that a star matches must have a public address. No redirect is followed.
 """
 
 from __future__ import annotations
@@ -80,11 +81,24 @@ class WebhookSender:
         signed = {"webhook-id": id, "webhook-timestamp": at, "webhook-signature": signature}
         return {**signed, "content-type": "application/json"}
 
+    def _names_host(self, url: Any) -> bool:
+        """Return whether a pattern that matches a URL has its host in full."""
+        parts = urlsplit(str(url))
+        named = (pattern for pattern in self._patterns if not set("*?[") & set(pattern.hostname or ""))
+        return any(_matches(parts, pattern) for pattern in named)
+
     async def _post(self, url: str, headers: dict[str, str], body: bytes) -> str | None:
-        import httpx  # late: most servers never need it
+        import httpx  # late, as the next: most servers never need it
+
+        from serve_app.net.egress import AsyncPublicTransport
 
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self._timeout, follow_redirects=False, trust_env=False)
+            self._client = httpx.AsyncClient(
+                transport=AsyncPublicTransport(self._names_host),
+                timeout=self._timeout,
+                follow_redirects=False,
+                trust_env=False,
+            )
         try:
             async with self._client.stream("POST", url, headers=headers, content=body) as response:
                 return None if response.is_success else f"status {response.status_code}"

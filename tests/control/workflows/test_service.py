@@ -388,7 +388,11 @@ def test_a_model_that_is_not_there_leaves_nothing_behind(cluster: Cluster) -> No
     ("url", "words"),
     [
         ("no.war", "Workflow not found in workflow store: no.war"),
-        ("file:///nowhere/no.war", "Workflow not found at: file:///nowhere/no.war"),
+        (
+            "file:///nowhere/no.war",
+            "Given URL file:///nowhere/no.war does not match any allowed URL(s) (a file outside the model "
+            "store; put it there, or set store.allowed_urls)",
+        ),
         ("../no.war", "Relative path is not allowed in url: ../no.war"),
     ],
 )

@@ -90,6 +90,38 @@ def test_webhook_is_retried_and_signed(start: Callable[..., Server]) -> None:
     server.loop.run_until_complete(close())
 
 
+def test_a_host_that_a_star_matches_must_be_public() -> None:
+    """The pattern's own host may be private; a client cannot select another private one by a star."""
+
+    async def send(pattern: str) -> tuple[bool, int]:
+        received = 0
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal received
+            received += 1
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            settings = {
+                "webhook_urls": [pattern.format(port)],
+                "webhook_secret": "env:S",
+                "webhook_attempts": 1,
+            }
+            sender = WebhookSender(load({"async_predictions": settings}).async_predictions, {"S": "s"})
+            url = f"http://127.0.0.1:{port}/ended"
+            sender.check(url)
+            delivered = await sender.send(url, "id", {})
+            await sender.close()
+            return delivered, received
+
+    assert asyncio.run(send("http://*:{}/*")) == (False, 0)
+    assert asyncio.run(send("http://127.0.0.1:{}/*")) == (True, 1)
+
+
 @pytest.mark.parametrize(
     ("url", "allowed"),
     [
