@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -286,8 +287,11 @@ class ModelService:
             yield spec
 
     async def install_requirements(self, spec: ModelSpec, history: EventHistory) -> None:
-        """Install the archive's requirements on this node before a change. Raises InstallFailed."""
-        if spec.requirements:
+        """Install the archive's requirements on this node before a change. Raises InstallFailed.
+
+        Source builds run the archive's code, so only the processes of its replicas run them.
+        """
+        if spec.requirements and not self._settings.runtime.pip_allow_source_builds:
             on_progress = self._events.progress_callback(history)
             directory = await asyncio.to_thread(self._ingestor.directory, spec)
             await asyncio.to_thread(
@@ -303,7 +307,7 @@ class ModelService:
 
     def open_history(self, registration: Registration) -> EventHistory:
         """Open the event history of a registration."""
-        archive = registration.url.partition("?")[0].rstrip("/").rpartition("/")[2]
+        archive = re.split("[?#]", registration.url)[0].rstrip("/").rpartition("/")[2]
         name = (registration.model_name or archive_stem(archive))[:_MAX_LINE_LENGTH]
         return self._events.open(name, registration.id, url=registration.url[:_MAX_LINE_LENGTH])
 

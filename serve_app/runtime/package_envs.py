@@ -10,6 +10,10 @@ An environment lies over the server's own packages: what the server has and the 
 not installed again. What this process has imported already cannot be replaced in it, so another version
 of that is refused. An environment that nobody has used for a week is removed.
 
+pip runs in isolation: in an empty directory, with ``-I`` and an environment of a few variables, so nothing of
+the archive and none of the server's secrets reaches it. It installs wheels of the operator's index, unless
+``runtime.pip_allow_source_builds`` or ``runtime.pip_allow_options`` allow what can run code.
+
 Ray's runtime_env (``pip``, ``uv``) cannot replace this module: in a virtual environment Ray copies the whole
 environment, gigabytes with torch, for each set of requirements, and again in each session. Ray also installs
 only when a replica starts, so a registration could neither be refused with pip's message nor show progress.
@@ -36,12 +40,13 @@ import threading
 import time
 import venv
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from serve_app.errors import InstallFailed
 from serve_app.model_store.atomic_dir import move_into_place, remove_stale, temporary_dir
+from serve_app.runtime.requirements_file import RejectedLine, parse_requirements
 from serve_app.settings import RuntimeSettings
 
 log = logging.getLogger("torchrelay.package_envs")
@@ -49,7 +54,10 @@ log = logging.getLogger("torchrelay.package_envs")
 MAX_UNUSED_S = 7 * 24 * 3600.0  # seconds without a user, after which an environment is removed
 
 _LAST_LINES = 15
-_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[^]]*\])?\s*([<>=!~;(].*)?")  # a line that names no file
+# The environment of pip: programs and locale, and how the machine reaches its package index.
+_VARIABLES = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+_IGNORED = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _OnLine = Callable[[str], None]
 
 
@@ -62,6 +70,7 @@ class PackageEnvs:
     def __init__(self, root: Path, settings: RuntimeSettings) -> None:
         self._root = root.absolute()
         self._locks, self._partial = self._root / ".locks", self._root / ".partial"
+        self._settings = settings
         self._timeout = settings.install_timeout
         for directory in (self._locks, self._partial):
             directory.mkdir(parents=True, exist_ok=True)
@@ -95,10 +104,14 @@ class PackageEnvs:
     ) -> Iterator[tuple[Path, BinaryIO]]:
         """Yield the built directory and its lock, shared."""
         try:
-            text = (directory / requirements).read_text(errors="replace")
+            text = (directory / requirements).read_text("utf-8", "replace")
         except OSError as error:
             raise InstallFailed(model, f"{requirements} cannot be read: {error.strerror}") from None
-        key = _environment_key(text, digest)
+        try:
+            lines = None if self._settings.pip_allow_options else parse_requirements(text, requirements)
+        except RejectedLine as error:
+            raise InstallFailed(model, str(error)) from None
+        key = _environment_key(text.splitlines() if lines is None else lines, digest, self._settings)
         with (self._locks / key).open("ab") as lock:
             packages = self._root / key
             _lock(lock, fcntl.LOCK_SH)
@@ -106,17 +119,17 @@ class PackageEnvs:
                 _lock(lock, fcntl.LOCK_EX)  # of several that find nothing one installs, and the others wait
                 if not packages.is_dir():
                     with temporary_dir(self._partial) as work:
-                        move_into_place(
-                            self._install(model, directory, requirements, work, on_line), packages
-                        )
+                        file = directory / requirements
+                        if lines is not None:
+                            file = work / "requirements.txt"
+                            file.write_text("".join(f"{line}\n" for line in lines))
+                        move_into_place(self._install(model, file, work, on_line), packages)
                 _lock(lock, fcntl.LOCK_SH)
             os.utime(lock.fileno())
             yield packages, lock
 
-    def _install(
-        self, model: str, directory: Path, requirements: str, work: Path, on_line: _OnLine | None
-    ) -> Path:
-        """Install into a virtual environment over this one, and return its packages alone."""
+    def _install(self, model: str, requirements: Path, work: Path, on_line: _OnLine | None) -> Path:
+        """Install a file into a virtual environment over this one, and return its packages alone."""
         try:
             venv.EnvBuilder(symlinks=True, with_pip=False).create(work / "venv")
         except (OSError, subprocess.SubprocessError) as error:
@@ -130,26 +143,34 @@ class PackageEnvs:
         constraints.write_text(
             "".join(f"{name}=={version}\n" for name, version in sorted(self._loaded.items()))
         )
-        command = [sys.executable, "-m", "pip", "--python", str(work / "venv/bin/python"), "install"]
-        command += ["--requirement", str(directory / requirements), "--constraint", str(constraints)]
+        empty = work / "empty"
+        empty.mkdir()
+        # -u: each line reaches on_line at once. -I: neither the directory nor a variable adds a module.
+        command = [str(work / "venv/bin/python"), "-u", "-I", "-m", "pip", "--isolated", "install"]
+        command += ["--requirement", str(requirements), "--constraint", str(constraints)]
         command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-        log.info("%s: installing %s", model, requirements)
-        code, last_lines = self._run(command, directory, on_line)
+        command += ["--cache-dir", str(self._root / ".cache"), *_pip_options(self._settings)]
+        log.info("%s: installing %s", model, requirements.name)
+        if ignored := sorted(name for name in os.environ if name in _IGNORED):
+            log.warning("%s: pip does not see %s; set runtime.pip_…", model, ", ".join(ignored))
+        # Paths that an allowed option names begin beside the archive's own file.
+        cwd = requirements.parent if self._settings.pip_allow_options else empty
+        code, last_lines = self._run(command, cwd, _pip_environment(empty), on_line)
         if code != 0:
             raise InstallFailed(model, _failure_message(last_lines, code, self._timeout))
         below.unlink()
         return packages
 
     def _run(
-        self, command: list[str], directory: Path, on_line: _OnLine | None
+        self, command: list[str], directory: Path, environment: dict[str, str], on_line: _OnLine | None
     ) -> tuple[int | None, list[str]]:
         """Return the exit code, None after a timeout, and the last lines."""
         timed_out = threading.Event()
         last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         with subprocess.Popen(
             command,
-            cwd=directory,  # what a line of the file names lies beside it
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            cwd=directory,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -260,19 +281,37 @@ def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _environment_key(text: str, digest: str) -> str:
-    """Return the key of an environment: its requirements, Python, base packages and package index."""
-    lines = [line.partition(" #")[0].strip() for line in text.splitlines()]
-    requirements = [line for line in lines if line and not line.startswith("#")]
-    is_portable = all(_PLAIN.fullmatch(line) for line in requirements)
-    options = sorted((name, value) for name, value in os.environ.items() if name.startswith("PIP_"))
+def _pip_options(settings: RuntimeSettings) -> list[str]:
+    """Return pip's options for the sources of packages that the settings allow."""
+    options = [] if settings.pip_allow_source_builds else ["--only-binary", ":all:"]
+    if settings.pip_index_url == "none":
+        options.append("--no-index")
+    elif settings.pip_index_url:
+        options += ["--index-url", settings.pip_index_url]
+    for url in settings.pip_extra_index_urls:
+        options += ["--extra-index-url", url]
+    for place in settings.pip_find_links:
+        options += ["--find-links", place]
+    if settings.pip_require_hashes:
+        options.append("--require-hashes")
+    return options
+
+
+def _pip_environment(home: Path) -> dict[str, str]:
+    """Return the variables of pip's process, whose home is an empty directory."""
+    wanted = {*_VARIABLES, *_PROXIES, *(name.upper() for name in _PROXIES)}
+    return {"HOME": str(home), **{name: value for name, value in os.environ.items() if name in wanted}}
+
+
+def _environment_key(lines: Sequence[str], digest: str, settings: RuntimeSettings) -> str:
+    """Return the key of an environment: its requirements, Python, base packages and pip's options."""
     parts = [
-        requirements,
-        "" if is_portable else digest,  # a line that names a file, perhaps of the archive
+        lines,
+        digest if settings.pip_allow_options else "",  # a line may name a file of the archive
         sys.implementation.cache_tag,
         sysconfig.get_platform(),
         sorted(_own_requirements().items()),
-        options,
+        _pip_options(settings),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -55,10 +55,10 @@ class Shout(BaseHandler):
 
 
 @pytest.fixture
-def wheels(tmp_path: Path) -> Path:
+def wheels(server: Server) -> Path:
     """Create a folder with two versions of one package."""
-    folder = tmp_path / "wheels"
-    folder.mkdir()
+    folder = server.home / "wheels"  # a setting of every test's server
+    folder.mkdir(exist_ok=True)
     for version in ("1.0", "2.0"):
         facts = f"tinypkg-{version}.dist-info"
         with zipfile.ZipFile(folder / f"tinypkg-{version}-py3-none-any.whl", "w") as packed:
@@ -73,13 +73,13 @@ def wheels(tmp_path: Path) -> Path:
     return folder
 
 
-def requiring(folder: Path, name: str, wheels: Path, requirement: str) -> Path:
+def requiring(folder: Path, name: str, requirement: str) -> Path:
     """Return an archive that requires ``requirement``."""
     plain = make_archive(
         folder,
         name,
         VERSION,
-        files={"requirements.txt": f"--no-index\n--find-links {wheels}\n{requirement}\n"},
+        files={"requirements.txt": f"{requirement}\n"},
         config={"useVenv": True},
     )
     with zipfile.ZipFile(plain) as packed:
@@ -101,14 +101,14 @@ def environments(server: Server) -> list[str]:
 @pytest.mark.slow
 def test_two_models_with_two_versions_of_one_package(server: Server, tmp_path: Path, wheels: Path) -> None:
     for name, version in (("one", "1.0"), ("two", "2.0")):
-        answer = server.register(requiring(tmp_path, name, wheels, f"tinypkg=={version}"))
+        answer = server.register(requiring(tmp_path, name, f"tinypkg=={version}"))
         assert answer.status_code == 200, answer.text
     assert [server.http.post(f"/predictions/{name}").text for name in ("one", "two")] == ["1.0", "2.0"]
     assert server.management.get("/models/one").json()[0]["useVenv"] is True
     before = environments(server)
     assert len(before) == 2
 
-    refused = server.register(requiring(tmp_path, "three", wheels, "tinypkg==9.9"))
+    refused = server.register(requiring(tmp_path, "three", "tinypkg==9.9"))
     assert refused.status_code == 400
     result = refused.json()
     assert result["type"] == "ModelException"
