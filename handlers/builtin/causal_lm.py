@@ -52,7 +52,9 @@ class CausalLM:
         self._in_pipeline = pipeline > 1
         self.model = placement.load(folder, context.system_properties["gpu_id"], context.model_yaml_config)
         if (folder / "tokenizer_config.json").is_file():
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         end = self.model.generation_config.eos_token_id
         self._end_tokens = [end] if isinstance(end, int) else list(end or ())
 

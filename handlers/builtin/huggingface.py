@@ -22,9 +22,9 @@ from handlers.torchserve_compat.timer import timed
 class HuggingFace(BaseHandler):
     """A handler of one task, named as transformers' pipelines are.
 
-    The task is model-config.yaml's ``task``, or the folder's own. A batch is one forward. In
-    model-config.yaml, ``trusted: true`` allows pickled weights and the folder's own code, and ``parameters``
-    has the defaults of a request's parameters.
+    The task is model-config.yaml's ``task``, or the folder's own. A batch is one forward. ``parameters`` in
+    model-config.yaml has the defaults of a request's parameters. ``trusted`` comes from the registration or
+    the settings, and allows pickled weights and the folder's own code.
     """
 
     # Images are decoded before their batch. Texts are not: passing them on takes longer than parsing.

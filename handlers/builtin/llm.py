@@ -63,11 +63,16 @@ class LanguageModel:
         if not isinstance(options, Mapping):
             raise HandlerLoadError(f"model-config.yaml: engine is {options!r}; it is {{name: transformers}}.")
         options = dict(options)
+        _check_remote_code(
+            options, bool(context.manifest) or context.model_yaml_config.get("trusted") is True
+        )
         limit = self.max_new_tokens = options.pop("max_new_tokens", None)
         if limit is not None and (type(limit) is not int or limit < 1):
             raise HandlerLoadError(f"model-config.yaml: engine.max_new_tokens is {limit!r}; it is 1 or more.")
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except (ValueError, OSError, KeyError) as error:
             raise HandlerLoadError(f"{folder}: there is no tokenizer in it: {error}") from error
         self.default_sampling, self.end_tokens = _read_generation_config(folder, self.tokenizer)
@@ -340,6 +345,16 @@ def find_model_folder(context: Any) -> Path:
     )
 
 
+def _check_remote_code(options: Mapping[str, Any], runs_code: bool) -> None:
+    """Raise HandlerLoadError where a file of a model without a manifest allows the model's own code."""
+    arguments = options.get("arguments")
+    if isinstance(arguments, Mapping) and arguments.get("trust_remote_code") and not runs_code:
+        raise HandlerLoadError(
+            "model-config.yaml: engine.arguments.trust_remote_code: a model's own file cannot allow its "
+            "code; register the model with trusted=true, or name it in store.trusted."
+        )
+
+
 def _read_generation_config(folder: Path, tokenizer: Any) -> tuple[SamplingParams, tuple[int, ...]]:
     """Return the folder's sampling parameters, greedy by default, and the tokens that end a text."""
     from transformers import AutoConfig, GenerationConfig
@@ -347,7 +362,9 @@ def _read_generation_config(folder: Path, tokenizer: Any) -> tuple[SamplingParam
     try:
         config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:  # without a file, take the values of the model's own configuration
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        config = GenerationConfig.from_model_config(
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
     ends = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
     ends = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
     if not config.do_sample:

@@ -142,7 +142,7 @@ def _load(folder: Path, tensor: int) -> RaggedEngine:
     from mii.modeling.models import load_model
     from transformers import AutoConfig, GenerationConfig
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     generation = GenerationConfig.from_model_config(config)
     if (folder / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -118,7 +118,9 @@ def _require_package(package: str, key: str) -> None:
 def _read(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, **options
+    )
 
 
 # The name in model-config.yaml -> the function that loads a model.

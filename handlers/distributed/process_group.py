@@ -85,5 +85,7 @@ def check_parallelism(folder: Path, tensor: int, pipeline: int) -> None:
     """Raise HandlerLoadError where the model in ``folder`` cannot be split that way."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    config = AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    ).get_text_config()
     check_divisible(config, tensor, pipeline, folder)

@@ -97,6 +97,7 @@ class ContinuousBatching:
         import transformers
 
         load_options: dict[str, Any] = {"dtype": options.get("dtype", "auto"), "local_files_only": True}
+        load_options["trust_remote_code"] = False
         if tensor_parallel > 1:
             load_options["distributed_config"] = process_group.distributed_config(folder, tensor_parallel, 1)
         try:

@@ -79,7 +79,7 @@ class LoadedHandler:
         return self.handle(data, context)
 
 
-def load(handler: str, directory: Path, manifest: dict[str, Any]) -> LoadedHandler:
+def load(handler: str, directory: Path, manifest: dict[str, Any], runs_code: bool = True) -> LoadedHandler:
     """Return the handler named ``handler``, ready for ``LoadedHandler.initialize``.
 
     ``handler`` is a file of the archive (``file.py``, ``file``), or a function or class in it
@@ -87,8 +87,10 @@ def load(handler: str, directory: Path, manifest: dict[str, Any]) -> LoadedHandl
     ``package.module:name`` of an installed package. A file of the archive takes precedence over a built-in
     name. An empty name means the manifest's own handler.
 
-    ``directory`` is put first on ``sys.path``, so call this in the model's own process. Raises
-    HandlerLoadError, with the author's own error as its cause where there is one.
+    ``directory`` is put first on ``sys.path``, so call this in the model's own process. Without
+    ``runs_code`` it is not, and no file of it is imported: neither as the handler nor in place of a package
+    that a built-in handler imports. Raises HandlerLoadError, with the author's own error as its cause where
+    there is one.
     """
     handler = handler or (manifest.get("model") or {}).get("handler") or ""
     if not handler:
@@ -97,10 +99,11 @@ def load(handler: str, directory: Path, manifest: dict[str, Any]) -> LoadedHandl
             f"{_format_choices(directory)}"
         )
     directory = Path(directory).resolve()
-    add_archive_to_path(directory)
+    if runs_code:
+        add_archive_to_path(directory)
     name, _, attribute = handler.partition(":")
     stem = name[:-3] if name.endswith(".py") else name
-    file = _find_file(stem, directory)
+    file = _find_file(stem, directory) if runs_code else None
     if file is not None:
         return _make_entry(load_module(file), file, attribute)
     if stem in HANDLERS and attribute in ("", "handle"):

@@ -25,12 +25,13 @@ NOT_TORCHSCRIPT = (
     "model.py); else save the model with torch.jit.save."
 )
 PT2_NOT_TRUSTED = (
-    "a .pt2 file holds pickles, expressions or machine code that run as it is read. If you trust it, write "
-    "trusted: true in model-config.yaml; else archive an .onnx file, or the class and its state dict."
+    "a .pt2 file holds pickles, expressions or machine code that run as it is read. If you trust it, "
+    "register the model with trusted=true, or name it in store.trusted; else archive an .onnx file, or the "
+    "class and its state dict."
 )
 NOT_TRUSTED_HINT = (
-    "Save model.state_dict(); or, if you trust the file to run code as it loads, write trusted: true in "
-    "model-config.yaml."
+    "Save model.state_dict(); or, if you trust the file to run code as it loads, register the model "
+    "with trusted=true, or name it in store.trusted."
 )
 _MAX_PICKLE_BYTES = 16 * 2**20  # of a scanned pickle; tensors are stored beside it in the archive
 

@@ -147,9 +147,8 @@ def _check_weights(directory: Path, trusted: bool) -> None:
         raise HandlerLoadError(f"it holds a config.json and no weights; put {_SAFETENSORS[0]} beside it")
     if not trusted:
         raise HandlerLoadError(
-            f"its weights are pickles ({_PICKLED_WEIGHTS[0]}); save them as safetensors, or write trusted: "
-            "true into its "
-            "model-config.yaml"
+            f"its weights are pickles ({_PICKLED_WEIGHTS[0]}); save them as safetensors, or "
+            "register the model with trusted=true"
         )
 
 

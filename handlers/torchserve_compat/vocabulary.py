@@ -71,7 +71,7 @@ def load(file: Path, trusted: bool = False) -> Vocabulary:
         raise HandlerLoadError(
             f"{file}: this cannot be read as a vocabulary: it is damaged, or holds more than one. Save a "
             "dict of token to index with torch.save; or, if you trust the file to run code as it loads, "
-            "write trusted: true in model-config.yaml."
+            "register the model with trusted=true, or name it in store.trusted."
         ) from error
     vocabulary = _convert(value)
     if vocabulary is None:

@@ -32,7 +32,12 @@ class Manifest:
     requirements_file: str | None = None
     config_file: str | None = None
     extensions: tuple[str, ...] = ()
-    raw: Mapping[str, Any] = field(default_factory=dict)  # the whole document, for handlers
+    raw: Mapping[str, Any] = field(default_factory=dict)  # the whole document; empty where there is no file
+
+    @property
+    def is_code(self) -> bool:
+        """Return whether the model is an archive, which is code, and not files without a manifest."""
+        return bool(self.raw)
 
     @classmethod
     def read(cls, directory: Path, archive: str, default_handler: str = "") -> Manifest:

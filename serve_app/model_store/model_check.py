@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 import sys
 from dataclasses import replace
@@ -27,16 +28,22 @@ from serve_app.model_store.manifest import (
 )
 from serve_app.model_store.model_config import ModelConfig
 
+log = logging.getLogger("torchrelay.model_check")
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARDED_HANDLERS = ("causal_lm", "llm")  # built-in handlers that are sharded by configuration alone
 _OWN_KEYS = {"tp": "tensor_parallel", "pp": "pipeline_parallel"}  # by TorchServe's parallelType
 
 
-def check_model(directory: Path, manifest: Manifest, task: str | None = None) -> ModelConfig:
+def check_model(
+    directory: Path, manifest: Manifest, task: str | None = None, trusted: bool = False
+) -> ModelConfig:
     """Check everything that is known before a replica starts; return the configuration.
 
     ``task`` is that of the registration, which takes precedence over the configuration's. The returned
-    configuration of a model folder has the task that was found.
+    configuration of a model folder has the task that was found. ``trusted`` replaces the configuration's:
+    files of a model do not decide about their own trust. An untrusted model without a manifest runs no code
+    of its own.
 
     Names must fit into routes, named files must exist inside the model, its Python must compile, a built-in
     handler must exist. To check the names of a registration, put them into the manifest first
@@ -57,12 +64,18 @@ def check_model(directory: Path, manifest: Manifest, task: str | None = None) ->
     ):
         if file_name is not None:
             resolve_file(directory, manifest, file_name)
-    config = ModelConfig.read(directory, manifest)
+    config = _with_trust(ModelConfig.read(directory, manifest), trusted, manifest)
     task = task or config.task
     for sample in config.samples or ():
         resolve_file(directory, manifest, sample)
     own_handler = handler_file(directory, manifest.handler)
-    _check_handler(directory, manifest, own_handler)
+    if own_handler is not None and not (manifest.is_code or trusted):
+        if handler_module(manifest.handler) not in HANDLERS:
+            remedy = "register it with trusted=true, name it in store.trusted, or archive it with a manifest"
+            problem = f"{own_handler.name} is code of a model without a manifest"
+            raise InvalidArchive(manifest.archive, f"{problem}, which is not run; {remedy}")
+        own_handler = None  # the built-in handler of that name
+    _check_handler(directory, manifest, own_handler, manifest.is_code or trusted)
     built_in = handler_module(manifest.handler) if own_handler is None else ""
     if manifest.model_file is not None:
         _check_compiles(directory / manifest.model_file, manifest)
@@ -75,7 +88,16 @@ def check_model(directory: Path, manifest: Manifest, task: str | None = None) ->
     return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
 
 
-def _check_handler(directory: Path, manifest: Manifest, file: Path | None) -> None:
+def _with_trust(config: ModelConfig, trusted: bool, manifest: Manifest) -> ModelConfig:
+    """Return the configuration with the trust of the registration or the settings."""
+    if config.trusted and not trusted:
+        where = f"{manifest.archive}/{manifest.config_file}"
+        log.warning("%s: trusted is ignored: it counts in the registration or in store.trusted", where)
+    raw = {key: value for key, value in config.raw.items() if key != "trusted"}
+    return replace(config, trusted=trusted or None, raw={**raw, "trusted": True} if trusted else raw)
+
+
+def _check_handler(directory: Path, manifest: Manifest, file: Path | None, runs_code: bool) -> None:
     if not manifest.handler:
         remedy = (
             "name one when registering, or set default_service_handler; "
@@ -88,7 +110,7 @@ def _check_handler(directory: Path, manifest: Manifest, file: Path | None) -> No
     if module in HANDLERS and function in ("", "handle"):
         return
     package = module.partition(".")[0]
-    is_available = manifest.requirements_file is not None or _importable(package, directory)
+    is_available = manifest.requirements_file is not None or _importable(package, directory, runs_code)
     if ("." in module or function) and package.isidentifier() and is_available:
         return  # only the model's own process may import it
     near = did_you_mean(module, list(HANDLERS))
@@ -124,9 +146,9 @@ def _task(directory: Path, manifest: Manifest, requested: str | None, config: Mo
         raise InvalidArchive(manifest.archive, str(error)) from None
 
 
-def _importable(package: str, directory: Path) -> bool:
-    """Return whether the model has such a package, or it is installed."""
-    return (directory / package).is_dir() or importlib.util.find_spec(package) is not None
+def _importable(package: str, directory: Path, runs_code: bool) -> bool:
+    """Return whether the model has such a package and may import it, or it is installed."""
+    return (runs_code and (directory / package).is_dir()) or importlib.util.find_spec(package) is not None
 
 
 def _check_compiles(file: Path, manifest: Manifest) -> None:

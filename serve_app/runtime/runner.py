@@ -94,6 +94,11 @@ class Runner:
         self._execution_class = DecodeStep if spec.continuous_batching else BatchExecution
         self._sequence_ended: Callable[[str, str], Any] | None = None
 
+    def _runs_code(self) -> bool:
+        """Return whether the model may run code of its own: archives and workflows, else if trusted."""
+        spec = self._spec
+        return bool(self._manifest) or spec.graph is not None or spec.config.get("trusted") is True
+
     def load(self) -> None:
         """Import the handler and let it load its model. Raises StartFailed or StartOutOfMemory.
 
@@ -104,7 +109,9 @@ class Runner:
         available = _available_cores()  # before the model's threads are pinned to some of them
         try:
             torchserve_names.install()
-            os.chdir(self._directory)
+            runs_code = self._runs_code()
+            if runs_code:  # a child process that runs a module imports from its working directory first
+                os.chdir(self._directory)
             pinned = self._spec.config.get("pin", self._pin and self._gpu is None)
             if (number := thread_limits.intra_op_threads(self._spec, available, pinned)) is not None:
                 thread_limits.set_threads(number)
@@ -115,7 +122,7 @@ class Runner:
                 from handlers.loading import device  # torch, which most processes of CPU models never import
 
                 device.limit_gpu_memory(self._gpu, self._spec.num_gpus)
-            entry = handlers.load(self._spec.handler, self._directory, self._manifest)
+            entry = handlers.load(self._spec.handler, self._directory, self._manifest, runs_code)
             if entry.is_async:
                 self.loop = asyncio.new_event_loop()
                 self.loop.run_until_complete(_initialize(entry, self._context))

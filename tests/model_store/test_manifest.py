@@ -211,7 +211,43 @@ def test_a_folder_that_is_no_model_is_refused(write, changes, task, words):
 def test_pickles_in_a_folder_that_is_trusted(write):
     files = {**FOLDER, "pytorch_model.bin": "", "model-config.yaml": "trusted: true\n"}
     directory = write(None, {name: text for name, text in files.items() if name != "model.safetensors"})
-    assert check_model(directory, Manifest.read(directory, "entities")).task == "token-classification"
+    manifest = Manifest.read(directory, "entities")
+    config = check_model(directory, manifest, trusted=True)
+    assert config.task == "token-classification" and config.raw["trusted"] is True
+    with pytest.raises(InvalidArchive, match=r"its weights are pickles.*trusted=true"):
+        check_model(directory, manifest)
+
+
+def test_trust_of_a_models_own_file_does_not_count(write, caplog):
+    directory = write(None, {**FOLDER, "model-config.yaml": "trusted: true\n"})
+    config = check_model(directory, Manifest.read(directory, "entities"))
+    assert config.trusted is None and "trusted" not in config.raw
+    assert "trusted is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("handler", ["huggingface", "llm", "llm.py", "causal_lm:handle"])
+def test_a_folders_file_does_not_replace_a_built_in_handler(write, handler):
+    """A folder without a manifest runs no code of its own, so the file need not even compile."""
+    module = handler.partition(":")[0].removesuffix(".py")
+    directory = write(None, {**FOLDER, f"{module}.py": "def ("})
+    manifest = dataclasses.replace(Manifest.read(directory, "entities"), handler=handler)
+    check_model(directory, manifest)
+    with pytest.raises(InvalidArchive, match=f"{module}.py, line 1"):
+        check_model(directory, manifest, trusted=True)
+
+
+def test_a_folders_own_handler_needs_trust(write):
+    directory = write(None, {**FOLDER, "own.py": HANDLER, "package/__init__.py": ""})
+    manifest = Manifest.read(directory, "entities")
+    for handler in ("own.py", "own:handle"):
+        named = dataclasses.replace(manifest, handler=handler)
+        with pytest.raises(
+            InvalidArchive, match=r"own.py is code of a model without a manifest.*trusted=true"
+        ):
+            check_model(directory, named)
+        check_model(directory, named, trusted=True)
+    with pytest.raises(InvalidArchive, match="neither a file of the archive nor built in"):
+        check_model(directory, dataclasses.replace(manifest, handler="package.serving:Handler"))
 
 
 def weights(directory, held="GLOBAL", name="model.pt"):
@@ -227,23 +263,22 @@ def test_a_pickle_that_is_not_trusted_is_refused_before_anything_starts(write):
     directory = write(BUILT_IN, {"model.py": ""})
     weights(directory, "model\nNet")
     refused(
-        directory, "model.pt: it holds more than tensors", "model.Net", "trusted: true in model-config.yaml"
+        directory, "model.pt: it holds more than tensors", "model.Net", "register the model with trusted=true"
     )
     weights(directory, "torch._utils\n_rebuild_tensor_v2")
     check_model(directory, read(directory))
 
 
 def test_a_pickle_is_left_to_who_trusts_or_loads_it(write):
-    trusting = BUILT_IN | {"configFile": "model-config.yaml"}
-    files = {"model.py": "", "model-config.yaml": "trusted: true"}
-    for model, more in (
-        (trusting, files),
-        (BUILT_IN | {"handler": "handler.py"}, {}),
-        (BUILT_IN, {"model.py": "import torch\ntorch.serialization.add_safe_globals([dict])"}),
+    files = {"model.py": ""}
+    for model, more, trusted in (
+        (BUILT_IN, {}, True),
+        (BUILT_IN | {"handler": "handler.py"}, {}, False),
+        (BUILT_IN, {"model.py": "import torch\ntorch.serialization.add_safe_globals([dict])"}, False),
     ):
         directory = write(model, {**files, **more})
         weights(directory, "model\nNet")
-        check_model(directory, read(directory))
+        check_model(directory, read(directory), trusted=trusted)
 
 
 def test_weights_that_a_built_in_handler_never_loads(write):
@@ -252,7 +287,7 @@ def test_weights_that_a_built_in_handler_never_loads(write):
     refused(directory, "model.pt: this is no TorchScript model", "--model-file model.py")
     weights(directory, name="model.pt2")
     directory = write(MODEL | {"handler": "base_handler", "serializedFile": "model.pt2"})
-    refused(directory, "model.pt2: a .pt2 file", "write trusted: true in model-config.yaml")
+    refused(directory, "model.pt2: a .pt2 file", "register the model with trusted=true")
 
 
 def test_a_registrations_task_reaches_a_handler_of_the_archives_own(write):

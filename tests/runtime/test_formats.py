@@ -96,7 +96,7 @@ def test_a_pickle_that_is_not_trusted_runs_nothing(runner, tmp_path):
         with pytest.raises(StartFailed) as raised:
             ran.load()
         assert "model.pt: this cannot be read as a state dict" in raised.value.detail
-        assert "write trusted: true in model-config.yaml" in raised.value.detail
+        assert "register the model with trusted=true" in raised.value.detail
         assert not (tmp_path / "unpickled").exists()
 
 

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+from serve_app.domain.model import ModelSpec
 from serve_app.errors import (
     HandlerRejected,
     StartFailed,
     StartOutOfMemory,
 )
+from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
 from tests.runtime.runner_fakes import ECHO, fail_on_chunk, make_json_request, make_request
 
@@ -250,3 +252,21 @@ def test_sequence_headers_have_the_names_of_the_settings(load_runner):
         [make_request(headers={"X-Session": "s7"})], fail_on_chunk
     )
     assert answer.body == b"s7"
+
+
+def test_a_folder_without_a_manifest_is_neither_working_directory_nor_import_path(
+    tmp_path, own_process, monkeypatch
+):
+    directory = tmp_path / "folder"
+    directory.mkdir()
+    before = os.getcwd()
+    for name in ("base_handler.py", "own.py"):
+        (directory / name).write_text("from pathlib import Path\n" + ECHO)
+    spec = ModelSpec("m", "1.0", url="m", digest="", archive="", handler="own.py")
+    with pytest.raises(StartFailed) as refused:
+        Runner(spec, directory, {}, RuntimeSettings()).load()
+    assert "there is no handler 'own.py'" in refused.value.detail
+    assert os.getcwd() == before and str(directory) not in sys.path
+    trusted = Runner(spec.with_(config={"trusted": True}), directory, {}, RuntimeSettings())
+    trusted.load()
+    assert os.getcwd() == str(directory)

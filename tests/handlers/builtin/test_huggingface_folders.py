@@ -82,7 +82,7 @@ def test_pickles_require_trust(tmp_path: Path) -> None:
 
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    assert "trusted: true" in load_error(folder)
+    assert "trusted=true" in load_error(folder)
     assert_close(ServedFolder(folder, trusted=True)(SHORT), expected)
 
 

@@ -347,3 +347,12 @@ def test_archives_without_a_model_are_rejected(language_model: Path, tmp_path: P
     shutil.copy(language_model / "config.json", tmp_path)
     with pytest.raises(HandlerLoadError, match="there is no tokenizer in it"):
         run_served(tmp_path, fail)
+
+
+def test_a_folders_own_file_does_not_allow_its_code(tmp_path: Path) -> None:
+    """``arguments`` reach vLLM, which imports the folder's code where they say so."""
+    (tmp_path / "config.json").write_text("{}")
+    engine = {"engine": {"name": "vllm", "arguments": {"trust_remote_code": True}}}
+    entry = handlers.load("llm", tmp_path, {}, runs_code=False)
+    with pytest.raises(HandlerLoadError, match=r"trust_remote_code: a model's own file.*trusted=true"):
+        asyncio.run(entry.initialize(Context("m", str(tmp_path), {}, model_yaml_config=engine)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import subprocess
 import sys
 import traceback
@@ -324,3 +325,18 @@ def test_torch_and_pillow_are_not_imported_eagerly() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+def test_a_model_without_code_imports_nothing_of_its_folder(tmp_path, monkeypatch):
+    """Neither as the handler nor in place of a package that a built-in handler imports."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("base_handler.py", "own.py", "shadowing_package.py"):
+        (tmp_path / name).write_text("raise SystemExit(9)")
+    entry = handlers.load("base_handler", tmp_path, {}, runs_code=False)
+    assert type(entry.instance).__module__ == "handlers.base"
+    assert str(tmp_path) not in sys.path
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("shadowing_package")
+    for handler in ("own", "own.py:handle", "own:handle"):
+        with pytest.raises(HandlerLoadError, match="there is no handler"):
+            handlers.load(handler, tmp_path, {}, runs_code=False)

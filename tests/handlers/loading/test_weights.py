@@ -126,7 +126,7 @@ def test_an_aotinductor_package_is_loaded(archive: Any, answers: Any, net: Any) 
 def test_an_untrusted_pt2_file_is_rejected(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()
     torch.export.save(export_program(net), directory / "model.pt2")
-    with pytest.raises(HandlerLoadError, match=r"model\.pt2: .*write trusted: true in model-config\.yaml"):
+    with pytest.raises(HandlerLoadError, match=r"model\.pt2: .*register the model with trusted=true"):
         answers(directory, serializedFile="model.pt2")
 
 
@@ -178,9 +178,9 @@ def test_only_trusted_pickles_are_read(archive: Any, answers: Any, net: Any) -> 
     entry.instance.model.load_state_dict(net.state_dict())
     torch.save(entry.instance.model, directory / "model.pt")
     model = {"serializedFile": "model.pt", "modelFile": "model.py"}
-    with pytest.raises(HandlerLoadError, match=r"model\.pt: .* write trusted: true in model-config\.yaml"):
+    with pytest.raises(HandlerLoadError, match=r"model\.pt: .* register the model with trusted=true"):
         answers(directory, **model)
-    with pytest.raises(HandlerLoadError, match="trusted: true"):
+    with pytest.raises(HandlerLoadError, match="trusted=true"):
         answers(directory, {"trusted": "no"}, **model)
     assert answers(directory, {"trusted": True}, **model) == expected(net)
 
