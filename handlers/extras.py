@@ -14,6 +14,7 @@ _EXTRAS = {
     "httptools": "server",
     "huggingface_hub": "hf",
     "mii": "mii",
+    "model_signing": "signing",
     "onnx": "export",
     "onnxruntime": "onnx",
     "onnxscript": "export",

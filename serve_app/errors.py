@@ -109,6 +109,10 @@ class Forbidden(RelayError, reason="forbidden"):
     """A request that is understood and refused."""
 
 
+class SignatureRejected(Forbidden, reason="signature_rejected", fields=("file", "problem")):
+    template = "{file}: {problem}"  # of an archive without a valid signature by a trusted key
+
+
 class CannotRemoveDefault(Forbidden, reason="default_version", fields=("model",)):
     """A refusal to remove the default version while the model has other versions."""
 
@@ -400,9 +404,7 @@ class ResultTooLarge(InvalidOutput, reason="response_too_large", fields=("limit"
 
 
 class UnsupportedOutput(HandlerFailed, reason="unsupported_output"):
-    """A returned value that is neither bytes, text, a tensor nor JSON."""
-
-    template = "Unsupported model output data type."
+    template = "Unsupported model output data type."  # neither bytes, text, a tensor nor JSON
 
 
 class HandlerOutOfMemory(HandlerFailed, reason="out_of_memory"):

@@ -5,24 +5,28 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.control.spec_builder import build_spec, build_workflow_spec
 from serve_app.domain import limits
+from serve_app.domain.access import matches
 from serve_app.domain.model import ModelSpec, Registration
-from serve_app.errors import ArchiveNotFound, Unavailable, WorkflowArchiveNotFound
+from serve_app.errors import ArchiveNotFound, BadRequest, Unavailable, WorkflowArchiveNotFound
 from serve_app.model_store import workflow_archive
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache, CachedArchive
-from serve_app.model_store.manifest import Manifest, is_model_folder
+from serve_app.model_store.manifest import Manifest, archive_stem, is_model_folder
 from serve_app.model_store.model_check import check_model
-from serve_app.model_store.sources import fetch, file_path
-from serve_app.settings import Settings
+from serve_app.model_store.signatures import MAX_BYTES, SignatureCheck, SignatureVerifier, signature_url
+from serve_app.model_store.sources import fetch, file_path, split_digest
+from serve_app.settings import ModelStoreSettings, Settings
 
 log = logging.getLogger("torchrelay.admission")
 
+OnBytes = Callable[[int, "int | None"], None]
 OnProgress = Callable[..., None]  # is called with a stage of domain.model.Stage and its details
 
 _SUFFIXES = (".mar", ".tar.gz", ".tgz", ".zip")
@@ -41,6 +45,7 @@ class ArchiveIngestor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cache = ArchiveCache(settings.state_dir, settings.store)
+        self._signatures = SignatureVerifier(settings.store, settings.root)
         # Digests that may be removed. At first all of them: a Management that was killed removed nothing.
         self._removable: set[str] = self._cache.digests()
 
@@ -53,17 +58,22 @@ class ArchiveIngestor:
         """Store the archive that ``registration`` names in the cache and return the spec of its version.
 
         ``on_progress`` is called from this thread. Raises ArchiveNotFound, DownloadFailed, InvalidArchive,
-        ConfigurationError, BadRequest, and Unavailable on a full disk.
+        SignatureRejected, ConfigurationError, BadRequest, and Unavailable on a full disk.
         """
         settings = self._settings
-        stored, source = self._store(registration, settings.model_store, on_progress)
+        stored, source, signature = self._store(registration, settings.model_store, on_progress, at_startup)
         manifest = Manifest.read(stored.directory, source, settings.store.default_service_handler)
         manifest = dataclasses.replace(
             manifest,
             model_name=registration.model_name or manifest.model_name,
             handler=registration.handler or manifest.handler,
         )
-        config = check_model(stored.directory, manifest, registration.task)
+        signature.check_name(manifest.model_name)
+        patterns = settings.store.trusted
+        trusted = registration.trusted or any(
+            matches(name, patterns) for name in (manifest.model_name, registration.url)
+        )
+        config = check_model(stored.directory, manifest, registration.task, trusted)
         if config.unserved:
             keys = ", ".join(config.unserved)
             log.warning(
@@ -77,7 +87,7 @@ class ArchiveIngestor:
             archive=stored.uri,
             settings=settings,
             at_startup=at_startup,
-        )
+        ).with_(signed_by=signature.signed_by)
         if manifest.requirements_file is not None and not spec.requirements:
             cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
             log.warning("%s: its %s is not installed; %s", source, manifest.requirements_file, cure)
@@ -95,7 +105,9 @@ class ArchiveIngestor:
         """
         url = registration.url
         try:
-            stored, source = self._store(registration, self._settings.workflow_store, _ignore_progress)
+            stored, source, signature = self._store(
+                registration, self._settings.workflow_store, _ignore_progress, False
+            )
         except ArchiveNotFound as error:
             where = "at" if "://" in url or url.startswith("/") else "in workflow store"
             is_missing = str(error).startswith("Model not found at: ")
@@ -105,6 +117,7 @@ class ArchiveIngestor:
         archive = workflow_archive.read(stored.directory, source, registration.model_name)
         for member in archive.members:  # before any of their archives is fetched
             limits.check(member, self._settings.limits, f"{source}: model {member.name}")
+        signature.check_name(archive.graph.name)
         spec = build_workflow_spec(
             registration,
             archive.graph,
@@ -112,11 +125,12 @@ class ArchiveIngestor:
             digest=stored.digest,
             archive=stored.uri,
             file=archive.file,
-        )
+        ).with_(signed_by=signature.signed_by)
         registrations = [
             dataclasses.replace(
                 registration,
                 url=member.url,
+                sha256=None,
                 model_name=member.name,
                 batch_size=member.batch_size,
                 max_batch_delay=member.max_batch_delay,
@@ -128,11 +142,14 @@ class ArchiveIngestor:
         return spec, registrations, archive.members
 
     def _store(
-        self, registration: Registration, store: Path, on_progress: OnProgress
-    ) -> tuple[CachedArchive, str]:
-        """Store an archive in the cache; return it and its file name. Raises Unavailable on a full disk."""
+        self, registration: Registration, store: Path, on_progress: OnProgress, by_operator: bool
+    ) -> tuple[CachedArchive, str, SignatureCheck]:
+        """Store an archive in the cache; return it, its file name, and the check of its signature.
+
+        Raises Unavailable on a full disk.
+        """
         try:
-            return self._fetch_and_store(registration, store, on_progress)
+            return self._fetch_and_store(registration, store, on_progress, by_operator)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -143,23 +160,44 @@ class ArchiveIngestor:
             ) from None
 
     def _fetch_and_store(
-        self, registration: Registration, store: Path, on_progress: OnProgress
-    ) -> tuple[CachedArchive, str]:
+        self, registration: Registration, store: Path, on_progress: OnProgress, by_operator: bool
+    ) -> tuple[CachedArchive, str, SignatureCheck]:
+        url, sha256 = _parse_digest(registration)
         with temporary_dir(Path(tempfile.gettempdir())) as folder:
-            source = fetch(
-                registration.url,
-                self._settings.store,
-                store,
-                folder,
+
+            def fetch_file(
+                address: str, name: str, progress: OnBytes, store_settings: ModelStoreSettings
+            ) -> Path:
+                into = folder / name
+                into.mkdir()
+                return fetch(
+                    address, store_settings, store, into, progress, registration.s3_sse_kms, by_operator
+                )
+
+            settings = self._settings.store
+            source = fetch_file(
+                url,
+                "archive",
                 lambda done, total: on_progress("downloading", bytes=done, total=total),
-                registration.s3_sse_kms,
+                settings,
+            )
+            small = dataclasses.replace(settings, max_archive_bytes=MAX_BYTES)
+            names = [source.name, url, *filter(None, [registration.model_name]), archive_stem(source.name)]
+            check = SignatureCheck(
+                self._signatures,
+                names,
+                lambda: fetch_file(signature_url(url), "signature", lambda done, total: None, small),
             )
             stored = self._cache.store(
-                source, source.name, lambda done, total: on_progress("unpacking", bytes=done, total=total)
+                source,
+                source.name,
+                lambda done, total: on_progress("unpacking", bytes=done, total=total),
+                sha256=sha256,
+                verify=check.verify,
             )
         on_progress("checking")
         self._removable.add(stored.digest)
-        return stored, source.name
+        return stored, source.name, check
 
     def directory(self, spec: ModelSpec) -> Path:
         """Return the directory with a version's unpacked archive on this node."""
@@ -197,6 +235,18 @@ class ArchiveIngestor:
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(length)
+
+
+def _parse_digest(registration: Registration) -> tuple[str, str | None]:
+    """Return the URL of a registration, and the digest that it or its URL has. Raises BadRequest."""
+    url, in_url = split_digest(registration.url)
+    given = {digest.lower() for digest in (registration.sha256, in_url) if digest is not None}
+    for digest in given:
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise BadRequest(f"sha256 is {digest[:80]!r}; it is 64 hex digits, as sha256sum prints them.")
+    if len(given) > 1:
+        raise BadRequest("sha256 differs between the parameter and the URL; leave one of them out.")
+    return url, next(iter(given), None)
 
 
 def _parse_registration(item: str) -> Registration:

@@ -65,9 +65,14 @@ def apply_archive(registry: Registry, spec: ModelSpec, default: bool = False) ->
     the version had this very archive before: scaled versions stay scaled, and removed ones stay removed.
     Raises BadRequest and Conflict as ``register`` does.
     """
-    if registry.archives.get(spec.ref) == spec.digest:
-        return registry
     record = registry.models.get(spec.name)
+    if registry.archives.get(spec.ref) == spec.digest:
+        known = record.versions.get(spec.version) if record is not None else None
+        if known is None or not spec.signed_by or known.signed_by == spec.signed_by:
+            return registry
+        return _with_version(
+            registry, known.with_(signed_by=spec.signed_by)
+        )  # signed since, or by another key
     if record is None or spec.version not in record.versions:
         after = register(registry, spec)
         return set_default(after, spec.name, spec.version)[0] if default else after

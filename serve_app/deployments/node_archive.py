@@ -16,6 +16,8 @@ from serve_app.errors import ArchiveNotFound
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache
 from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.signatures import SignatureVerifier
+from serve_app.model_store.sources import split_digest
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.runtime.runner import Runner
 from serve_app.runtime.secret_env import hide_secrets
@@ -37,8 +39,12 @@ class NodeArchive:
         self._management = management
 
     async def open(self) -> Path:
-        """Return the model's directory on this node. Raises RelayError."""
+        """Return the model's directory on this node. Raises RelayError.
+
+        The digest of the bytes is verified, and that a trusted key signed it where that is required.
+        """
         spec = self._spec
+        await asyncio.to_thread(self._check_signature)
         cache = await asyncio.to_thread(ArchiveCache, self._settings.state_dir, self._settings.store)
         try:
             return await asyncio.to_thread(cache.open, spec.archive, spec.digest)
@@ -50,6 +56,13 @@ class NodeArchive:
                 while chunk := await self._management.archive.remote(spec.ref, file.tell(), _CHUNK_BYTES):
                     await asyncio.to_thread(file.write, chunk)
             return await asyncio.to_thread(cache.open, copy.as_uri(), spec.digest)
+
+    def _check_signature(self) -> None:
+        """Refuse what was registered before ``store.require_signature``, or by a key that was removed."""
+        spec, settings = self._spec, self._settings
+        if settings.store.require_signature:
+            verifier = SignatureVerifier(settings.store, settings.root)
+            verifier.check(spec.signed_by, spec.name, split_digest(spec.url)[0])
 
     def install(self, directory: Path) -> None:
         """Make this process import the archive's requirements, which are installed first where this node

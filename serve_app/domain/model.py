@@ -71,6 +71,7 @@ class ModelSpec:
     max_sequence_job_queue_size: int = 0
     use_venv: bool = False
     requirements: str = ""  # the archive's file that is installed for this version's replicas; empty: none is
+    signed_by: str = ""  # fingerprint of the trusted key that signed the archive; empty: not verified
     batcher: Literal["torchrelay", "ray"] = "torchrelay"
     retries: bool = True  # a failed batch is run again in halves; rows of a dead replica go to another
     bucket_by_length: bool = False  # rows of similar length run together
@@ -164,7 +165,8 @@ class ModelStatus:
 class Registration:
     """What a caller asks for when registering an archive; None where it did not say.
 
-    ``url`` is a bare name in the model store, or a URI of any scheme that ``store.allowed_urls`` allows.
+    ``url`` is a bare name in the model store, or a URI of any scheme that ``store.allowed_urls`` allows. It
+    may end in ``?sha256=`` or ``#sha256=`` with the expected digest.
     """
 
     url: str
@@ -181,6 +183,8 @@ class Registration:
     # Patterns of the models that its caller may manage; the model's name must match one.
     allowed_models: tuple[str, ...] = ("*",)
     s3_sse_kms: bool = False  # an https URL of S3's is asked for with credentials, or not at all
+    sha256: str | None = None  # expected digest of the archive, in hex; another one is refused
+    trusted: bool = False  # its weights and, of a folder, its own code may run as they load
     id: str | None = None  # by which its caller finds its events; else one is made
 
 

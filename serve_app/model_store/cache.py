@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -52,11 +53,21 @@ class ArchiveCache:
             directory.mkdir(parents=True, exist_ok=True)
         remove_stale(self._partial)
 
-    def store(self, source: Path, name: str, progress: OnProgress | None = None) -> CachedArchive:
+    def store(
+        self,
+        source: Path,
+        name: str,
+        progress: OnProgress | None = None,
+        *,
+        sha256: str | None = None,
+        verify: Callable[[Path], None] | None = None,
+    ) -> CachedArchive:
         """Store and unpack an archive, or a model's directory; both are synced to disk on return.
 
-        ``name`` is the archive's file name; the first one of a digest is kept. Raises InvalidArchive, and
-        then stores nothing.
+        ``name`` is the archive's file name; the first one of a digest is kept. ``sha256`` is the expected
+        digest, of a directory that of its packed form. ``verify`` is called with the stored copy before it
+        is unpacked, or with the copy of a directory, and raises to refuse it. Raises InvalidArchive, and then
+        stores nothing.
         """
         with temporary_dir(self._partial) as temporary:
             stored = temporary / "archive"
@@ -68,7 +79,15 @@ class ArchiveCache:
                 digest = self._copy(archive, None, name, progress)
             else:
                 digest = self._copy(source, archive, name, progress)
+            if sha256 is not None and digest != sha256:
+                raise InvalidArchive(
+                    name, f"its sha256 is {digest} and should be {sha256}; the archive is another one"
+                )
+            if verify is not None and not source.is_dir():
+                verify(archive)
             directory = self._models / digest
+            if verify is not None and source.is_dir():
+                verify(unpack(archive, temporary / "verified", self._settings))
             if not directory.is_dir():
                 move_into_place(unpack(archive, temporary / "model", self._settings), directory)
             _sync(archive)

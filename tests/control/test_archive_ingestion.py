@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +17,7 @@ from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.domain.model import Registration
-from serve_app.errors import BadRequest, DownloadFailed, LimitExceeded, Unavailable
+from serve_app.errors import BadRequest, DownloadFailed, InvalidArchive, LimitExceeded, Unavailable
 from serve_app.settings import ModelStoreSettings, Settings, load
 
 
@@ -120,6 +122,56 @@ def test_requirements_that_are_not_installed_are_reported_with_the_fix(
     assert ["runtime.install_py_dep_per_model" in line for line in caplog.messages] == [True] * (
         not installed
     )
+
+
+@pytest.mark.parametrize("where", ["parameter", "?sha256=", "#sha256="])
+def test_another_digest_is_refused_and_leaves_nothing(
+    tmp_path: Path, store: Path, ingestor: ArchiveIngestor, where: str
+) -> None:
+    archive = make_archive(store, "m", ECHO)
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+
+    def registration(digest: str) -> Registration:
+        if where == "parameter":
+            return Registration(archive.name, sha256=digest)
+        return Registration(f"{archive.name}{where}{digest}")
+
+    with pytest.raises(InvalidArchive, match=f"sha256 is {digest} and should be {'0' * 64}"):
+        ingestor.ingest(registration("0" * 64))
+    assert kept(tmp_path) == set() and list((tmp_path / "state/models").iterdir()) == []
+    with pytest.raises(BadRequest, match="64 hex digits"):
+        ingestor.ingest(registration("abc"))
+    spec = ingestor.ingest(registration(digest.upper()))
+    assert (spec.digest, spec.url) == (digest, registration(digest.upper()).url)
+    with pytest.raises(BadRequest, match="differs between"):
+        ingestor.ingest(Registration(f"{archive.name}?sha256={digest}", sha256="0" * 64))
+
+
+def test_the_digest_of_a_folder_is_that_of_its_packed_form(store: Path, ingestor: ArchiveIngestor) -> None:
+    (store / "folder").mkdir()
+    (store / "folder/handler.py").write_text(ECHO)
+    registration = Registration("folder", handler="handler.py", trusted=True)
+    digest = ingestor.ingest(registration).digest
+    assert ingestor.ingest(dataclasses.replace(registration, sha256=digest)).digest == digest
+    (store / "folder/handler.py").write_text("import os" + ECHO)
+    with pytest.raises(InvalidArchive, match="and should be"):
+        ingestor.ingest(dataclasses.replace(registration, sha256=digest))
+
+
+@pytest.mark.parametrize(("trusted", "patterns"), [(True, []), (False, ["fol*"]), (False, [])])
+def test_only_the_registration_and_the_settings_trust_a_folder(
+    tmp_path: Path, store: Path, trusted: bool, patterns: list[str]
+) -> None:
+    (store / "folder").mkdir()
+    (store / "folder/handler.py").write_text(ECHO)
+    (store / "folder/model-config.yaml").write_text("trusted: true\n")
+    ingestor = ArchiveIngestor(load({"home": str(tmp_path), "store": {"trusted": patterns}}))
+    registration = Registration("folder", handler="handler.py", trusted=trusted)
+    if trusted or patterns:
+        assert ingestor.ingest(registration).config == {"trusted": True}
+    else:
+        with pytest.raises(InvalidArchive, match="code of a model without a manifest"):
+            ingestor.ingest(registration)
 
 
 def test_a_store_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, store: Path) -> None:

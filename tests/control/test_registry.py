@@ -98,6 +98,11 @@ class TestPut:
         scaled, _ = scale(registry(spec(batch_size=4)), "m", None, 3, 3)
         assert apply_archive(scaled, spec(min_workers=1)) is scaled
 
+    def test_a_known_archive_that_was_signed_since_keeps_its_other_changes(self):
+        scaled, _ = scale(registry(spec(batch_size=4)), "m", None, 3, 3)
+        signed = apply_archive(scaled, spec(min_workers=1).with_(signed_by="a" * 64))
+        assert signed.models["m"].versions["1.0"] == find_version(scaled, "m", None).with_(signed_by="a" * 64)
+
     def test_what_was_removed_stays_away_until_its_archive_changes(self):
         removed, _ = unregister(registry(spec()), "m", None)
         assert apply_archive(removed, spec()) is removed

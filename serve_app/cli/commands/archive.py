@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from handlers import extras
+from serve_app.model_store import signatures
 from serve_app.model_store.archiver import (
     ArchiveRecipe,
     ArchiverError,
@@ -50,6 +52,10 @@ def archive(
     config_file: Annotated[
         str | None, file_option("-c", "--config-file", help="Its model-config.yaml.")
     ] = None,
+    sign: Annotated[
+        Path | None,
+        typer.Option(metavar="KEY", help="An elliptic curve key in PEM; the signature is ARCHIVE.sig."),
+    ] = None,
 ) -> None:
     """Make a model archive, with the options of torch-model-archiver."""
     recipe = ArchiveRecipe(
@@ -67,7 +73,22 @@ def archive(
         config_file=config_file,
     )
     with archiver_errors():
-        print_archive(make(recipe), f"{model_name} {version}")
+        made = make(recipe)
+        print_archive(made, f"{model_name} {version}")
+        if sign is not None:
+            print(f"{_sign(made.path, sign).name}: its signature")
+
+
+def _sign(archive: Path, key: Path) -> Path:
+    """Write the signature of an archive and return its path. Raises ArchiverError."""
+    if not extras.is_installed("model_signing"):
+        raise ArchiverError(f"--sign needs a package: {extras.install_command('model_signing')}")
+    try:
+        return signatures.sign(archive, key)
+    except (OSError, ValueError, TypeError) as error:  # TypeError: an encrypted key
+        signature = archive.with_name(archive.name + signatures.SUFFIX)
+        signature.unlink(missing_ok=True)
+        raise ArchiverError(f"--sign {key}: {error}; name an unencrypted EC key in PEM") from None
 
 
 @contextmanager

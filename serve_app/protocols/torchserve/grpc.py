@@ -283,6 +283,8 @@ class ManagementService:
             wait=request.synchronous,
             allowed_models=rpc.allowed_models,
             s3_sse_kms=request.s3_sse_kms,
+            sha256=request.sha256 or None,
+            trusted=request.trusted,
         )
         return describe_registration(await self._control.register(registration))[1]
 

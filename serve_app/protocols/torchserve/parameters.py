@@ -46,6 +46,8 @@ class RegistrationParameters(TypedDict, total=False):
     startup_timeout: Annotated[int, _integer("The timeout of a worker's start in seconds.")]
     synchronous: Annotated[Flag, documented("true: respond after the workers have started.")]
     s3_sse_kms: Annotated[Flag, documented("true: an https URL of S3's is signed.")]
+    sha256: Annotated[str, documented("The expected SHA-256 of the archive, in hex.")]
+    trusted: Annotated[Flag, documented("true: weights and a folder's own code may run as they load.")]
 
 
 _Seconds = Annotated[float, documented("Seconds of sustained load before workers change.", minimum=0)]
@@ -80,9 +82,10 @@ class WorkflowParameters(TypedDict, total=False):
     response_timeout: Annotated[int, documented("The timeout of its models in seconds.")]
     startup_timeout: Annotated[int, documented("The timeout of their start in seconds.")]
     s3_sse_kms: Annotated[Flag, documented("true: an https URL of S3's is signed.")]
+    sha256: Annotated[str, documented("The expected SHA-256 of the archive, in hex.")]
 
 
-_TEXT_PARAMETERS = ("model_name", "handler", "task", "runtime")
+_TEXT_PARAMETERS = ("model_name", "handler", "task", "runtime", "sha256")
 COUNT_PARAMETERS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
 _INTEGER_PARAMETERS = {*COUNT_PARAMETERS, "min_worker", "max_worker"}
 # Parameters of a change of workers, and their autoscaling keys; the others have the key's own name.
@@ -131,6 +134,7 @@ def parse_registration(parameters: Mapping[str, str]) -> Registration:
         **counts,
         wait=parse_bool(parameters.get("synchronous", "true")),
         s3_sse_kms=parse_bool(parameters.get("s3_sse_kms")),
+        trusted=parse_bool(parameters.get("trusted")),
         id=parameters.get("registration", "")[:_MAX_ID_LENGTH] or None,
     )
 

@@ -99,6 +99,7 @@ def _parse_registration(fields: dict[str, Any]) -> Registration:
         response_timeout=parse_count(parameters.get("response_timeout"), None),
         startup_timeout=parse_count(parameters.get("startup_timeout"), None),
         s3_sse_kms=parse_bool(parameters.get("s3_sse_kms")),
+        sha256=parameters.get("sha256") or None,
     )
 
 

@@ -62,6 +62,7 @@ EXPECTED = [
     ),
     (errors.ConfigurationError("f", "no"), 400, "BadRequestException", "f: no"),
     (errors.Forbidden("no"), 403, "IllegalArgumentException", "no"),
+    (errors.SignatureRejected("m.mar", "no"), 403, "IllegalArgumentException", "m.mar: no"),
     (
         errors.CannotRemoveDefault("m"),
         403,

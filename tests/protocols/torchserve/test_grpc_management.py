@@ -33,6 +33,13 @@ def manage(managed_by_grpc: Any) -> Iterator[tuple[ManagementAPIsServiceStub, An
     yield ManagementAPIsServiceStub(server.channel), server
 
 
+def test_the_digest_and_the_trust_of_a_registration(manage: Any) -> None:
+    stub, server = manage
+    stub.RegisterModel(RegisterModelRequest(url="m-1.0.mar", sha256="ab", trusted=True))
+    requested = server.control_api.operations[0][1]
+    assert (requested.sha256, requested.trusted) == ("ab", True)
+
+
 def test_model_lifecycle(manage: Any) -> None:
     stub, server = manage
     result = stub.RegisterModel(
@@ -50,6 +57,7 @@ def test_model_lifecycle(manage: Any) -> None:
     assert result.startswith(
         'Model "m" Version: 2.0 registered with 0 initial workers. Use scale workers API'
     )
+    assert (requested.sha256, requested.trusted) == (None, False)
     assert stub.ScaleWorker(ScaleWorkerRequest(model_name="m", min_worker=2, synchronous=True)).msg == (
         "Workers scaled to 2 for model: m"
     )

@@ -99,6 +99,8 @@ EVERYTHING = Registration(
     startup_timeout=7,
     wait=False,
     s3_sse_kms=True,
+    sha256="ab",
+    trusted=True,
     id="mine",
 )
 
@@ -108,7 +110,8 @@ EVERYTHING = Registration(
     [
         (
             "?url=m.mar&model_name=n&handler=h.py&task=ner&runtime=python3&batch_size=4&max_batch_delay=5&initial_workers=1"
-            "&response_timeout=6&startup_timeout=7&synchronous=False&s3_sse_kms=true&registration=mine&unknown=1",
+            "&response_timeout=6&startup_timeout=7&synchronous=False&s3_sse_kms=true&registration=mine"
+            "&sha256=ab&trusted=true&unknown=1",
             b"",
             None,
         ),
@@ -117,13 +120,14 @@ EVERYTHING = Registration(
             b'{"url": "m.mar", "model_name": "n", "handler": "h.py", "task": "ner", "runtime": "python3",'
             b'"batch_size": 4,'
             b'"max_batch_delay": "5", "initial_workers": 1.0, "response_timeout": 6, "startup_timeout": 7,'
-            b'"synchronous": false, "s3_sse_kms": true, "registration": "mine", "unknown": {}}',
+            b'"synchronous": false, "s3_sse_kms": true, "sha256": "ab", "trusted": true,'
+            b'"registration": "mine", "unknown": {}}',
             "application/json; charset=utf-8",
         ),
         (
             "?url=m.mar&handler=h.py",
             b"model_name=n&task=ner&runtime=python3&batch_size=4&max_batch_delay=5&initial_workers=%2B1&response_timeout=6"
-            b"&startup_timeout=7&synchronous=false&s3_sse_kms=true&registration=mine",
+            b"&startup_timeout=7&synchronous=false&s3_sse_kms=true&registration=mine&sha256=ab&trusted=true",
             "application/x-www-form-urlencoded",
         ),
     ],

@@ -65,6 +65,7 @@ def test_a_war_is_registered_by_query_form_or_json(route: Callable[..., Any]) ->
     app, workflows = route()
     registered = (200, {"status": "Workflow named has been registered and scaled successfully."})
     query = "/workflows?url=a.war&workflow_name=named&response_timeout=7&startup_timeout=9&s3_sse_kms=true"
+    query += "&sha256=ab"
     assert result(app("POST", query)) == registered
     body = {
         "url": "a.war",
@@ -72,6 +73,7 @@ def test_a_war_is_registered_by_query_form_or_json(route: Callable[..., Any]) ->
         "response_timeout": 7,
         "startup_timeout": "9",
         "s3_sse_kms": True,
+        "sha256": "ab",
     }
     assert (
         result(app("POST", "/workflows", json.dumps(body).encode(), {"content-type": "application/json"}))
@@ -82,7 +84,9 @@ def test_a_war_is_registered_by_query_form_or_json(route: Callable[..., Any]) ->
         result(app("POST", "/workflows", form, {"content-type": "application/x-www-form-urlencoded"}))
         == registered
     )
-    wanted = Registration("a.war", model_name="named", response_timeout=7, startup_timeout=9, s3_sse_kms=True)
+    wanted = Registration(
+        "a.war", model_name="named", response_timeout=7, startup_timeout=9, s3_sse_kms=True, sha256="ab"
+    )
     assert workflows.requested == [(wanted, None)] * 3
 
 
