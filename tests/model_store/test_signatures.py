@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from model_signing import signing
 from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
@@ -153,3 +158,76 @@ def test_keys_that_cannot_be_read_stop_the_start(tmp_path: Path, keys: list[str]
 )
 def test_the_place_of_a_signature(url: str, expected: str) -> None:
     assert signature_url(url) == expected
+
+
+def make_certificate(folder: Path, name: str, issuer: tuple[ec.EllipticCurvePrivateKey, str] | None) -> Any:
+    """Write a key and its certificate, of an authority or by ``issuer``; return the key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    signer, signer_name = issuer or (key, name)
+
+    def named(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+    now = datetime.now(timezone.utc)
+    usage = dict.fromkeys(
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(named(name))
+        .issuer_name(named(signer_name))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+        )
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=True, key_cert_sign=issuer is None, crl_sign=issuer is None, **usage
+            ),
+            critical=True,
+        )
+    )
+    if issuer is not None:
+        builder = builder.add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False
+        )
+    pem = serialization.Encoding.PEM
+    (folder / f"{name}.crt").write_bytes(builder.sign(signer, hashes.SHA256()).public_bytes(pem))
+    (folder / f"{name}.key").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return key
+
+
+def test_certificates_of_an_authority_are_trusted(tmp_path: Path) -> None:
+    for authority in ("ours", "theirs"):
+        key = make_certificate(tmp_path, authority, None)
+        make_certificate(tmp_path, f"signer-{authority}", (key, authority))
+    archive = make_archive(tmp_path, "m", ECHO)
+    signature = tmp_path / "m.sig"
+    settings = ModelStoreSettings(require_signature=("*",), signature_keys=("ours.crt",))
+    verifier = SignatureVerifier(settings, tmp_path)
+    for authority in ("ours", "theirs"):
+        signing.Config().use_certificate_signer(
+            private_key=tmp_path / f"signer-{authority}.key",
+            signing_certificate=tmp_path / f"signer-{authority}.crt",
+            certificate_chain=[tmp_path / f"{authority}.crt"],
+        ).sign(archive, signature)
+        if authority == "ours":
+            assert verifier.verify(archive, signature, "m.mar")
+        else:
+            with pytest.raises(SignatureRejected, match="is by no key"):
+                verifier.verify(archive, signature, "m.mar")

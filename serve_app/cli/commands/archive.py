@@ -85,7 +85,7 @@ def _sign(archive: Path, key: Path) -> Path:
         raise ArchiverError(f"--sign needs a package: {extras.install_command('model_signing')}")
     try:
         return signatures.sign(archive, key)
-    except (OSError, ValueError, TypeError) as error:  # TypeError: an encrypted key
+    except (ImportError, OSError, ValueError, TypeError) as error:  # TypeError: an encrypted key
         signature = archive.with_name(archive.name + signatures.SUFFIX)
         signature.unlink(missing_ok=True)
         raise ArchiverError(f"--sign {key}: {error}; name an unencrypted EC key in PEM") from None
