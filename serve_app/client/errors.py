@@ -162,7 +162,13 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "missing_permission",
         "model_not_allowed",
     ),
-    PermissionDeniedError: ("forbidden", "default_version", "cross_site", "host_not_allowed"),
+    PermissionDeniedError: (
+        "forbidden",
+        "default_version",
+        "cross_site",
+        "host_not_allowed",
+        "signature_rejected",
+    ),
     NotFoundError: (
         "not_found",
         "model_not_found",
