@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import stat
 import threading
 import weakref
 from collections.abc import Callable
@@ -78,11 +79,16 @@ class FileSink:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, self._mode)
-        with contextlib.suppress(PermissionError):  # another user's file; neither is restricted by a umask
-            os.fchmod(self._descriptor, self._mode)
+        if stat.S_ISREG(os.fstat(self._descriptor).st_mode):  # and no device, such as /dev/stdout
+            self._set_modes(self._descriptor)
+        return self._descriptor
+
+    def _set_modes(self, descriptor: int) -> None:
+        """Set the mode of the file, which a umask or an earlier version may have changed."""
+        with contextlib.suppress(PermissionError):  # another user's
+            os.fchmod(descriptor, self._mode)
             if self._mode & 0o040:
                 self._path.parent.chmod(self._path.parent.stat().st_mode | 0o050)
-        return self._descriptor
 
     def _current_descriptor(self) -> int:
         """Return the descriptor of the current file, after renaming a full one."""
