@@ -73,7 +73,18 @@ def read_sessions(target: Target) -> Outcome:
         files.update(
             path for path in opened if path.is_relative_to("/tmp") and path.is_file() and _is_reachable(path)
         )
-    return Outcome(f"{len(files)} files, {len(sockets)} sockets", not files and not sockets)
+    umasks = {_read_umask(pid) for pid in pids} - {""}
+    text = f"{len(files)} files, {len(sockets)} sockets, umask {', '.join(sorted(umasks))}"
+    return Outcome(text, not files and not sockets and umasks == {"0077"})
+
+
+def _read_umask(pid: int) -> str:
+    """Return a process's umask, in octal digits; empty where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return ""
+    return next(line.split()[1] for line in lines if line.startswith("Umask"))
 
 
 def _is_reachable(path: Path) -> bool:
