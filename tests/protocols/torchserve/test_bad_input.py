@@ -309,3 +309,20 @@ def test_invalid_number_in_a_query_is_ignored(management) -> None:
     app = management()
     assert app("POST", "/models?url=m.mar&batch_size=many&initial_workers=x").status == 200
     assert app.control_api.operations[0][1].batch_size is None
+
+
+NESTED = b'{"inputs": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+@pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v1/chat/completions", "/v1/embeddings"])
+def test_the_nesting_of_json_is_limited_on_the_inference_port(inference, path: str) -> None:
+    answer = inference()("POST", path, NESTED, JSON)
+    assert answer.status == 400 and b"depth limit exceeded" in answer.body
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/models"), ("PUT", "/models/m/traffic"), ("POST", "/workflows")]
+)
+def test_the_nesting_of_json_is_limited_on_the_management_port(management, method: str, path: str) -> None:
+    answer = management()(method, path, NESTED, JSON)
+    assert answer.status == 400 and b"depth limit exceeded" in answer.body
