@@ -283,6 +283,7 @@ class ServerProcess:
         """Stop the server and everything that it started; return False where nothing was running."""
         processes = self.processes()
         if not processes:
+            haproxy_runtime.remove_folder(self.settings.state_dir)
             if self._process is not None:  # killed by another process, but still our child to reap
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_STOP_TIMEOUT)
