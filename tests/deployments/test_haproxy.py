@@ -304,6 +304,7 @@ def test_a_client_may_wait_longer_than_it_may_pause(folder: Path) -> None:
         await asyncio.sleep(2)
         if b"upgrade" not in head:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n")
+            await asyncio.sleep(2)
         writer.write(b"late")
         writer.close()
 
