@@ -1,9 +1,9 @@
-"""Lock the image's packages: each version with the hashes of its files, from pyproject.toml and constraints.txt.
+"""Lock the image's packages with the hashes of their files, from pyproject.toml and constraints.txt.
 
 ``python cluster/lock.py`` writes ``requirements/``: ``common.lock``, ``onnx.lock`` or ``gpu.lock`` for
-RUNTIME, and ``cuda.lock`` with the CUDA libraries of torch, which its CPU build does not need. uv resolves for
-Python 3.11 on x86-64 Linux, the image's. ``--torch-cpu`` names the CPU build's wheel, where PyTorch's index
-is not reachable.
+RUNTIME, and ``cuda.lock`` with the CUDA libraries of torch, which its CPU build does not need. uv resolves
+for Python 3.11 on x86-64 Linux, the image's. ``--torch-cpu`` names the CPU build's wheel, where PyTorch's
+index is not reachable.
 """
 
 from __future__ import annotations

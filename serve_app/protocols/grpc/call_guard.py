@@ -11,8 +11,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-Handler = grpc.RpcMethodHandler
-
 
 @dataclass(frozen=True)
 class CallLimits:
@@ -44,9 +42,9 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> grpc.RpcMethodHandler | None:
         """Return the guarded handler of a call."""
         handler = await continuation(details)
         if handler is None:  # an unknown method

@@ -213,9 +213,7 @@ def _p99(latencies: list[float]) -> float:
     return statistics.quantiles(latencies, n=100)[98] if len(latencies) > 1 else latencies[0]
 
 
-def measure(
-    target: Target, attacker: _Attacker, ramp: float = 1.0, max_added: int = _MAX_ADDED
-) -> Outcome:
+def measure(target: Target, attacker: _Attacker, ramp: float = 1.0, max_added: int = _MAX_ADDED) -> Outcome:
     """Run an attacker beside another client; return what it does to latency and memory."""
     key = target.keys["ops"]
     processes = multiprocessing.get_context("spawn")
