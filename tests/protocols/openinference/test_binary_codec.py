@@ -45,6 +45,20 @@ def test_data_beside_a_binary_size_is_ambiguous(send_request: Any) -> None:
     assert "has data, and its parameters binary_data_size" in response.json()["error"]
 
 
+def test_a_generated_clients_numbers(send_request: Any) -> None:
+    """Clients generated from the protocol's OpenAPI document write every number as a float."""
+    item = {"name": "x", "datatype": "INT64", "shape": [1, 3], "data": [1.0, 2.0, -3.0], "parameters": None}
+    body = {"id": None, "parameters": None, "inputs": [item], "outputs": None}
+    response = send_request("POST", "/v2/models/identity/infer", body)
+    assert response.status_code == 200
+    assert response.json()["outputs"][0]["data"] == [1, 2, -3]
+    for wrong in (1.5, 1e30):
+        refused = send_request(
+            "POST", "/v2/models/identity/infer", {"inputs": [{**item, "shape": [1], "data": [wrong]}]}
+        )
+        assert refused.status_code == 400
+
+
 def test_nan_is_null_in_json(send_request: Any) -> None:
     response = send_request(
         "POST",
