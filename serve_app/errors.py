@@ -1,8 +1,6 @@
-"""The errors that a caller may see, as one tree.
+"""The errors that a caller may see, as one tree; ``reason`` is the machine-readable code.
 
-Each class lists its positional arguments in ``fields`` and formats its message by ``template``. An error
-crosses processes by pickle, which calls its class again with ``args``. ``reason`` is the machine-readable
-code that every protocol may send beside its own text.
+Pickle calls a class again with its positional arguments, which ``fields`` names for its ``template``.
 """
 
 from __future__ import annotations

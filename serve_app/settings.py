@@ -10,20 +10,17 @@ import hashlib
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 
-from serve_app.domain import limits as bounds
+from serve_app.domain import limits, validation
 from serve_app.domain import traffic_policy as policies
-from serve_app.domain import validation
-from serve_app.domain.limits import Limits
-from serve_app.errors import BadRequest, ConfigurationError, LimitExceeded
+from serve_app.errors import BadRequest, ConfigurationError
 
 MIB = 1 << 20
-_INT64 = 2**63
 
 # The variable in which `torchrelay start` passes the address that clients connect to.
 INFERENCE_HOST = "TORCHRELAY_INFERENCE_HOST"
@@ -82,8 +79,7 @@ class RuntimeSettings(_Section):
     header_key_sequence_id: str = "ts_request_sequence_id"
     header_key_sequence_start: str = "ts_request_sequence_start"
     header_key_sequence_end: str = "ts_request_sequence_end"
-    # Ray CPUs a replica claims; a claim for placement, not a limit. 0.1 allowed 20 replicas on two cores
-    num_cpus: float = 0.001
+    num_cpus: float = 0.001  # Ray CPUs a replica claims, for placement; 0.1 allowed 20 replicas on two cores
     num_gpus: float = 0.0
     pin: bool = False  # replicas without a GPU compute on cores of their own
     install_py_dep_per_model: bool = False  # install each archive's requirements.txt for its replicas alone
@@ -299,7 +295,7 @@ class Settings(_Section):
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
-    limits: Limits = field(default_factory=Limits)  # of numbers in archives, requests and settings
+    limits: limits.Limits = field(default_factory=limits.Limits)  # of numbers from outside
     home: str = ""  # what relative paths start from; empty: the working directory
 
     @property
@@ -431,36 +427,15 @@ def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings
         _reject_renamed(value, where)
     try:
         settings = validation.read(Settings, value, secret_paths=(("auth", "keys"),))
-    except validation.DocumentError as error:
+        limits.check_settings(settings)
+    except (validation.DocumentError, BadRequest) as error:
         raise ConfigurationError(where, str(error)) from None
     for model, policy in settings.control.traffic.items():
         try:
-            bounds.check(policies.read(policy), settings.limits, f"control.traffic.{model}")
+            limits.check(policies.read(policy), settings.limits, "the policy")
         except BadRequest as error:
-            place = "" if isinstance(error, LimitExceeded) else f"control.traffic.{model}: "
-            raise ConfigurationError(where, f"{place}{error}") from None
-    try:
-        _check_numbers(settings)
-    except BadRequest as error:
-        raise ConfigurationError(where, str(error)) from None
+            raise ConfigurationError(where, f"control.traffic.{model}: {error}") from None
     return settings
-
-
-def _check_numbers(settings: Settings) -> None:
-    """Raise BadRequest for a number beyond its limit, or one that is not finite."""
-    for section in fields(settings):
-        values = getattr(settings, section.name)
-        if not is_dataclass(values):
-            continue
-        for item in fields(values):
-            number = getattr(values, item.name)
-            if isinstance(number, int | float) and not -_INT64 <= number < _INT64:  # so is NaN
-                raise BadRequest(f"{section.name}.{item.name} must be a finite number of at most 64 bits")
-        if section.name != "limits":
-            bounds.check(values, settings.limits, section.name)
-    for model, versions in settings.control.models.items():
-        for version, options in versions.items():
-            bounds.check(options, settings.limits, f"control.models.{model}.{version}")
 
 
 def is_loopback(host: str) -> bool:

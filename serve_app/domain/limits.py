@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from serve_app.domain.validation import STRICT
 from serve_app.errors import BadRequest, LimitExceeded
 
+_INT64 = 2**63
+
 # Limits that no setting raises, because a server of any size suffices with them.
 MAX_DEADLINE_S = 31_536_000.0  # a year: of a request's own timeout
 MAX_ARMS = 100  # of an experiment
@@ -120,6 +122,23 @@ def check(values: Any, limits: Limits, place: str) -> None:
         _check_items(values.items(), limits, place, "", is_document=True)
     else:
         _check_dataclass(values, limits, place, "")
+
+
+def check_settings(settings: Any) -> None:
+    """Raise BadRequest for a number of the settings that is beyond its limit, or not finite."""
+    for section in dataclasses.fields(settings):
+        values = getattr(settings, section.name)
+        if not dataclasses.is_dataclass(values):
+            continue
+        for field in dataclasses.fields(values):
+            number = getattr(values, field.name)
+            if isinstance(number, int | float) and not -_INT64 <= number < _INT64:  # so is NaN
+                raise BadRequest(f"{section.name}.{field.name} must be a finite number of at most 64 bits")
+        if section.name != "limits":
+            check(values, settings.limits, section.name)
+    for model, versions in settings.control.models.items():
+        for version, options in versions.items():
+            check(options, settings.limits, f"control.models.{model}.{version}")
 
 
 def _check_dataclass(values: Any, limits: Limits, place: str, path: str) -> None:

@@ -1,6 +1,4 @@
-"""Workflows in Management: the real state, reconcile_loop, models and database over a Serve that the test
-is.
-"""
+"""Workflows in Management: the real state, models and database over a Serve that the test is."""
 
 from __future__ import annotations
 
