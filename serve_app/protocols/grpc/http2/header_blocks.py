@@ -6,11 +6,11 @@ from serve_app.protocols.grpc.http2.frames import (
     COMPRESSION_ERROR,
     END_HEADERS,
     ENHANCE_YOUR_CALM,
-    FRAME_SIZE_ERROR,
     PADDED,
     PRIORITY_FLAG,
     PROTOCOL_ERROR,
     Http2ProtocolError,
+    check_priority,
     strip_padding,
 )
 from serve_app.protocols.grpc.http2.hpack_headers import (
@@ -40,6 +40,11 @@ class HeaderBlockReader:
         """Return whether a header block awaits its CONTINUATION."""
         return self._fragments is not None
 
+    @property
+    def buffered(self) -> int:
+        """Return the bytes of the unfinished block."""
+        return len(self._fragments or b"")
+
     def read_headers(self, flags: int, stream: int, body: bytes) -> tuple[int, RequestHead] | None:
         """Process a HEADERS frame; return its flags and the head, or None if a CONTINUATION follows.
 
@@ -50,8 +55,7 @@ class HeaderBlockReader:
         if flags & PADDED:
             body = strip_padding(body)
         if flags & PRIORITY_FLAG:
-            if len(body) < 5:
-                raise Http2ProtocolError(FRAME_SIZE_ERROR, "HEADERS too short for their priority")
+            check_priority(stream, body[:5])
             body = body[5:]
         if flags & END_HEADERS:
             return flags, self._decode(body)

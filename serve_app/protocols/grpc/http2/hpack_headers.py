@@ -11,7 +11,14 @@ from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])", re.ASCII)
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_PROTOCOL_FIELDS = {"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "host"}
+_PSEUDO_FIELDS = {":method", ":scheme", ":path", ":authority"}
+_OWN_FIELDS = {"te", "content-type", "content-length", "grpc-timeout", "grpc-encoding"} | {
+    "grpc-accept-encoding",
+    "host",
+}
+_CONNECTION_FIELDS = {"connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"}
+_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_INVALID_VALUE = re.compile(r"[\0\r\n]")
 _MAX_CACHED_HEADS = 64  # per connection; a client's calls of one method share one head
 _MAX_CACHED_BLOCK = 1_024  # bytes
 
@@ -28,37 +35,67 @@ class RequestHead:
     """The decoded header block of a call.
 
     ``timeout`` is in seconds, or None. ``headers`` are the caller's own metadata without binary values; the
-    last of repeated fields wins. ``size`` is counted as in RFC 9113 §6.5.2. ``malformed`` describes the first
-    violation of the request's form and is empty for a valid head.
+    last of repeated fields wins. ``size`` is counted as in RFC 9113 §6.5.2. ``malformed`` describes a
+    violation of the form of requests (§8.2, §8.3) and is empty for a valid head. Trailers are valid without
+    pseudo-header fields.
     """
 
-    __slots__ = ("content_type", "encoding", "headers", "malformed", "method", "path", "size", "timeout")
+    __slots__ = (
+        "content_length",
+        "content_type",
+        "encoding",
+        "has_pseudo_fields",
+        "headers",
+        "malformed",
+        "method",
+        "path",
+        "size",
+        "timeout",
+    )
 
     def __init__(self, fields: Iterable[tuple[bytes, bytes]]) -> None:
         self.method = self.path = self.content_type = self.malformed = ""
         self.encoding = "identity"
         self.timeout: float | None = None
+        self.content_length: int | None = None
         self.headers: dict[str, str] = {}
         self.size = 0
-        for raw_name, raw_value in fields:
+        pseudo: dict[str, str] = {}
+        for i, (raw_name, raw_value) in enumerate(fields):
             self.size += len(raw_name) + len(raw_value) + 32
             name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
-            if name == ":path":
-                self.path = value
-            elif name == ":method":
-                self.method = value
-            elif name == "content-type":
-                self.content_type = value
-            elif name == "grpc-encoding":
-                self.encoding = value
-            elif name == "grpc-timeout":
-                self._parse_timeout(value)
-            elif name != name.lower() or name == "connection":
-                self.malformed = f"a field {name!r}"
-            elif name[:1] != ":" and name not in _PROTOCOL_FIELDS and not name.endswith("-bin"):
+            if not value.isprintable() and _INVALID_VALUE.search(value):
+                self.malformed = f"a control character in {name[:50]!r}"
+            if name[:1] == ":":
+                if i != len(pseudo) or name not in _PSEUDO_FIELDS:  # repeated, or behind other fields
+                    self.malformed = f"a field {name[:50]!r}"
+                pseudo[name] = value
+            elif name in _OWN_FIELDS:
+                self._parse_field(name, value)
+            elif not _NAME.fullmatch(name) or name in _CONNECTION_FIELDS:
+                self.malformed = f"a field {name[:50]!r}"
+            elif not name.endswith("-bin"):
                 self.headers[name] = value
-        if not self.method or not self.path:
-            self.malformed = "no :method or no :path"
+        self.has_pseudo_fields = bool(pseudo)
+        self.method, self.path = pseudo.get(":method", ""), pseudo.get(":path", "")
+        if not self.method or not self.path or not pseudo.get(":scheme"):
+            self.malformed = "no :method, :scheme or :path"
+
+    def _parse_field(self, name: str, value: str) -> None:
+        """Parse a field of the protocol, which is no metadata."""
+        if name == "content-type":
+            self.content_type = value
+        elif name == "grpc-encoding":
+            self.encoding = value
+        elif name == "grpc-timeout":
+            self._parse_timeout(value)
+        elif name == "te" and value != "trailers":
+            self.malformed = f"te: {value[:20]!r}"
+        elif name == "content-length":
+            if value.isdecimal() and len(value) < 20 and self.content_length in (None, int(value)):
+                self.content_length = int(value)
+            else:
+                self.malformed = f"content-length: {value[:20]!r}"
 
     def _parse_timeout(self, value: str) -> None:
         match = _TIMEOUT.fullmatch(value)

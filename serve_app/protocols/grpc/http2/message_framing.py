@@ -47,6 +47,18 @@ class MessageReader:
         """Return whether an incomplete message is buffered."""
         return self._buffered > 0 or self._inflating is not None
 
+    @property
+    def buffered(self) -> int:
+        """Return the bytes of the incomplete message that are in memory, inflated ones included."""
+        return self._buffered + (self._inflating.size if self._inflating is not None else 0)
+
+    @property
+    def missing(self) -> int:
+        """Return the bytes that complete the message, or its prefix; 0 between messages."""
+        if self._inflating is not None:
+            return self._inflating.missing
+        return self._needed - self._buffered if self._buffered else 0
+
     def feed(self, data: bytes) -> list[bytes]:
         """Return the messages that ``data`` completes, in order. Raises InvalidMessage."""
         if not self.partial and len(data) >= _PREFIX_SIZE and self._frame_size(data, 0) == len(data):
@@ -108,7 +120,7 @@ class MessageReader:
 
 
 class _PendingInflate:
-    """A compressed message of which ``missing`` bytes have not arrived."""
+    """A compressed message of which ``missing`` bytes have not arrived, and ``size`` are inflated."""
 
     def __init__(self, encoding: str, missing: int, max_size: int) -> None:
         self.missing = missing
@@ -116,18 +128,18 @@ class _PendingInflate:
         self._max_size = max_size
         self._inflater = zlib.decompressobj(ENCODINGS[encoding])
         self._parts: list[bytes] = []
-        self._size = 0
+        self.size = 0
 
     def feed(self, data: bytes) -> None:
         """Inflate ``data``. Raises InvalidMessage."""
         self.missing -= len(data)
         try:
-            part = self._inflater.decompress(data, self._max_size + 1 - self._size)
+            part = self._inflater.decompress(data, self._max_size + 1 - self.size)
         except zlib.error:
             raise InvalidMessage(StatusCode.INTERNAL, f"The message is not {self._encoding}.") from None
         self._parts.append(part)
-        self._size += len(part)
-        if self._size > self._max_size:
+        self.size += len(part)
+        if self.size > self._max_size:
             raise _too_large(None, self._max_size)
 
     def finish(self) -> bytes:
