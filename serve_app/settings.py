@@ -190,7 +190,7 @@ class ManagementSettings(_Section):
 class GrpcSettings(_Section):
     """The gRPC ports: inference beside each gateway replica, management beside the Management deployment.
 
-    Ages of connections are in seconds; 0: without end.
+    Ages and timeouts are in seconds; 0: without end.
     """
 
     host: str = "127.0.0.1"
@@ -207,6 +207,13 @@ class GrpcSettings(_Section):
     # of the management port: with a key, and again as many of health and reflection
     management_max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = 64
     management_max_message_size: Annotated[int, pydantic.Field(ge=1)] = 1 * MIB  # bytes
+    max_concurrent_streams: Annotated[int, pydantic.Field(ge=1)] = 128  # of a connection; more are refused
+    max_buffered_bytes: Annotated[int, pydantic.Field(ge=MIB)] = 48 * MIB  # of all connections
+    header_timeout: Annotated[float, pydantic.Field(ge=0)] = 10.0  # for the handshake and each header block
+    message_timeout: Annotated[float, pydantic.Field(ge=0)] = 30.0  # for a message, from part to part
+    stream_idle_timeout: Annotated[float, pydantic.Field(ge=0)] = 300.0  # between a stream's messages
+    send_timeout: Annotated[float, pydantic.Field(ge=0)] = 30.0  # for a response, from part to part
+    max_connection_idle: Annotated[float, pydantic.Field(ge=0)] = 3600.0  # without calls
     reflection: bool = True  # the ports tell tools like grpcurl what they speak
 
 

@@ -23,11 +23,13 @@ from serve_app.protocols.grpc.http2.frames import (
     SETTINGS,
     encode_frame,
 )
-from serve_app.protocols.grpc.http2.server import Http2Limits, Http2Server, RpcContext
+from serve_app.protocols.grpc.http2.limits import Http2Limits
+from serve_app.protocols.grpc.http2.rpc import RpcContext
+from serve_app.protocols.grpc.http2.server import Http2Server
 
 
 class EchoServer:
-    """A server with five methods; ``cancelled`` is set when a call of Wait is cancelled."""
+    """A server with seven methods; ``cancelled`` is set when a call of Wait is cancelled."""
 
     def __init__(self, limits: Http2Limits) -> None:
         self.server = Http2Server(limits)
@@ -40,6 +42,8 @@ class EchoServer:
             "Many": grpc.unary_stream_rpc_method_handler(self._many),
             "Ignore": grpc.stream_stream_rpc_method_handler(self._ignore),
             "Count": grpc.stream_unary_rpc_method_handler(self._count),
+            "Measure": grpc.unary_unary_rpc_method_handler(self._measure),
+            "Make": grpc.unary_unary_rpc_method_handler(self._make),
         }
         self.server.add_registered_method_handlers("test.Test", methods)
 
@@ -68,6 +72,12 @@ class EchoServer:
 
     async def _count(self, requests: Any, context: RpcContext) -> bytes:
         return b"%d" % len([request async for request in requests])
+
+    async def _measure(self, data: bytes, context: RpcContext) -> bytes:
+        return b"%d" % len(data)
+
+    async def _make(self, data: bytes, context: RpcContext) -> bytes:
+        return bytes(int(data))
 
 
 StartServer = Callable[..., "EchoServer"]

@@ -21,7 +21,8 @@ from serve_app.protocols.grpc import aio_server
 from serve_app.protocols.grpc.call import GrpcCall, ServiceAdapter
 from serve_app.protocols.grpc.call_guard import CallGuard, CallLimits
 from serve_app.protocols.grpc.health import HealthService
-from serve_app.protocols.grpc.http2.server import Http2Limits, Http2Server
+from serve_app.protocols.grpc.http2.limits import Http2Limits
+from serve_app.protocols.grpc.http2.server import Http2Server
 from serve_app.protocols.http.auth import create_actor
 from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.openinference import grpc as openinference
@@ -39,16 +40,8 @@ def inference_server(
     access: AccessLog | None = None,
 ) -> Http2Server:
     """Return the server of the inference port, which several servers of a node may share."""
-    server = Http2Server(
-        Http2Limits(
-            max_message_size=settings.inference.max_request_size,
-            max_response_size=settings.runtime.max_response_size,
-            max_concurrent_calls=settings.grpc.max_concurrent_calls,
-            max_connection_age=settings.grpc.max_connection_age,
-            connection_age_grace=settings.grpc.max_connection_age_grace,
-        )
-    )
     adapter = ServiceAdapter(lambda: plane.access, meters.grpc_response, access)
+    server = Http2Server(Http2Limits.from_settings(settings), adapter.authorize)
     services: dict[str, GrpcService] = {
         torchserve.INFERENCE: torchserve.InferenceService(plane, settings, adapter),
         openinference.SERVICE: openinference.OpenInferenceService(plane, control, settings, adapter),

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
+from serve_app.domain.access import KeyGrant
 from serve_app.settings import Settings
 
 _KEEPALIVE_MS = 30_000
@@ -22,6 +23,9 @@ _MAX_CONNECTIONS = 1_024
 
 class AioContext:
     """A call of gRPC's own server, with the part of ``RpcContext`` that unary methods use."""
+
+    authorized = False  # the method checks the key itself
+    grant: KeyGrant | None = None
 
     def __init__(self, context: grpc.aio.ServicerContext) -> None:
         self.headers = {

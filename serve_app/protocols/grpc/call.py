@@ -25,7 +25,7 @@ from serve_app.errors import (
     ModelNotAllowed,
     RelayError,
 )
-from serve_app.protocols.grpc.http2.server import RpcContext
+from serve_app.protocols.grpc.http2.rpc import RpcContext
 from serve_app.protocols.grpc.status import StatusTable, find_status_code
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import (
@@ -194,19 +194,19 @@ class ServiceAdapter:
         self._on_refusal = on_refusal
         self._count = count
         self._access_log = log
-        self._rights: dict[str, tuple[Right, ...]] = {}  # of each method, by its path
+        self._methods: dict[str, tuple[StatusMapping, tuple[Right, ...]]] = {}  # by path
 
     def needs_key(self, path: str) -> bool:
         """Return whether the method at ``path`` has rights that a key must have."""
-        return bool(self._rights.get(path))
+        return path in self._methods and bool(self._methods[path][1])
 
     def refuses(self, path: str, metadata: Mapping[str, str]) -> bool:
         """Return whether the method at ``path`` refuses the key in a call's metadata, or its absence."""
-        access, rights = self._access(), self._rights.get(path)
-        if access is None or not rights:
+        access = self._access()
+        if access is None or not self.needs_key(path):
             return False
         try:
-            auth.resolve_grant(access, metadata.get("authorization"), *rights)
+            auth.resolve_grant(access, metadata.get("authorization"), *self._methods[path][1])
         except AccessDenied:
             return True
         return False
@@ -224,7 +224,7 @@ class ServiceAdapter:
         Without ``rights`` no key is needed.
         """
         path = f"/{mapping.service}/{name}"
-        self._rights[path] = rights
+        self._methods[path] = mapping, rights
 
         async def behaviour(data: bytes, context: RpcContext) -> Any:
             started_at = time.perf_counter()
@@ -261,7 +261,7 @@ class ServiceAdapter:
         Its request is one message, or a stream of them with ``stream_requests``.
         """
         path = f"/{mapping.service}/{name}"
-        self._rights[path] = rights
+        self._methods[path] = mapping, rights
 
         async def parse_each(data: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for message in data:
@@ -290,15 +290,44 @@ class ServiceAdapter:
         )
         return create_handler(behaviour, None, _serialize)
 
-    def _authorize(self, call: GrpcCall, *rights: Right) -> None:
-        """Check the key and remove it from the metadata: handlers and logs must not see it.
+    def authorize(self, path: str, context: RpcContext) -> None:
+        """Check the key of a call when its headers arrive; end a call without the permission."""
+        if not self.needs_key(path):
+            return
+        mapping, rights = self._methods[path]
+        started_at = time.perf_counter()
+        try:
+            self._resolve_grant(context, rights)
+        except AccessDenied as error:
+            call = GrpcCall(context)
+            call.grant = context.grant
+            call.record_error(error)
+            call.finish()
+            code = find_status_code(error, mapping.table)
+            context.send_status(code, mapping.details(error, call)[:MAX_DETAILS])
+            self._record_end(path, call, code, started_at)
 
-        Raises AccessDenied.
-        """
+    def _resolve_grant(self, context: RpcContext, rights: tuple[Right, ...]) -> None:
+        """Store the grant of the call's key, also of one without ``rights``. Raises AccessDenied."""
         access = self._access()
         if access is not None:
-            call.grant = grant = auth.resolve_grant(access, call.headers.pop("authorization", None))
+            context.grant = grant = auth.resolve_grant(access, context.headers.get("authorization"))
             auth.check_rights(grant, *rights)
+        context.authorized = True
+
+    def _authorize(self, call: GrpcCall, *rights: Right) -> None:
+        """Remove the key from the metadata: handlers and logs must not see it.
+
+        gRPC's own server has not checked the key before. Raises AccessDenied.
+        """
+        context = call.context
+        try:
+            if not context.authorized:
+                self._resolve_grant(context, rights)
+        finally:
+            call.grant = context.grant
+        if call.grant is not None:
+            call.headers.pop("authorization", None)
         if "infer" not in rights:  # management
             set_actor(auth.create_actor(call.grant, call.context.peer))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serve_app.protocols.grpc.http2.server import RpcContext
+from serve_app.protocols.grpc.http2.rpc import RpcContext
 
 _WATCH_INTERVAL = 0.5  # seconds between checks for a watching client
 

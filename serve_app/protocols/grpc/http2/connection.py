@@ -6,12 +6,11 @@ Here a frame is parsed in the event loop that receives it.
 
 from __future__ import annotations
 
-import asyncio
-import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from serve_app.protocols.grpc.http2.frame_writer import FrameWriter
+from serve_app.protocols.grpc.http2.frame_rate import BURST, RESET_COST, SETTINGS_COST
+from serve_app.protocols.grpc.http2.frame_receiver import FrameReceiver, PortState
 from serve_app.protocols.grpc.http2.frames import (
     ACK,
     CONTINUATION,
@@ -19,7 +18,6 @@ from serve_app.protocols.grpc.http2.frames import (
     DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
-    ENHANCE_YOUR_CALM,
     FLOW_CONTROL_ERROR,
     FRAME_HEADER,
     FRAME_SIZE_ERROR,
@@ -40,6 +38,8 @@ from serve_app.protocols.grpc.http2.frames import (
     STREAM_CLOSED,
     STREAM_WINDOW,
     Http2ProtocolError,
+    check_priority,
+    decode_settings,
     encode_frame,
     encode_goaway,
     encode_rst_stream,
@@ -49,11 +49,14 @@ from serve_app.protocols.grpc.http2.frames import (
 )
 from serve_app.protocols.grpc.http2.header_blocks import HeaderBlockReader
 from serve_app.protocols.grpc.http2.hpack_headers import RequestHead
-from serve_app.protocols.grpc.http2.keepalive import Keepalive
 from serve_app.protocols.grpc.http2.stream import Http2Stream
 
 _CONNECTION_WINDOW = 2**30  # so large that only the windows of the streams limit the peer
-_MAX_IDLE_FRAMES = 10_000  # in a row without progress of any call
+_FRAMES_PER_TURN = 128  # of the event loop, so that the connections take turns (1 ms)
+_HEADERS_WEIGHT = 2  # frames; a call costs more than other frames
+_MIN_DATA = 64  # bytes; smaller parts of a message are no progress
+_CLOSED_STREAMS = 256  # that are remembered (§5.1); twice the default of concurrent ones
+_CLOSE_TIMEOUT = 1.0  # seconds for the delivery of the last frames
 _SHUTDOWN_PING = b"farewell"
 _SHUTDOWN_PING_TIMEOUT = 1.0  # seconds
 _HTTP_1_RESPONSE = (
@@ -80,88 +83,51 @@ class ConnectionOwner(Protocol):
         """Unregister the connection."""
 
 
-class Http2Connection(asyncio.Protocol):
+class Http2Connection(FrameReceiver):
     """An HTTP/2 connection.
 
-    ``max_streams`` and ``max_metadata`` (bytes) are announced to the peer. A larger head is left to the
-    ``owner``; one of more than four times the size closes the connection. A peer that is silent for
-    ``keepalive_interval`` seconds is pinged; after as many more seconds of silence the connection is aborted.
+    ``max_metadata`` (bytes) is announced to the peer. A larger head is left to the ``owner``; one of more
+    than four times the size closes the connection. A peer that is silent for ``keepalive_interval`` seconds
+    is pinged; after as many more seconds of silence the connection is aborted.
     """
 
-    def __init__(
-        self,
-        owner: ConnectionOwner,
-        max_streams: int,
-        max_metadata: int,
-        keepalive_interval: float,
-    ) -> None:
+    def __init__(self, owner: ConnectionOwner, port: PortState, max_metadata: int) -> None:
+        super().__init__(port)
         self._owner = owner
-        self._max_streams = max_streams
         self._max_metadata = max_metadata
         self._headers = HeaderBlockReader(4 * max_metadata)
-        self._loop = asyncio.get_running_loop()
-        self._writer = FrameWriter(self._loop, self._record_progress)
-        self._keepalive = Keepalive(keepalive_interval, self._writer)
-        self._transport: Any = None
         self.peer = ""  # address and port
-        self._buffer: bytes | bytearray = b""
         self._handshake = _AWAITS_PREFACE
         self._streams: dict[int, Http2Stream] = {}
+        self._closed: dict[int, bool] = {}  # the last closed streams: whether frames may be in transit
         self._last_stream = 0
         self._receive_window = _CONNECTION_WINDOW
         self._initial_send_window = DEFAULT_WINDOW
-        self._idle_frames = 0
         self._shutdown = _RUNNING
+        self._idle_since = self._loop.time()
+        self._last_checked_stream = 0
 
     # Events of asyncio
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        super().connection_made(transport)
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
         self.peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._writer.connect(transport)
-        self._keepalive.start(transport)
         self._owner.on_connected(self)
 
-    def data_received(self, data: bytes) -> None:
-        self._keepalive.data_received = True
-        buffer: Any = data
-        if self._buffer:
-            self._buffer += data
-            buffer = self._buffer
-        try:
-            consumed = self._process_frames(buffer) if self._handshake else self._process_preface(buffer)
-        except Http2ProtocolError as error:
-            self._fail(error.code, str(error))
-            return
-        if consumed == len(buffer):
-            self._buffer = b""
-        elif buffer is self._buffer:
-            del self._buffer[:consumed]
-        else:
-            self._buffer = bytearray(data[consumed:])
-
-    def pause_writing(self) -> None:
-        """Stop reading while the peer does not read, so that no responses pile up."""
-        self._writer.paused = True
-        if not self._transport.is_closing():
-            self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        self._writer.paused = False
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-            self._writer.send_blocked()
-
     def connection_lost(self, error: Exception | None) -> None:
-        self._keepalive.stop()
-        self._writer.clear()
+        super().connection_lost(error)
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.on_closed()
         self._owner.on_disconnected(self)
 
     # Received frames
+
+    def _count_unfinished_headers(self) -> int | None:
+        if self._headers.partial or self._handshake != _HANDSHAKE_COMPLETE:
+            return self._headers.buffered
+        return None
 
     def _process_preface(self, buffer: bytes) -> int:
         if len(buffer) < len(PREFACE) and PREFACE.startswith(buffer):
@@ -174,21 +140,25 @@ class Http2Connection(asyncio.Protocol):
             raise Http2ProtocolError(PROTOCOL_ERROR, "no preface of HTTP/2")
         self._handshake = _AWAITS_SETTINGS
         settings = {
-            MAX_CONCURRENT_STREAMS: self._max_streams,
+            MAX_CONCURRENT_STREAMS: self._port.limits.max_concurrent_streams,
             INITIAL_WINDOW_SIZE: STREAM_WINDOW,
             MAX_FRAME_SIZE: FRAME_SIZE_LIMIT,
             MAX_HEADER_LIST_SIZE: self._max_metadata,
         }
         self._writer.write(encode_settings(settings))
         self._writer.write(encode_window_update(0, _CONNECTION_WINDOW - DEFAULT_WINDOW))
-        return len(PREFACE) + self._process_frames(buffer[len(PREFACE) :])
+        return len(PREFACE) + self._process_bytes(buffer[len(PREFACE) :])
 
-    def _process_frames(self, buffer: bytes) -> int:
-        """Process each complete frame; return the number of consumed bytes. Raises Http2ProtocolError."""
-        position, size = 0, len(buffer)
+    def _process_bytes(self, buffer: bytes) -> int:
+        if not self._handshake:
+            return self._process_preface(buffer)
+        position, size, rest, rate = 0, len(buffer), _FRAMES_PER_TURN, self._rate
         while size - position >= 9:
             if self._transport.is_closing():
                 return size
+            if rest <= 0 or self._writer.paused:
+                self._deferred = True
+                return position
             head, flags, stream = FRAME_HEADER.unpack_from(buffer, position)
             length, kind = head >> 8, head & 0xFF
             if length > FRAME_SIZE_LIMIT:
@@ -205,18 +175,20 @@ class Http2Connection(asyncio.Protocol):
                 raise Http2ProtocolError(PROTOCOL_ERROR, "a header block is not ended")
             if self._handshake == _AWAITS_SETTINGS and (kind != SETTINGS or flags & ACK):
                 raise Http2ProtocolError(PROTOCOL_ERROR, "no SETTINGS behind the preface")
+            rest -= 1
             if kind == DATA:
                 self._on_data(flags, stream, body)
             elif kind == HEADERS:
+                rest -= _HEADERS_WEIGHT
                 self._on_headers(flags, stream, body)
             else:
-                self._idle_frames += 1
+                level = rate.level
+                rate.level += 1
                 if kind < len(_FRAME_HANDLERS):  # unknown types are ignored (§5.5)
                     _FRAME_HANDLERS[kind](self, flags, stream, body)
-            if self._idle_frames > _MAX_IDLE_FRAMES:
-                raise Http2ProtocolError(
-                    ENHANCE_YOUR_CALM, f"{_MAX_IDLE_FRAMES} frames in a row without progress of a call"
-                )
+                rest -= max(0, rate.level - level - 1)
+            if rate.level > BURST:
+                rate.check()
         return position
 
     def _on_data(self, flags: int, number: int, body: bytes) -> None:
@@ -233,25 +205,36 @@ class Http2Connection(asyncio.Protocol):
         if flags & PADDED:
             body = strip_padding(body)
         if stream is None:
-            self._idle_frames += 1  # of a finished call
-            return None
+            return self._on_late_data(number)
         if stream.half_closed:
             return self.reset_stream(stream, STREAM_CLOSED)
         stream.receive_window -= size
         if stream.receive_window < 0:
             return self.reset_stream(stream, FLOW_CONTROL_ERROR)
-        stream.unacknowledged += size - len(body)
         ended = bool(flags & END_STREAM)
+        if stream.content_length is not None:
+            stream.content_length -= len(body)
+            if stream.content_length < 0 or (ended and stream.content_length):
+                return self.reset_stream(stream, PROTOCOL_ERROR)
         if ended:
             stream.half_closed = True
-        self._idle_frames = self._idle_frames + 1 if not body and not ended else 0
+        elif len(body) < _MIN_DATA:
+            self._rate.level += 1
         if stream.receiver is not None:
             stream.receiver.on_data(body, ended)
         return None
 
+    def _on_late_data(self, number: int) -> None:
+        """Process DATA of a closed stream (§5.1)."""
+        self._rate.level += 1
+        if not self._closed.get(number) and self._shutdown != _SHUTDOWN_CONFIRMED:
+            self._writer.write(encode_rst_stream(number, STREAM_CLOSED))
+
     def _on_headers(self, flags: int, number: int, body: bytes) -> None:
         block = self._headers.read_headers(flags, number, body)
-        if block is not None:
+        if block is None:
+            self._awaits_rest = True
+        else:
             self._on_header_block(number, *block)
 
     def _on_continuation(self, flags: int, number: int, body: bytes) -> None:
@@ -265,7 +248,7 @@ class Http2Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None:
             self._open_stream(number, head, ended)
-        elif stream.half_closed or not ended:
+        elif stream.half_closed or not ended or head.has_pseudo_fields or stream.content_length:
             self.reset_stream(stream, STREAM_CLOSED if stream.half_closed else PROTOCOL_ERROR)
         else:
             stream.half_closed = True
@@ -273,57 +256,77 @@ class Http2Connection(asyncio.Protocol):
                 stream.receiver.on_data(b"", True)
 
     def _open_stream(self, number: int, head: RequestHead, ended: bool) -> None:
-        if number <= self._last_stream or self._shutdown == _SHUTDOWN_CONFIRMED:
-            self._idle_frames += 1  # of a finished call, or of one after the last GOAWAY
-            self._last_stream = max(self._last_stream, number)
-            return
+        if number <= self._last_stream:
+            self._rate.level += 1
+            if self._closed.get(number):
+                return
+            is_closed = number in self._closed
+            code = STREAM_CLOSED if is_closed else PROTOCOL_ERROR
+            raise Http2ProtocolError(code, f"HEADERS on stream {number}, which is closed")
         self._last_stream = number
-        if len(self._streams) >= self._max_streams or head.malformed:
-            self._idle_frames += 1
-            code = PROTOCOL_ERROR if head.malformed else REFUSED_STREAM
-            self._writer.write(encode_rst_stream(number, code))
+        if self._shutdown == _SHUTDOWN_CONFIRMED:
+            self._rate.level += 1
+            self._closed[number] = True
+            return
+        malformed = head.malformed or (ended and head.content_length)
+        if malformed or len(self._streams) >= self._port.limits.max_concurrent_streams:
+            self._rate.level += 1
+            self._closed[number] = True
+            self._writer.write(encode_rst_stream(number, PROTOCOL_ERROR if malformed else REFUSED_STREAM))
             return
         stream = Http2Stream(self, self._writer, number, self._initial_send_window)
         self._streams[number] = stream
         stream.half_closed = ended
+        stream.content_length = head.content_length
         self._owner.on_request(self, stream, head)
-        if ended and stream.receiver is not None and number in self._streams:
+        if number not in self._streams:
+            self._rate.level += 1  # it was rejected
+        elif not ended:
+            self._opened.append(stream)
+        elif stream.receiver is not None:
             stream.receiver.on_data(b"", True)
 
     def _on_priority(self, flags: int, number: int, body: bytes) -> None:
-        if not number or len(body) != 5:
-            raise Http2ProtocolError(PROTOCOL_ERROR if not number else FRAME_SIZE_ERROR, "PRIORITY")
+        check_priority(number, body)
 
     def _on_rst_stream(self, flags: int, number: int, body: bytes) -> None:
         if len(body) != 4:
             raise Http2ProtocolError(FRAME_SIZE_ERROR, "RST_STREAM")
-        if not number or number > self._last_stream:
+        if not number & 1 or number > self._last_stream:
             raise Http2ProtocolError(PROTOCOL_ERROR, f"RST_STREAM of stream {number}, which is idle")
         stream = self._streams.get(number)
         if stream is not None:
-            self._remove_stream(stream)
+            self._rate.level += RESET_COST
+            self._remove_stream(stream, False)
             stream.on_closed()
 
     def _on_settings(self, flags: int, number: int, body: bytes) -> None:
-        if number or (flags & ACK and body) or len(body) % 6:
+        if number or (flags & ACK and body):
             raise Http2ProtocolError(PROTOCOL_ERROR if number else FRAME_SIZE_ERROR, "SETTINGS")
-        self._handshake = _HANDSHAKE_COMPLETE
-        self._keepalive.handshake_complete = True
         if flags & ACK:
             return
-        for key, value in struct.iter_unpack(">HI", body):
-            if key == INITIAL_WINDOW_SIZE:
-                if value > MAX_WINDOW:
-                    raise Http2ProtocolError(FLOW_CONTROL_ERROR, f"a window of {value} bytes")
-                for stream in self._streams.values():
-                    stream.send_window += value - self._initial_send_window
-                self._initial_send_window = value
-            elif key == MAX_FRAME_SIZE:
-                if not 16_384 <= value < 1 << 24:
-                    raise Http2ProtocolError(PROTOCOL_ERROR, f"frames of {value} bytes")
-                self._writer.limit_frame_size(value)
+        if self._handshake == _HANDSHAKE_COMPLETE:
+            self._rate.level += SETTINGS_COST
+        else:
+            self._handshake = _HANDSHAKE_COMPLETE
+            self._keepalive.handshake_complete = True
+            self.queues.connections.discard(self)
+        settings = decode_settings(body)
+        if MAX_FRAME_SIZE in settings:
+            self._writer.limit_frame_size(settings[MAX_FRAME_SIZE])
+        if INITIAL_WINDOW_SIZE in settings:
+            self._change_windows(settings[INITIAL_WINDOW_SIZE])
         self._writer.write(encode_frame(SETTINGS, ACK, 0))
-        self._writer.send_blocked()
+
+    def _change_windows(self, size: int) -> None:
+        """Apply the peer's initial window to the open streams (§6.9.2), once per SETTINGS."""
+        increment, self._initial_send_window = size - self._initial_send_window, size
+        for stream in list(self._streams.values()) if increment else ():
+            stream.send_window += increment
+            if stream.send_window > MAX_WINDOW:
+                raise Http2ProtocolError(FLOW_CONTROL_ERROR, f"a window of {stream.send_window} bytes")
+            if stream.unsent and increment > 0:
+                self._writer.send_unsent(stream)
 
     def _on_push_promise(self, flags: int, number: int, body: bytes) -> None:
         raise Http2ProtocolError(PROTOCOL_ERROR, "PUSH_PROMISE from a client")
@@ -337,8 +340,8 @@ class Http2Connection(asyncio.Protocol):
             self._confirm_shutdown()
 
     def _on_goaway(self, flags: int, number: int, body: bytes) -> None:
-        if number:
-            raise Http2ProtocolError(PROTOCOL_ERROR, "GOAWAY on a stream")
+        if number or len(body) < 8:
+            raise Http2ProtocolError(PROTOCOL_ERROR if number else FRAME_SIZE_ERROR, "GOAWAY")
 
     def _on_window_update(self, flags: int, number: int, body: bytes) -> None:
         if len(body) != 4:
@@ -353,7 +356,7 @@ class Http2Connection(asyncio.Protocol):
             return self._writer.send_blocked()
         stream = self._streams.get(number)
         if stream is None:
-            if number > self._last_stream:
+            if number > self._last_stream or not number & 1:
                 raise Http2ProtocolError(PROTOCOL_ERROR, f"WINDOW_UPDATE of stream {number}, which is idle")
             return None
         stream.send_window += increment
@@ -370,22 +373,23 @@ class Http2Connection(asyncio.Protocol):
         self._writer.write(encode_frame(HEADERS, END_HEADERS | END_STREAM, stream.id, block))
         if not stream.half_closed:
             self._writer.write(encode_rst_stream(stream.id, NO_ERROR))
-        self._record_progress()
-        self._remove_stream(stream)
+        elif self._rate.level and stream.receiver is not None:
+            self._rate.add_credit()
+        self._remove_stream(stream, not stream.half_closed)
 
     def reset_stream(self, stream: Http2Stream, code: int) -> None:
         """Write RST_STREAM, and remove and close the stream."""
         if self._streams.get(stream.id) is stream:
-            self._idle_frames += 1
+            self._rate.level += RESET_COST
             self._writer.write(encode_rst_stream(stream.id, code))
-            self._remove_stream(stream)
+            self._remove_stream(stream, True)
             stream.on_closed()
 
-    def _record_progress(self) -> None:
-        self._idle_frames = 0
-
-    def _remove_stream(self, stream: Http2Stream) -> None:
-        self._streams.pop(stream.id, None)
+    def _remove_stream(self, stream: Http2Stream, may_receive: bool) -> None:
+        del self._streams[stream.id]
+        self._closed[stream.id] = may_receive
+        if len(self._closed) > 2 * _CLOSED_STREAMS:
+            self._closed = dict(list(self._closed.items())[-_CLOSED_STREAMS:])
         self._writer.remove(stream)
         if self._shutdown == _SHUTDOWN_CONFIRMED and not self._streams:
             self.close()
@@ -408,18 +412,23 @@ class Http2Connection(asyncio.Protocol):
             if not self._streams:
                 self.close()
 
+    def _check_idle(self) -> None:
+        """Shut down the connection after ``max_connection_idle`` seconds without a call."""
+        now = self._loop.time()
+        if self._streams or self._last_stream != self._last_checked_stream:
+            self._idle_since, self._last_checked_stream = now, self._last_stream
+        elif now - self._idle_since >= self._port.limits.max_connection_idle > 0:
+            self.shut_down()
+
     def close(self) -> None:
         """Accept no further calls, and close after the written data is sent."""
         self._writer.flush()
         self._transport.close()
 
-    def abort(self) -> None:
-        """Close at once and cancel the calls in progress."""
-        self._transport.abort()
-
     def _fail(self, code: int, message: str) -> None:
         self._writer.write(encode_goaway(self._last_stream, code, message))
         self.close()
+        self._loop.call_later(_CLOSE_TIMEOUT, self.abort)  # a peer that does not read would keep its calls
 
 
 _FRAME_HANDLERS: tuple[Callable[[Http2Connection, int, int, bytes], None], ...] = (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
+from serve_app.protocols.grpc.http2.frame_rate import FrameRate
 from serve_app.protocols.grpc.http2.frames import (
     DATA,
     DEFAULT_WINDOW,
@@ -15,23 +15,24 @@ from serve_app.protocols.grpc.http2.frames import (
 from serve_app.protocols.grpc.http2.stream import Http2Stream
 
 _COALESCED_SIZE = 1 << 16  # bytes that are collected before they are written
-_HIGH_WATER = 1 << 20  # bytes in the socket's buffer above which streams wait, too
+_HIGH_WATER = 1 << 17  # bytes that the socket has not accepted, above which streams wait
+_MIN_FRAGMENT = 256  # bytes; smaller parts of a message are the peer's doing
 _DEFAULT_FRAME_SIZE = 16_384  # bytes, until the peer's SETTINGS change it (§6.5.2)
 
 
 class FrameWriter:
     """A writer of frames that respects the peer's windows and the socket's buffer.
 
-    Frames of one turn of the event loop are written at once. ``on_data_sent`` is called for each DATA frame.
+    Frames of one turn of the event loop are written at once.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_data_sent: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, rate: FrameRate) -> None:
         self._loop = loop
-        self._on_data_sent = on_data_sent
+        self._rate = rate
         self._transport: asyncio.Transport
         self._frames: list[bytes | memoryview] = []
         self._collected = 0
-        self._window = DEFAULT_WINDOW
+        self.window = DEFAULT_WINDOW
         self._max_frame_size = _DEFAULT_FRAME_SIZE
         self._blocked: dict[int, Http2Stream] = {}
         self.paused = False
@@ -57,22 +58,30 @@ class FrameWriter:
 
     def send_unsent(self, stream: Http2Stream) -> None:
         """Send the stream's data as far as the windows and the socket allow; the rest stays blocked."""
-        unsent = stream.unsent
+        unsent, sent = stream.unsent, False
         while unsent:
-            size_limit = min(stream.send_window, self._window, self._max_frame_size)
+            size_limit = min(stream.send_window, self.window, self._max_frame_size)
             if size_limit <= 0 or self.paused:
-                self._blocked[stream.id] = stream
+                if stream.send_window > 0:  # the others continue with a WINDOW_UPDATE of their own
+                    self._blocked[stream.id] = stream
+                if sent:
+                    stream.on_progress()
                 return
-            data = unsent[0]
+            data, sent = unsent[0], True
             if len(data) <= size_limit:
                 unsent.popleft()
+                if self._rate.level:
+                    self._rate.add_credit()
             else:
                 view = memoryview(data)
                 data, unsent[0] = view[:size_limit], view[size_limit:]
+                if size_limit < _MIN_FRAGMENT:
+                    self._rate.level += 1
+                else:
+                    self._rate.add_credit()
             size = len(data)
             stream.send_window -= size
-            self._window -= size
-            self._on_data_sent()
+            self.window -= size
             self.write(FRAME_HEADER.pack(size << 8 | DATA, 0, stream.id))
             self.write(data)
         self._blocked.pop(stream.id, None)
@@ -81,15 +90,15 @@ class FrameWriter:
     def send_blocked(self) -> None:
         """Continue the blocked streams in turn, as far as the windows and the socket allow."""
         for stream in list(self._blocked.values()):
-            if self.paused or self._window <= 0:
+            if self.paused or self.window <= 0:
                 return
             del self._blocked[stream.id]  # a stream that blocks again goes to the end
             self.send_unsent(stream)
 
     def widen_window(self, increment: int) -> bool:
         """Widen the connection's window; return False if it exceeds the protocol's limit."""
-        self._window += increment
-        return self._window <= MAX_WINDOW
+        self.window += increment
+        return self.window <= MAX_WINDOW
 
     def limit_frame_size(self, size: int) -> None:
         """Apply the peer's SETTINGS_MAX_FRAME_SIZE, in bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from serve_app.protocols.grpc.http2.frame_writer import FrameWriter
 from serve_app.protocols.grpc.http2.frames import PING, encode_frame
@@ -14,12 +15,14 @@ class Keepalive:
     """A timer that pings a silent peer after ``interval`` seconds and aborts after as many more.
 
     ``handshake_complete``: silence before the peer's SETTINGS aborts the connection without a ping.
-    ``data_received`` is set by the connection when the peer sends something.
+    ``data_received`` is set by the connection when the peer sends something. ``on_interval`` is called each
+    time that the connection stays.
     """
 
-    def __init__(self, interval: float, writer: FrameWriter) -> None:
+    def __init__(self, interval: float, writer: FrameWriter, on_interval: Callable[[], None]) -> None:
         self._interval = interval
         self._writer = writer
+        self._on_interval = on_interval
         self.handshake_complete = False
         self.data_received = False
         self._pinged = False
@@ -44,4 +47,5 @@ class Keepalive:
         if silent:
             self._writer.write(encode_frame(PING, 0, 0, _PING_DATA))
         self.data_received = False
+        self._on_interval()
         self.start(self._transport)

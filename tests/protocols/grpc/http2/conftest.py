@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from http2_peer import EchoServer, StartServer
 
-from serve_app.protocols.grpc.http2.server import Http2Limits
+from serve_app.protocols.grpc.http2.limits import Http2Limits
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from serve_app.protocols.grpc.http2.frames import (
     RST_STREAM,
     encode_frame,
 )
-from serve_app.protocols.grpc.http2.server import Http2Limits
+from serve_app.protocols.grpc.http2.limits import Http2Limits
 
 
 def test_statuses_of_aborted_failed_and_unknown_methods(
