@@ -14,7 +14,6 @@ from serve_app.protocols.grpc.http2.timeout_queue import TimeoutQueue
 _MIN_STALL = 1.0  # seconds without progress after which a buffer yields to others
 _MIN_TRIM = 16 << 20  # bytes that were buffered
 _TRIM_DELAY = 1.0  # seconds
-_LARGEST_MESSAGES = 4  # that fit the budget whatever its setting, so that one always fits a share
 
 
 class StalledPeer(Hashable, Protocol):
@@ -62,8 +61,8 @@ class WaitingQueues:
 class BufferBudget:
     """The limit of buffered bytes of all connections of a port."""
 
-    def __init__(self, limits: Http2Limits, queues: WaitingQueues) -> None:
-        self.limit = max(limits.max_buffered_bytes, _LARGEST_MESSAGES * limits.max_message_size)
+    def __init__(self, limit: int, queues: WaitingQueues) -> None:
+        self.limit = limit
         self.used = 0
         self._stalled = (queues.unfinished, queues.undelivered)
         self._suspended = queues.suspended

@@ -25,7 +25,9 @@ class PortState:
     def __init__(self, limits: Http2Limits) -> None:
         self.limits = limits
         self.queues = WaitingQueues(limits)
-        self.budget = BufferBudget(limits, self.queues)
+        self.budget = BufferBudget(limits.max_buffered_bytes, self.queues)
+        # One message at a time that is too large for the budget; a share is half of this one, too.
+        self.large_messages = BufferBudget(2 * limits.max_message_size, self.queues)
         self.receive_buffer = memoryview(bytearray(_RECEIVE_BUFFER))
 
 

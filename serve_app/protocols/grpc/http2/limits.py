@@ -11,7 +11,7 @@ from serve_app.settings import Settings
 class Http2Limits:
     """The limits of a port: sizes in bytes, times in seconds. 0: unlimited.
 
-    ``max_buffered_bytes`` is raised to four times ``max_message_size`` where it is less.
+    Beside ``max_buffered_bytes`` the port receives one message at a time that is larger than a third of them.
     """
 
     max_message_size: int = 4 << 20

@@ -91,6 +91,7 @@ class RpcContext:
         "grant",
         "headers",
         "peer",
+        "share",
     )
 
     def __init__(
@@ -100,6 +101,7 @@ class RpcContext:
         self._stream = stream
         self._method = method
         self._loop = asyncio.get_running_loop()
+        self.share = stream.share  # of the budget of buffered bytes
         self._reserved = 0  # bytes of ``share``
         self.authorized = False
         self.grant: KeyGrant | None = None
@@ -123,11 +125,6 @@ class RpcContext:
         self._waiting = True
         self._requests = _RequestStream(self, self._method.parse)
         self._task = self._loop.create_task(self._run(self._requests))
-
-    @property
-    def share(self) -> BufferShare:
-        """The connection's share of the port's budget."""
-        return self._stream.share
 
     @property
     def ended(self) -> bool:
@@ -231,6 +228,8 @@ class RpcContext:
         elif self not in queues.suspended:
             queues.unfinished.touch(self)
         needed = self._buffered + max(0, self._stream.receive_window - STREAM_WINDOW)
+        if self._messages.partial:  # the room of its rest stays reserved
+            needed = max(needed, self._reserved)
         if not self._reserve(needed):
             raise InvalidMessage(_Code.RESOURCE_EXHAUSTED, self._describe_full_buffers(), "quota_exceeded")
         self.extend_window()
@@ -251,13 +250,11 @@ class RpcContext:
         target = max(STREAM_WINDOW, missing)
         if window >= target // 2:
             return
-        ahead = self._buffered + target - STREAM_WINDOW - self._reserved
-        if ahead > 0 and not self.share.reserve_ahead(ahead):
+        if not self._reserve_ahead(self._buffered + missing - self._reserved):
             if self not in queues.suspended:
                 queues.unfinished.discard(self)
                 queues.suspended.touch(self)
         else:
-            self._reserved += max(0, ahead)
             if self in queues.suspended:
                 queues.suspended.discard(self)
                 queues.unfinished.touch(self)
@@ -278,14 +275,33 @@ class RpcContext:
         if missing < 0:
             self.share.release(-missing)
         self._reserved = size
+        if not size:
+            self.share = self._stream.share
         if self._ended:  # others' room was reclaimed from this call
             self._stop_waiting()
         return True
 
+    def _reserve_ahead(self, size: int) -> bool:
+        """Reserve room for the rest of a message; return False if there is none so far."""
+        if size <= 0:
+            return True
+        if self.share.reserve_ahead(size):
+            self._reserved += size
+            return True
+        large, total = self._server.large_messages, self._reserved + size
+        if large.used or total <= self._server.budget.limit // 3:
+            return False
+        self.share.release(self._reserved)
+        self.share = BufferShare(large)
+        self.share.add(total)
+        self._reserved = total
+        return True
+
     def on_message_taken(self) -> None:
         """Return the room of a message that the method has taken."""
-        needed = self._buffered + max(0, self._stream.receive_window - STREAM_WINDOW)
-        self._reserve(min(self._reserved, needed))
+        if not self._messages.partial:
+            needed = self._buffered + max(0, self._stream.receive_window - STREAM_WINDOW)
+            self._reserve(min(self._reserved, needed))
         self.extend_window()
 
     @property

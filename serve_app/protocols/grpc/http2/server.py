@@ -47,6 +47,7 @@ class Http2Server:
         self._authorize = authorize
         self._port = PortState(self.limits)
         self.queues, self.budget = self._port.queues, self._port.budget
+        self.large_messages = self._port.large_messages
         self._methods: dict[str, GrpcMethod] = {}
         self._listeners: list[asyncio.AbstractServer] = []
         self._connections: dict[Http2Connection, list[asyncio.TimerHandle]] = {}

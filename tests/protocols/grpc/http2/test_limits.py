@@ -183,6 +183,17 @@ def test_concurrent_large_messages_are_received_in_turn(start_server: StartServe
     wait_until_released(server)
 
 
+def test_messages_larger_than_the_budget_are_received_one_at_a_time(start_server: StartServer) -> None:
+    server = start_server(max_message_size=8 * MIB, max_buffered_bytes=4 * MIB)
+    data = bytes(6 * MIB)
+    with grpc.insecure_channel(server.address) as channel:
+        measure = channel.unary_unary("/test.Test/Measure")
+        futures = [measure.future(data, timeout=60) for _ in range(4)]
+        assert [future.result() for future in futures] == [b"%d" % len(data)] * 4
+    wait_until_released(server)
+    assert server.server.large_messages.used == 0
+
+
 def test_undelivered_responses_count(start_server: StartServer) -> None:
     server = start_server(max_message_size=MIB, max_buffered_bytes=4 * MIB)
     closed_window = PREFACE + encode_frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
