@@ -291,6 +291,8 @@ def _archive_errors(name: str) -> Iterator[None]:
     except (RuntimeError, NotImplementedError, ValueError, OverflowError) as error:
         raise InvalidArchive(name, f"cannot be read ({error}); {_BROKEN}") from None
     except OSError as error:
+        if error.errno == errno.EINVAL and error.filename is None:  # zipfile seeks to a negative position
+            raise InvalidArchive(name, f"is damaged (an entry lies outside the file); {_BROKEN}") from None
         if error.errno not in _ARCHIVE_ERRORS:
             raise
         what = f"has an entry that cannot be created ({error.strerror}: {error.filename})"
