@@ -285,7 +285,18 @@ def _damage(packed: bytes, edits: bytes) -> bytes:
     return bytes(damaged)
 
 
-@target([bytes([kind, 0, *range(40)]) for kind in range(3)] + [b"\x04PK\x03\x04"], max_length=512)
+_NEGATIVE_OFFSET = "03ec2becec03ecececececececec01000000ecececec01000000ececec00000000"
+
+
+@target(
+    [
+        *(bytes([kind, 0, *range(40)]) for kind in range(4)),
+        b"\x04PK\x03\x04",
+        bytes.fromhex(_NEGATIVE_OFFSET),  # raised OSError
+        bytes.fromhex("00ffffffffffffffffffffffffffffffffffffff5bff063f500304"),  # a directory MANIFEST.json
+    ],
+    max_length=512,
+)
 def archives(data: bytes) -> None:
     """Unpack an archive and read what a registration reads; nothing may appear outside its directory."""
     reader = ByteReader(data)
