@@ -16,7 +16,7 @@ import psutil
 from tests.security.attack import Outcome, Target, attack
 
 MIB = 1 << 20
-HEAD = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\n"
 CONNECTIONS = 4300
 
 
@@ -126,7 +126,9 @@ def idle_connections(target: Target) -> Outcome:
 
 @attack("http", "500 unfinished heads on the management port", "none closed within 15 s", keys=False)
 def unfinished_management_heads(target: Target) -> Outcome:
-    crowd, _ = crowd_attack(target, target.management, b"GET /models HTTP/1.1\r\nHost: x\r\n", 500, 15)
+    crowd, _ = crowd_attack(
+        target, target.management, b"GET /models HTTP/1.1\r\nHost: localhost\r\n", 500, 15
+    )
     return Outcome(f"{len(crowd.closed)} of 500 closed within 15 s", len(crowd.closed) == 500)
 
 
@@ -161,7 +163,7 @@ LARGE = {
     "200 headers": HEAD + b"a: b\r\n" * 200 + b"\r\n",
     "header of 1 MB": HEAD + b"a: " + b"b" * MIB + b"\r\n\r\n",
     "header of 70 KB": HEAD + b"a: " + b"b" * 70_000 + b"\r\n\r\n",
-    "URL of 100 KB": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "URL of 100 KB": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
 
 
@@ -236,7 +238,7 @@ def extensions_and_pipelines(target: Target) -> Outcome:
 
 @attack("http", "300 clients that do not read 1 MiB each", "+ 124 MiB until they disconnect", keys=False)
 def slow_readers(target: Target) -> Outcome:
-    request = b"GET /predictions/wide HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"GET /predictions/wide HTTP/1.1\r\nHost: localhost\r\n\r\n"
     before = target.memory()
 
     async def run() -> tuple[int, list[float]]:
