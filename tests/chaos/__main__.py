@@ -7,6 +7,7 @@ some, and ``--short`` those of the short form, once. The exit code is 1 where a 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import traceback
@@ -100,6 +101,7 @@ def main() -> int:
     ]
     if not selected:
         parser.error(f"no such fault; there are: {', '.join(fault.name for fault in FAULTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the server, too
     run = ChaosRun(options.output)
     run.run(
         selected,

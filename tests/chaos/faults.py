@@ -7,6 +7,7 @@ import errno
 import random
 import signal
 import sqlite3
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,9 +158,11 @@ def fill_disk(setup: Setup) -> None:
 def shift_clock(seconds: int, setup: Setup) -> None:
     """Set the clock of all processes forward or back, and after eight seconds right again."""
     assert setup.clock is not None
-    setup.clock.write_text(f"{seconds:+d}")
-    time.sleep(HOLD_S)
-    setup.clock.write_text("+0")
+    with setup.clock.open("r+b", buffering=0) as file:
+        file.write(struct.pack("=q", seconds))
+        time.sleep(HOLD_S)
+        file.seek(0)
+        file.write(struct.pack("=q", 0))
 
 
 def exhaust_memory(setup: Setup) -> None:
@@ -219,7 +222,7 @@ def kill_management_at_random_moments(setup: Setup) -> None:
 
 
 def _process_faults() -> Iterator[Fault]:
-    short = {"replica", "gateway", "Management", "Serve controller", "HAProxy", "raylet"}
+    short = {"replica", "gateway", "Management", "Serve controller", "HAProxy"}
     restarts = {"dashboard agent", "raylet", "GCS", "serve run"}  # Ray ends the raylet with its agent
     for type in PROCESSES:
         unavailable = RESTART_LIMIT_S if type in restarts else 30.0
@@ -232,21 +235,21 @@ def _process_faults() -> Iterator[Fault]:
             replaces=type,
             short=type in short,
         )
-        yield Fault(f"pause {type}", "default", partial(pause, type), unavailable, short=type == "Management")
+        yield Fault(f"pause {type}", "default", partial(pause, type), unavailable)
         yield Fault(f"slow {type}", "default", partial(slow_down, type), unavailable)
 
 
 FAULTS: tuple[Fault, ...] = (
     *_process_faults(),
     Fault("kill Management repeatedly", "default", kill_management_at_random_moments),
-    Fault("locked database", "default", lock_database, short=True),
+    Fault("locked database", "default", lock_database),
     Fault("memory pressure", "default", exhaust_memory, replaces=""),
-    Fault("kill PostgreSQL", "cluster", kill_postgres, short=True),
+    Fault("kill PostgreSQL", "cluster", kill_postgres),
     Fault("pause PostgreSQL", "cluster", pause_postgres),
     Fault("kill Redis", "cluster", kill_redis, RESTART_LIMIT_S),
     Fault("pause Redis", "cluster", pause_redis),
     Fault("kill GCS with Redis", "cluster", partial(kill, "GCS"), RESTART_LIMIT_S, "GCS"),
-    Fault("full disk", "disk", fill_disk, short=True),
-    Fault("clock an hour ahead", "clock", partial(shift_clock, 3600), short=True),
+    Fault("full disk", "disk", fill_disk),
+    Fault("clock an hour ahead", "clock", partial(shift_clock, 3600)),
     Fault("clock an hour back", "clock", partial(shift_clock, -3600)),
 )

@@ -53,6 +53,7 @@ class Result:
 def run_fault(setup: Setup, fault: Fault, *, seed: int = 0) -> Result:
     """Apply a fault under load, wait for recovery, and compare the outcome with the documented limits."""
     server, result = setup.server, Result(fault.name)
+    server.wait(server.is_up, description="recovery from the fault before")
     server.note_run()
     restarts, counted_before = server.restarts, _counted(server)
     old = {process.pid for process in PROCESSES[fault.replaces](server)} if fault.replaces else set()
@@ -159,10 +160,10 @@ def _wait_for_counts(server: ChaosServer, before: int, allowed: tuple[int, int])
     while time.monotonic() < until:
         try:
             counted = _counted(server) - before
+            if counted >= allowed[0]:
+                time.sleep(1.0)  # what is counted twice arrives, too
+                return _counted(server) - before
         except Exception:  # Management is being replaced; the clients raise errors of several libraries
             counted = -1
-        if counted >= allowed[0]:
-            time.sleep(1.0)  # what is counted twice arrives, too
-            return _counted(server) - before
         time.sleep(0.3)
     return counted

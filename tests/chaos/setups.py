@@ -1,4 +1,4 @@
-"""The servers that faults need: plain, with PostgreSQL and Redis, on a small disk, with a false clock."""
+"""The servers that faults need: plain, with PostgreSQL and Redis, on a small disk, with a shifted clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.parts import free_port
 from tests.postgres_server import MISSING, Postgres, find_postgres, running_postgres
 
 _DISK_MIB = 192  # of state, logs and Ray's session; a start takes about 20
-_FAKETIME = "libfaketime.so.1"
 
 
 class Skipped(Exception):
@@ -58,7 +57,7 @@ class Setup:
     postgres: Postgres | None = None
     redis: Redis | None = None
     disk: Path | None = None  # the mount that is filled
-    clock: Path | None = None  # the file with the offset of the clock
+    clock: Path | None = None  # the file with the seconds by which the clock is shifted
     kills: int = 5  # of Management, in the fault that kills it at random moments
     notes: list[str] = field(default_factory=list)
 
@@ -119,19 +118,14 @@ def _disk() -> Iterator[Setup]:
 
 @contextlib.contextmanager
 def _clock() -> Iterator[Setup]:
-    found = sorted(Path("/usr/lib").glob(f"*/faketime/{_FAKETIME}"))
-    if not found:
-        raise Skipped("libfaketime is not installed; on Debian and Ubuntu it is the package `faketime`.")
+    if (compiler := shutil.which("cc")) is None:
+        raise Skipped("No C compiler is installed, which builds the library that shifts the clock.")
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        clock = Path(folder) / "offset"
-        clock.write_text("+0")
-        env = {
-            "LD_PRELOAD": str(found[-1]),
-            "FAKETIME_TIMESTAMP_FILE": str(clock),
-            "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",  # a clock that is set leaves the monotonic clock alone
-            "FAKETIME_DONT_RESET": "1",
-        }
+        clock, library = Path(folder) / "offset", Path(folder) / "clock.so"
+        clock.write_bytes(bytes(8))
+        source = Path(__file__).with_name("clock.c")
+        subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
+        env = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(clock)}
         with _running(ChaosServer(Path(folder), env)) as server:
             yield Setup(server, clock=clock)
 

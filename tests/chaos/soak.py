@@ -12,6 +12,7 @@ import csv
 import json
 import math
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -284,6 +285,7 @@ def main() -> int:
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE of the server (repeatable)")
     parser.add_argument("--output", type=Path, default=Path("soak"), help="the folder of the reports")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the server, too
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         server = Server(Path(folder), dict(pair.split("=", 1) for pair in options.env))
         try:
