@@ -14,6 +14,7 @@ from ray import serve
 from serve_app.dataplane.count_journal import CountJournal, abandoned_reports
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.dataplane.experiment_collector import replay
+from serve_app.deployments.actor_classes import drop_old_actor_classes
 from serve_app.deployments.names import MANAGEMENT, SERVER
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.telemetry.metrics import Meters, MetricsReport
@@ -50,6 +51,7 @@ class ReportQueue:
         recovered = False
         while True:
             await asyncio.sleep(_RETRY_PERIOD_S if self._unacknowledged else _PUSH_PERIOD_S)
+            drop_old_actor_classes()  # in every process that sends requests to replicas
             try:
                 await self.send_pending(_SEND_TIMEOUT_S)
                 recovered = recovered or await self.send_abandoned(_SEND_TIMEOUT_S)
