@@ -1,8 +1,8 @@
 """A bound on the classes of Ray actors that a process keeps.
 
 Serve creates a class for every replica. Ray's function manager keeps each class that a process has loaded by
-``ray.get_actor``, about 80 KiB, and each process that sends requests to replicas loads them all. A dropped class
-is loaded again where it is needed.
+``ray.get_actor``, about 80 KiB, and each process that sends requests to replicas loads them all. A dropped
+class is loaded again where it is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def drop_old_actor_classes(worker: Any = None, kept: int = _KEPT) -> None:
     It uses private attributes of the pinned Ray; without them nothing is dropped.
     """
     worker = ray._private.worker.global_worker if worker is None else worker
-    manager = getattr(worker, "function_actor_manager", None)
+    manager: Any = getattr(worker, "function_actor_manager", None)
     classes = getattr(manager, "_loaded_actor_classes", None)
     if not classes or len(classes) <= kept:
         return
