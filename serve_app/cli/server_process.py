@@ -231,6 +231,7 @@ class ServerProcess:
         deadline = time.monotonic() + timeout
         while True:
             if (code := self.exit_code()) is not None:
+                self._end_processes()  # the GCS outlives a failed start, and would refuse the next one
                 raise StartError(f"The server ended with code {code}:\n{self.last_lines()}")
             if time.monotonic() > deadline:
                 self.stop()

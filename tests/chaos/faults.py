@@ -198,13 +198,20 @@ def _memory_group() -> Iterator[tuple[Path, str]]:
         try:
             yield group, limit
         finally:
-            for pid in (group / "cgroup.procs").read_text().split():
-                with contextlib.suppress(OSError):
-                    (root / "cgroup.procs").write_text(pid)
-            with contextlib.suppress(OSError):
-                group.rmdir()
+            _remove_group(group)
         return
     raise Skipped("no control group of memory can be created here")
+
+
+def _remove_group(group: Path) -> None:
+    """Move the processes of a control group to its parent, also those that start meanwhile, and delete it."""
+    for _ in range(50):
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (group.parent / "cgroup.procs").write_text(pid)
+        with contextlib.suppress(OSError):
+            return group.rmdir()
+        time.sleep(0.1)
 
 
 def kill_management_at_random_moments(setup: Setup) -> None:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from parts import Server, free_port
 
+from serve_app.cli.errors import StartError
 from serve_app.cli.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -234,6 +235,20 @@ def test_the_end_of_a_process_of_ray_ends_the_server_and_leaves_no_process(tmp_p
     assert server.process.wait() == 1
     killer.join()
     assert "ended; without it no replica can be started" in server.process.cause
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert alive == []
+    server.close()
+
+
+def test_a_start_that_fails_leaves_no_process(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.process.start()
+    server.wait(lambda: "gcs_server" in {process.name() for process in server.process.processes()})
+    started = server.process.processes()
+    os.kill(server.process.pid, signal.SIGKILL)
+    with pytest.raises(StartError, match="The server ended with code -9"):
+        for _ in server.process.poll(60, "not ready"):
+            pass
     _, alive = psutil.wait_procs(started, timeout=5)
     assert alive == []
     server.close()
