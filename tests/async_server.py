@@ -74,7 +74,14 @@ class Server:
         webhooks = WebhookSender(async_settings, environ)
 
         async def build_service() -> AsyncPredictionService:
-            service = AsyncPredictionService(store, replayer, webhooks, async_settings, self.meters)
+            service = AsyncPredictionService(
+                store,
+                replayer,
+                webhooks,
+                async_settings,
+                self.meters,
+                lambda: table.access is not None and table.access.has_several_owners,
+            )
             await service.load()
             return service
 
@@ -106,7 +113,7 @@ class Server:
         id = location.rpartition("/")[2]
 
         async def poll() -> dict[str, Any]:
-            while (document := await self.service.get_prediction(id, ("*",)))["state"] not in states:
+            while (document := await self.service.get_prediction(id, None))["state"] not in states:
                 await asyncio.sleep(0.002)
             return document
 

@@ -30,6 +30,7 @@ class StoredRequest:
     key: str = ""  # Idempotency-Key: requests to a model with the same one are the same
     digest: str = ""  # of the content that these must have in common
     webhook: str = ""  # a URL that gets a notification at the end
+    owner: str = ""  # the name of its key; empty where no key is required
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class AsyncPrediction:
     webhook: str = ""
     webhook_state: Literal["", "pending", "delivered", "failed"] = ""  # of the notification
     error: str = ""  # the cause, where it failed without a response
+    owner: str = ""  # the name of the key that created it; empty: no key was required
 
     @property
     def has_ended(self) -> bool:

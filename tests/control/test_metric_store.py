@@ -17,6 +17,7 @@ from metric_store_helpers import reward, rows, run, seen, units
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.persistence.database import Database
 from serve_app.control.persistence.schema import (
+    API_KEYS,
     AUDIT_LOG,
     COUNTED_EVENTS,
     EXPERIMENT_STATS,
@@ -370,6 +371,8 @@ class TestMigration:
             old.create_all(connection)
             for table in (EXPERIMENT_STATS, EXPOSED_UNITS, COUNTED_EVENTS, AUDIT_LOG):
                 table.drop(connection)
+            API_KEYS.drop(connection)
+            connection.execute(sa.text("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner"))
             connection.execute(sa.text("UPDATE torchrelay_schema SET version_num = 'schema_1'"))
             counts = (
                 b'{"calls": 9, "units": 3, "failed": {"queue_full": 2}, "empty": 0, "non_finite": 0, '

@@ -19,7 +19,7 @@ from typing import Any
 
 from serve_app.control.async_predictions.store import AsyncPredictionStore
 from serve_app.control.async_predictions.webhooks import WebhookSender
-from serve_app.domain.access import matches
+from serve_app.domain.access import JWT_PREFIX, KeyGrant
 from serve_app.domain.async_prediction import (
     AsyncPrediction,
     AsyncPredictionDocument,
@@ -27,6 +27,7 @@ from serve_app.domain.async_prediction import (
     StoredRequest,
     StoredResponse,
 )
+from serve_app.domain.key_errors import KeyShareExceeded
 from serve_app.errors import (
     AsyncQueueFull,
     IdempotencyKeyReused,
@@ -50,6 +51,8 @@ _STORE_RETRY_S = 5.0  # seconds between attempts to store a response
 class AsyncPredictionService:
     """All asynchronous predictions. ``execute`` returns the response to a request.
 
+    A prediction belongs to the key that created it. A ``grant`` of None stands for a caller who needs no key
+    and may see all. While ``has_several_owners`` returns True, each owner has at most its share of the store.
     Every method runs on the event loop that the service is created on.
     """
 
@@ -60,6 +63,7 @@ class AsyncPredictionService:
         webhooks: WebhookSender,
         settings: AsyncPredictionSettings,
         meters: Meters,
+        has_several_owners: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._execute = execute
@@ -67,15 +71,20 @@ class AsyncPredictionService:
         self._settings = settings
         self._meters = meters
         self._all: dict[str, AsyncPrediction] = {}
-        self._by_key: dict[tuple[str, str], str] = {}
+        self._has_several_owners = has_several_owners
+        self._by_key: dict[tuple[str, str, str], str] = {}  # by owner, model and Idempotency-Key
+        # Predictions, and their bytes, by owner, with those that are being stored.
+        self._count_by_owner = Counter[str]()
+        self._bytes_by_owner = Counter[str]()
         # Predictions, and their bytes, that are being stored.
         self._reserved_count = 0
         self._reserved_bytes = 0
         self._bytes = 0
-        self._queues: dict[str, deque[str]] = {}  # by model, in order
+        self._queues: dict[tuple[str, str], deque[str]] = {}  # by owner and model, in order
         self._running: dict[str, asyncio.Task[StoredResponse]] = {}
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._running_by_model = Counter[str]()
+        self._running_by_owner = Counter[str]()
         self._key_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -94,52 +103,66 @@ class AsyncPredictionService:
     async def submit_prediction(self, request: StoredRequest) -> AsyncPredictionDocument:
         """Store a request that is executed later, and return the prediction.
 
-        Raises AsyncQueueFull, IdempotencyKeyReused and BadRequest.
+        Raises AsyncQueueFull, KeyShareExceeded, IdempotencyKeyReused and BadRequest.
         """
         if request.webhook:
             self._webhooks.check(request.webhook)
         if not request.key:
             return (await self._accept(request)).to_dict()
         async with self._key_lock:
-            known = self._all.get(self._by_key.get((request.model, request.key), ""))
+            known = self._all.get(self._by_key.get((request.owner, request.model, request.key), ""))
             if known is not None and not _expired(known):
                 if known.digest != request.digest:
                     raise IdempotencyKeyReused(request.key, request.model)
                 return known.to_dict()
             return (await self._accept(request)).to_dict()
 
-    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> AsyncPredictionDocument:
-        return self._find(id, allowed_models).to_dict()
+    async def get_prediction(self, id: str, grant: KeyGrant | None) -> AsyncPredictionDocument:
+        return self._find(id, grant).to_dict()
 
     async def get_prediction_result(
-        self, id: str, allowed_models: tuple[str, ...]
+        self, id: str, grant: KeyGrant | None
     ) -> tuple[AsyncPredictionDocument, StoredResponse | None]:
         """Return a prediction, and its response where there is one.
 
         Raises PredictionNotFound, PredictionCancelled, PredictionLost and ResultStoreUnavailable.
         """
-        prediction = self._find(id, allowed_models)
+        prediction = self._find(id, grant)
         if prediction.state == "cancelled":
             raise PredictionCancelled(id)
         response = await self._store.get_response(prediction) if prediction.has_ended else None
         return prediction.to_dict(), response
 
-    async def cancel_prediction(
-        self, id: str, allowed_models: tuple[str, ...]
-    ) -> AsyncPredictionDocument | None:
+    async def cancel_prediction(self, id: str, grant: KeyGrant | None) -> AsyncPredictionDocument | None:
         """Cancel an unfinished prediction, or delete a finished one and return None."""
-        prediction = self._find(id, allowed_models)
+        prediction = self._find(id, grant)
         if prediction.has_ended:
             await self._delete([prediction])
             return None
         if (running := self._running.get(id)) is not None:
             running.cancel()
             await asyncio.wait({self._supervisors[id]})
-        elif id in self._queues.get(prediction.model, ()):
-            self._queues[prediction.model].remove(id)
+        elif id in (waiting := self._queues.get((prediction.owner, prediction.model), deque())):
+            waiting.remove(id)
+            if not waiting:
+                del self._queues[prediction.owner, prediction.model]
             self._report_counts()
             await self._end(id, "cancelled", None)
-        return self._find(id, allowed_models).to_dict()
+        return self._find(id, grant).to_dict()
+
+    async def remove_owner(self, owner: str) -> None:
+        """Make an owner's predictions those of managers alone: a later key of its name is another owner."""
+        for queued_by, model in [queue for queue in self._queues if queue[0] == owner]:
+            waiting = self._queues.pop((queued_by, model))
+            self._queues.setdefault(("", model), deque()).extend(waiting)
+        for id, prediction in list(self._all.items()):
+            if prediction.owner != owner:
+                continue
+            self._remove_key(prediction)
+            self._count(prediction, -1)
+            self._all[id] = replace(prediction, owner="", key="")
+            self._count(self._all[id], 1)
+        await self._store.remove_owner(owner)
 
     # Execution
 
@@ -188,6 +211,8 @@ class AsyncPredictionService:
             raise AsyncQueueFull("async_predictions.max_predictions", limit.max_predictions)
         if self._bytes + self._reserved_bytes + size > limit.max_bytes:
             raise AsyncQueueFull("async_predictions.max_bytes", limit.max_bytes)
+        if request.owner and self._has_several_owners():
+            self._check_share(request.owner, size)
         prediction = AsyncPrediction(
             secrets.token_hex(16),
             request.model,
@@ -198,16 +223,19 @@ class AsyncPredictionService:
             key=request.key,
             digest=request.digest,
             webhook=request.webhook,
+            owner=request.owner,
         )
 
         async def store() -> None:
             self._reserved_count += 1
             self._reserved_bytes += size
+            self._count(prediction, 1)
             try:
                 await self._store.add(prediction, request)
             finally:
                 self._reserved_count -= 1
                 self._reserved_bytes -= size
+                self._count(prediction, -1)
             self._add(prediction)
             self._enqueue(prediction)
 
@@ -216,38 +244,69 @@ class AsyncPredictionService:
         )  # its caller may disconnect: a stored prediction must be known
         return prediction
 
+    def _check_share(self, owner: str, size: int) -> None:
+        """Raise KeyShareExceeded where an owner has no room for another prediction of ``size`` bytes."""
+        limit = self._settings
+        max_count = max(1, int(limit.max_predictions * limit.key_share))
+        max_bytes = int(limit.max_bytes * limit.key_share)
+        if self._count_by_owner[owner] >= max_count:
+            error = KeyShareExceeded(owner, "max_predictions", max_count)
+        elif self._bytes_by_owner[owner] + size > max_bytes:
+            error = KeyShareExceeded(owner, "max_bytes", max_bytes)
+        else:
+            return
+        # Subjects of tokens are many, and share a label.
+        label = f"{JWT_PREFIX}other" if owner.startswith(JWT_PREFIX) else owner
+        self._meters.key(label, 0, 0, 0, {"key_share": 1})
+        raise error
+
+    def _count(self, prediction: AsyncPrediction, change: int) -> None:
+        """Add a prediction to the totals of its owner, or subtract it (``change`` -1)."""
+        owner = prediction.owner
+        self._count_by_owner[owner] += change
+        self._bytes_by_owner[owner] += change * prediction.size
+        if not self._count_by_owner[owner]:
+            del self._count_by_owner[owner], self._bytes_by_owner[owner]
+
     def _add(self, prediction: AsyncPrediction) -> None:
         self._all[prediction.id] = prediction
         self._bytes += prediction.size
+        self._count(prediction, 1)
         if prediction.key:
-            self._by_key[prediction.model, prediction.key] = prediction.id
+            self._by_key[prediction.owner, prediction.model, prediction.key] = prediction.id
 
     def _enqueue(self, prediction: AsyncPrediction) -> None:
-        self._queues.setdefault(prediction.model, deque()).append(prediction.id)
+        self._queues.setdefault((prediction.owner, prediction.model), deque()).append(prediction.id)
         self._start_queued()
 
     def _start_queued(self) -> None:
-        """Start as many predictions as the limits allow; the models take turns, each in order."""
-        limit = self._settings
-        for model in list(self._queues):
-            if self._closed or len(self._supervisors) >= limit.concurrency:
+        """Start as many predictions as the limits allow."""
+        while not self._closed and len(self._supervisors) < self._settings.concurrency:
+            queue = self._next_queue()
+            if queue is None:
                 break
-            waiting = self._queues.pop(model)
-            room = min(
-                limit.model_concurrency - self._running_by_model[model],
-                limit.concurrency - len(self._supervisors),
-            )
-            for _ in range(min(room, len(waiting))):
-                id = waiting.popleft()
-                self._running_by_model[model] += 1
-                self._running[id] = asyncio.get_running_loop().create_task(self._run(id))
-                self._supervisors[id] = self._spawn(self._supervise(id))
+            waiting = self._queues.pop(queue)
+            id = waiting.popleft()
+            owner, model = queue
+            self._running_by_owner[owner] += 1
+            self._running_by_model[model] += 1
+            self._running[id] = asyncio.get_running_loop().create_task(self._run(id))
+            self._supervisors[id] = self._spawn(self._supervise(id, owner, model))
             if waiting:
-                self._queues[model] = waiting  # behind the other models
+                self._queues[queue] = waiting  # behind the others
         self._report_counts()
 
-    async def _supervise(self, id: str) -> None:
-        model = self._all[id].model
+    def _next_queue(self) -> tuple[str, str] | None:
+        """Return the queue that is next: of the owner with the fewest running predictions.
+
+        The queues of an owner, and owners with as many, take turns. So the backlog of one key delays the
+        first prediction of another by one prediction at most.
+        """
+        limit = self._settings.model_concurrency
+        ready = (queue for queue in self._queues if self._running_by_model[queue[1]] < limit)
+        return min(ready, key=lambda queue: self._running_by_owner[queue[0]], default=None)
+
+    async def _supervise(self, id: str, owner: str, model: str) -> None:
         try:
             try:
                 response = await self._running[id]
@@ -266,6 +325,9 @@ class AsyncPredictionService:
         finally:
             del self._running[id], self._supervisors[id]
             self._running_by_model[model] -= 1
+            self._running_by_owner[owner] -= 1
+            if not self._running_by_owner[owner]:
+                del self._running_by_owner[owner]
             if not self._closed:
                 self._start_queued()
 
@@ -316,7 +378,9 @@ class AsyncPredictionService:
                     log.error("prediction %s has lost its response: %s", id, why)
                     continue
             await asyncio.sleep(_STORE_RETRY_S)
+        self._count(before, -1)
         self._all[id] = after
+        self._count(after, 1)
         self._bytes += after.size - before.size
         self._meters.count_async_prediction(after.model, state)
         if after.webhook:
@@ -338,22 +402,32 @@ class AsyncPredictionService:
         for prediction in predictions:
             if self._all.pop(prediction.id, None) is not None:
                 self._bytes -= prediction.size
-                if self._by_key.get((prediction.model, prediction.key)) == prediction.id:
-                    del self._by_key[prediction.model, prediction.key]
+                self._count(prediction, -1)
+                self._remove_key(prediction)
 
-    def _find(self, id: str, allowed_models: tuple[str, ...]) -> AsyncPrediction:
+    def _find(self, id: str, grant: KeyGrant | None) -> AsyncPrediction:
+        """Return a prediction; one of another owner does not exist for a caller who is no manager."""
         prediction = self._all.get(id)
         if prediction is None or _expired(prediction):
             raise PredictionNotFound(id)
-        if not matches(prediction.model, allowed_models):
-            raise ModelNotAllowed(prediction.model)
+        if grant is not None:
+            if not grant.may_see(prediction.owner, prediction.model):
+                raise PredictionNotFound(id)
+            if not grant.covers(prediction.model):
+                raise ModelNotAllowed(prediction.model)
         return prediction
 
     def _report_counts(self) -> None:
-        for model in {*self._running_by_model, *self._queues}:
-            self._meters.set_async_predictions(
-                model, len(self._queues.get(model, ())), self._running_by_model[model]
-            )
+        queued = Counter[str]()
+        for (_, model), waiting in self._queues.items():
+            queued[model] += len(waiting)
+        for model in {*self._running_by_model, *queued}:
+            self._meters.set_async_predictions(model, queued[model], self._running_by_model[model])
+
+    def _remove_key(self, prediction: AsyncPrediction) -> None:
+        index = prediction.owner, prediction.model, prediction.key
+        if self._by_key.get(index) == prediction.id:
+            del self._by_key[index]
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)

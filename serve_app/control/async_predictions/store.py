@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -52,7 +53,7 @@ class AsyncPredictionStore:
     async def add(self, prediction: AsyncPrediction, request: StoredRequest) -> None:
         """Store a prediction durably."""
         body = await self._put(prediction, _of_request(request), request.body)
-        row = {"id": prediction.id, "document": validation.write(prediction), "body": body}
+        row = {"id": prediction.id, **_encode(prediction), "body": body}
         await self._execute(sa.insert(ASYNC_PREDICTIONS).values(row))
 
     async def get_request(self, prediction: AsyncPrediction) -> StoredRequest:
@@ -78,10 +79,15 @@ class AsyncPredictionStore:
             await self._results.remove([_name(before)])
 
     async def update(self, prediction: AsyncPrediction) -> None:
-        row = {"document": validation.write(prediction)}
+        row = _encode(prediction)
         await self._execute(
             sa.update(ASYNC_PREDICTIONS).where(ASYNC_PREDICTIONS.c.id == prediction.id).values(row)
         )
+
+    async def remove_owner(self, owner: str) -> None:
+        """Store that the predictions of an owner have none."""
+        mine = ASYNC_PREDICTIONS.c.owner == owner
+        await self._execute(sa.update(ASYNC_PREDICTIONS).where(mine).values(owner=""))
 
     async def remove(self, removed: Iterable[AsyncPrediction]) -> None:
         if names := await asyncio.to_thread(
@@ -116,10 +122,16 @@ class AsyncPredictionStore:
     async def _rows(self) -> list[tuple[AsyncPrediction, bool]]:
         """Return each prediction with whether an object holds its body."""
         columns = ASYNC_PREDICTIONS.c
-        query = sa.select(columns.document, columns.body.is_(None).label("in_object"))
+        query = sa.select(columns.document, columns.owner, columns.body.is_(None).label("in_object"))
         rows = await self._execute(query)
         return await asyncio.to_thread(
-            lambda: [(validation.read(AsyncPrediction, row.document), row.in_object) for row in rows]
+            lambda: [
+                (
+                    replace(validation.read(AsyncPrediction, row.document), owner=row.owner or ""),
+                    row.in_object,
+                )
+                for row in rows
+            ]
         )
 
     async def _execute(self, statement: sa.Executable) -> list[sa.Row[Any]]:
@@ -141,7 +153,7 @@ class AsyncPredictionStore:
             in_object = connection.execute(
                 sa.select(ASYNC_PREDICTIONS.c.body.is_(None)).where(where)
             ).scalar()
-            row = {"document": validation.write(after), "body": body}
+            row = {**_encode(after), "body": body}
             connection.execute(sa.update(ASYNC_PREDICTIONS).where(where).values(row))
         return bool(in_object)
 
@@ -155,6 +167,12 @@ class AsyncPredictionStore:
             names = [_name(removed[id]) for id in in_object]
             connection.execute(sa.delete(ASYNC_PREDICTIONS).where(where))
         return names
+
+
+def _encode(prediction: AsyncPrediction) -> dict[str, Any]:
+    """Return the columns of a prediction, except its id and body; the owner has one of its own."""
+    document = validation.write(prediction)
+    return {"owner": document.pop("owner"), "document": document}
 
 
 def _name(prediction: AsyncPrediction) -> str:

@@ -121,6 +121,17 @@ ASYNC_PREDICTIONS = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("document", sa.JSON, nullable=False),
     sa.Column("body", sa.LargeBinary, nullable=True),
+    sa.Column("owner", sa.Text, nullable=True),  # the name of a key; NULL in rows of earlier versions
+)
+
+# The keys that were created through the API: digests, and the document without them.
+API_KEYS = sa.Table(
+    "torchrelay_api_keys",
+    SCHEMA,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("digest", sa.LargeBinary, nullable=False, unique=True),
+    sa.Column("previous_digest", sa.LargeBinary, nullable=True),  # valid until the rotation's grace ends
+    sa.Column("document", sa.JSON, nullable=False),
 )
 
 # Management changes and refused attempts (see control/audit.py), the newest with the highest id.

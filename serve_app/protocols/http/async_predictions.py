@@ -111,7 +111,11 @@ class AsyncInterceptor:
             key,
             sha256(fingerprint.encode("utf-8", "surrogatepass") + body).hexdigest() if key else "",
             headers.get(WEBHOOK_HEADER, ""),
+            exchange.grant.name if exchange.grant is not None else "",
         )
+        admission = self._plane.admit(exchange.grant)
+        if admission is not None:  # its execution is limited by the queue of its owner
+            admission.release()
         document = await self._control.api.submit_prediction(request)
         extra = [(b"location", document["self"].encode()), (b"preference-applied", b"respond-async")]
         await _send_document(exchange, document, 202, extra)
@@ -119,7 +123,7 @@ class AsyncInterceptor:
 
 
 class AsyncRoutes:
-    """The routes ``/async/{id}`` and ``/async/{id}/result``, for keys that cover the prediction's model."""
+    """The routes ``/async/{id}`` and ``/async/{id}/result``, for a prediction's owner and for managers."""
 
     def __init__(
         self,
@@ -143,16 +147,14 @@ class AsyncRoutes:
     async def handle(self, exchange: HttpExchange) -> None:
         auth.authorize(self._plane.access, exchange, "infer")
         _, id, *rest = exchange.segments
-        allowed_models = auth.get_allowed_models(exchange)
+        grant = exchange.grant
         match [exchange.method, *rest]:
             case ["GET" | "HEAD"]:
-                await _send_document(exchange, await self._control.api.get_prediction(id, allowed_models))
+                await _send_document(exchange, await self._control.api.get_prediction(id, grant))
             case ["GET" | "HEAD", "result"]:
-                await self._send_result(
-                    exchange, *await self._control.api.get_prediction_result(id, allowed_models)
-                )
+                await self._send_result(exchange, *await self._control.api.get_prediction_result(id, grant))
             case ["DELETE"]:
-                document = await self._control.api.cancel_prediction(id, allowed_models)
+                document = await self._control.api.cancel_prediction(id, grant)
                 if document is None:
                     await exchange.send_response(204, [], b"")
                 else:

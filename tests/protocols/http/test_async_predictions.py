@@ -380,7 +380,7 @@ def test_concurrency_per_model_is_limited(start: Callable[..., Server]) -> None:
 
 def test_keys_access_predictions_of_their_models_only(start: Callable[..., Server]) -> None:
     def key(word: str, *models: str, right: Any = "infer") -> tuple[bytes, KeyGrant]:
-        return hashlib.sha256(word.encode()).digest(), KeyGrant(frozenset({right}), models)
+        return hashlib.sha256(word.encode()).digest(), KeyGrant(frozenset({right}), models, name=word)
 
     keys = dict([key("of-m", "m"), key("of-n", "n"), key("observer", "*", right="observe")])
     server = start(table=build_table("m", "n", access=AccessTable(keys)))
@@ -393,13 +393,13 @@ def test_keys_access_predictions_of_their_models_only(start: Callable[..., Serve
     server.wait_for_state(location, "done")
     assert server("GET", f"{location}/result", headers=of_m).body == b"x"
     for method, path in (("GET", location), ("GET", f"{location}/result"), ("DELETE", location)):
-        for word, reason in (
-            ("of-n", "model_not_allowed"),
-            ("observer", "missing_permission"),
-            ("no", "invalid_token"),
+        for word, status, reason in (
+            ("of-n", 404, "prediction_not_found"),
+            ("observer", 400, "missing_permission"),
+            ("no", 400, "invalid_token"),
         ):
             response = server(method, path, headers={"authorization": f"Bearer {word}"})
-            assert (response.status, response["x-torchrelay-reason"]) == (400, reason)
+            assert (response.status, response["x-torchrelay-reason"]) == (status, reason)
     assert "authorization" not in server.requests[0].headers
     stored = server.database
     with stored.transaction() as connection:

@@ -1,0 +1,167 @@
+"""Owners of async predictions: each key sees its own ones, has its share of the store, and gets its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_server import ASYNC, Server, build_table, echo, server_runs
+
+from serve_app.domain.access import ROLES, AccessTable, KeyGrant, Role
+from serve_app.domain.request import InferenceRequest, InferenceResponse
+
+pytestmark = pytest.mark.integration
+
+
+def key(word: str, *models: str, role: Role = "infer", name: str = "") -> tuple[bytes, KeyGrant]:
+    digest = hashlib.sha256(word.encode()).digest()
+    return digest, KeyGrant(ROLES[role], models or ("*",), name=name or word)
+
+
+def bearer(word: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {word}"}
+
+
+ACCESS = AccessTable(
+    dict(
+        [
+            key("a"),
+            key("b"),
+            key("b-renewed", name="b"),
+            key("ops", role="manage"),
+            key("ops-n", "n", role="manage"),
+        ]
+    )
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    with server_runs(tmp_path) as start_server:
+        yield start_server
+
+
+def submit(server: Server, word: str, body: bytes = b"x", **headers: str) -> Any:
+    extra = {name.replace("_", "-"): value for name, value in headers.items()}
+    return server("POST", "/predictions/m", body, {**ASYNC, **bearer(word), **extra})
+
+
+def test_a_prediction_does_not_exist_for_another_key(start: Callable[..., Server]) -> None:
+    server = start(table=build_table("m", "n", access=ACCESS))
+    location = submit(server, "a")["location"]
+    server.wait_for_state(location, "done")
+    unknown = "/async/" + "0" * 32
+    for method, suffix in (("GET", ""), ("GET", "/result"), ("DELETE", "")):
+        for word in ("b", "ops-n"):
+            refused = server(method, location + suffix, headers=bearer(word))
+            missing = server(method, unknown + suffix, headers=bearer(word))
+            assert refused.status == missing.status == 404
+            assert refused.body.replace(location[7:].encode(), b"") == missing.body.replace(b"0" * 32, b"")
+    for word in ("a", "ops"):
+        assert server("GET", f"{location}/result", headers=bearer(word)).body == b"x"
+    assert server("DELETE", location, headers=bearer("ops")).status == 204
+    assert server("GET", location, headers=bearer("a")).status == 404
+
+
+def test_idempotency_keys_are_those_of_one_key(start: Callable[..., Server]) -> None:
+    server = start(table=build_table(access=ACCESS))
+    first = submit(server, "b", idempotency_key="k")["location"]
+    assert submit(server, "a", idempotency_key="k")["location"] != first
+    assert submit(server, "a", b"other", idempotency_key="k").status == 422
+    assert submit(server, "b-renewed", idempotency_key="k")["location"] == first
+
+
+def test_a_renewed_key_and_a_restart_keep_the_owner(start: Callable[..., Server]) -> None:
+    before = start(table=build_table(access=ACCESS))
+    location = submit(before, "b")["location"]
+    before.wait_for_state(location, "done")
+    server = start(table=build_table(access=ACCESS))
+    assert server("GET", location, headers=bearer("b-renewed")).status == 200
+    assert server("GET", location, headers=bearer("a")).status == 404
+
+
+def test_predictions_without_an_owner_are_for_managers(start: Callable[..., Server]) -> None:
+    before = start()
+    location = before.submit()
+    before.wait_for_state(location, "done")
+    assert before("GET", location).status == 200
+    server = start(table=build_table(access=ACCESS))
+    assert server("GET", location, headers=bearer("ops")).status == 200
+    assert server("GET", location, headers=bearer("a")).status == 404
+
+
+def test_rows_of_an_earlier_schema_have_no_owner(start: Callable[..., Server], tmp_path: Path) -> None:
+    before = start()
+    location = before.submit()
+    before.wait_for_state(location, "done")
+    revision = importlib.import_module("serve_app.control.persistence.migrations.versions.0004_tenants")
+    with before.database.transaction() as connection:
+        connection.exec_driver_sql("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner")
+        connection.exec_driver_sql("DROP TABLE torchrelay_api_keys")
+        connection.exec_driver_sql(f"UPDATE torchrelay_schema SET version_num = '{revision.down_revision}'")
+    server = start(table=build_table(access=ACCESS))
+    assert server("GET", f"{location}/result", headers=bearer("ops")).body == b"x"
+    assert server("GET", location, headers=bearer("a")).status == 404
+
+
+def test_predictions_of_a_revoked_key_are_for_managers(start: Callable[..., Server]) -> None:
+    gate = asyncio.Event()
+
+    async def wait(request: InferenceRequest) -> InferenceResponse:
+        await gate.wait()
+        return await echo(request)
+
+    server = start(wait, table=build_table(access=ACCESS), async_predictions={"concurrency": 1})
+    locations = [submit(server, "a", idempotency_key=str(number))["location"] for number in range(3)]
+    server.loop.run_until_complete(server.service.remove_owner("a"))
+    assert server("DELETE", locations[2], headers=bearer("ops")).json["state"] == "cancelled"
+    gate.set()
+    server.wait_for_state(locations[1], "done")
+    assert {server("GET", location, headers=bearer("a")).status for location in locations} == {404}
+    assert submit(server, "a", idempotency_key="1")["location"] not in locations
+    assert server("GET", f"{locations[1]}/result", headers=bearer("ops")).body == b"x"
+
+
+def test_one_key_cannot_fill_the_store(start: Callable[..., Server]) -> None:
+    limits = {"max_predictions": 8, "max_bytes": 8000}
+    server = start(table=build_table(access=ACCESS), async_predictions=limits)
+    assert [submit(server, "a").status for _ in range(3)] == [202, 202, 429]
+    refused = submit(server, "a")
+    assert (refused["x-torchrelay-reason"], refused["retry-after"]) == ("key_share_exceeded", "10")
+    assert submit(server, "b", b"x" * 2000).status == 202
+    assert submit(server, "b", b"x").status == 429
+    alone = AccessTable(dict([key("a")]))
+    server = start(table=build_table(access=alone), async_predictions=limits)
+    assert [submit(server, "a").status for _ in range(6)] == [202] * 5 + [503]
+
+
+def test_deleting_a_prediction_returns_its_share(start: Callable[..., Server]) -> None:
+    server = start(table=build_table(access=ACCESS), async_predictions={"max_predictions": 4})
+    location = submit(server, "a")["location"]
+    assert submit(server, "a").status == 429
+    server.wait_for_state(location, "done")
+    assert submit(server, "a").status == 429
+    assert server("DELETE", location, headers=bearer("a")).status == 204
+    assert submit(server, "a").status == 202
+
+
+def test_a_backlog_of_one_key_does_not_starve_another(start: Callable[..., Server]) -> None:
+    order: list[bytes] = []
+
+    async def record(request: InferenceRequest) -> InferenceResponse:
+        order.append(request.inputs[0].value)
+        await asyncio.sleep(0.002)
+        return await echo(request)
+
+    server = start(record, table=build_table(access=ACCESS), async_predictions={"concurrency": 1})
+    for _ in range(10):
+        submit(server, "a", b"a")
+    location = [submit(server, "b", b"b")["location"] for _ in range(3)][-1]
+    started = len(order)
+    server.wait_for_state(location, "done")
+    assert order[started:].count(b"a") <= 4
