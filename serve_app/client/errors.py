@@ -110,7 +110,7 @@ class NoReplicaError(UnavailableError):
 
 
 class QuotaExceededError(UnavailableError):
-    """The model's limit of concurrent requests is reached."""
+    """A limit of the model or of the key is reached."""
 
 
 class DeadlineExceededError(ServerError):
@@ -176,6 +176,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "archive_not_found",
         "no_route",
         "experiment_not_found",
+        "key_not_found",
         "rollout_not_found",
         "workflow_not_found",
         "exposure_not_found",
@@ -190,7 +191,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
     QueueFullError: ("queue_full",),
     ModelLoadingError: ("loading",),
     NoReplicaError: ("no_replica",),
-    QuotaExceededError: ("quota_exceeded",),
+    QuotaExceededError: ("quota_exceeded", "rate_limited", "key_share_exceeded"),
     DeadlineExceededError: ("deadline", "client_timeout"),
     ReplicaDiedError: ("replica_died", "response_timeout"),
     SequenceLostError: ("sequence_lost",),

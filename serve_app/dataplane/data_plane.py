@@ -18,11 +18,12 @@ from typing import Protocol
 
 from serve_app.dataplane import version_router, workflow_signature
 from serve_app.dataplane.experiment_collector import ExperimentCollector
+from serve_app.dataplane.key_limits import Admission, KeyLimiter, charge_tokens, count_rows, counts_tokens
 from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.dataplane.version_router import VersionSelection
 from serve_app.dataplane.workflow_executor import WorkflowExecutor
 from serve_app.domain import tensors
-from serve_app.domain.access import AccessTable
+from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
@@ -95,6 +96,7 @@ class DataPlaneLimits:
 
     loading_timeout: float = 30.0  # seconds that a request waits for a version that is loading
     max_workflow_items: int = 1000  # of one step of a workflow
+    gateways: int = 1  # which receive requests of every key
 
 
 class _RequestState:
@@ -142,6 +144,7 @@ class DataPlane:
         self._sequence_affinity = sequence_affinity
         self._limits = limits
         self.experiment_collector = ExperimentCollector()
+        self.key_limiter = KeyLimiter(lambda: reader.table, limits.gateways)
         self._waiting: dict[ModelRef, int] = {}
         self._bucket_cursor = randrange(BUCKET_COUNT)  # of the last request
 
@@ -159,14 +162,47 @@ class DataPlane:
         """Whether the inference port is reachable from its own machine only."""
         return self._reader.table.on_loopback
 
+    def admit(self, grant: KeyGrant | None, rows: int = 1) -> Admission | None:
+        """Count a request of several calls, or one that is answered later. Raises RateLimited.
+
+        The caller releases the admission, if there is one, and passes no grant to ``infer``.
+        """
+        return None if grant is None else self.key_limiter.admit(grant, rows, counts_tokens=True)
+
+    async def _infer_admitted(
+        self, request: InferenceRequest, admission: Admission
+    ) -> InferenceResponse | ResponseStream:
+        """Run a request, and charge its tokens to its key."""
+        try:
+            response = await self.infer(request)
+            charge_tokens(admission, request, response)
+        except BaseException:
+            admission.release()
+            raise
+        if isinstance(response, ResponseStream):
+            response.add_done_callback(admission.release)
+        else:
+            admission.release()
+        return response
+
     async def infer(
-        self, request: InferenceRequest, workflow_table: RoutingTable | None = None
+        self,
+        request: InferenceRequest,
+        grant: KeyGrant | None = None,
+        workflow_table: RoutingTable | None = None,
     ) -> InferenceResponse | ResponseStream:
         """Return the response of the version that the routing table selects. Raises RelayError.
 
+        ``grant`` is that of the client's key, whose limits apply; None where no key is required, and for the
+        calls that a request causes.
         ``workflow_table`` is the table at the start of the workflow whose step this request is. A version
         that was removed since then still serves the steps of workflows that started before.
         """
+        if grant is not None:
+            rows, has_tokens = count_rows(request, self._reader.table), counts_tokens(request, grant)
+            admission = self.key_limiter.admit(grant, rows, has_tokens)
+            if admission is not None:
+                return await self._infer_admitted(request, admission)
         state = _RequestState(request)
         try:
             response = await self._dispatch(state, workflow_table)

@@ -32,7 +32,9 @@ def create_data_plane(
         wake=clients.wake,
         mirror=mirror,
         sequence_affinity=SequenceRouter(reader, clients, sequence_headers(settings), local),
-        limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
+        limits=DataPlaneLimits(
+            max_workflow_items=settings.inference.max_workflow_items, gateways=settings.inference.gateways
+        ),
     )
     reports.sources.update(trials=plane.experiment_collector.drain, shadow=mirror.drain)
     plane.experiment_collector.journal = reports.journal

@@ -44,6 +44,7 @@ class Gateway:
         self._plane, self._mirror = create_data_plane(
             reader, self._meters, settings, self._management_client.reports
         )
+        self._management_client.key_limiter = self._plane.key_limiter
         self._access = access_log.access_log(settings)
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
         self._control_client = ControlClient(self._management_client.management)

@@ -112,6 +112,7 @@ class ModelReplica:
         self._plane, self._mirror = create_data_plane(
             reader, self._meters, settings, self._management_client.reports, local
         )
+        self._management_client.key_limiter = self._plane.key_limiter
         self._access = access_log.access_log(settings)
         self._uds_server = UdsServer(self._concurrency_limit.enqueue, self._holds_sequence)
         await self._uds_server.open(socket_path(replica))

@@ -112,9 +112,33 @@ class ResponseStream:
         """Call ``callback`` once, when the stream ends, fails or is closed."""
         self.add_status_callback(lambda status: callback())
 
+    def add_chunk_callback(self, callback: Callable[[bytes], None]) -> None:
+        """Call ``callback`` with each chunk."""
+        self._chunks = _StreamWithChunks(self._chunks, callback)
+
     def add_status_callback(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` once with the final status: ok, caller_left, or the reason of an error."""
         self._chunks = _StreamWithStatus(self._chunks, callback)
+
+
+class _StreamWithChunks(AsyncIterator[bytes]):
+    """An iterator of chunks with a callback for each."""
+
+    __slots__ = ("_callback", "_chunks")
+
+    def __init__(self, chunks: AsyncIterator[bytes], callback: Callable[[bytes], None]) -> None:
+        self._chunks = chunks
+        self._callback = callback
+
+    async def __anext__(self) -> bytes:
+        chunk = await self._chunks.__anext__()
+        self._callback(chunk)
+        return chunk
+
+    async def aclose(self) -> None:
+        close = getattr(self._chunks, "aclose", None)
+        if close is not None:
+            await close()
 
 
 class _StreamWithStatus(AsyncIterator[bytes]):

@@ -78,6 +78,10 @@ METRICS = (
     _histogram("torchrelay_workflow_step_seconds", "A step, with its retries.", *_VERSION, "step"),
     _gauge("torchrelay_async_predictions", "Asynchronous predictions: queued, running.", "model", "state"),
     _counter("torchrelay_async_predictions_ended", "Asynchronous predictions that ended.", "model", "state"),
+    _counter("torchrelay_key_requests", "Admitted requests by the name of their key.", "key"),
+    _counter("torchrelay_key_rows", "Rows of admitted requests.", "key"),
+    _counter("torchrelay_key_refused", "Requests that a limit of their key refused.", "key", "limit"),
+    _counter("torchrelay_key_tokens", "Tokens of prompts and completions.", "key"),
     _counter("torchrelay_webhooks", "Webhooks, by outcome: delivered, failed.", "outcome"),
     _counter("torchrelay_shadow_requests", "Copies for a shadow, by outcome.", *_VERSION, "outcome"),
     _histogram("torchrelay_shadow_latency_seconds", "Latency of a copy for a shadow."),
@@ -251,6 +255,15 @@ class Meters:
 
     def count_async_prediction(self, model: str, state: str) -> None:
         self._child("torchrelay_async_predictions_ended", model, state).inc()
+
+    def key(self, key: str, requests: int, rows: int, tokens: int, refused: Mapping[str, int]) -> None:
+        """Record the use of a key."""
+        self._child("torchrelay_key_requests", key).inc(requests)
+        self._child("torchrelay_key_rows", key).inc(rows)
+        if tokens:
+            self._child("torchrelay_key_tokens", key).inc(tokens)
+        for limit, count in refused.items():
+            self._child("torchrelay_key_refused", key, limit).inc(count)
 
     def webhook(self, outcome: str) -> None:
         self._child("torchrelay_webhooks", outcome).inc()

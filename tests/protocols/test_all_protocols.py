@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from serve_app.domain.access import AccessTable, KeyGrant
+from serve_app.domain.access import AccessTable, KeyGrant, KeyLimits
 from serve_app.domain.async_prediction import StoredRequest
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
@@ -366,6 +366,18 @@ def test_a_key(open_way: Any, name: str) -> None:
     assert way.dialect.shape(without.text) and way.dialect.shape(wrong.text)
     assert not way.calls
     assert way(authorization="Bearer good").status in (200, "OK")
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_limit_of_a_key(open_way: Any, name: str) -> None:
+    limits = KeyLimits(requests_per_day=1)
+    limited = KeyGrant(frozenset(("infer",)), name="limited", limits=limits)
+    way = open_way(name, access=AccessTable({sha256(b"good").digest(): limited}))
+    assert way(authorization="Bearer good").status in (200, "OK")
+    refused = way(authorization="Bearer good")
+    assert (refused.status in (429, "RESOURCE_EXHAUSTED"), refused.reason) == (True, "rate_limited")
+    assert way.dialect.shape(refused.text) and "requests_per_day" in refused.text
+    assert len(way.calls) == 1
 
 
 @pytest.mark.parametrize("name", LIVE)

@@ -8,6 +8,7 @@ import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app import errors
+from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
@@ -53,6 +54,7 @@ TABLE: dict[type[BaseException], tuple[int, str, str | None]] = {
     errors.SequenceLost: (410, INVALID, None),
     errors.RequestTooLarge: (413, INVALID, None),
     errors.QuotaExceeded: (429, BUSY, "rate_limit_exceeded"),
+    RateLimited: (429, BUSY, "rate_limit_exceeded"),
     errors.Unavailable: (503, FAILED, None),
     errors.DeadlineExceeded: (504, FAILED, None),
     errors.HandlerFailed: (500, FAILED, None),

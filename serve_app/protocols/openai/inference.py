@@ -12,6 +12,7 @@ import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app.dataplane.data_plane import DataPlane
+from serve_app.dataplane.key_limits import count_tokens
 from serve_app.domain.access import matches
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
@@ -159,7 +160,7 @@ class OpenAIRoutes:
         request = self._build_request(exchange, model, version, inputs)
         disconnect_check = exchange.cancel_on_disconnect()
         try:
-            response = await self._plane.infer(request)
+            response = await self._plane.infer(request, exchange.grant)
             if isinstance(response, ResponseStream):
                 await self._send_stream(exchange, response)
             else:
@@ -203,16 +204,21 @@ class OpenAIRoutes:
         document = await large_body.parse_body(body, _parse_object, body)
         model, version = self._authorize_model(exchange, document)
         embedding_request = embeddings.parse_request(document)
+        request = self._build_request(exchange, model, version, ())
+        admission = self._plane.admit(exchange.grant, len(embedding_request.inputs))
         disconnect_check = exchange.cancel_on_disconnect()
         try:
-            request = self._build_request(exchange, model, version, ())
             responses = await self._infer_texts(request, embedding_request.inputs)
+            body = embeddings.encode_response(embedding_request, document["model"], responses)
+            if admission is not None:
+                admission.add_tokens(count_tokens(body))
         finally:
             disconnect_check.cancel()
+            if admission is not None:
+                admission.release()
         exchange.version = responses[0].version
         headers = [JSON, *version_headers(responses[0])]
-        output = embeddings.encode_response(embedding_request, document["model"], responses)
-        await exchange.send_response(200, headers, output)
+        await exchange.send_response(200, headers, body)
 
     async def _infer_texts(
         self, request: InferenceRequest, texts: tuple[str, ...]

@@ -8,6 +8,7 @@ import orjson
 from typing_extensions import TypedDict
 
 from serve_app import errors
+from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
@@ -41,6 +42,7 @@ TABLE: dict[type[BaseException], int] = {
     errors.RequestTooLarge: 413,
     errors.Unavailable: 503,
     errors.QuotaExceeded: 429,
+    RateLimited: 429,
     errors.DeadlineExceeded: 504,
     errors.StartOutOfMemory: 507,
     errors.InProgress: 503,  # the protocol has no status for it, and a retry does no harm

@@ -188,7 +188,7 @@ class OpenInferenceService:
         request = conversion.build_request(
             inference, call.request_id, call.headers, self._runtime, call.deadline, call.priority
         )
-        response = await self._plane.infer(request)
+        response = await self._plane.infer(request, call.grant)
         call.record_response(response.head if isinstance(response, ResponseStream) else response)
         return response
 

@@ -163,7 +163,7 @@ class OpenInferenceRoutes:
     async def _run_inference(
         self, exchange: HttpExchange, request: InferenceRequest
     ) -> InferenceResponse | ResponseStream:
-        response = await self._plane.infer(request)
+        response = await self._plane.infer(request, exchange.grant)
         exchange.version = (response.head if isinstance(response, ResponseStream) else response).version
         return response
 

@@ -8,6 +8,7 @@ import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app import errors
+from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
@@ -88,6 +89,7 @@ TABLE: dict[type[BaseException], tuple[int, str]] = {
     errors.RequestTooLarge: (413, ""),  # no type: its body is empty
     errors.Unavailable: (503, "ServiceUnavailableException"),
     errors.QuotaExceeded: (429, "TooManyRequestsException"),
+    RateLimited: (429, "TooManyRequestsException"),
     errors.DeadlineExceeded: (504, "RequestTimeoutException"),
     errors.ReplicaDied: (500, "InternalServerException"),
     errors.StartFailed: (500, "InternalServerException"),

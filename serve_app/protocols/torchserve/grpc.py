@@ -198,7 +198,7 @@ class InferenceService:
 
     async def _infer(self, request: InferenceRequest, rpc: GrpcCall) -> InferenceResponse | ResponseStream:
         try:
-            response = await self._plane.infer(request)
+            response = await self._plane.infer(request, rpc.grant)
         except ClientTimeout:
             if self._drops_late_responses:
                 await asyncio.sleep(LATE_RESPONSE_HOLD_S)

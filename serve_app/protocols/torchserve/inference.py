@@ -234,7 +234,7 @@ class InferenceRoutes:
         )
         disconnect_check = exchange.cancel_on_disconnect()
         try:
-            await self._send(exchange, await self._plane.infer(request))
+            await self._send(exchange, await self._plane.infer(request, exchange.grant))
         finally:
             disconnect_check.cancel()
 

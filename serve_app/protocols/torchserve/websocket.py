@@ -104,6 +104,7 @@ class WebSocketRoutes:
         """Run one request and send its response. Raises RelayError."""
         exchange = session.exchange
         access = self._plane.access
+        grant = None
         # The key may have expired or been revoked since the last message.
         if access is not None:
             grant = auth.resolve_grant(access, session.authorization, "infer")
@@ -115,7 +116,7 @@ class WebSocketRoutes:
         request = InferenceRequest(
             exchange.model, version, (part,), headers, "predict", request_id, deadline, priority
         )
-        response = await self._plane.infer(request)
+        response = await self._plane.infer(request, grant)
         if isinstance(response, ResponseStream):
             head = response.head
             session.start_response(head.version, errors.clamp_status(head.status), head.arm)
