@@ -16,6 +16,7 @@ from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, Inference
 from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.audit import audit
 from serve_app.cli.commands.experiment import experiment_app
+from serve_app.cli.commands.keys import keys_app
 from serve_app.cli.commands.migrate import migrate
 from serve_app.cli.commands.models import models_app
 from serve_app.cli.commands.optimize import optimize
@@ -36,6 +37,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(experiment_app, name="experiment")
 app.add_typer(rollout_app, name="rollout")
 app.add_typer(workflow_app, name="workflow")
+app.add_typer(keys_app, name="keys")
 
 EnvFile = Annotated[Path, typer.Option("--env", help="The environment that Ray Serve starts with.")]
 _CONFIG = Path("configs/app.yaml")
