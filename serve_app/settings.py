@@ -6,9 +6,7 @@ the nearest known key.
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +16,8 @@ import pydantic
 
 from serve_app.domain import limits, validation
 from serve_app.domain import traffic_policy as policies
+from serve_app.domain.access import KeyLimits
+from serve_app.domain.key_settings import JwtSettings, KeySettings
 from serve_app.errors import BadRequest, ConfigurationError
 
 MIB = 1 << 20
@@ -160,6 +160,8 @@ class AsyncPredictionSettings(_Section):
     model_concurrency: Annotated[int, pydantic.Field(ge=1)] = 16  # of one model
     max_predictions: Annotated[int, pydantic.Field(ge=1)] = 20_000  # that wait, run or are kept
     max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1024 * MIB  # of their requests and answers
+    # the share of max_predictions and max_bytes that one key may fill, where several keys may infer
+    key_share: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.25
     max_result_size: Annotated[int, pydantic.Field(ge=1)] = 64 * MIB  # of one answer
     inline_max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1 * MIB  # larger bodies are in ``results``
     results: str = ""  # a folder, as a path or a URL of fsspec's; empty: one in state_dir
@@ -217,36 +219,6 @@ class GrpcSettings(_Section):
     reflection: bool = True  # the ports tell tools like grpcurl what they speak
 
 
-@dataclass(frozen=True)
-class KeySettings(_Section):
-    """A key of the operator: its digest, or the variable that holds it, never the key itself."""
-
-    name: str = ""
-    key: str = ""  # "sha256:<64 hex digits>" or "env:NAME"
-    role: Literal["infer", "observe", "manage"] = "infer"
-    models: tuple[str, ...] | str = "*"  # patterns of the models that it is for
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.models,) if isinstance(self.models, str) else self.models
-
-    def digest(self, environ: Mapping[str, str]) -> bytes:
-        """Return the key's SHA-256. Raises ConfigurationError, which never shows the configured key."""
-        kind, _, value = self.key.partition(":")
-        where = f"auth.keys, the key named {self.name!r}"
-        if kind == "sha256" and re.fullmatch("[0-9a-fA-F]{64}", value):
-            return bytes.fromhex(value)
-        if kind != "env" or not value:
-            cure = "write sha256: and the key's digest (`printf %s KEY | sha256sum`), or env: and a variable"
-            raise ConfigurationError(where, f"a key does not stand here in plain text; {cure}")
-        key = environ.get(value, "")
-        if not key or key.split() != [key]:
-            raise ConfigurationError(
-                where, f"the variable {value} must hold the key, which is one word; set it"
-            )
-        return hashlib.sha256(key.encode()).digest()
-
-
 def _parse_switch(value: Any) -> Any:
     """Map the booleans that YAML reads from a bare ``on`` and ``off`` back to text."""
     return ("off", "on")[value] if isinstance(value, bool) else value
@@ -262,6 +234,8 @@ class AuthSettings(_Section):
     token_expiration: Annotated[float, pydantic.Field(gt=0)] = 60.0  # minutes, of a TorchServe token
     torchserve_tokens: bool = True  # make the three keys of key_file.json
     keys: tuple[KeySettings, ...] = ()  # of the operator's own
+    default_limits: KeyLimits | None = None  # of every key that does not set its own
+    jwt: JwtSettings | None = None  # tokens of an OpenID Connect provider
     metrics: Literal["open", "observe"] = "open"  # observe: /metrics wants a key that may observe every model
 
 
@@ -389,7 +363,7 @@ class Settings(_Section):
         Raises ConfigurationError if they need one and no key can exist.
         """
         wanted = self.auth.mode == "on" or (self.auth.mode == "auto" and self.is_exposed(*inference_hosts))
-        if wanted and not self.auth.torchserve_tokens and not self.auth.keys:
+        if wanted and not (self.auth.torchserve_tokens or self.auth.keys or self.auth.jwt):
             cure = "name keys in auth.keys, or set auth.torchserve_tokens to true, or auth.mode to off"
             raise ConfigurationError("auth", f"requests must show a key, and there is none; {cure}")
         return wanted

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from serve_app.domain import api_key as api_keys
 from serve_app.domain import experiment as experiments
 from serve_app.domain import limits
 from serve_app.domain import rollout as rollouts
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain import workflow_graph as graphs
-from serve_app.domain.access import AccessTable, matches
+from serve_app.domain.access import AccessTable, KeyGrant, matches
+from serve_app.domain.api_key import KeyDocument, KeyRequest, NewKeyDocument, RotationRequest
 from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
 from serve_app.domain.audit import AuditDocument, AuditQuery
 from serve_app.domain.experiment import (
@@ -147,24 +149,37 @@ class ControlAPI(Protocol):
     async def submit_prediction(self, request: StoredRequest) -> AsyncPredictionDocument:
         """Store a request that is answered later; return the prediction's status.
 
-        Raises AsyncQueueFull, IdempotencyKeyReused, BadRequest.
+        Raises AsyncQueueFull, KeyShareExceeded, IdempotencyKeyReused, BadRequest.
         """
 
-    async def get_prediction(self, id: str, allowed_models: tuple[str, ...]) -> AsyncPredictionDocument:
-        """Return a prediction's status. Raises PredictionNotFound and ModelNotAllowed."""
+    async def get_prediction(self, id: str, grant: KeyGrant | None) -> AsyncPredictionDocument:
+        """Return a prediction's status to the key that created it, or to one that may manage its model.
+
+        Raises PredictionNotFound and ModelNotAllowed.
+        """
 
     async def get_prediction_result(
-        self, id: str, allowed_models: tuple[str, ...]
+        self, id: str, grant: KeyGrant | None
     ) -> tuple[AsyncPredictionDocument, StoredResponse | None]:
         """Return a prediction's status, and its response once it has one.
 
         Raises as ``get_prediction`` does, and PredictionCancelled.
         """
 
-    async def cancel_prediction(
-        self, id: str, allowed_models: tuple[str, ...]
-    ) -> AsyncPredictionDocument | None:
+    async def cancel_prediction(self, id: str, grant: KeyGrant | None) -> AsyncPredictionDocument | None:
         """Cancel a prediction, or delete it (None) where it has ended. Raises as ``get_prediction`` does."""
+
+    async def create_key(self, request: KeyRequest, caller: KeyGrant | None) -> NewKeyDocument: ...
+
+    async def list_keys(self, caller: KeyGrant | None) -> list[KeyDocument]:
+        """Return all keys by name. Raises Conflict where no key is required, and ModelNotAllowed."""
+
+    async def rotate_key(
+        self, name: str, request: RotationRequest, caller: KeyGrant | None
+    ) -> NewKeyDocument: ...
+
+    async def revoke_key(self, name: str, caller: KeyGrant | None) -> None:
+        """Revoke a key; it is refused once this returns. Raises as ``list_keys`` does, and KeyNotFound."""
 
     async def list_audit_records(
         self, query: AuditQuery, allowed_models: tuple[str, ...]
@@ -349,6 +364,20 @@ class ControlPlane:
         Raises as ``get_experiment`` does, and ExposureNotFound.
         """
         return await self.api.record_rewards(id, experiments.read_rewards(document), allowed_models)
+
+    async def create_key(self, document: Any, caller: KeyGrant | None) -> NewKeyDocument:
+        """Create a key, with at most the rights and limits of ``caller``, which may manage every model.
+
+        Raises Conflict, Forbidden and ModelNotAllowed.
+        """
+        return await self.api.create_key(api_keys.read(document), caller)
+
+    async def rotate_key(self, name: str, document: Any, caller: KeyGrant | None) -> NewKeyDocument:
+        """Replace a key; the old one is valid until the grace ends.
+
+        Raises as ``create_key`` does, and KeyNotFound.
+        """
+        return await self.api.rotate_key(name, api_keys.read_rotation(document), caller)
 
     async def start_rollout(self, model: str, document: Any) -> RolloutDocument:
         """Move a model's traffic to a version step by step.

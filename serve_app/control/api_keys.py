@@ -1,7 +1,8 @@
 """The API keys: TorchServe's three, created at each start, and the operator's own.
 
-Other modules receive only digests and rights. TorchServe's keys are stored in ``key_file.json`` alone, and
-the operator's own keys are not stored by this server at all.
+Other modules receive only digests and rights. TorchServe's keys are stored in ``key_file.json`` alone, the
+operator's own keys in the settings are not stored by this server at all, and of the keys that were created
+through the API the database has digests.
 """
 
 from __future__ import annotations
@@ -14,26 +15,24 @@ import secrets
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from serve_app.domain.access import AccessTable, KeyGrant, Right
+from serve_app.domain.access import JWT_PREFIX, ROLES, AccessTable, KeyGrant, KeyLimits, Right
+from serve_app.domain.api_key import StoredKey
 from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
-from serve_app.settings import Settings
+from serve_app.settings import KeySettings, Settings
 
-_ROLES: dict[str, frozenset[Right]] = {
-    "infer": frozenset({"infer"}),
-    "observe": frozenset({"observe"}),
-    "manage": frozenset({"infer", "observe", "manage"}),
-}
 # TorchServe's kinds, as its file calls them. Each opens its own doors and no others.
 _KINDS: dict[str, frozenset[Right]] = {
     "management": frozenset({"observe", "manage"}),
     "inference": frozenset({"infer"}),
     "API": frozenset({"token"}),
 }
+TORCHSERVE_NAMES = tuple(f"torchserve-{kind.lower()}" for kind in _KINDS)
 _EXPIRES = "expiration time"
 _SIZE = 18  # random bytes of a key, 24 characters; TorchServe's six could be guessed from their digest
 
@@ -48,14 +47,13 @@ class ApiKeys:
     def __init__(self, settings: Settings, run: str, environ: Mapping[str, str] = os.environ) -> None:
         self._path = settings.key_file
         self._seconds = settings.auth.token_expiration * 60
+        self._jwt = settings.auth.jwt
+        self._limits = settings.auth.default_limits or KeyLimits()
+        self.stored: tuple[StoredKey, ...] = ()  # created through the API, as the database has them
+        self.jwk_set = ""  # the public keys of the issuer of auth.jwt, as JSON
         self._own: dict[bytes, KeyGrant] = {}
         for key in settings.auth.keys:
-            digest = key.digest(environ)
-            if digest in self._own:
-                raise ConfigurationError(
-                    "auth.keys", f"the key named {key.name!r} is there twice; one key, one entry"
-                )
-            self._own[digest] = KeyGrant(_ROLES[key.role], key.patterns, name=key.name)
+            self._add(key, key.digest(environ))
         self._tokens: dict[str, dict[str, str]] = {}
         if settings.auth.torchserve_tokens:
             try:
@@ -66,16 +64,59 @@ class ApiKeys:
                     str(self._path), f"cannot be written ({error.strerror}); {cure}"
                 ) from None
 
+    def _add(self, key: KeySettings, digest: bytes) -> None:
+        """Add a key of the settings. Raises ConfigurationError."""
+        owner = key.find_owner(digest)
+        if digest in self._own:
+            raise ConfigurationError(
+                "auth.keys", f"the key named {key.name!r} is there twice; one key, one entry"
+            )
+        if owner in self.settings_names:
+            raise ConfigurationError("auth.keys", f"the name {owner!r} is there twice; rename one of them")
+        if owner in TORCHSERVE_NAMES or owner.startswith(JWT_PREFIX):
+            raise ConfigurationError("auth.keys", f"the name {owner!r} is reserved; rename the key")
+        limits = key.limits.with_default(self._limits)
+        self._own[digest] = KeyGrant(ROLES[key.role], key.patterns, None, owner, limits)
+
+    @property
+    def settings_names(self) -> dict[str, KeyGrant]:
+        """The keys of the settings by their names."""
+        return {grant.name: grant for grant in self._own.values()}
+
     @property
     def access(self) -> AccessTable:
         """Return every key's digest with its rights."""
-        grants = dict(self._own)
+        grants: dict[bytes, KeyGrant] = {}
+        for key in self.stored:
+            grants.update(self._grants_of(key))
+        grants.update(self._own)
+        default = KeyLimits().with_default(self._limits)
         for kind, token in self._tokens.items():
             expires = _instant(token[_EXPIRES]) if _EXPIRES in token else None
-            grants[sha256(token["key"].encode()).digest()] = KeyGrant(
-                _KINDS[kind], expires=expires, name=f"torchserve-{kind.lower()}"
-            )
-        return AccessTable(grants)
+            digest = sha256(token["key"].encode()).digest()
+            grants[digest] = KeyGrant(_KINDS[kind], ("*",), expires, f"torchserve-{kind.lower()}", default)
+        jwt = self._jwt.to_policy(self._limits, self.jwk_set) if self._jwt is not None else None
+        return AccessTable(grants, jwt)
+
+    def find_limits(self, limits: KeyLimits) -> KeyLimits | None:
+        """Return the limits in force for a key that sets ``limits``."""
+        return limits.with_default(self._limits)
+
+    def _grants_of(self, key: StoredKey) -> dict[bytes, KeyGrant]:
+        """Return the grants of a stored key and, until its grace ends, of the one before its rotation."""
+        document = key.document
+        grant = KeyGrant(
+            ROLES[document.role],
+            document.models,
+            document.expires,
+            document.name,
+            self.find_limits(document.limits),
+        )
+        grants = {key.digest: grant}
+        if key.previous_digest is not None and document.previous_expires is not None:
+            ends = [end for end in (document.previous_expires, document.expires) if end is not None]
+            grants[key.previous_digest] = replace(grant, expires=min(ends))
+        return grants
 
     def renew(self, kind: str) -> None:
         """Replace one of TorchServe's keys. Raises Unavailable; the old key then stays valid."""

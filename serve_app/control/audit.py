@@ -197,7 +197,7 @@ class AuditTrail:
 def _find_subject(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return the name of the model, experiment or key that a call is for."""
     value = next(iter((*args, *kwargs.values())), "")
-    for name in ("model_name", "model", "url"):
+    for name in ("model_name", "model", "url", "name"):
         if text := getattr(value, name, None):
             return _redact_url(text) if name == "url" else str(text)
     return value if isinstance(value, str) else ""

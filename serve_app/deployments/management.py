@@ -26,6 +26,10 @@ from serve_app.control.async_predictions.webhooks import WebhookSender
 from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.experiments.service import ExperimentService
+from serve_app.control.key_shares import KeyShares
+from serve_app.control.keys.jwks import JwkSetSource
+from serve_app.control.keys.service import KeyService
+from serve_app.control.keys.store import KeyStore
 from serve_app.control.lifecycle_events import EventLog
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.models import DescribeHandler, ModelService
@@ -51,6 +55,7 @@ from serve_app.deployments.http_listener import HttpListener
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.replica_options import autoscaling_config, user_config
+from serve_app.domain.access import KeyDemand, KeyShare
 from serve_app.domain.audit import Actor
 from serve_app.domain.model import ModelRef, Stage
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
@@ -60,6 +65,7 @@ from serve_app.errors import NotFound, StartFailed, Unavailable
 from serve_app.net import tls
 from serve_app.net.private_files import make_private_directory, restrict_umask
 from serve_app.protocols.grpc_app import management_server
+from serve_app.protocols.http import json_web_tokens
 from serve_app.protocols.http_app import build_replayer, management_app, metrics_app
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import INFERENCE_HOST, Settings, is_loopback
@@ -118,6 +124,7 @@ class Management:
         await asyncio.to_thread(crash_reports.collect_reports, settings.crash_reports_dir)
         self._events = EventLog()
         self._health = HealthTracker()
+        self._key_shares = KeyShares()
         self._meters = Meters(torchserve.create_recorders(settings))
         self._metrics_aggregator = MetricsAggregator(self._meters.torchserve.initial)
         self._reader = RoutingTableReader()
@@ -142,6 +149,9 @@ class Management:
         self._table_publisher.expect_readers(
             await self._reconcile_loop.running_readers() - {serve.get_replica_context().replica_id.unique_id}
         )
+        await self._keys.load()
+        if self._jwk_set is not None:
+            await self._jwk_set.refresh()
         self._state.publish()  # before any request: the table holds the access rules
         await self._async_predictions.load()
         for listener in self._create_listeners(inference_port, management_tls, grpc_credentials):
@@ -194,8 +204,11 @@ class Management:
         self._shadow = ShadowService(self._state, database)
         await self._shadow.load()
         self._async_predictions = self._create_async_predictions(database)
+        self._keys = KeyService(self._state, KeyStore(database), keys, self._async_predictions.remove_owner)
+        self._jwk_set = self._create_jwk_set(keys)
         self._audit_trail = self._state.audit_trail = AuditTrail(database, settings)
         self._dispatcher = ControlDispatcher(
+            self._keys,
             self._models,
             self._workflows,
             self._traffic,
@@ -222,6 +235,28 @@ class Management:
             bound_controller_memory(self._settings.control.controller_memory_limit),
         )
         self._tasks += [asyncio.create_task(loop) for loop in loops]
+        if self._jwk_set is not None:
+            self._tasks.append(asyncio.create_task(self._jwk_set.run()))
+            self._tasks.append(asyncio.create_task(self._watch_unknown_keys(self._jwk_set)))
+
+    def _create_jwk_set(self, keys: ApiKeys | None) -> JwkSetSource | None:
+        """Return the source of the issuer's public keys, where tokens are accepted."""
+        jwt = self._settings.auth.jwt
+        if keys is None or jwt is None:
+            return None
+
+        def set_keys(jwk_set: str) -> None:
+            keys.jwk_set = jwk_set
+            self._state.publish()
+
+        return JwkSetSource(jwt, self._settings.root, set_keys)
+
+    async def _watch_unknown_keys(self, source: JwkSetSource) -> None:
+        """Refresh the public keys after a token on this process's own ports named an unknown one."""
+        while True:
+            await asyncio.sleep(1)
+            if json_web_tokens.take_unknown_key():
+                source.request_refresh()
 
     def _create_async_predictions(self, database: Database) -> AsyncPredictionService:
         """Create the service of asynchronous predictions, over a data plane of this process."""
@@ -236,6 +271,7 @@ class Management:
             WebhookSender(async_settings),
             async_settings,
             self._meters,
+            lambda: (access := self._state.table.access) is not None and access.has_several_owners,
         )
 
     async def _create_keys(self, inference_hosts: list[str]) -> ApiKeys | None:
@@ -313,6 +349,15 @@ class Management:
             log.warning("what calls came to could not be stored, and will be sent again: %s", error)
             return False
         return True
+
+    async def exchange_shares(self, source: str, demands: dict[str, KeyDemand]) -> dict[str, KeyShare]:
+        """Return a process's shares of the limits of keys; see ``control/key_shares.py``."""
+        return self._key_shares.exchange(source, demands)
+
+    async def refresh_jwk_set(self) -> None:
+        """Fetch the public keys of the token issuer soon: a token named an unknown one."""
+        if self._jwk_set is not None:
+            self._jwk_set.request_refresh()
 
     async def start_failed(self, ref: ModelRef, digest: str, error: StartFailed) -> None:
         """Record that a replica could not load the archive ``digest``, with the handler's traceback."""

@@ -14,9 +14,11 @@ from ray import serve
 from serve_app.dataplane.count_journal import CountJournal, abandoned_reports
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.dataplane.experiment_collector import replay
+from serve_app.dataplane.key_limits import SHARE_PERIOD_S, KeyLimiter
 from serve_app.deployments.actor_classes import drop_old_actor_classes
 from serve_app.deployments.names import MANAGEMENT, SERVER
 from serve_app.domain.routing_table import RoutingTable
+from serve_app.protocols.http import json_web_tokens
 from serve_app.telemetry.metrics import Meters, MetricsReport
 
 log = logging.getLogger("torchrelay.management_client")
@@ -26,6 +28,7 @@ ReportSources = dict[str, Callable[[], Any]]  # by a report's name: returns what
 _RETRY_PERIOD_S = 0.2  # seconds between attempts while Management is being replaced
 _PUSH_PERIOD_S = 0.5  # seconds between two reports
 _SEND_TIMEOUT_S = 30  # seconds in which Management stores a report, before it is sent again
+_SHARE_PAUSE_S = 0.02  # seconds between the first request of a key and its report
 _SHUTDOWN_TIMEOUT_S = 2  # the same, for a process that ends
 
 
@@ -109,6 +112,7 @@ class ManagementClient:
     def __init__(self, reader: RoutingTableReader, meters: Meters, journals: Path) -> None:
         self.before_report: Callable[[], None] = lambda: None  # called before samples are taken
         self.on_connect: Callable[[], None] = lambda: None  # called whenever Management is connected
+        self.key_limiter: KeyLimiter | None = None  # whose shares of limits Management computes
         self._source = serve.get_replica_context().replica_id.unique_id
         self.reports = ReportQueue(self._observe, self._source, journals)
         self.management = serve.get_deployment_handle(MANAGEMENT, SERVER)  # for calls beside the poll too
@@ -118,7 +122,10 @@ class ManagementClient:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._poll()), loop.create_task(self.reports.push())]
+        loops = [self._poll(), self.reports.push()]
+        if self.key_limiter is not None:
+            loops.append(self._exchange_shares(self.key_limiter))
+        self._tasks = [loop.create_task(one) for one in loops]
 
     async def wait_for_table(self, timeout: float) -> None:
         """Wait until a table has arrived, so that the first request finds its model."""
@@ -136,6 +143,8 @@ class ManagementClient:
 
     def _collect_samples(self) -> MetricsReport:
         self.before_report()
+        if self.key_limiter is not None:
+            self.key_limiter.report(self._meters)
         return self._meters.report()
 
     async def _poll(self) -> None:
@@ -159,6 +168,30 @@ class ManagementClient:
             samples = self._collect_samples() if answer == "samples" else None
             if isinstance(answer, RoutingTable):
                 self._reader.update(answer)
+
+    async def _exchange_shares(self, limiter: KeyLimiter) -> None:
+        """Report the demand of keys with limits while there is some; apply the shares.
+
+        A token with an unknown key is reported, too.
+        """
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(limiter.demand.wait(), SHARE_PERIOD_S if limiter.has_demand else 1.0)
+            await asyncio.sleep(_SHARE_PAUSE_S)  # the first requests of a key are one report
+            limiter.demand.clear()
+            if json_web_tokens.take_unknown_key():
+                self.management.refresh_jwk_set.remote()
+            demands = limiter.collect_demand()
+            if not demands:
+                continue
+            try:
+                call = self.management.exchange_shares.remote(self._source, demands)
+                limiter.apply_shares(await asyncio.wait_for(call, SHARE_PERIOD_S))
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # Management is down: the equal shares apply once these expire
+                log.info("no shares of key limits from Management (%s)", type(error).__name__)
+                await asyncio.sleep(_RETRY_PERIOD_S)
 
     async def _observe(self, source: str, number: int, payloads: dict[str, Any]) -> bool:
         return bool(await self.management.observe.remote(source, number, payloads))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import time
+from dataclasses import replace
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.control.api_keys import ApiKeys
-from serve_app.domain.access import AccessTable, KeyGrant
+from serve_app.domain.access import AccessTable, KeyGrant, KeyLimits
 from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
 from serve_app.settings import AuthSettings, KeySettings, Settings, load
 
@@ -185,6 +186,26 @@ def test_one_key_has_one_entry(tmp_path: Path) -> None:
     digest = f"sha256:{sha256(b'one').hexdigest()}"
     with pytest.raises(ConfigurationError, match="the key named 'b' is there twice"):
         ApiKeys(settings(tmp_path, KeySettings("a", digest), KeySettings("b", digest)), "run")
+
+
+def test_owners_have_names_that_outlive_their_keys(tmp_path: Path) -> None:
+    nameless = KeySettings(key=f"sha256:{sha256(b'one').hexdigest()}")
+    keys = ApiKeys(settings(tmp_path, nameless, default_limits=KeyLimits(concurrency=3)), "run")
+    names = {grant.name for grant in keys.access.grants.values()}
+    tokens = {"torchserve-management", "torchserve-inference", "torchserve-api"}
+    assert names == tokens | {f"key-{sha256(b'one').hexdigest()[:12]}"}
+    keys.renew("inference")
+    assert {grant.name for grant in keys.access.grants.values()} == names
+    assert {grant.limits for grant in keys.access.grants.values()} == {KeyLimits(concurrency=3)}
+
+
+@pytest.mark.parametrize("name", ["a", "torchserve-inference", "jwt:me"])
+def test_names_are_unique_and_not_reserved(tmp_path: Path, name: str) -> None:
+    keys = (KeySettings(word, f"sha256:{sha256(word.encode()).hexdigest()}") for word in ("a", name + "x"))
+    first, second = keys
+    second = replace(second, name=name)
+    with pytest.raises(ConfigurationError, match="rename"):
+        ApiKeys(settings(tmp_path, first, second), "run")
 
 
 @pytest.mark.parametrize("key", ["plain", {"name": "a", "key": 12345}, {"name": "a", "key": ["plain"]}])

@@ -13,6 +13,7 @@ from serve_app.control.async_predictions.service import AsyncPredictionService
 from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.experiments.service import ExperimentService
+from serve_app.control.keys.service import KeyService
 from serve_app.control.models import ModelService
 from serve_app.control.rollouts.service import RolloutService
 from serve_app.control.shadow.service import ShadowService
@@ -31,6 +32,7 @@ SERVICES = (
     AsyncPredictionService,
     ExperimentService,
     ClusterMetrics,
+    KeyService,
     ModelService,
     RolloutService,
     ShadowService,

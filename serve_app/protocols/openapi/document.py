@@ -43,6 +43,7 @@ class _PathParameters(TypedDict):
     model_id: Annotated[str, documented("name, or name:version", pattern=_NAME)]
     workflow_name: Annotated[str, documented("The workflow.", pattern=_NAME)]
     workflow_version: Annotated[str, documented("The version.", pattern=_NAME)]
+    key_name: Annotated[str, documented("The key's name.", pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
     experiment_id: Annotated[str, documented("The experiment's id.", pattern="^[0-9a-f]+$")]
     id: Annotated[str, documented("The id of the prediction.", pattern="^[0-9a-f]{32}$")]
     url_path: Annotated[str, documented("Sent to the handler as the header url_path; may contain slashes.")]
@@ -70,7 +71,7 @@ _STATUS_DESCRIPTIONS: dict[StatusCode, str] = {
     413: "The body is larger than inference.max_request_size.",
     422: "The body is not a valid document of this type.",
     424: "The model's handler failed.",
-    429: "The model's limit of concurrent requests is reached.",
+    429: "A limit of the model or of the key is reached.",
     500: "A worker or the server failed.",
     503: "No replica is available, or the handler failed.",
     504: "The deadline has passed.",

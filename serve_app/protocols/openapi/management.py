@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from serve_app.domain.api_key import KeyList, KeyRequest, NewKeyDocument, RotationRequest
 from serve_app.domain.experiment import ExperimentDocument, ExperimentPlan, RewardCounts, RewardsBody
 from serve_app.domain.rollout import RolloutDocument, RolloutPlan
 from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, TrafficPolicy
@@ -175,6 +176,29 @@ TRAFFIC = API(
             ),
         ],
         **REWARDS.paths,
+    },
+)
+
+_NEW_KEY = {200: NewKeyDocument, 202: json(NewKeyDocument, "Some processes do not accept the key yet.")}
+KEYS = API(
+    "Keys",
+    "Keys for requests, for a key that may manage every model.",
+    ERRORS,
+    {
+        "/keys": [
+            get("keys", "List the keys by name.", KeyList, _CONFLICT),
+            post("create_key", "Create a key, which is returned once.", _NEW_KEY, (403, 409), KeyRequest),
+        ],
+        "/keys/{key_name}": [delete("revoke_key", "Revoke a key.", _CHANGED, _CONFLICT)],
+        "/keys/{key_name}/rotate": [
+            post(
+                "rotate_key",
+                "Replace a key, and accept the old one for a while.",
+                _NEW_KEY,
+                (403, 409),
+                Content({"application/json": RotationRequest}, "The grace of the old key.", required=False),
+            )
+        ],
     },
 )
 

@@ -19,7 +19,7 @@ from serve_app.errors import (
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management import audit, experiments, rollouts, shadow, traffic
+from serve_app.protocols.management import audit, experiments, keys, rollouts, shadow, traffic
 from serve_app.protocols.management.routing import MethodHandlers, RouteTable, any_method, route
 from serve_app.protocols.torchserve import errors, events, openapi, workflows
 from serve_app.protocols.torchserve.descriptions import (
@@ -82,6 +82,7 @@ class ManagementRoutes:
                 ),
                 route("/v1/models/{name}", GET=self._get_readiness),
                 *workflows.build_routes(control, limit),
+                *keys.build_routes(control, limit),
             ]
         )
         self.paths = self._table.paths
@@ -90,7 +91,7 @@ class ManagementRoutes:
 
     def matches(self, exchange: HttpExchange) -> bool:
         segments = exchange.segments
-        if segments[:1] in ([], ["models"], ["experiments"], ["token"], ["workflows"], ["audit"]):
+        if segments[:1] in ([], ["models"], ["experiments"], ["token"], ["workflows"], ["audit"], ["keys"]):
             return True
         return segments[:2] == ["v1", "models"] and len(segments) == 3  # OpenAI's protocol lists the models
 
@@ -112,7 +113,7 @@ class ManagementRoutes:
             return
         if exchange.method == "OPTIONS" or segments in ([], ["api-description"]):
             return
-        if exchange.method in ("GET", "HEAD") and segments[:1] != ["audit"]:
+        if exchange.method in ("GET", "HEAD") and segments[:1] not in (["audit"], ["keys"]):
             auth.authorize(access, exchange, "observe")
         elif segments[:1] == ["experiments"] and segments[2:] == ["events"]:
             auth.authorize(access, exchange, "manage", "infer")  # applications record rewards

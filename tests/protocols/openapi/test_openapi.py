@@ -243,6 +243,8 @@ def stub_features(control_api: Any) -> None:
     workflow = {"workflowName": "w", "workflowUrl": "", "workflowVersion": "1.0", "defaultVersion": True}
     prediction = AsyncPrediction("0" * 32, "m", None, "", 1.0).to_dict()
     shadow = {"model": "m", "shadow": None, "against": []}
+    key = {"name": "k", "source": "api", "rights": ["infer"], "models": ["*"], "limits": {}}
+    key |= dict.fromkeys(("created", "expires", "rotated", "previous_expires"), 1.0)
 
     def return_value(response: Any) -> Any:
         async def method(*_: Any) -> Any:
@@ -264,6 +266,8 @@ def stub_features(control_api: Any) -> None:
     )
     control_api.get_prediction_result = return_value((prediction, None))
     control_api.get_shadow = return_value(shadow)
+    control_api.list_keys, control_api.revoke_key = return_value([key]), return_value(None)
+    control_api.create_key = control_api.rotate_key = return_value({**key, "key": "trk_1"})
     control_api.get_version_stats = return_value([])
     control_api.poll_events = return_value([ModelEvent(1, "", "m", "1.0", "ready", 1.0, {})])
 
