@@ -20,7 +20,12 @@ from parts import ECHO, Server, free_port, make_archive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 
-OWN = {"ops": "manage", "watcher": "observe", "team": "infer"}  # the keys are called after their names
+OWN = {
+    "ops": "manage",
+    "watcher": "observe",
+    "team": "infer",
+    "root": "manage",
+}  # the keys are called after their names
 WAYS = ("/predictions/", "/%70redictions/")  # the replica's own route; what HAProxy brings to the gateway
 EXPIRATION = 15.0  # seconds
 
@@ -85,7 +90,8 @@ def infer(locked: Server, key: str | None, model: str = "echo") -> list[tuple[in
     for way in WAYS:
         answer = locked.http.post(way + model, content=b"hi", headers=bearer(key) if key else {})
         if answer.status_code >= 400:
-            assert answer.json()["type"] == "InvalidKeyException", answer.text
+            expected = "TooManyRequestsException" if answer.status_code == 429 else "InvalidKeyException"
+            assert answer.json()["type"] == expected, answer.text
         result.append((answer.status_code, answer.headers.get("x-torchrelay-reason") or answer.text))
     return result
 
@@ -144,6 +150,25 @@ def test_a_registration_beyond_the_key_s_models_leaves_nothing(locked: Server, t
     taken = locked.http.post("/models", params={"url": "echoes-1.0.mar"}, headers=bearer("ops"))
     assert taken.status_code == 200, taken.text
     assert locked.http.delete("/models/echoes", headers=bearer("ops")).status_code == 200
+
+
+def test_a_key_of_the_api_is_limited_and_revoked_everywhere(locked: Server) -> None:
+    document = {"name": "guest", "limits": {"requests_per_second": 5}}
+    refused = locked.management.post("/keys", json=document, headers=bearer("ops"))
+    assert refused.headers["x-torchrelay-reason"] == "model_not_allowed"
+    created = locked.management.post("/keys", json=document, headers=bearer("root"))
+    assert created.status_code == 200, created.text
+    key = created.json()["key"]
+    answers = [answer for _ in range(30) for answer in infer(locked, key)]
+    admitted = answers.count((200, "hi"))
+    assert 2 <= admitted < 60 and answers.count((429, "rate_limited")) == 60 - admitted
+    metrics = locked.http.get("/metrics").text
+    assert 'torchrelay_key_refused_total{key="guest",limit="requests_per_second"}' in metrics
+    rotated = locked.management.post("/keys/guest/rotate", json={"grace": 60}, headers=bearer("root"))
+    revoked = locked.management.delete("/keys/guest", headers=bearer("root"))
+    assert (rotated.status_code, revoked.status_code) == (200, 200)
+    for old in (key, rotated.json()["key"]):
+        assert infer(locked, old) == [(400, "invalid_token")] * len(WAYS)
 
 
 def test_a_new_key_is_in_force_at_once_everywhere(locked: Server, tokens: dict[str, str]) -> None:

@@ -46,7 +46,8 @@ def start_target(home: Path, *, keys: bool) -> Iterator[Target]:
         {"name": name, "key": f"sha256:{sha256(name.encode()).hexdigest()}", "role": role}
         for name, role in KEYS.items()
     ]
-    auth = {"mode": "on", "keys": entries} if keys else {"mode": "off"}
+    jwt = {"issuer": "https://issuer.example", "audience": "torchrelay", "jwks_file": "jwks.json"}
+    auth = {"mode": "on", "keys": entries, "jwt": jwt} if keys else {"mode": "off"}
     server = Server(home, auth=auth, store={})  # the defaults of model URLs
     for name, handler in MODELS.items():
         make_archive(server.store, name, handler)

@@ -13,6 +13,7 @@ from hashlib import sha256
 from serve_app.domain.access import AccessTable, KeyGrant, Right
 from serve_app.domain.audit import Actor
 from serve_app.errors import ExpiredToken, InvalidToken, MissingPermission, MissingToken, ModelNotAllowed
+from serve_app.protocols.http import json_web_tokens
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.telemetry.audit_log import set_actor
 
@@ -28,14 +29,12 @@ def resolve_grant(access: AccessTable, authorization: str | None, *rights: Right
     if authorization is None:
         raise MissingToken()
     key = authorization[7:] if authorization.startswith("Bearer ") else ""
-    grant = access.grants.get(sha256(key.encode("latin-1")).digest())
-    if grant is None:  # a wrong key, or a right one with other white space around it
-        bearer = _BEARER.fullmatch(authorization)
-        grant = (
-            access.grants.get(sha256(bearer[1].encode("latin-1")).digest()) if bearer is not None else None
-        )
-        if grant is None:
-            raise InvalidToken()
+    digest = sha256(key.encode("latin-1")).digest()
+    grant = access.grants.get(digest)
+    if grant is None and access.jwt is not None:
+        grant = json_web_tokens.get_verifier(access.jwt).find_cached(digest)
+    if grant is None:
+        grant = _resolve_slowly(access, authorization)
     if grant.expires is not None and time.time() >= grant.expires:
         raise ExpiredToken()
     if rights:
@@ -47,6 +46,19 @@ def check_rights(grant: KeyGrant, *rights: Right) -> None:
     """Raise MissingPermission where the grant has none of ``rights``."""
     if grant.rights.isdisjoint(rights):
         raise MissingPermission(rights[0])
+
+
+def _resolve_slowly(access: AccessTable, authorization: str) -> KeyGrant:
+    """Return the grant of a key with other white space around it, or of a token that is not cached."""
+    bearer = _BEARER.fullmatch(authorization)
+    if bearer is None:
+        raise InvalidToken()
+    grant = access.grants.get(sha256(bearer[1].encode("latin-1")).digest())
+    if grant is not None:
+        return grant
+    if access.jwt is None:
+        raise InvalidToken()
+    return json_web_tokens.get_verifier(access.jwt).verify(bearer[1])
 
 
 def authorize(access: AccessTable | None, exchange: HttpExchange, *rights: Right) -> None:
