@@ -141,9 +141,12 @@ def find_routed(app: Any, requests: Iterable[tuple[str, str]]) -> list[tuple[str
 
     async def reason(method: str, path: str) -> str | None:
         started: dict[bytes, bytes] = {}
+        messages = [{"type": "http.request", "body": b""}]
 
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b""}
+            if not messages:  # the client stays connected
+                await asyncio.Event().wait()
+            return messages.pop()
 
         async def send(message: Any) -> None:
             started.update(message.get("headers", ()))
