@@ -140,7 +140,12 @@ def test_steps_of_the_server_are_recorded_as_its_own(run: Any) -> None:
 def test_record_and_change_are_stored_together_or_not_at_all(run: Any) -> None:
     async def test(control: Control) -> None:
         with control.database.transaction() as connection:
-            connection.execute(sa.text("DROP TABLE torchrelay_audit_log"))
+            for change in (
+            "DROP TABLE torchrelay_audit_log",
+            "DROP TABLE torchrelay_api_keys",
+            "ALTER TABLE torchrelay_async_predictions DROP COLUMN owner",
+        ):
+            connection.execute(sa.text(change))
         with pytest.raises(Unavailable):
             await control.state.commit(registry_changes.set_policy(control.state.registry, "m", SPLIT))
         assert control.database.load().models["m"].policy == TrafficPolicy()
@@ -209,11 +214,16 @@ def test_urls_are_recorded_without_credentials(run: Any) -> None:
     run(test)
 
 
-def test_database_of_the_previous_release_gets_the_table(url: str) -> None:
+def test_database_of_the_previous_release_gets_the_new_tables(url: str) -> None:
     Database(url).close()
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        connection.execute(sa.text("DROP TABLE torchrelay_audit_log"))
+        for change in (
+            "DROP TABLE torchrelay_audit_log",
+            "DROP TABLE torchrelay_api_keys",
+            "ALTER TABLE torchrelay_async_predictions DROP COLUMN owner",
+        ):
+            connection.execute(sa.text(change))
         connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = 'metric_rows_2'"))
     Database(url).close()
     with engine.connect() as connection:
