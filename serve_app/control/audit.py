@@ -182,7 +182,12 @@ class AuditTrail:
         while len(found) < query.limit:
             with self._database.transaction() as connection:
                 rows = connection.execute(select.where(columns.id < before_id)).mappings().all()
-            found += [dict(row) for row in rows if matches(row["subject"], allowed_models)]
+            # The names that SQLAlchemy quotes are of a subclass of str, which orjson refuses as a key.
+            found += [
+                {name: row[name] for name in AuditDocument.__annotations__}
+                for row in rows
+                if matches(row["subject"], allowed_models)
+            ]
             if len(rows) < MAX_PAGE_SIZE:
                 break
             before_id = rows[-1]["id"]

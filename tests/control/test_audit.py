@@ -17,7 +17,7 @@ from alembic.runtime.migration import MigrationContext
 from serve_app.control import registry_changes
 from serve_app.control.audit import AuditTrail
 from serve_app.control.persistence.database import Database
-from serve_app.control.persistence.schema import SCHEMA, VERSION_TABLE
+from serve_app.control.persistence.schema import API_KEYS, AUDIT_LOG, SCHEMA, VERSION_TABLE
 from serve_app.control.registry import Registry
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.state import AcknowledgementPolicy, StateStore
@@ -140,12 +140,7 @@ def test_steps_of_the_server_are_recorded_as_its_own(run: Any) -> None:
 def test_record_and_change_are_stored_together_or_not_at_all(run: Any) -> None:
     async def test(control: Control) -> None:
         with control.database.transaction() as connection:
-            for change in (
-            "DROP TABLE torchrelay_audit_log",
-            "DROP TABLE torchrelay_api_keys",
-            "ALTER TABLE torchrelay_async_predictions DROP COLUMN owner",
-        ):
-            connection.execute(sa.text(change))
+            connection.execute(sa.text("DROP TABLE torchrelay_audit_log"))
         with pytest.raises(Unavailable):
             await control.state.commit(registry_changes.set_policy(control.state.registry, "m", SPLIT))
         assert control.database.load().models["m"].policy == TrafficPolicy()
@@ -214,16 +209,13 @@ def test_urls_are_recorded_without_credentials(run: Any) -> None:
     run(test)
 
 
-def test_database_of_the_previous_release_gets_the_new_tables(url: str) -> None:
+def test_database_of_the_previous_release_gets_the_table(url: str) -> None:
     Database(url).close()
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        for change in (
-            "DROP TABLE torchrelay_audit_log",
-            "DROP TABLE torchrelay_api_keys",
-            "ALTER TABLE torchrelay_async_predictions DROP COLUMN owner",
-        ):
-            connection.execute(sa.text(change))
+        for table in (AUDIT_LOG, API_KEYS):
+            table.drop(connection)
+        connection.execute(sa.text("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner"))
         connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = 'metric_rows_2'"))
     Database(url).close()
     with engine.connect() as connection:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from openapi_checks import assert_described
 
+from serve_app.control.audit import AuditTrail
+from serve_app.control.persistence.database import Database
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.audit import Actor, AuditQuery
 from serve_app.proto import management_pb2, management_pb2_grpc
+from serve_app.settings import load
+from serve_app.telemetry.audit_log import set_actor
 
 ACCESS = AccessTable(
     {
@@ -81,6 +89,31 @@ def test_refused_grpc_calls_are_recorded(managed_by_grpc: Any) -> None:
     request = management_pb2.UnregisterModelRequest(model_name="m")
     with pytest.raises(grpc.RpcError):
         stub.UnregisterModel(request, metadata=[("authorization", "Bearer watch")])
+    deadline = time.monotonic() + 10
+    while not server.control_api.refusals and time.monotonic() < deadline:  # no client waits for the record
+        time.sleep(0.01)
     [(actor, action, path, reason)] = server.control_api.refusals
     assert (actor.name, action, reason) == ("watchers", "gRPC", "missing_permission")
     assert path.endswith("/UnregisterModel")
+
+
+def test_page_has_the_stored_records(management: Any, tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/registry.db")
+    trail = AuditTrail(database, load({"home": str(tmp_path)}))
+    app = management()
+
+    async def renew(kind: str) -> None:
+        """Change nothing."""
+
+    async def list_audit_records(*args: Any) -> Any:
+        if not await trail.list_audit_records(*args):
+            set_actor(Actor("ops", "192.0.2.1:5"))
+            await trail.record_calls("renew_key", renew)("inference")
+        return await trail.list_audit_records(*args)
+
+    app.control_api.list_audit_records = list_audit_records
+    response = app("GET", "/audit?limit=5")
+    assert_described("GET", "/audit", response)
+    [record] = json.loads(response.body)["records"]
+    assert (record["actor"], record["action"], record["subject"]) == ("ops", "renew_key", "inference")
+    database.close()
