@@ -11,15 +11,20 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 
 from serve_app.errors import ConfigurationError
+from serve_app.settings import is_loopback
 
-_LOOPBACK = ("127.0.0.0/8", "::1/128")
 _HAPROXY_CALLBACK = "serve_app.deployments.haproxy:install"  # it makes HAProxy append the address
 
 
 class TrustedProxies:
-    """The networks of the proxies whose entries count. Raises ConfigurationError for an invalid one."""
+    """The networks of the proxies whose entries count. Raises ConfigurationError for an invalid one.
 
-    def __init__(self, networks: Sequence[str] = ()) -> None:
+    ``behind_haproxy``: a peer on loopback is our HAProxy, whose entry is the last one. Other entries with a
+    loopback address count no more than any client's.
+    """
+
+    def __init__(self, networks: Sequence[str] = (), behind_haproxy: bool = False) -> None:
+        self._behind_haproxy = behind_haproxy
         try:
             self._networks = [ipaddress.ip_network(network, strict=False) for network in networks]
         except ValueError as error:
@@ -32,7 +37,10 @@ class TrustedProxies:
         It is ``peer`` unless that is trusted, and never an entry that is no address.
         """
         client = peer
-        for entry in reversed([entry.strip() for value in forwarded for entry in value.split(",")]):
+        entries = [entry.strip() for value in forwarded for entry in value.split(",")]
+        if self._behind_haproxy and is_loopback(peer) and entries and _is_address(entries[-1]):
+            client = entries.pop()
+        for entry in reversed(entries):
             if not self._trusts(client) or not _is_address(entry):
                 return client
             client = entry
@@ -55,7 +63,7 @@ def inference_proxies(networks: Sequence[str], environ: Mapping[str, str]) -> Tr
         environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
         and environ.get("RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH") == _HAPROXY_CALLBACK
     )
-    return TrustedProxies([*networks, *(_LOOPBACK if has_haproxy else ())])
+    return TrustedProxies(networks, has_haproxy)
 
 
 def _is_address(text: str) -> bool:

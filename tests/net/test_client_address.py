@@ -32,6 +32,13 @@ def test_loopback_is_trusted_behind_our_haproxy_alone():
         assert inference_proxies((), environ).resolve("127.0.0.1", ["192.0.2.7"]) == client
 
 
+def test_client_on_loopback_cannot_name_another_address_through_haproxy():
+    proxies = inference_proxies(["10.0.0.0/8"], HAPROXY)
+    assert proxies.resolve("127.0.0.1", ["192.0.2.66", "127.0.0.1"]) == "127.0.0.1"
+    assert proxies.resolve("127.0.0.1", ["192.0.2.66", "192.0.2.7"]) == "192.0.2.7"
+    assert proxies.resolve("127.0.0.1", ["192.0.2.66, 192.0.2.7", "10.1.1.1"]) == "192.0.2.7"
+
+
 def test_invalid_networks_are_refused():
     with pytest.raises(ConfigurationError, match=r"telemetry\.trusted_proxies.*10\.0\.0\.0/8"):
         TrustedProxies(["proxy.example"])
