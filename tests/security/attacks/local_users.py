@@ -55,7 +55,7 @@ def read_files(target: Target) -> Outcome:
 @attack(
     "local_users",
     "another user reads Ray's logs and connects to its and HAProxy's sockets",
-    "108 files, 5 sockets",
+    "108 files, 1 socket, umask 0022",
 )
 def read_sessions(target: Target) -> Outcome:
     pids = {process.pid for process in target.processes()}
@@ -96,7 +96,7 @@ def _is_reachable(path: Path) -> bool:
 
 
 @attack(
-    "local_users", "a handler reads the server's secrets in its environment", "environ: 4 of 4, proc: 4 of 4"
+    "local_users", "a handler reads the server's secrets in its environment", "environ: 3 of 3, proc: 3 of 3"
 )
 def read_environment(target: Target) -> Outcome:
     archive = make_archive(target.home / "model_store", "environment", _READ_ENVIRONMENT)
@@ -115,9 +115,7 @@ def read_environment(target: Target) -> Outcome:
     return Outcome(text, not any(leaked.values()))
 
 
-@attack(
-    "local_users", "a client forges lines and addresses in the access log", "2 forged lines, 1 forged address"
-)
+@attack("local_users", "a client forges lines and addresses in the access log", "2 forged lines, 2 addresses")
 def forge_lines(target: Target) -> Outcome:
     log = target.home / "logs" / "access_log.log"
     line = '192.0.2.9:1 "GET /models HTTP/1.1" 200 0'
