@@ -186,7 +186,7 @@ class Caller:
         self._line = socket.create_connection(("127.0.0.1", where.port), timeout=30)
         path = where.raw_path.decode()
         self._line.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n{word}".encode()
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n{word}".encode()
         )
 
     def fileno(self) -> int:

@@ -41,7 +41,7 @@ class Result:
 
 
 def fuzz(name: str, runs: int, seconds: float, findings: Path, keep: bool) -> Result:
-    """Run one target in a process of its own; with ``keep`` its minimised corpus is stored."""
+    """Run one target in a process of its own; with ``keep`` the inputs that reached new code are stored."""
     started_at = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus")
@@ -55,11 +55,8 @@ def fuzz(name: str, runs: int, seconds: float, findings: Path, keep: bool) -> Re
         inputs, coverage = max((c for c, _ in counts), default=0), max((e for _, e in counts), default=0)
         finding = "" if output.returncode == 0 else "\n".join(output.stdout.splitlines()[-40:])
         kept = len(read_corpus(name))
-        if keep and not finding:
-            minimal = Path(folder, "minimal")
-            minimal.mkdir()
-            _run_worker(name, folder, ["-merge=1", str(minimal), str(corpus)])
-            kept = write_corpus(name, [file.read_bytes() for file in minimal.iterdir()], _MAX_CORPUS)
+        if keep and not finding:  # libFuzzer stores each input that reaches a new edge
+            kept = write_corpus(name, [file.read_bytes() for file in corpus.iterdir()], _MAX_CORPUS)
     return Result(name, inputs, coverage, time.monotonic() - started_at, kept, finding)
 
 
