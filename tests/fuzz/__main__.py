@@ -49,24 +49,26 @@ def fuzz(name: str, runs: int, seconds: float, findings: Path, keep: bool) -> Re
         for i, data in enumerate([*TARGETS[name].seeds, *read_corpus(name)]):
             (corpus / f"{i:04d}").write_bytes(data)
         findings.mkdir(parents=True, exist_ok=True)
-        options = [f"-runs={runs}", f"-max_total_time={seconds:.0f}", f"-artifact_prefix={findings}/{name}-"]
-        output = _run_worker(name, folder, [*options, str(corpus)])
+        options = [f"-runs={runs}", f"-max_total_time={seconds:.0f}", str(corpus)]
+        output = _run_worker(name, folder, findings, options)
         counts = [(int(count), int(edges)) for count, edges in _STATUS.findall(output.stdout)]
         inputs, coverage = max((c for c, _ in counts), default=0), max((e for _, e in counts), default=0)
         finding = "" if output.returncode == 0 else "\n".join(output.stdout.splitlines()[-40:])
         kept = len(read_corpus(name))
-        if keep and not finding:  # libFuzzer stores each input that reaches a new edge
+        if keep:  # libFuzzer stores each input that reaches a new edge
             kept = write_corpus(name, [file.read_bytes() for file in corpus.iterdir()], _MAX_CORPUS)
     return Result(name, inputs, coverage, time.monotonic() - started_at, kept, finding)
 
 
-def _run_worker(name: str, folder: str, options: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_worker(
+    name: str, folder: str, findings: Path, options: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
     limits = [f"-max_len={TARGETS[name].max_length}", "-timeout=10", "-rss_limit_mb=2048"]
     if tokens := ["".join(f"\\x{byte:02x}" for byte in token) for token in TARGETS[name].dictionary]:
         dictionary = Path(folder, "dictionary")
         dictionary.write_text("".join(f'"{token}"\n' for token in tokens))
         limits.append(f"-dict={dictionary}")
-    command = [sys.executable, "-m", "tests.fuzz.worker", name, *limits, *options]
+    command = [sys.executable, "-m", "tests.fuzz.worker", name, str(findings), *limits, *options]
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

@@ -155,7 +155,11 @@ def _yaml_words() -> tuple[str, ...]:
     return (*keys, *_WORKFLOW_WORDS, *_POLICY_WORDS)
 
 
-@target([b"\x00" + _YAML, b"\x01" + _DAG, b"\x01" + _STEPS, b"\x02" + bytes(range(120))], _YAML_TOKENS)
+@target(
+    [b"\x00" + _YAML, b"\x01" + _DAG, b"\x01" + _STEPS, b"\x02" + bytes(range(120))],
+    _YAML_TOKENS,
+    max_length=400,
+)
 def yaml(data: bytes) -> None:
     """Parse a model-config.yaml or a workflow specification, from text or from a generated document."""
     text = data[1:]
@@ -177,6 +181,7 @@ def yaml(data: bytes) -> None:
         b"a\\:b = c\\u0041 \\\n  d\n! x\n# y\n$$HOME$$=1\nallowed_urls=$$X$$\n",
     ],
     [b"\\u", b"$$", b"\\\n", b"=", b"_address=", b"http://", b"https://", b"unix:", b"true", b"models={"],
+    max_length=400,
 )
 def properties(data: bytes) -> None:
     """Parse and translate a config.properties."""

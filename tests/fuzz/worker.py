@@ -1,9 +1,11 @@
-"""The process of one fuzzed target: ``python -m tests.fuzz.worker TARGET [libFuzzer's options]``."""
+"""The process of one fuzzed target: ``python -m tests.fuzz.worker TARGET FINDINGS [libFuzzer's options]``."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from hashlib import sha256
+from pathlib import Path
 
 import atheris
 
@@ -15,9 +17,17 @@ with atheris.instrument_imports(
 
 def main() -> None:
     """Run the target until libFuzzer ends the process."""
-    name, *options = sys.argv[1:]
+    name, findings, *options = sys.argv[1:]
     logging.disable()  # parsers warn of every malformed input
-    atheris.Setup([sys.argv[0], *options], TARGETS[name].run)
+
+    def run(data: bytes) -> None:
+        try:
+            TARGETS[name].run(data)
+        except BaseException:  # libFuzzer stores inputs that kill the process or take too long, not these
+            Path(findings, f"{name}-{sha256(data).hexdigest()[:16]}").write_bytes(data)
+            raise
+
+    atheris.Setup([sys.argv[0], f"-artifact_prefix={findings}/{name}-", *options], run)
     atheris.Fuzz()
 
 
