@@ -202,7 +202,8 @@ async def _converse(received: bytes) -> None:
         position += 9 + int.from_bytes(written[position : position + 3], "big")
     assert position == len(written), "the server wrote an incomplete frame"
     connection.connection_lost(None)
-    for _ in range(3):
+    deadline = asyncio.get_running_loop().time() + 5.0  # of calls that a thread is working on
+    while server._calls and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0)
     assert not server._connections, "the server keeps a closed connection"
     assert not server._calls, "the server keeps the calls of a closed connection"

@@ -394,7 +394,7 @@ def test_slow_reader_blocks_only_its_own_stream(over_grpc: Any) -> None:
         async def chunks() -> AsyncIterator[bytes]:
             for _ in range(1000):
                 made.append(1)
-                yield b"x" * 100_000
+                yield b"x" * 1_000_000
 
         return ResponseStream(InferenceResponse(b"", version="1.0"), chunks())
 
@@ -405,7 +405,7 @@ def test_slow_reader_blocks_only_its_own_stream(over_grpc: Any) -> None:
     with grpc.insecure_channel(server.address, options=[("unshared", 1)]) as other:
         for _ in range(50):
             assert InferenceAPIsServiceStub(other).Predictions(requested(), timeout=60).prediction == b"ok"
-    assert len(made) < 300  # of the 100 MB a few are under way
+    assert len(made) < 100  # of 1 GB; Linux alone may buffer 36 MB of a connection
     stream.cancel()
 
 
