@@ -96,9 +96,10 @@ class _LoadRun:
             sweeper.cancel()
             for task in self.tasks:
                 task.cancel()
-            for connection in [*self.idle, *self.busy]:
-                connection.abandon()
+            self.abandon_connections()
             await asyncio.gather(sweeper, *self.tasks, return_exceptions=True)
+            # Before Python 3.12, wait_for ignores a cancellation that comes with its result.
+            self.abandon_connections()
             await asyncio.sleep(0)  # the transports' own closing callbacks
         if self.hung:
             self.errors["unanswered"] += self.hung
@@ -201,6 +202,10 @@ class _LoadRun:
             self.drained.set()
 
     # Connections
+
+    def abandon_connections(self) -> None:
+        for connection in [*self.idle, *self.busy]:
+            connection.abandon()
 
     def open(self) -> None:
         self.opening += 1
