@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from serve_app.domain.model import ModelEvent, ModelSpec, ReplicaInfo
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.rollout import Rollout, RolloutPlan
 from serve_app.protocols import openapi
+from serve_app.protocols.http_app import metrics_app
 from serve_app.protocols.torchserve.management import ManagementRoutes
-from serve_app.settings import Settings
+from serve_app.settings import ManagementSettings, Settings
 
 pytestmark = pytest.mark.integration
 
@@ -281,17 +283,24 @@ def use_known_model(value: Any) -> Any:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="another version of schemathesis is installed there")
-@pytest.mark.parametrize("port", ["inference", "management", "both"])
+@pytest.mark.parametrize("port", ["inference", "management", "metrics", "both"])
 def test_responses_match_their_descriptions(inference: Any, management: Any, port: str) -> None:
     """Send requests that schemathesis generates deterministically over ASGI."""
     management_app = management(allowed_hosts=("testserver",))
     for version in ("1.0", "2.0"):
         management_app.control_api.put(ModelSpec("m", version, "m.mar", "", ""), ReplicaInfo("w", 1.0, 1, ""))
     stub_features(management_app.control_api)
+
+    metrics_settings = replace(Settings(), management=ManagementSettings(allowed_hosts=("testserver",)))
+
+    async def render(names: frozenset[str] | None) -> bytes:
+        return b"# HELP requests Requests.\n"
+
     app = {
         "inference": lambda: inference(echo, control_api=management_app.control_api).app,
         "both": lambda: inference(echo, control_api=management_app.control_api, serve_management=True).app,
         "management": lambda: management_app.app,
+        "metrics": lambda: metrics_app(render, metrics_settings, lambda: None),
     }[port]()
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 
