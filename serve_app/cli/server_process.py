@@ -270,7 +270,10 @@ class ServerProcess:
         while True:
             code = self._process.poll()
             if len(needed) < len(_RAY_PROCESSES):  # starting
-                needed |= {p.name(): p for p in self.processes() if p.name() in _RAY_PROCESSES}
+                for process in self.processes():
+                    with contextlib.suppress(psutil.Error):  # it has just ended
+                        if process.name() in _RAY_PROCESSES:
+                            needed[process.name()] = process
             dead = [
                 f"{name} (pid {process.pid})" for name, process in needed.items() if not _is_alive(process)
             ]
@@ -301,7 +304,7 @@ class ServerProcess:
         with contextlib.suppress(psutil.Error):
             first.send_signal(signal.SIGINT)
         deadline = time.monotonic() + _STOP_TIMEOUT
-        while time.monotonic() < deadline and first.is_running() and first.status() != psutil.STATUS_ZOMBIE:
+        while time.monotonic() < deadline and _is_alive(first):
             if self._process is not None:
                 self._process.poll()
             time.sleep(0.05)

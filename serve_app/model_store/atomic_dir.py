@@ -15,8 +15,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 log = logging.getLogger("torchrelay.store")
 
 STALE_AFTER = 3600.0  # seconds without a write, after which partial work of any process is removed
@@ -125,9 +123,20 @@ def remove_stale(partial: Path) -> None:
             remove_tree(directory)
 
 
+def _pid_exists(pid: int) -> bool:
+    # The client and the commands have no psutil.
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def _is_stale(directory: Path) -> bool:
     host, _, owner = directory.name.rpartition("-")[0].rpartition("-")
-    if host == socket.gethostname() and owner.isdecimal() and not psutil.pid_exists(int(owner)):
+    if host == socket.gethostname() and owner.isdecimal() and not _pid_exists(int(owner)):
         return True
     newest = 0.0
     pending = [os.fspath(directory)]

@@ -270,6 +270,14 @@ def test_everything_comes_back_after_a_full_restart(
     server.management.delete("/models/kept")
 
 
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process runs; one that has ended may wait for its parent, which is not the server."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 @pytest.mark.slow
 def test_a_clean_stop_leaves_no_process(server: Server, later: str, tmp_path: Path) -> None:
     aside = put_aside(server, later, tmp_path / "gate")
@@ -277,9 +285,11 @@ def test_a_clean_stop_leaves_no_process(server: Server, later: str, tmp_path: Pa
     with Pulse() as pulse:
         began = time.monotonic()
         server.stop()
-        assert time.monotonic() - began - pulse.stalled_seconds(began) < 5.0
-    assert [process for process in started if process.is_running()] == []
-    server.start()
+        took = time.monotonic() - began - pulse.stalled_seconds(began)
+    remaining = [process for process in started if _runs(process)]
+    server.start()  # also for the tests that follow
+    assert took < 5.0
+    assert remaining == []
     (tmp_path / "gate").touch()
     server.wait(lambda: answered(server, aside), description="what was put aside before")
     server.management.delete(f"/models/{later}")

@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 INFERENCE, MANAGEMENT, METRICS, FOLDER = sys.argv[1:5]
+PORTS = {"inference": INFERENCE, "management": MANAGEMENT, "metrics": METRICS}
 STEPS = []
 
 
@@ -37,6 +38,7 @@ def send(step, url, body=None, method=None, kind=None, token=None, **headers):
     STEPS.append(
         {
             "step": step,
+            "port": next(n for n, u in PORTS.items() if url.startswith(u)),
             "status": status,
             "headers": {name.lower(): value for name, value in response_headers.items()},
             "body": content.decode("utf-8", "backslashreplace"),
