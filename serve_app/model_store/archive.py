@@ -177,6 +177,8 @@ class _ExtractedTree:
         for link in links:
             if not _resolve(link, self.name).is_relative_to(home.resolve()):
                 raise self.refuse(f"the link {link.name!r} {_LEAVES}")
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a link may dangle
+                link.stat()  # a target whose name is too long fails here, and not at each later use
         return home
 
     def _new_path(self, name: str) -> PurePosixPath:

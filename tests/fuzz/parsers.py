@@ -298,6 +298,7 @@ _NEGATIVE_OFFSET = "03ec2becec03ecececececececec01000000ecececec01000000ececec00
         *(bytes([kind, 0, *range(40)]) for kind in range(4)),
         b"\x04PK\x03\x04",
         bytes.fromhex(_NEGATIVE_OFFSET),  # raised OSError
+        bytes.fromhex("235002acacac8501"),  # a link to a name that is too long raised OSError
         bytes.fromhex("00ffffffffffffffffffffffffffffffffffffff5bff063f500304"),  # a directory MANIFEST.json
     ],
     max_length=512,

@@ -196,6 +196,11 @@ def test_a_hard_link_out_or_to_a_link_is_refused(tmp_path):
     )
 
 
+def test_link_to_a_name_that_is_too_long_is_refused(tmp_path):
+    links = {special("model-config.yaml", tarfile.SYMTYPE, "x" * 300): b"", "f": b"data"}
+    refused(tarred(tmp_path / "m.tgz", links), tmp_path, "File name too long")
+
+
 def test_links_inside_stay(tmp_path):
     links = {
         special("sub/l", tarfile.SYMTYPE, "../f"): b"",
