@@ -59,6 +59,8 @@ def test_every_port_responds_as_it_describes(own: Server, port: str) -> None:
         operation = result.ok()
         if operation.path.startswith("/keys") and operation.method == "post":
             continue  # the first key turns authorization on
+        if operation.path.endswith("/events"):
+            continue  # a stream that waits for an event
         operations += 1
 
         @seed(11)
