@@ -113,11 +113,13 @@ def pause_postgres(setup: Setup) -> None:
 
 
 def kill_redis(setup: Setup) -> None:
-    """Kill Redis, and start it again after two seconds."""
+    """Kill Redis, and start it again after two seconds; the GCS ends once its retries have failed."""
     assert setup.redis is not None
+    found = _find(setup, "GCS")
     setup.redis.stop()
     time.sleep(2.0)
     setup.redis.start()
+    psutil.wait_procs(found, timeout=20)
 
 
 def pause_redis(setup: Setup) -> None:
