@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Metrics
 
 from serve_app.domain.model import VersionStats
 from serve_app.telemetry.batch_stats import BatchStats
+from serve_app.telemetry.instruments import (
+    CounterInstrument,
+    GaugeInstrument,
+    HistogramInstrument,
+    Instrument,
+    Sample,
+)
 from serve_app.telemetry.torchserve.catalog import MetricFamily
 from serve_app.telemetry.torchserve.exposition import MetricsPage
 from serve_app.telemetry.torchserve.recorders import LabeledRecorder, RecorderSample, TorchServeRecorders
@@ -88,8 +95,12 @@ METRICS = (
     _counter("torchrelay_shadow_label_flips", "Copies whose first label differed from the live one."),
 )
 
-Sample = tuple[str, tuple[tuple[str, str], ...], float]
-_KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+_DEFINITIONS = {metric.name: metric for metric in METRICS}
+_INSTRUMENTS: dict[str, type[CounterInstrument] | type[GaugeInstrument] | type[HistogramInstrument]] = {
+    "counter": CounterInstrument,
+    "gauge": GaugeInstrument,
+    "histogram": HistogramInstrument,
+}
 # The samples that ``MetricsAggregator.version_stats`` sums up.
 _STATS_SAMPLES = {
     "torchrelay_requests_total": "answered",
@@ -105,12 +116,23 @@ _STATS_SAMPLES = {
 class _RequestMeters:
     """The meters of a completed request, by model, version, status and requested version."""
 
-    count: Counter
-    latency: Histogram
+    count: CounterInstrument
+    latency: HistogramInstrument
     total: LabeledRecorder
     microseconds: LabeledRecorder
     queue_microseconds: LabeledRecorder
     queue_time: LabeledRecorder
+
+
+class _BatchMeters(NamedTuple):
+    """The meters of a version's batches; ``_BATCH_METRICS`` are their names, in order."""
+
+    size: HistogramInstrument
+    inference: HistogramInstrument
+    queue: HistogramInstrument
+
+
+_BATCH_METRICS = ("torchrelay_batch_size", "torchrelay_inference_seconds", "torchrelay_queue_seconds")
 
 
 class Meters:
@@ -121,27 +143,25 @@ class Meters:
 
     def __init__(self, torchserve: TorchServeRecorders | None = None) -> None:
         self.torchserve = torchserve or TorchServeRecorders()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._metrics = {}
-        for metric in METRICS:
-            options = {"buckets": metric.buckets} if metric.buckets else {}
-            self._metrics[metric.name] = _KINDS[metric.kind](
-                metric.name, metric.help, metric.labels, registry=self._registry, **options
-            )
-        self._children: dict[tuple[str, ...], Counter | Gauge | Histogram] = {}
+        self._instruments: dict[tuple[str, ...], Any] = {}  # by name and label values
         self._request_meters: dict[tuple[str, str, str, str | None], _RequestMeters] = {}
-        self._batches: dict[tuple[str, str], tuple[Callable[[float], None], ...]] = {}
+        self._batches: dict[tuple[str, str], _BatchMeters] = {}
         self._batch_stats: dict[tuple[str, str], BatchStats] = {}
+        self._responses: dict[int, CounterInstrument] = {}
         self._torchserve_responses: dict[int, LabeledRecorder] = {}
         self._thread_time = self.torchserve.child("WorkerThreadTime", "Host")
         # AutoscalingStats.record_batch in a replica that is autoscaled
         self.on_batch: Callable[[float, Collection[float], bool], None] = lambda *batch: None
 
-    def _child(self, *key: str):
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = self._metrics[key[0]].labels(*key[1:])
-        return child
+    def _child(self, *key: str) -> Any:
+        """Return the instrument of a metric with these label values."""
+        instrument = self._instruments.get(key)
+        if instrument is None:
+            metric = _DEFINITIONS[key[0]]
+            labels = tuple(sorted(zip(metric.labels, key[1:], strict=True)))
+            instrument = _INSTRUMENTS[metric.kind](metric.name, labels, metric.buckets)
+            self._instruments[key] = instrument
+        return instrument
 
     def request(
         self,
@@ -187,7 +207,10 @@ class Meters:
 
     def response(self, code: int) -> None:
         """Record an HTTP response of the inference port."""
-        self._child("torchrelay_http_responses", str(code)).inc()
+        responses = self._responses.get(code)
+        if responses is None:
+            responses = self._responses[code] = self._child("torchrelay_http_responses", str(code))
+        responses.inc()
         self.rest(code)
 
     def grpc_response(self, code: str) -> None:
@@ -217,20 +240,17 @@ class Meters:
         ``waits`` are its rows' times in the queue. ``tensor_rows`` counts along the first axis of tensors,
         for the statistics; None: as ``rows``.
         """
-        observers = self._batches.get((model, version))
-        if observers is None:
-            names = ("torchrelay_batch_size", "torchrelay_inference_seconds", "torchrelay_queue_seconds")
-            observers = self._batches[model, version] = tuple(
-                self._child(name, model, version).observe for name in names
+        meters = self._batches.get((model, version))
+        if meters is None:
+            meters = self._batches[model, version] = _BatchMeters(
+                *(self._child(name, model, version) for name in _BATCH_METRICS)
             )
             self._batch_stats[model, version] = BatchStats()
         self.on_batch(seconds, waits, live)
         self._batch_stats[model, version].record(rows if tensor_rows is None else tensor_rows, seconds)
-        observe_size, observe_inference, observe_wait = observers
-        observe_size(rows)
-        observe_inference(seconds)
-        for wait in waits:
-            observe_wait(wait)
+        meters.size.observe(rows)
+        meters.inference.observe(seconds)
+        meters.queue.observe_all(waits)
 
     def workflow(self, model: str, version: str, change: int) -> None:
         """Change the number of requests that a workflow is processing."""
@@ -293,17 +313,12 @@ class Meters:
     def forget(self, model: str, version: str) -> None:
         """Remove the gauges of a removed version."""
         for name in ("torchrelay_queue_depth", "torchrelay_replicas", "torchrelay_replicas_desired"):
-            if self._children.pop((name, model, version), None) is not None:
-                self._metrics[name].remove(model, version)
+            self._instruments.pop((name, model, version), None)
 
     def samples(self) -> list[Sample]:
         """Return the samples of Torchrelay's own metrics."""
-        return [
-            (sample.name, tuple(sorted(sample.labels.items())), sample.value)
-            for family in self._registry.collect()
-            for sample in family.samples
-            if not sample.name.endswith("_created")
-        ]
+        instruments: Iterable[Instrument] = self._instruments.values()
+        return [sample for instrument in instruments for sample in instrument.samples()]
 
     def report(self) -> MetricsReport:
         """Return all values as plain data, for another process to sum up."""
