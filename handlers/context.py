@@ -108,7 +108,9 @@ class Context:
         )
         self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
         self.request_ids: dict[int, str] | None = None
-        self.request_processor: list[RequestProcessor] | None = None
+        self._headers: Sequence[Mapping[str, str]] = ()
+        self._parameters: Sequence[Mapping[str, Mapping[str, Any]]] = ()
+        self._processors: list[RequestProcessor | None] | None = None  # of the rows, None until they are used
         self.stopping_criteria: Any = None
         # TorchServe's connection to its front end; here intermediate values are sent by ``emit``.
         self.cl_socket: Any = None
@@ -123,17 +125,28 @@ class Context:
     ) -> None:
         """Open a batch and clear the state of the previous one.
 
-        Each sequence has one item a row. ``parameters`` has ``{name: {"content-type": ...}}`` for each input,
-        which a request header of the same name overrides. ``emit(idx, value)`` sends the intermediate values
-        of streamed responses.
+        Each sequence has one item a row, which is read when the handler uses it. ``parameters`` has
+        ``{name: {"content-type": ...}}`` for each input, which a request header of the same name overrides.
+        ``emit(idx, value)`` sends the intermediate values of streamed responses.
         """
         self.request_ids = dict(enumerate(request_ids))
-        self.request_processor = [
-            RequestProcessor({**inputs, **headers_of_row})
-            for inputs, headers_of_row in zip(parameters, headers)
-        ]
+        self._headers, self._parameters = headers, parameters
+        self._processors = [None] * min(len(headers), len(parameters))
         self.stopping_criteria = None
         self._emit = emit
+
+    @property
+    def request_processor(self) -> list[RequestProcessor] | None:
+        """The headers, status and response headers of each row; None before the first batch."""
+        return None if self._processors is None else [self._row(i) for i in range(len(self._processors))]
+
+    @request_processor.setter
+    def request_processor(self, processors: Sequence[RequestProcessor]) -> None:
+        self._processors = list(processors)
+
+    def has_response_properties(self, idx: int) -> bool:
+        """Return whether the handler may have set the status or headers of the response to row ``idx``."""
+        return self._processors is not None and self._processors[idx] is not None
 
     def emit(self, idx: int, value: Any) -> None:
         """Send one intermediate value of row ``idx`` to its caller now."""
@@ -180,7 +193,7 @@ class Context:
 
     def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
         """Set the HTTP status of row ``idx``; any number and phrase are sent unchanged."""
-        if self.request_processor is not None:
+        if self._processors is not None:
             self._row(idx).report_status(code, reason_phrase=phrase)
 
     def set_all_response_status(self, code: int = 200, phrase: str = "") -> None:
@@ -198,8 +211,12 @@ class Context:
         return self._row(idx).get_response_headers()
 
     def _row(self, idx: int) -> RequestProcessor:
-        if self.request_processor is None:
+        if self._processors is None:
             raise RuntimeError(
                 "This context has no requests yet: they come with a batch, not with initialize."
             )
-        return self.request_processor[idx]
+        processor = self._processors[idx]
+        if processor is None:
+            headers = {**self._parameters[idx], **self._headers[idx]}
+            processor = self._processors[idx] = RequestProcessor(headers)
+        return processor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -37,6 +37,24 @@ _NON_FINITE = (
     "error; return finite numbers, or set it to null"
 )
 _INTERNAL_FILES = (loader.__file__, os.path.dirname(__file__) + os.sep)  # files without frames of a handler
+
+
+class _RowViews(Sequence[Any]):
+    """The result of a function for each request, computed when it is read: most handlers read none."""
+
+    __slots__ = ("_read", "_requests")
+
+    def __init__(
+        self, requests: Sequence[InferenceRequest], read: Callable[[InferenceRequest], dict[str, Any]]
+    ) -> None:
+        self._requests = requests
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read(self._requests[index])
 
 
 class BatchExecution:
@@ -87,8 +105,8 @@ class BatchExecution:
         requests = self._calls
         self.context.begin(
             [request.request_id for request in requests],
-            [codec.headers(request) for request in requests],
-            [codec.parameters(request) for request in requests],
+            _RowViews(requests, codec.headers),
+            _RowViews(requests, codec.parameters),
             self._on_emit,
         )
         metrics = self.context.metrics
@@ -173,7 +191,8 @@ class BatchExecution:
     def _response(self, index: int, value: Any) -> InferenceResponse | RelayError:
         if isinstance(value, Exception):
             return handler_error(value, self.failures)
-        status, phrase = self.context.get_response_status(index)
+        has_properties = self.context.has_response_properties(index)
+        status, phrase = self.context.get_response_status(index) if has_properties else (200, "")
         content_type = None
         try:
             if index in self._streamed or status >= 400:  # pieces, and words: neither is a tensor
@@ -195,7 +214,7 @@ class BatchExecution:
             large = OutputTooLarge(len(body), self._max_response_size)
             self.failures.append(str(large))
             return large
-        named = self.context.get_response_headers(index)
+        named = self.context.get_response_headers(index) if has_properties else None
         if not named:
             return InferenceResponse(
                 body, content_type, status, phrase, (), self._version, non_finite=non_finite
