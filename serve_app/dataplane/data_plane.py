@@ -17,8 +17,10 @@ from random import randrange
 from typing import Protocol
 
 from serve_app.dataplane import version_router, workflow_signature
+from serve_app.dataplane.admitted_request import AdmittedRequest, Submit
 from serve_app.dataplane.experiment_collector import ExperimentCollector
 from serve_app.dataplane.key_limits import Admission, KeyLimiter, charge_tokens, count_rows, counts_tokens
+from serve_app.dataplane.request_recorder import RequestRecorder, RequestState
 from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.dataplane.version_router import VersionSelection
 from serve_app.dataplane.workflow_executor import WorkflowExecutor
@@ -31,7 +33,6 @@ from serve_app.domain.signature import Signature
 from serve_app.domain.tensors import Tensor
 from serve_app.domain.traffic_policy import BUCKET_COUNT
 from serve_app.errors import (
-    ClientTimeout,
     DeadlineExceeded,
     ModelLoading,
     ModelNotFound,
@@ -99,23 +100,6 @@ class DataPlaneLimits:
     gateways: int = 1  # which receive requests of every key
 
 
-class _RequestState:
-    """The progress of one request through the data plane."""
-
-    __slots__ = ("model_timeout", "request", "selection", "started_at", "version")
-
-    def __init__(self, request: InferenceRequest) -> None:
-        self.started_at = time.perf_counter()
-        self.request = request
-        self.selection: VersionSelection | None = None
-        self.version = ""
-        self.model_timeout = False  # the model's timeout is shorter than the caller's deadline
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started_at
-
-
 class DataPlane:
     """The entry point of inference in one process.
 
@@ -140,10 +124,10 @@ class DataPlane:
         self._remote = remote
         self._local = local
         self._wake = wake
-        self._mirror = mirror
         self._sequence_affinity = sequence_affinity
         self._limits = limits
         self.experiment_collector = ExperimentCollector()
+        self._recorder = RequestRecorder(meters, self.experiment_collector, mirror)
         self.key_limiter = KeyLimiter(lambda: reader.table, limits.gateways)
         self._waiting: dict[ModelRef, int] = {}
         self._bucket_cursor = randrange(BUCKET_COUNT)  # of the last request
@@ -162,12 +146,58 @@ class DataPlane:
         """Whether the inference port is reachable from its own machine only."""
         return self._reader.table.on_loopback
 
-    def admit(self, grant: KeyGrant | None, rows: int = 1) -> Admission | None:
+    def admit_key(self, grant: KeyGrant | None, rows: int = 1) -> Admission | None:
         """Count a request of several calls, or one that is answered later. Raises RateLimited.
 
         The caller releases the admission, if there is one, and passes no grant to ``infer``.
         """
         return None if grant is None else self.key_limiter.admit(grant, rows, counts_tokens=True)
+
+    def admit(self, request: InferenceRequest, grant: KeyGrant | None) -> AdmittedRequest | None:
+        """Return the request with its version and backend, where it can run without waiting.
+
+        None where it has to wait for a replica or a sequence, runs a workflow, or fails: ``infer`` then
+        handles it, and this method has counted nothing. Raises RateLimited.
+        """
+        cursor = version_router.next_bucket_cursor(self._bucket_cursor)
+        try:
+            selection = version_router.select_version(self._reader.table, request, cursor)
+        except NotFound:
+            return None
+        route = selection.route
+        if route.stateful or request.expired:
+            return None
+        if request.kind == "tensors" and route.signature is not None:
+            try:
+                route.signature.check(map(_to_tensor, request.inputs))
+            except RelayError:
+                return None
+        submit = self._find_submit(request, route)
+        if submit is None:
+            return None
+        admission = None
+        if grant is not None:
+            rows, has_tokens = count_rows(request, self._reader.table), counts_tokens(request, grant)
+            admission = self.key_limiter.admit(grant, rows, has_tokens)
+        self._bucket_cursor = cursor
+        admitted = AdmittedRequest(request, selection, submit, self._recorder, admission)
+        if route.client_timeout:
+            self._limit_deadline(admitted, route)
+        return admitted
+
+    def _find_submit(self, request: InferenceRequest, route: VersionRoute) -> Submit | None:
+        """Return the function that starts a request, where its backend needs no wait and no task."""
+        if self._local is not None:
+            ref, local = self._local
+            if ref.version == route.version and ref.name == request.model:
+                return None if route.phase == "stopped" else getattr(local, "find_submit", _find_none)()
+        if route.graph is not None or (route.replicas == 0 and route.phase != "ready"):
+            return None
+        try:
+            backend = self._remote(ModelRef(request.model, route.version), route)
+        except ModelLoading:
+            return None
+        return getattr(backend, "find_submit", _find_none)()
 
     async def _infer_admitted(
         self, request: InferenceRequest, admission: Admission
@@ -203,21 +233,21 @@ class DataPlane:
             admission = self.key_limiter.admit(grant, rows, has_tokens)
             if admission is not None:
                 return await self._infer_admitted(request, admission)
-        state = _RequestState(request)
+        state = RequestState(request)
         try:
             response = await self._dispatch(state, workflow_table)
         except RelayError as raised:
-            error = self._record_failure(state, raised)
+            error = self._recorder.record_failure(state, raised)
             if error is not raised:
                 raise error from None
             raise
         except asyncio.CancelledError:
-            self._meters.request(request.model, state.version, "caller_left", state.seconds, request.version)
+            self._recorder.record_disconnect(state)
             raise
-        return self._record_response(state, response)
+        return self._recorder.record_response(state, response)
 
     async def _dispatch(
-        self, state: _RequestState, workflow_table: RoutingTable | None
+        self, state: RequestState, workflow_table: RoutingTable | None
     ) -> InferenceResponse | ResponseStream:
         """Select the version and the backend, and run the request there."""
         request = state.request
@@ -230,9 +260,7 @@ class DataPlane:
         if request.kind == "tensors" and route.signature is not None:
             route.signature.check(map(_to_tensor, request.inputs))
         if route.client_timeout:
-            limited = _limit_deadline(request, route.client_timeout / 1000)
-            state.model_timeout = limited is not request
-            state.request = request = limited
+            request = self._limit_deadline(state, route)
         if not route.stateful or self._sequence_affinity is None:
             return await (await self._find_backend(request, route)).infer(request)
         if route.replicas == 0 and route.phase != "ready":
@@ -240,6 +268,14 @@ class DataPlane:
         selection, backend = await self._sequence_affinity(request, selection._replace(route=route))
         state.selection, state.version = selection, selection.route.version
         return await backend.infer(request)
+
+    def _limit_deadline(self, state: RequestState, route: VersionRoute) -> InferenceRequest:
+        """Apply the model's timeout to the deadline, and return the request with it."""
+        request, deadline = state.request, time.time() + route.client_timeout / 1000
+        if request.deadline is None or request.deadline > deadline:
+            state.model_timeout = True
+            state.request = replace(request, deadline=deadline)
+        return state.request
 
     def _select(self, request: InferenceRequest, workflow_table: RoutingTable | None) -> VersionSelection:
         cursor = self._bucket_cursor = version_router.next_bucket_cursor(self._bucket_cursor)
@@ -249,64 +285,6 @@ class DataPlane:
             if workflow_table is None:
                 raise
             return version_router.select_version(workflow_table, request, cursor)
-
-    def _record_failure(self, state: _RequestState, raised: RelayError) -> RelayError:
-        """Count a failed request, and return the error for its caller."""
-        request, selection = state.request, state.selection
-        model_timeout = state.model_timeout and isinstance(raised, DeadlineExceeded)
-        error = ClientTimeout(*raised.args) if model_timeout else raised
-        error.retry_after = raised.retry_after
-        error.selected_version = state.version
-        # An unknown model is text of the caller and no label: the number of labels would be unbounded.
-        model = request.model if state.version else ""
-        self._meters.request(model, state.version, error.reason, state.seconds, request.version)
-        if selection is None:
-            return error
-        if self._mirror is not None and selection.routed_by_policy:
-            self._mirror.offer(request, state.version, None, 0.0)
-        if selection.active_split is not None:
-            error.arm = selection.arm_label
-            self.experiment_collector.record_failure(selection, request.request_id, error.reason)
-        return error
-
-    def _record_response(
-        self, state: _RequestState, response: InferenceResponse | ResponseStream
-    ) -> InferenceResponse | ResponseStream:
-        """Count a response, and return it with the arm of its experiment."""
-        request, selection = state.request, state.selection
-        assert selection is not None
-        if self._mirror is not None and selection.routed_by_policy:
-            self._mirror.offer(request, state.version, response, state.seconds)
-        if isinstance(response, ResponseStream):
-            head = response.head
-            if selection.active_split is not None:
-                head = replace(head, arm=selection.arm_label)
-            stream = ResponseStream(head, response.__aiter__())
-            stream.add_status_callback(partial(self._record_stream_end, state, selection, response.head))
-            return stream
-        seconds = state.seconds
-        self._meters.request(
-            request.model, state.version, "ok", seconds, request.version, response.timings.queue
-        )
-        if selection.active_split is not None:
-            self.experiment_collector.record_response(selection, request.request_id, response, seconds)
-            return replace(response, arm=selection.arm_label)
-        return response
-
-    def _record_stream_end(
-        self, state: _RequestState, selection: VersionSelection, head: InferenceResponse, status: str
-    ) -> None:
-        """Count a streamed response; ``status`` is ok, caller_left, or the reason of an error."""
-        request, seconds = state.request, state.seconds
-        version = selection.route.version
-        self._meters.request(request.model, version, status, seconds, request.version, head.timings.queue)
-        if selection.active_split is None or status == "caller_left":
-            return
-        collector, request_id = self.experiment_collector, request.request_id
-        if status == "ok":
-            collector.record_response(selection, request_id, head, seconds, streamed=True)
-        else:
-            collector.record_failure(selection, request_id, status)
 
     async def _find_backend(self, request: InferenceRequest, route: VersionRoute) -> InferenceBackend:
         if self._local is not None:
@@ -441,9 +419,5 @@ def _to_tensor(part: InputPart) -> Tensor:
     return tensors.from_content_type(part.name, part.value, part.content_type or "")
 
 
-def _limit_deadline(request: InferenceRequest, seconds: float) -> InferenceRequest:
-    """Return the request with a deadline at most ``seconds`` from now."""
-    deadline = time.time() + seconds
-    if request.deadline is not None and request.deadline <= deadline:
-        return request
-    return replace(request, deadline=deadline)
+def _find_none() -> None:
+    """Return None, for a backend that runs requests in tasks only."""

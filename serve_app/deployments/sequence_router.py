@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from serve_app.dataplane.admitted_request import Submit
 from serve_app.dataplane.data_plane import InferenceBackend, RoutingTableReader
 from serve_app.dataplane.version_router import VersionSelection
 from serve_app.deployments.replica_client import ReplicaClients
@@ -42,12 +43,17 @@ class LocalReplica:
 
 
 class LocalBackend:
-    """A backend that is a function of this process."""
+    """A backend of this process: a coroutine function, and ``find_submit`` where it needs no task."""
 
-    __slots__ = ("infer",)
+    __slots__ = ("find_submit", "infer")
 
-    def __init__(self, infer: Callable[[InferenceRequest], Coroutine[Any, Any, Response]]) -> None:
+    def __init__(
+        self,
+        infer: Callable[[InferenceRequest], Coroutine[Any, Any, Response]],
+        find_submit: Callable[[], Submit | None] = lambda: None,
+    ) -> None:
         self.infer = infer
+        self.find_submit = find_submit
 
 
 class SequenceRouter:

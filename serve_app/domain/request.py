@@ -6,7 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from typing_extensions import dataclass_transform
 
 from serve_app.errors import RelayError
 
@@ -24,7 +26,19 @@ class _CompactPickle:
         return type(self), attrgetter(*self.__slots__)(self)
 
 
-@dataclass(frozen=True, slots=True)
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def _value_class(cls: type[_T]) -> type[_T]:
+    """Make a dataclass that type checkers treat as frozen.
+
+    Python's own frozen dataclass sets each attribute by a call: 2 µs for a response, against 0.5 µs.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
+
+@_value_class
 class InputPart(_CompactPickle):
     """One named part of a request, as it was received.
 
@@ -37,7 +51,7 @@ class InputPart(_CompactPickle):
     content_type: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_value_class
 class InferenceRequest(_CompactPickle):
     """One request, independent of the protocol."""
 
@@ -55,7 +69,7 @@ class InferenceRequest(_CompactPickle):
         return self.deadline is not None and time.time() >= self.deadline
 
 
-@dataclass(frozen=True, slots=True)
+@_value_class
 class Timings(_CompactPickle):
     """The time of a row by phase, in seconds; measured once and reported by every protocol."""
 
@@ -64,7 +78,7 @@ class Timings(_CompactPickle):
     batch_size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@_value_class
 class InferenceResponse(_CompactPickle):
     """The response to one row: encoded bytes, and the values that the handler set on its context."""
 
@@ -119,6 +133,11 @@ class ResponseStream:
     def add_status_callback(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` once with the final status: ok, caller_left, or the reason of an error."""
         self._chunks = _StreamWithStatus(self._chunks, callback)
+
+
+# The callback of a request that runs without a task: it receives the outcome, on the event loop. An exception
+# that is no RelayError is a fault of the server.
+OnDone = Callable[["InferenceResponse | ResponseStream | Exception"], None]
 
 
 class _StreamWithChunks(AsyncIterator[bytes]):

@@ -113,7 +113,7 @@ class AsyncInterceptor:
             headers.get(WEBHOOK_HEADER, ""),
             exchange.grant.name if exchange.grant is not None else "",
         )
-        admission = self._plane.admit(exchange.grant)
+        admission = self._plane.admit_key(exchange.grant)
         if admission is not None:  # its execution is limited by the queue of its owner
             admission.release()
         document = await self._control.api.submit_prediction(request)

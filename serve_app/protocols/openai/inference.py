@@ -205,7 +205,7 @@ class OpenAIRoutes:
         model, version = self._authorize_model(exchange, document)
         embedding_request = embeddings.parse_request(document)
         request = self._build_request(exchange, model, version, ())
-        admission = self._plane.admit(exchange.grant, len(embedding_request.inputs))
+        admission = self._plane.admit_key(exchange.grant, len(embedding_request.inputs))
         disconnect_check = exchange.cancel_on_disconnect()
         try:
             responses = await self._infer_texts(request, embedding_request.inputs)

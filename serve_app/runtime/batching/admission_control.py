@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from serve_app.domain import tensors
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.signature import Signature
 from serve_app.errors import DeadlineExceeded, ModelLoading, QueueFull, ReplicaDied, ResponseTimeout
 from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.latency_model import BatchLatencyModel
-from serve_app.runtime.batching.pending_request import PendingRequest
+from serve_app.runtime.batching.pending_request import Completion, PendingRequest
 from serve_app.runtime.batching.request_queue import RequestQueue
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.telemetry.metrics import Meters
@@ -85,17 +85,29 @@ class AdmissionControl(RequestBatcher, Generic[R]):
         return sum(tensors.count_rows(request.inputs, self._signature) for request in requests)
 
     async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        row = self._admit(request)  # without the callback of enqueue, which costs a turn of the loop
+        row = self._admit(request, None)  # without the callback of enqueue, which costs a turn of the loop
         try:
+            assert isinstance(row.future, asyncio.Future)
             return await row.future
         except asyncio.CancelledError:
             self._on_disconnect(row)
             raise
 
     def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
-        row = self._admit(request)
-        row.future.add_done_callback(lambda future: self._on_disconnect(row) if future.cancelled() else None)
-        return row.future
+        row = self._admit(request, None)
+        future = row.future
+        assert isinstance(future, asyncio.Future)
+        future.add_done_callback(lambda future: self._on_disconnect(row) if future.cancelled() else None)
+        return future
+
+    def submit_nowait(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
+        row = self._admit(request, Completion(on_done))
+
+        def withdraw() -> None:
+            row.future.cancel()
+            self._on_disconnect(row)
+
+        return withdraw
 
     async def close(self) -> None:
         """Refuse new rows, answer the admitted ones, then end the handler thread."""
@@ -107,8 +119,11 @@ class AdmissionControl(RequestBatcher, Generic[R]):
         self.handler_thread.shutdown(wait=False)
 
     @abstractmethod
-    def _admit(self, request: InferenceRequest) -> R:
-        """Return the row of an admitted request. Raises RelayError."""
+    def _admit(self, request: InferenceRequest, completion: Completion | None) -> R:
+        """Return the row of an admitted request, with a future unless ``completion`` is given.
+
+        Raises RelayError.
+        """
 
     @abstractmethod
     def _discard(self, row: R) -> None:
@@ -253,7 +268,7 @@ class QueuedAdmissionControl(AdmissionControl[R]):
     def _on_enqueued(self, row: R) -> None:
         """Handle a row that has just entered the queue."""
 
-    def _admit(self, request: InferenceRequest) -> R:
+    def _admit(self, request: InferenceRequest, completion: Completion | None) -> R:
         if self._rejection_reason:
             raise self._loading_error(request)
         queue = self._queue
@@ -277,7 +292,7 @@ class QueuedAdmissionControl(AdmissionControl[R]):
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
             self._timer = self._timer or loop.call_later
-        row: R = self.row_type(request, loop.create_future(), self._clock())
+        row: R = self.row_type(request, completion or loop.create_future(), self._clock())
         if request.deadline is not None:
             assert self._timer is not None
             row.expiry = self._timer(request.deadline - time.time(), self._expire, row)

@@ -112,6 +112,9 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         self._use_job_ticket = self._checks_every_request = use_job_ticket
         self._retries = retries
         self._in_flight: deque[_Batch] = deque()  # the running batch and the batches staged behind it
+        # Batches that have run, from the handler thread, and whether the loop has a call to take them.
+        self._finished: deque[tuple[_Batch, _Responses]] = deque()
+        self._finish_is_due = False
         self._unsent = 0  # finished batches whose responses are not yet sent
         # Rows that may be staged where one full batch is fewer; known when a batch has run.
         self._max_staged = 0
@@ -265,7 +268,10 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
             except BaseException:  # Runner.run raises nothing; whatever else does must not lose rows
                 failure = HandlerFailed(traceback.format_exc())
                 responses = [(row, failure) for row in batch.rows]
-            self._call_on_loop(self._finish, batch, responses)
+            self._finished.append((batch, responses))
+            if not self._finish_is_due:  # one call of the loop for all short batches that end until it runs
+                self._finish_is_due = True
+                self._call_on_loop(self._finish_all)
 
     def _run_rows(self, batch: _Batch, rows: list[_QueuedRow], responses: _Responses) -> None:
         rows = [row for row in rows if self._is_wanted(row, responses)]
@@ -319,45 +325,61 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
 
     # On the event loop again
 
-    def _finish(self, batch: _Batch, responses: _Responses) -> None:
+    def _finish_all(self) -> None:
+        """Resolve the rows of batches that have run, the oldest first."""
+        self._finish_is_due = False  # before the look at the batches: a later one makes another call
+        finished, resolved = self._finished, []
+        while finished:
+            batch, responses = finished.popleft()
+            if self._finish(batch, responses):
+                resolved.append(batch)
+        if resolved:
+            assert self._loop is not None
+            self._loop.call_soon(self._record_metrics, resolved)  # after the responses were sent
+        self._notify_if_drained()
+
+    def _finish(self, batch: _Batch, responses: _Responses) -> bool:
+        """Resolve the rows; return False where they were abandoned, or are resolved later."""
         if not self._in_flight or self._in_flight[0] is not batch:
-            return  # its rows were abandoned
+            return False
         self._in_flight.popleft()
         batch.is_finished = True
         if self._in_flight:
             self._staged -= self._in_flight[0].active_rows
         if self._queue.live or self._queue.shadows:
             self._schedule_start()
-        self._unsent += 1
         if self._in_flight and self._latency_model.estimate(len(batch.rows)) >= _LONG_BATCH_S:
             # The next batch begins, and its thread needs the interpreter. Sending these responses now would
             # take it away a dozen times; once the model computes, it does not matter.
             assert self._loop is not None
-            self._loop.call_later(_RESPONSE_DELAY_S, self._resolve_rows, batch, responses)
-        else:
-            self._resolve_rows(batch, responses)
+            self._unsent += 1
+            self._loop.call_later(_RESPONSE_DELAY_S, self._resolve_later, batch, responses)
+            return False
+        for row, response in responses:
+            row.resolve(response)
+        return True
 
-    def _resolve_rows(self, batch: _Batch, responses: _Responses) -> None:
+    def _resolve_later(self, batch: _Batch, responses: _Responses) -> None:
         self._unsent -= 1
         for row, response in responses:
             row.resolve(response)
-        assert self._loop is not None
-        self._loop.call_soon(self._record_metrics, batch)  # after the responses were sent
+        self._record_metrics([batch])
         self._notify_if_drained()
 
-    def _record_metrics(self, batch: _Batch) -> None:
+    def _record_metrics(self, batches: list[_Batch]) -> None:
         name, version = self._ref.name, self._ref.version
-        latency_model, size = self._latency_model, self._max_batch_size
-        live = batch.rows[0].request.priority != "shadow"
-        for seconds, waits, requests in batch.runs:
-            tensor_rows = self._count_tensor_rows(requests)
-            self._meters.batch(name, version, len(waits), seconds, waits, live, tensor_rows)
-            latency_model.record(len(waits), seconds)
+        latency_model, size, now = self._latency_model, self._max_batch_size, self._clock()
+        for batch in batches:
+            live = batch.rows[0].request.priority != "shadow"
+            for seconds, waits, requests in batch.runs:
+                tensor_rows = self._count_tensor_rows(requests)
+                self._meters.batch(name, version, len(waits), seconds, waits, live, tensor_rows)
+                latency_model.record(len(waits), seconds)
+            if batch.runs and batch.started_at is not None:
+                self._meters.overhead(now - batch.started_at - batch.runs[-1][0])
         self._max_staged = min(
             _MAX_STAGED_ROWS, int(_MAX_STAGED_S / (latency_model.estimate(size) or 1.0)) * size
         )
-        if batch.runs and batch.started_at is not None:
-            self._meters.overhead(self._clock() - batch.started_at - batch.runs[-1][0])
         self._meters.depth(name, version, self.pending)
 
     def _running_batch(self) -> tuple[list[_QueuedRow], float | None] | None:

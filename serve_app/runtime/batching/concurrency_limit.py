@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.errors import QuotaExceeded
 from serve_app.runtime.batching.interface import FutureBatcher, RequestBatcher
 
@@ -38,14 +39,43 @@ class ConcurrencyLimit(FutureBatcher):
     def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
         if not self._replica_limit or request.priority == "shadow":
             return self._batcher.enqueue(request)
-        if self._active >= self._replica_limit:
-            error = QuotaExceeded(self._ref.name, self._ref.version, self._limit)
-            error.retry_after = self._batcher.retry_after
-            raise error
+        self._check()
         future = self._batcher.enqueue(request)
         self._active += 1
         future.add_done_callback(self._release_after)
         return future
+
+    def find_submit(self) -> Callable[[InferenceRequest, OnDone], Callable[[], None]]:
+        """Return ``submit_nowait``, or the batcher's where there is no limit."""
+        return self.submit_nowait if self._replica_limit else self._batcher.submit_nowait
+
+    def submit_nowait(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
+        if not self._replica_limit or request.priority == "shadow":
+            return self._batcher.submit_nowait(request, on_done)
+        self._check()
+
+        def complete(outcome: InferenceResponse | ResponseStream | Exception) -> None:
+            if isinstance(outcome, ResponseStream):
+                outcome.add_done_callback(self._release)
+            else:
+                self._release()
+            on_done(outcome)
+
+        withdraw = self._batcher.submit_nowait(request, complete)
+        self._active += 1
+
+        def release() -> None:
+            withdraw()
+            self._release()
+
+        return release
+
+    def _check(self) -> None:
+        """Raise QuotaExceeded where no further request may run."""
+        if self._active >= self._replica_limit:
+            error = QuotaExceeded(self._ref.name, self._ref.version, self._limit)
+            error.retry_after = self._batcher.retry_after
+            raise error
 
     def _release_after(self, future: asyncio.Future[InferenceResponse | ResponseStream]) -> None:
         succeeded = not future.cancelled() and future.exception() is None

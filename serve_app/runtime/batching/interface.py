@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.errors import RelayError, ReplicaDied
 
 
@@ -29,6 +29,21 @@ class FutureBatcher(ABC):
         except asyncio.CancelledError:
             await _discard(future)
             raise
+
+    def submit_nowait(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
+        """Submit a request whose outcome ``on_done`` receives, and return a function that withdraws it.
+
+        ``on_done`` is not called after that. Raises RelayError at once.
+        """
+        future = self.enqueue(request)
+        future.add_done_callback(lambda future: None if future.cancelled() else on_done(_result(future)))
+
+        def withdraw() -> None:
+            closing = asyncio.ensure_future(_discard(future))
+            _discards.add(closing)
+            closing.add_done_callback(_discards.discard)
+
+        return withdraw
 
     async def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
         """Return an InferenceResponse, a ResponseStream or a RelayError for each request of one group."""
@@ -86,6 +101,9 @@ class RequestBatcher(FutureBatcher):
     @abstractmethod
     def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None:
         """Fail the running rows with ``failure``, and all waiting and later rows with ModelLoading."""
+
+
+_discards: set[asyncio.Future[None]] = set()  # the event loop keeps only weak references
 
 
 async def _discard(future: asyncio.Future[Any]) -> None:

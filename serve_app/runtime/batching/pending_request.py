@@ -7,13 +7,52 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream, Timings
+from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream, Timings
 from serve_app.errors import ClientTooSlow, RelayError
 
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024  # bytes of one response that are buffered for a slow client
 
 # (the row's index in the batch, a chunk of its response)
 Emit = Callable[[int, "bytes | InferenceResponse"], None]
+
+
+class Completion:
+    """A pending response with one callback, in the place of a future: nothing waits for it.
+
+    A future calls back in a later turn of the event loop, at 1.5 µs for each request; a completion calls back
+    at once. ``on_done`` receives the response, the stream or the error, and is not called after ``cancel``.
+    """
+
+    __slots__ = ("_cancelled", "_on_done")
+
+    def __init__(self, on_done: OnDone) -> None:
+        self._on_done: OnDone | None = on_done
+        self._cancelled = False
+
+    def done(self) -> bool:
+        return self._on_done is None
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> bool:
+        self._cancelled = self._on_done is not None
+        self._on_done = None
+        return self._cancelled
+
+    def set_result(self, response: InferenceResponse | ResponseStream) -> None:
+        self._call(response)
+
+    def set_exception(self, error: Exception) -> None:
+        self._call(error)
+
+    def exception(self) -> None:
+        """Return None: the callback has received the error."""
+
+    def _call(self, outcome: InferenceResponse | ResponseStream | Exception) -> None:
+        on_done, self._on_done = self._on_done, None
+        assert on_done is not None
+        on_done(outcome)
 
 
 def _ignore_disconnect() -> None:
@@ -83,7 +122,7 @@ class PendingRequest:
     """A request with its ``future``; ``stream`` continues after the future where the response is streamed."""
 
     request: InferenceRequest
-    future: asyncio.Future[InferenceResponse | ResponseStream]
+    future: asyncio.Future[InferenceResponse | ResponseStream] | Completion
     arrived: float
     stream: StreamBuffer | None = None
     expiry: asyncio.TimerHandle | None = None  # the timer of the deadline

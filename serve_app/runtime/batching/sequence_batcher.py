@@ -112,7 +112,8 @@ class SequenceBatcher(RequestBatcher):
         self._timer = self._timer or loop.call_later
         sequence, request = self._resolve_sequence(request)
         ends_sequence = _is_true(request, self._keys.end)
-        row = SequenceRow(request, loop.create_future(), self._clock(), ends_sequence=ends_sequence)
+        future: asyncio.Future[InferenceResponse | ResponseStream] = loop.create_future()
+        row = SequenceRow(request, future, self._clock(), ends_sequence=ends_sequence)
         if self._is_blocked(sequence):
             if len(sequence.waiting) >= self._options.queue_size:
                 full = QueueFull(
@@ -127,8 +128,8 @@ class SequenceBatcher(RequestBatcher):
                 row.expiry = self._timer(request.deadline - time.time(), self._expire, sequence, row)
         else:
             self._run(sequence, row)
-        row.future.add_done_callback(partial(self._on_caller_done, sequence, row))
-        return row.future
+        future.add_done_callback(partial(self._on_caller_done, sequence, row))
+        return future
 
     async def close(self) -> None:
         """Start no more sequences, wait for open ones, then close the batcher."""
@@ -245,6 +246,7 @@ class SequenceBatcher(RequestBatcher):
         elif not sequence.is_name_known:
             ended = True  # no client knows its name
         future = row.future
+        assert isinstance(future, asyncio.Future)
         if future.done():
             if isinstance(response, ResponseStream):
                 closing = asyncio.ensure_future(response.aclose())
