@@ -11,19 +11,27 @@ import asyncio
 import logging
 import pickle
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray.exceptions
 from ray import serve
 from ray.serve.exceptions import BackPressureError
 
+from serve_app.dataplane.admitted_request import Submit
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.actor_client import ActorClient
-from serve_app.deployments.uds_transport import ConnectionLost, UdsClientPool
+from serve_app.deployments.uds_transport import ConnectionLost, UdsClient, UdsClientPool
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
+from serve_app.domain.request import (
+    InferenceRequest,
+    InferenceResponse,
+    OnDone,
+    ResponseChunk,
+    ResponseStream,
+)
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import (
     DeadlineExceeded,
@@ -112,6 +120,43 @@ class RemoteBackend:
             except ModelLoading:
                 break  # it is stopping or being replaced: the handle knows the other replicas
         return await self._infer_by_handle(request)
+
+    def find_submit(self) -> Submit | None:
+        """Return the function that sends a request over a socket; None unless all replicas are connected."""
+        client = self._sockets.least_busy(self._route.replica_ids)
+        return None if client is None else partial(self._submit, client)
+
+    def _submit(self, client: UdsClient, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
+        retry: asyncio.Task[None] | None = None
+
+        def complete(outcome: InferenceResponse | ResponseStream | Exception) -> None:
+            nonlocal retry
+            if isinstance(outcome, ConnectionLost) and not self._route.retries:
+                on_done(ReplicaDied(f"a replica of {self._ref.app} was lost"))
+            elif isinstance(outcome, ConnectionLost | ModelLoading):  # lost, stopping or being replaced
+                retry = asyncio.get_running_loop().create_task(self._retry(request, on_done))
+                self._tasks.add(retry)  # the event loop keeps only weak references
+                retry.add_done_callback(self._tasks.discard)
+            else:
+                on_done(outcome)
+
+        withdraw = client.submit(request, complete)
+
+        def cancel() -> None:
+            if retry is None:
+                withdraw()
+            else:
+                retry.cancel()
+
+        return cancel
+
+    async def _retry(self, request: InferenceRequest, on_done: OnDone) -> None:
+        """Send a request once more, in a task."""
+        try:
+            outcome: InferenceResponse | ResponseStream | Exception = await self.infer(request)
+        except Exception as error:
+            outcome = error
+        on_done(outcome)
 
     async def infer_at(self, replica: str, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         """Return the response of one replica.

@@ -5,11 +5,11 @@ each other the interpreter. On one machine a socket does the same for a few micr
 of one turn of the event loop share a frame, in both directions, and streams are multiplexed with everything
 else.
 
-A frame is four bytes of length and a pickled list. To the replica: ``(row, InferenceRequest)``, or ``(row,
-None)`` when the client disconnected. From it: ``(row, InferenceResponse | RelayError)``, or ``(row,
-ResponseChunk)`` until a chunk is the last. ``(row, name)`` queries whether the replica has the state of the
-sequence of this name; the answer is ``(row, bool)``. Pickle is trusted here: the sockets lie in a directory
-that only this user can enter.
+A frame is four bytes of length and a pickled list. To the replica: ``(row, request)``, or ``(row, None)``
+when the client disconnected. From it: ``(row, response)``, ``(row, RelayError)``, or ``(row, ResponseChunk)``
+until a chunk is the last. Requests and responses are tuples of their fields, which pickle faster than
+objects. ``(row, name)`` queries whether the replica has the state of the sequence of this name; the answer is
+``(row, bool)``. Pickle is trusted here: the sockets lie in a directory that only this user can enter.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
+from serve_app.dataplane.admitted_request import Submit
+from serve_app.domain.request import (
+    InferenceRequest,
+    InferenceResponse,
+    InputPart,
+    OnDone,
+    ResponseChunk,
+    ResponseStream,
+    Timings,
+)
 from serve_app.errors import RelayError, ReplicaDied
 from serve_app.net.private_files import get_runtime_directory
-from serve_app.runtime.batching.pending_request import StreamBuffer
+from serve_app.runtime.batching.pending_request import Completion, StreamBuffer
 
 Message = tuple[int, Any]
 
@@ -87,19 +96,45 @@ class _FrameConnection:
         self._writer.close()
 
 
+def encode_request(request: InferenceRequest) -> tuple[Any, ...]:
+    """Return the fields of a request, for ``decode_request``."""
+    inputs = [(part.name, part.value, part.content_type) for part in request.inputs]
+    return (
+        request.model, request.version, inputs, request.headers, request.kind, request.request_id,
+        request.deadline, request.priority,
+    )  # fmt: skip
+
+
+def decode_request(fields: tuple[Any, ...]) -> InferenceRequest:
+    model, version, inputs, *others = fields
+    return InferenceRequest(model, version, tuple(InputPart(*part) for part in inputs), *others)
+
+
+def encode_response(response: InferenceResponse) -> tuple[Any, ...]:
+    """Return the fields of a response, for ``decode_response``."""
+    timings = response.timings
+    return (
+        response.body, response.content_type, response.status, response.phrase, response.headers,
+        response.version, (timings.queue, timings.inference, timings.batch_size), response.arm,
+        response.non_finite,
+    )  # fmt: skip
+
+
+def decode_response(fields: tuple[Any, ...]) -> InferenceResponse:
+    body, content_type, status, phrase, headers, version, timings, arm, non_finite = fields
+    return InferenceResponse(
+        body, content_type, status, phrase, headers, version, Timings(*timings), arm, non_finite
+    )
+
+
 class UdsServer:
-    """A replica's server. ``enqueue`` returns the future of a request's response; cancelling it withdraws the
-    request.
+    """A replica's server. ``submit`` starts a request, and returns a function that withdraws it.
 
     ``holds`` returns whether the state of a sequence is here.
     """
 
-    def __init__(
-        self,
-        enqueue: Callable[[InferenceRequest], asyncio.Future[InferenceResponse | ResponseStream]],
-        holds: Callable[[str], bool] = lambda name: False,
-    ) -> None:
-        self._enqueue = enqueue
+    def __init__(self, submit: Submit, holds: Callable[[str], bool] = lambda name: False) -> None:
+        self._submit = submit
         self._holds = holds
         self._connections: set[_ServerConnection] = set()
         self._server: asyncio.AbstractServer | None = None
@@ -122,7 +157,7 @@ class UdsServer:
         connection = _ServerConnection(reader, writer)
         self._connections.add(connection)
         try:
-            await connection.serve(self._enqueue, self._holds)
+            await connection.serve(self._submit, self._holds)
         finally:
             self._connections.discard(connection)
 
@@ -132,11 +167,9 @@ class _ServerConnection(_FrameConnection):
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         super().__init__(reader, writer)
-        self._rows: dict[int, asyncio.Future[Any]] = {}
+        self._withdraw: dict[int, Callable[[], object]] = {}  # functions that withdraw the open rows
 
-    async def serve(
-        self, enqueue: Callable[[InferenceRequest], asyncio.Future[Any]], holds: Callable[[str], bool]
-    ) -> None:
+    async def serve(self, submit: Submit, holds: Callable[[str], bool]) -> None:
         """Answer requests until the client disconnects."""
         try:
             while True:
@@ -144,31 +177,42 @@ class _ServerConnection(_FrameConnection):
                     if isinstance(request, str):
                         self.send((number, holds(request)))
                     elif request is not None:
-                        try:
-                            row = self._rows[number] = enqueue(request)
-                        except RelayError as error:
-                            self.send((number, error))
-                        else:
-                            row.add_done_callback(partial(self._on_response, number))
-                    elif number in self._rows:
-                        self._rows[number].cancel()
+                        self._start(submit, number, decode_request(request))
+                    elif withdraw := self._withdraw.pop(number, None):
+                        withdraw()
         except EOFError:
             pass
         finally:
-            for row in self._rows.values():
-                row.cancel()
+            for withdraw in tuple(self._withdraw.values()):
+                withdraw()
             self.close()
 
-    def _on_response(self, number: int, row: asyncio.Future[Any]) -> None:
-        del self._rows[number]
-        if row.cancelled():
+    def _start(self, submit: Submit, number: int, request: InferenceRequest) -> None:
+        is_answered = False
+
+        def on_done(outcome: InferenceResponse | ResponseStream | Exception) -> None:
+            nonlocal is_answered
+            is_answered = True
+            self._on_response(number, outcome)
+
+        try:
+            withdraw = submit(request, on_done)
+        except RelayError as error:
+            self.send((number, error))
             return
-        response = row.exception() or row.result()
-        if isinstance(response, ResponseStream):
-            self._rows[number] = stream = asyncio.ensure_future(self._forward_stream(number, response))
-            stream.add_done_callback(partial(self._on_stream_done, number, response))
+        if not is_answered:
+            self._withdraw[number] = withdraw
+
+    def _on_response(self, number: int, outcome: InferenceResponse | ResponseStream | Exception) -> None:
+        self._withdraw.pop(number, None)
+        if isinstance(outcome, ResponseStream):
+            task = asyncio.ensure_future(self._forward_stream(number, outcome))
+            self._withdraw[number] = task.cancel
+            task.add_done_callback(partial(self._on_stream_done, number, outcome))
+        elif isinstance(outcome, InferenceResponse):
+            self.send((number, encode_response(outcome)))
         else:
-            self.send((number, response))
+            self.send((number, outcome))
 
     async def _forward_stream(self, number: int, stream: ResponseStream) -> None:
         try:
@@ -181,7 +225,7 @@ class _ServerConnection(_FrameConnection):
             await stream.aclose()
 
     def _on_stream_done(self, number: int, stream: ResponseStream, task: asyncio.Future[None]) -> None:
-        self._rows.pop(number, None)
+        self._withdraw.pop(number, None)
         if task.cancelled():  # possibly before its first step
             closing = asyncio.ensure_future(stream.aclose())
             _closing_streams.add(closing)
@@ -201,7 +245,7 @@ class UdsClient:
 
     def __init__(self, connection: _FrameConnection) -> None:
         self._connection = connection
-        self._pending: dict[int, asyncio.Future[InferenceResponse | ResponseStream] | StreamBuffer] = {}
+        self._pending: dict[int, asyncio.Future[Any] | Completion | StreamBuffer] = {}
         self._next_number = 0
         self.is_lost = False
         self._task = asyncio.ensure_future(self._receive_responses())
@@ -223,22 +267,33 @@ class UdsClient:
 
     async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         """Return the replica's response. Raises RelayError, and ConnectionLost."""
-        return await self._send_request(request)
+        return await self._send_message(encode_request(request))
+
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
+        """Send a request; ``on_done`` receives its outcome, also ConnectionLost.
+
+        Returns a function that withdraws it. Raises ConnectionLost.
+        """
+        number = self._send(encode_request(request), Completion(on_done))
+        return partial(self._cancel, number)
 
     async def holds(self, sequence: str) -> bool:
         """Return whether the replica has the state of this sequence. Raises ConnectionLost."""
-        return await self._send_request(sequence)
+        return await self._send_message(sequence)
 
-    async def _send_request(self, message: InferenceRequest | str) -> Any:
+    def _send(self, message: Any, pending: asyncio.Future[Any] | Completion) -> int:
+        """Send a message, and return the number of its row. Raises ConnectionLost."""
         if self.is_lost:
             raise ConnectionLost
         number = self._next_number
         self._next_number += 1
-        response: asyncio.Future[InferenceResponse | ResponseStream] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self._pending[number] = response
+        self._pending[number] = pending
         self._connection.send((number, message))
+        return number
+
+    async def _send_message(self, message: Any) -> Any:
+        response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        number = self._send(message, response)
         try:
             return await response
         except asyncio.CancelledError:
@@ -261,14 +316,14 @@ class UdsClient:
         except EOFError:
             self.is_lost = True
             self._connection.close()
-            for row in self._pending.values():
+            pending, self._pending = self._pending, {}
+            for row in pending.values():
                 if isinstance(row, StreamBuffer):
                     row.finish(ReplicaDied("the replica was lost in mid-stream"))
                 elif not row.done():
                     row.set_exception(ConnectionLost())
-            self._pending.clear()
 
-    def _on_response(self, number: int, response: InferenceResponse | RelayError | ResponseChunk) -> None:
+    def _on_response(self, number: int, response: Any) -> None:
         row = self._pending.get(number)
         if row is None:
             return  # its client disconnected
@@ -277,10 +332,10 @@ class UdsClient:
             if isinstance(row, StreamBuffer):
                 row.finish(response if isinstance(response, RelayError) else None)
             elif not row.done():
-                if isinstance(response, RelayError):
+                if isinstance(response, Exception):
                     row.set_exception(response)
                 else:
-                    row.set_result(response)
+                    row.set_result(decode_response(response) if isinstance(response, tuple) else response)
             return
         if not isinstance(row, StreamBuffer):
             assert response.head is not None

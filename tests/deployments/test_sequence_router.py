@@ -45,7 +45,7 @@ class Replica:
             name,
             SequenceOptions(KEYS, max_sequences=most, queue_size=64, max_idle=60),
         )
-        self._server = UdsServer(self.sequences.enqueue, self.sequences.holds)
+        self._server = UdsServer(self.sequences.submit_nowait, self.sequences.holds)
 
     async def open(self) -> Replica:
         await self._server.open(socket_path(self.name))
