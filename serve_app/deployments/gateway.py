@@ -74,7 +74,7 @@ class Gateway:
             if shared.serve_metrics and self._settings.management.enable_metrics_api
             else None,
         )
-        ray_bypass.set_app(app, shared.max_request_size)
+        ray_bypass.set_app(app, shared.max_request_size, app.callback_app)
         return app
 
     async def check_health(self) -> None:

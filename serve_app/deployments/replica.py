@@ -107,14 +107,14 @@ class ModelReplica:
         load_time = self._meters.torchserve.child("WorkerLoadTime", worker, "Host")
         load_time.record(round((time.monotonic() - started_at) * 1000))
         self._concurrency_limit = ConcurrencyLimit(self._batcher, spec.ref)
-        backend = LocalBackend(self._concurrency_limit.submit)
+        backend = LocalBackend(self._concurrency_limit.submit, self._concurrency_limit.find_submit)
         local = LocalReplica(spec.ref, replica, self._holds_sequence, backend)
         self._plane, self._mirror = create_data_plane(
             reader, self._meters, settings, self._management_client.reports, local
         )
         self._management_client.key_limiter = self._plane.key_limiter
         self._access = access_log.access_log(settings)
-        self._uds_server = UdsServer(self._concurrency_limit.enqueue, self._holds_sequence)
+        self._uds_server = UdsServer(self._concurrency_limit.submit_nowait, self._holds_sequence)
         await self._uds_server.open(socket_path(replica))
         self._management_client.before_report = lambda: self._meters.depth(
             spec.name, spec.version, self._batcher.pending
@@ -280,7 +280,7 @@ class ModelReplica:
         control_client = ControlClient(self._management_client.management)
         control = ControlPlane(control_client.api, self._settings, lambda: self._plane.access)
         app = inference_app(self._plane, self._settings, self._meters, self._access, control)
-        ray_bypass.set_app(app, self._settings.inference.max_request_size)
+        ray_bypass.set_app(app, self._settings.inference.max_request_size, app.callback_app)
         return app
 
     def reconfigure(self, config: dict[str, Any]) -> None:

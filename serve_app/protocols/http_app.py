@@ -16,12 +16,14 @@ from serve_app.errors import MethodNotAllowed, RelayError
 from serve_app.net.client_address import TrustedProxies, inference_proxies
 from serve_app.protocols import openapi
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
+from serve_app.protocols.http.callback_app import CallbackApp, CallbackRoute
 from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import (
     DEFAULT_HEADERS,
     METHODS,
     ClientDisconnected,
     HttpExchange,
+    ParsedHead,
     Receive,
     Scope,
     Send,
@@ -34,9 +36,9 @@ from serve_app.protocols.management.metrics import MetricsRoutes, Render
 from serve_app.protocols.openai.inference import OpenAIRoutes
 from serve_app.protocols.openapi.allowed_methods import AllowedMethods
 from serve_app.protocols.openapi.route import OpenAPIRoutes
-from serve_app.protocols.openinference.rest import OpenInferenceRoutes
+from serve_app.protocols.openinference.rest import InferRoute, OpenInferenceRoutes
 from serve_app.protocols.torchserve import errors as torchserve_errors
-from serve_app.protocols.torchserve.inference import InferenceRoutes
+from serve_app.protocols.torchserve.inference import InferenceRoutes, PredictionRoute
 from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.protocols.torchserve.websocket import WebSocketRoutes
 from serve_app.settings import Settings, is_loopback
@@ -72,6 +74,7 @@ class ASGIApp:
         self._count_response = count_response
         self._access_log = access_log
         self._default_headers = default_headers
+        self.callback_app: CallbackApp | None = None  # answers some requests before this application
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,13 +83,28 @@ class ASGIApp:
             return await app(scope, receive, send)
         started_at = time.perf_counter()
         exchange = HttpExchange(scope, receive, send, self._default_headers, self._rules.proxies)
+        await self.run(exchange, started_at, self._answer(exchange))
+
+    def accept(self, scope: Scope, head: ParsedHead) -> HttpExchange:
+        """Return the exchange of a request that is answered by a callback. Raises RelayError."""
+        exchange = HttpExchange(
+            scope, default_headers=self._default_headers, proxies=self._rules.proxies, head=head
+        )
+        self._rules.cross_site.check(exchange.method, exchange.path, exchange.headers)
+        return exchange
+
+    async def _answer(self, exchange: HttpExchange) -> None:
+        if exchange.method not in METHODS:
+            raise MethodNotAllowed()
+        self._rules.cross_site.check(exchange.method, exchange.path, exchange.headers)
+        if exchange.method == "OPTIONS":
+            self._add_allow_header(exchange)
+        await self._router.handle(exchange)
+
+    async def run(self, exchange: HttpExchange, started_at: float, answer: Awaitable[None]) -> None:
+        """Await the answer of an exchange, send its error, then count and log it."""
         try:
-            if exchange.method not in METHODS:
-                raise MethodNotAllowed()
-            self._rules.cross_site.check(exchange.method, exchange.path, exchange.headers)
-            if exchange.method == "OPTIONS":
-                self._add_allow_header(exchange)
-            await self._router.handle(exchange)
+            await answer
         except ClientDisconnected:
             pass
         except Exception as error:
@@ -108,10 +126,14 @@ class ASGIApp:
                 self._add_allow_header(exchange, exchange.method)
             await self._router.send_error(exchange, error)
         finally:
-            if self._count_response is not None and exchange.status:
-                self._count_response(exchange.status)
-            if self._access_log is not None:
-                self._log_access(self._access_log, exchange, time.perf_counter() - started_at)
+            self.finish(exchange, started_at)
+
+    def finish(self, exchange: HttpExchange, started_at: float) -> None:
+        """Count and log an exchange."""
+        if self._count_response is not None and exchange.status:
+            self._count_response(exchange.status)
+        if self._access_log is not None:
+            self._log_access(self._access_log, exchange, time.perf_counter() - started_at)
 
     def _add_allow_header(self, exchange: HttpExchange, excluded: str = "") -> None:
         if (methods := self._allowed_methods.allow(exchange.path, excluded)) is not None:
@@ -166,8 +188,9 @@ def inference_app(
         ),
         inference_proxies(settings.telemetry.trusted_proxies, os.environ),
     )
-    first: ProtocolRouter = InferenceRoutes(plane, settings, control)
-    others: list[ProtocolRouter] = [OpenInferenceRoutes(plane, settings, control)]
+    first = InferenceRoutes(plane, settings, control)
+    open_inference = OpenInferenceRoutes(plane, settings, control)
+    others: list[ProtocolRouter] = [open_inference]
     if control is not None and settings.inference.serve_management:
         management = ManagementRoutes(control, settings, _shared_port_policy(settings))
         others.append(management)
@@ -179,7 +202,7 @@ def inference_app(
     others.append(OpenAPIRoutes(document))
     if render is not None:
         others.append(MetricsRoutes(render, settings, lambda: plane.access))
-    return ASGIApp(
+    app = ASGIApp(
         Dispatcher(first, *others),
         meters.response,
         access_log,
@@ -188,6 +211,15 @@ def inference_app(
         allowed_methods=AllowedMethods(document),
         rules=rules,
     )
+    if shared.callbacks and shared.late_response == "send":
+        routes: dict[str, CallbackRoute] = {
+            "predictions": PredictionRoute(first, plane, settings),
+            "v2": InferRoute(open_inference, plane, settings),
+        }
+        app.callback_app = CallbackApp(
+            plane, shared.max_request_size, routes, app.accept, app.finish, app.run
+        )
+    return app
 
 
 def build_replayer(plane: DataPlane, settings: Settings) -> RequestReplayer:

@@ -64,12 +64,30 @@ InferenceHeaders = TypedDict(
 )
 _PRIORITIES: dict[str, Priority] = {"high": "high", "normal": "normal", "low": "low"}
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_BODYLESS_STATUSES = (204, 304)
+BODYLESS_STATUSES = (204, 304)
 _DISCONNECT_CHECK_DELAY_S = 0.05  # most requests are answered earlier, and need no check
+
+
+async def _no_asgi(*message: Any) -> Any:
+    """Fail: the exchange has no ASGI task."""
+    raise RuntimeError("this exchange is answered by a callback")
 
 
 class ClientDisconnected(Exception):
     """The client closed its connection before it had sent its whole request."""
+
+
+class ParsedHead:
+    """The head of a request, which is parsed once for all requests that have the same bytes as head."""
+
+    __slots__ = ("headers", "method", "path", "scope", "segments")
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.segments = self.path.rstrip("/").split("/")[1:]
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 class HttpExchange:
@@ -91,6 +109,7 @@ class HttpExchange:
         "headers",
         "method",
         "model",
+        "parsed",
         "path",
         "request_id",
         "scope",
@@ -102,20 +121,24 @@ class HttpExchange:
     def __init__(
         self,
         scope: Scope,
-        receive: Receive,
-        send: Send,
+        receive: Receive = _no_asgi,
+        send: Send = _no_asgi,
         default_headers: tuple[tuple[bytes, bytes], ...] = DEFAULT_HEADERS,
         proxies: TrustedProxies = NO_PROXIES,
+        head: ParsedHead | None = None,
     ) -> None:
         self.scope = scope
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.segments = self.path.rstrip("/").split("/")[1:]
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if head is None:
+            head = ParsedHead(scope)
+            self.headers = head.headers
+        else:
+            self.headers = head.headers.copy()
+        self.method, self.path, self.segments = head.method, head.path, head.segments
         self.request_id = uuid4()
         self.status = 0
         self.model = self.version = ""
         self.grant: KeyGrant | None = None
+        self.parsed: Any = None  # the protocol's own form of the request
         self._default_headers = default_headers
         self._proxies = proxies
         self._receive = receive
@@ -197,12 +220,32 @@ class HttpExchange:
 
     async def send_response(self, status: int, headers: Headers, body: bytes) -> None:
         """Send the response with its whole body."""
-        if status in _BODYLESS_STATUSES:
+        body = self.complete_headers(status, headers, body)
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.status = status
+        await self._send({"type": "http.response.body", "body": body})
+
+    def complete_headers(self, status: int, headers: Headers, body: bytes) -> bytes:
+        """Add the headers that every response has, and return the body that a response of this status has."""
+        if status in BODYLESS_STATUSES:
             body = b""
         else:
             headers.append((b"content-length", b"%d" % len(body)))
-        await self._start(status, headers)
-        await self._send({"type": "http.response.body", "body": body})
+        self._add_default_headers(headers)
+        return body
+
+    def encode_headers(self, status: int, headers: Headers, body: bytes) -> bytes:
+        """Return the lines of ``headers`` and of those that ``complete_headers`` would add."""
+        lines = [part for name, value in headers for part in (name, b": ", value, b"\r\n")]
+        if status not in BODYLESS_STATUSES:
+            lines.append(b"content-length: %d\r\n" % len(body))
+        lines.append(b"x-request-id: %s\r\n" % self.request_id.encode())
+        lines.append(_encode_lines(self._default_headers))
+        return b"".join(lines)
+
+    def attach(self, receive: Receive, send: Send) -> None:
+        """Continue in an ASGI task, with its functions."""
+        self._receive, self._send = receive, send
 
     async def send_stream(self, status: int, headers: Headers, stream: ResponseStream) -> None:
         """Send the response as it is produced: each chunk of the stream is one chunk of the body.
@@ -224,10 +267,18 @@ class HttpExchange:
         self._default_headers = tuple(header for header in self._default_headers if header[0] not in names)
 
     async def _start(self, status: int, headers: Headers) -> None:
-        headers.append((b"x-request-id", self.request_id.encode()))
-        headers.extend(self._default_headers)
+        self._add_default_headers(headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self.status = status
+
+    def _add_default_headers(self, headers: Headers) -> None:
+        headers.append((b"x-request-id", self.request_id.encode()))
+        headers.extend(self._default_headers)
+
+
+@lru_cache(maxsize=64)
+def _encode_lines(headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+    return b"".join(b"%s: %s\r\n" % header for header in headers)
 
 
 def build_default_headers(settings: InferenceSettings) -> tuple[tuple[bytes, bytes], ...]:

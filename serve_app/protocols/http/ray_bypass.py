@@ -27,20 +27,23 @@ from starlette.middleware import Middleware
 
 from serve_app.errors import ReplicaDied
 from serve_app.net.private_files import restrict_umask
-from serve_app.protocols.http import uvicorn_http, uvicorn_websocket
+from serve_app.protocols.http import uvicorn_callbacks, uvicorn_http, uvicorn_websocket
+from serve_app.protocols.http.callback_app import CallbackApp
 from serve_app.protocols.http.exchange import DEFAULT_HEADERS
 from serve_app.protocols.torchserve import errors
 
 _app: Any = None
 
 
-def set_app(app: Any, max_message_size: int) -> None:
+def set_app(app: Any, max_message_size: int, callback_app: CallbackApp | None = None) -> None:
     """Answer all requests at this process's port with ``app``, an ASGI application.
 
-    ``max_message_size``: the limit of a WebSocket message in bytes.
+    ``callback_app`` answers some of them before it. ``max_message_size``: the limit of a WebSocket message in
+    bytes.
     """
     global _app
     _app = app
+    uvicorn_callbacks.set_callback_app(callback_app)
     uvicorn_websocket.set_max_message_size(max_message_size)
 
 

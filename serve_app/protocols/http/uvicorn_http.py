@@ -15,8 +15,10 @@ from weakref import WeakSet
 
 import orjson
 import uvicorn.config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
+
+from serve_app.protocols.http.coalescing_transport import CoalescingTransport
+from serve_app.protocols.http.uvicorn_callbacks import CallbackProtocol
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_HEADERS = 100
@@ -28,7 +30,6 @@ _CHECK_PERIOD_S = 1.0
 _LINGER_S = 1.0  # for which the rest of a refused message is read and dropped
 _MAX_OVERHEAD = MAX_HEAD_BYTES + (1 << 18)  # of framing; a read of the event loop has up to 256 KiB
 _OVERHEAD_FACTOR = 16  # chunks of one byte have five bytes of framing each
-_MAX_BUFFERED_BYTES = 1 << 16  # larger writes are sent at once, and not copied
 
 
 def install() -> None:
@@ -40,7 +41,7 @@ class _Refused(Exception):
     """A head beyond the limits, raised inside a callback of the parser."""
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(CallbackProtocol):
     """uvicorn's protocol over a transport that buffers writes until a response is complete.
 
     It limits what a client may send and how slowly. ``_stage`` counts the parser's events of a message: its
@@ -71,6 +72,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._chunk = len(data)
+        if self._stage % 3 == 0 and self.accept_message(data):
+            self._stage += 3
+            return
         self._received += self._chunk
         super().data_received(data)
         if self._received > MAX_HEAD_BYTES:
@@ -139,19 +143,20 @@ class HttpProtocol(HttpToolsProtocol):
             self._time_out(f"less than {MIN_BODY_BYTES} bytes of the body arrived in {BODY_TIMEOUT_S:.0f} s")
         elif (self._stage % 3 == 1 or self._stage == 0) and waited > HEAD_TIMEOUT_S:
             self._time_out(f"the request's head took longer than {HEAD_TIMEOUT_S:.0f} s")
-        elif (
-            waited > self.timeout_keep_alive + HEAD_TIMEOUT_S
-            and self._stage % 3 == 0
-            and self.cycle is not None
-            and self.cycle.response_complete
-        ):
-            self.transport.close()  # empty lines between messages have cancelled uvicorn's own timer
+        elif self._stage % 3 == 0 and self._is_idle and waited > self.timeout_keep_alive:
+            self.transport.close()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether every message that was received has been answered."""
+        return not self.awaits_callback and (self.cycle is None or self.cycle.response_complete)
 
     def _time_out(self, problem: str) -> None:
         in_body = self._stage % 3 == 2
-        is_answering = self.cycle is not None and (
-            self.cycle.response_started if in_body else not self.cycle.response_complete
-        )
+        if in_body and self._request is None:
+            is_answering = self.cycle is not None and self.cycle.response_started
+        else:
+            is_answering = not in_body and not self._is_idle
         if self._stage == 0 or is_answering:
             self.transport.close()
         else:
@@ -211,65 +216,3 @@ def _check_connections(port: ServerState, loop: asyncio.AbstractEventLoop) -> No
 def max_connections() -> int:
     """Return the limit of connections of one port: a third of the process's file descriptors."""
     return max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
-
-
-class CoalescingTransport:
-    """A transport that buffers writes until ``flush``, or until the event loop has run what is ready."""
-
-    __slots__ = (
-        "_chunks",
-        "_flush_handle",
-        "_loop",
-        "_size",
-        "_transport",
-        "get_extra_info",
-        "is_closing",
-        "written",
-    )
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._chunks: list[bytes] = []
-        self._size = 0
-        self.written = 0  # bytes that were passed to the transport
-        self._flush_handle: asyncio.Handle | None = None
-        self.get_extra_info = transport.get_extra_info
-        self.is_closing = transport.is_closing
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if self._flush_handle is None:
-            # The head of a stream is sent although its first chunk may take long.
-            self._flush_handle = self._loop.call_soon(self.flush)
-        self._chunks.append(data)
-        self._size += len(data)
-        if self._size > _MAX_BUFFERED_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the buffered data."""
-        if self._flush_handle is None:
-            return
-        self._flush_handle.cancel()
-        chunks, self._chunks, self._flush_handle = self._chunks, [], None
-        if self.is_closing():  # the peer has disconnected meanwhile
-            pass
-        elif self._size > _MAX_BUFFERED_BYTES:
-            self._transport.writelines(chunks)
-        else:
-            self._transport.write(b"".join(chunks))
-        self.written += self._size
-        self._size = 0
-
-    def close(self) -> None:
-        """Write the buffered data, then close the connection."""
-        self.flush()
-        self._transport.close()
-
-    def unwrap(self) -> asyncio.Transport:
-        """Write the buffered data and return the transport itself, for users that write whole messages."""
-        self.flush()
-        return self._transport

@@ -11,7 +11,7 @@ from serve_app import errors
 from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
-from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
+from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, build_error_headers
 
 
 class OpenInferenceError(TypedDict):
@@ -86,7 +86,17 @@ def to_document(
 async def send_error(
     exchange: HttpExchange, error: Exception, generates: bool = False, shown: HandlerErrors = "hidden"
 ) -> None:
-    """Send an error; the header ``x-torchrelay-reason`` has its machine-readable reason."""
+    """Send an error."""
+    await exchange.send_response(*render_error(exchange, error, generates, shown))
+
+
+def render_error(
+    exchange: HttpExchange, error: Exception, generates: bool = False, shown: HandlerErrors = "hidden"
+) -> tuple[int, Headers, bytes]:
+    """Return status, headers and body of an error.
+
+    The header ``x-torchrelay-reason`` has its machine-readable reason.
+    """
     headers = [JSON, *build_error_headers(error)]
     document = to_document(error, exchange.request_id, shown)
-    await exchange.send_response(find_status(error, generates), headers, orjson.dumps(document))
+    return find_status(error, generates), headers, orjson.dumps(document)

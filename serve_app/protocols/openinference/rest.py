@@ -15,6 +15,7 @@ from serve_app.protocols.http import auth, large_body
 from serve_app.protocols.http.async_predictions import AsyncInterceptor
 from serve_app.protocols.http.exchange import (
     JSON,
+    Headers,
     HttpExchange,
     build_response_headers,
     parse_deadline,
@@ -118,14 +119,7 @@ class OpenInferenceRoutes:
         else:
             parse = binary_codec.parse_request
             inference = await large_body.parse_body(body, parse, model, version, body, json_length)
-        request = conversion.build_request(
-            inference,
-            exchange.request_id,
-            headers,
-            self._runtime,
-            parse_deadline(headers),
-            parse_priority(headers),
-        )
+        request = self.build_request(exchange, inference)
         disconnect_check = exchange.cancel_on_disconnect()
         try:
             response = await self._run_inference(exchange, request)
@@ -133,20 +127,50 @@ class OpenInferenceRoutes:
                 response = await self._read_stream(response)
         finally:
             disconnect_check.cancel()
-        body, json_size = binary_codec.encode_response(inference, model, response, self._nullify)
-        response_headers = build_response_headers(response, with_content_type=False)
+        await self._send_inference(exchange, response)
+
+    def build_request(
+        self, exchange: HttpExchange, inference: conversion.ParsedInference
+    ) -> InferenceRequest:
+        """Return the request of a parsed inference, which the exchange keeps for the response."""
+        exchange.parsed = inference
+        headers = exchange.headers
+        deadline, priority = parse_deadline(headers), parse_priority(headers)
+        return conversion.build_request(
+            inference, exchange.request_id, headers, self._runtime, deadline, priority
+        )
+
+    def render(self, exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
+        """Return status, headers and body of an inference's response, uncompressed. Raises RelayError."""
+        body, json_size = binary_codec.encode_response(
+            exchange.parsed, exchange.model, response, self._nullify
+        )
+        headers = build_response_headers(response, with_content_type=False)
         if response.headers:
-            exchange.override_defaults(response_headers)
+            exchange.override_defaults(headers)
         if json_size is None:
-            response_headers.append(JSON)
+            headers.append(JSON)
         else:
-            response_headers += _OCTET_STREAM, (_JSON_LENGTH, b"%d" % json_size)
-        if "accept-encoding" in headers and (
-            coding := compression.select_coding(headers["accept-encoding"], len(body))
-        ):
+            headers += _OCTET_STREAM, (_JSON_LENGTH, b"%d" % json_size)
+        return 200, headers, body
+
+    async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
+        """Send a stream as one response, and a compressed response."""
+        disconnect_check = exchange.cancel_on_disconnect()
+        try:
+            if isinstance(response, ResponseStream):
+                exchange.version = response.head.version
+                response = await self._read_stream(response)
+        finally:
+            disconnect_check.cancel()
+        await self._send_inference(exchange, response)
+
+    async def _send_inference(self, exchange: HttpExchange, response: InferenceResponse) -> None:
+        status, headers, body = self.render(exchange, response)
+        if coding := select_coding(exchange, body):
             body = await compression.compress(body, coding)
-            response_headers.append((b"content-encoding", coding.encode()))
-        await exchange.send_response(200, response_headers, body)
+            headers.append((b"content-encoding", coding.encode()))
+        await exchange.send_response(status, headers, body)
 
     async def _read_body(self, exchange: HttpExchange) -> bytes:
         """Return the decompressed body. Raises RequestTooLarge, InvalidBody and ClientDisconnected."""
@@ -264,6 +288,53 @@ class OpenInferenceRoutes:
         if self._control is None:
             raise UnsupportedFeature("This address serves one model only; use the server's own address.")
         return self._control
+
+
+class InferRoute:
+    """The routes ``infer`` of models and versions in steps that do not wait; see ``callback_app.py``."""
+
+    def __init__(self, routes: OpenInferenceRoutes, plane: DataPlane, settings: Settings) -> None:
+        self._routes = routes
+        self._plane = plane
+        self._shown = settings.inference.handler_errors
+
+    def authorize(self, exchange: HttpExchange) -> bool:
+        match exchange.segments:
+            case ["v2", "models", model, "infer"]:
+                exchange.model = model
+            case ["v2", "models", model, "versions", version, "infer"]:
+                exchange.model, exchange.version = model, version
+            case _:
+                return False
+        headers = exchange.headers
+        if "content-encoding" in headers or headers.get(binary_codec.JSON_LENGTH_HEADER) == "0":
+            return False
+        auth.authorize(self._plane.access, exchange, "infer")
+        auth.require_model(exchange, exchange.model)
+        return True
+
+    def build_request(self, exchange: HttpExchange, body: bytes) -> InferenceRequest:
+        length = exchange.headers.get(binary_codec.JSON_LENGTH_HEADER)
+        inference = binary_codec.parse_request(exchange.model, exchange.version or None, body, length)
+        return self._routes.build_request(exchange, inference)
+
+    def render(
+        self, exchange: HttpExchange, response: InferenceResponse
+    ) -> tuple[int, Headers, bytes] | None:
+        rendered = self._routes.render(exchange, response)
+        return None if select_coding(exchange, rendered[2]) else rendered
+
+    def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
+        return errors.render_error(exchange, error, shown=self._shown)
+
+    async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
+        await self._routes.send(exchange, response)
+
+
+def select_coding(exchange: HttpExchange, body: bytes) -> str | None:
+    """Return the coding in which the client accepts a response of this size; None: as it is."""
+    accepted = exchange.headers.get("accept-encoding")
+    return None if accepted is None else compression.select_coding(accepted, len(body))
 
 
 def _require_method(exchange: HttpExchange, method: str) -> None:

@@ -11,7 +11,7 @@ from serve_app import errors
 from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
-from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
+from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, build_error_headers
 
 
 class TorchServeError(TypedDict):
@@ -138,7 +138,14 @@ def to_document(
 async def send_error(
     exchange: HttpExchange, error: Exception, handler_errors: HandlerErrors = "hidden"
 ) -> None:
-    """Send an error response.
+    """Send an error response."""
+    await exchange.send_response(*render_error(exchange, error, handler_errors))
+
+
+def render_error(
+    exchange: HttpExchange, error: Exception, handler_errors: HandlerErrors = "hidden"
+) -> tuple[int, Headers, bytes]:
+    """Return status, headers and body of an error response.
 
     The header ``x-torchrelay-reason`` distinguishes errors for which TorchServe has one text.
     """
@@ -146,9 +153,7 @@ async def send_error(
     headers = build_error_headers(error) if document is None else [JSON, *build_error_headers(error)]
     if isinstance(error, errors.RequestTooLarge):  # its body is empty, so a header names the setting
         headers.append((b"x-torchrelay-limit", f"inference.max_request_size={error.limit}".encode()))
-    await exchange.send_response(
-        look_up(error)[0], headers, b"" if document is None else encode_json(document)
-    )
+    return look_up(error)[0], headers, b"" if document is None else encode_json(document)
 
 
 async def send_json(exchange: HttpExchange, document: Any, status: int = 200) -> None:

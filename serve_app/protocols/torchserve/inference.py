@@ -23,6 +23,7 @@ from serve_app.errors import (
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.async_predictions import AsyncInterceptor
 from serve_app.protocols.http.exchange import (
+    Headers,
     HttpExchange,
     InferenceHeaders,
     build_response_headers,
@@ -227,14 +228,18 @@ class InferenceRoutes:
                 inputs = query + form_data.parse_body(content_type, body, self._max_form_fields)
             else:
                 inputs = query + await form_data.read_body(content_type, body, self._max_form_fields)
-        headers["explain"] = "True" if kind == "explain" else "False"
-        deadline, priority = parse_deadline(headers), parse_priority(headers)
-        request = InferenceRequest(
-            model, version, inputs, headers, kind, exchange.request_id, deadline, priority
-        )
+        request = _build_request(exchange, model, version, inputs, kind)
         disconnect_check = exchange.cancel_on_disconnect()
         try:
             await self._send(exchange, await self._plane.infer(request, exchange.grant))
+        finally:
+            disconnect_check.cancel()
+
+    async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
+        """Send a response until its client disconnects."""
+        disconnect_check = exchange.cancel_on_disconnect()
+        try:
+            await self._send(exchange, response)
         finally:
             disconnect_check.cancel()
 
@@ -252,10 +257,7 @@ class InferenceRoutes:
             exchange.version = response.version
             if exchange.headers.get("accept") == EVENT_STREAM and response.content_type != EVENT_STREAM:
                 return await self._send_events(exchange, ResponseStream(response, _one_chunk(response.body)))
-            headers = build_response_headers(response)
-            if response.headers:
-                exchange.override_defaults(headers)
-            await exchange.send_response(errors.clamp_status(response.status), headers, response.body)
+            await exchange.send_response(*render(exchange, response))
 
     async def _send_events(self, exchange: HttpExchange, stream: ResponseStream) -> None:
         """Send server-sent events, to a client whose header Accept names them."""
@@ -318,6 +320,58 @@ class InferenceRoutes:
         if len(exchange.segments) > 1:
             raise ResourceNotFound()
         await errors.send_json(exchange, self._api_document)
+
+
+class PredictionRoute:
+    """The route ``/predictions/{model}[/{version}]`` in steps that do not wait; see ``callback_app.py``."""
+
+    def __init__(self, routes: InferenceRoutes, plane: DataPlane, settings: Settings) -> None:
+        self._routes = routes
+        self._plane = plane
+        self._max_form_fields = settings.inference.max_form_fields
+        self._handler_errors = settings.inference.handler_errors
+
+    def authorize(self, exchange: HttpExchange) -> bool:
+        segments = exchange.segments
+        if len(segments) < 2:
+            return False
+        auth.authorize(self._plane.access, exchange, "infer")
+        exchange.model, exchange.version = segments[1], segments[2] if len(segments) > 2 else ""
+        auth.require_model(exchange, segments[1])
+        return True
+
+    def build_request(self, exchange: HttpExchange, body: bytes) -> InferenceRequest:
+        segments, headers = exchange.segments, exchange.headers
+        headers["url_path"] = "/".join(segments[3:])
+        inputs = form_data.parse_body(headers.get("content-type"), body, self._max_form_fields)
+        version = segments[2] if len(segments) > 2 else None
+        return _build_request(exchange, segments[1], version, inputs, "predict")
+
+    def render(self, exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
+        return render(exchange, response)
+
+    def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
+        return errors.render_error(exchange, error, self._handler_errors)
+
+    async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
+        await self._routes.send(exchange, response)
+
+
+def render(exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
+    """Return status, headers and body of a model's response."""
+    headers = build_response_headers(response)
+    if response.headers:
+        exchange.override_defaults(headers)
+    return errors.clamp_status(response.status), headers, response.body
+
+
+def _build_request(
+    exchange: HttpExchange, model: str, version: str | None, inputs: tuple[InputPart, ...], kind: Kind
+) -> InferenceRequest:
+    headers = exchange.headers
+    headers["explain"] = "True" if kind == "explain" else "False"
+    deadline, priority = parse_deadline(headers), parse_priority(headers)
+    return InferenceRequest(model, version, inputs, headers, kind, exchange.request_id, deadline, priority)
 
 
 async def _one_chunk(body: bytes) -> AsyncIterator[bytes]:
