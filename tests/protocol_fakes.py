@@ -9,6 +9,7 @@ from typing import Any
 
 from serve_app.control.api import ControlAPI
 from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.dataplane.admitted_request import Submit
 from serve_app.domain.audit import AuditQuery
 from serve_app.domain.model import (
     ModelRef,
@@ -19,7 +20,7 @@ from serve_app.domain.model import (
     ScalingProgress,
     VersionDescription,
 )
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import (
@@ -145,6 +146,23 @@ class FakeBackend:
     async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         self.requests.append(request)
         return await self._infer(request)
+
+    def find_submit(self) -> Submit:
+        return self._submit
+
+    def _submit(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
+        async def run() -> None:
+            try:
+                on_done(await self.infer(request))
+            except Exception as error:
+                on_done(error)
+
+        task = asyncio.get_running_loop().create_task(run())
+
+        def withdraw() -> None:
+            task.cancel()
+
+        return withdraw
 
 
 async def echo(request: InferenceRequest) -> InferenceResponse:

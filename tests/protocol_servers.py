@@ -11,11 +11,13 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 import uvicorn
+import wire_client
 from parts import free_port
 from protocol_fakes import (
     FakeBackend,
@@ -39,39 +41,95 @@ from serve_app.protocols.http_app import ASGIApp, inference_app, management_app
 from serve_app.settings import ControlSettings, InferenceSettings, ManagementSettings, Settings, load
 from serve_app.telemetry.metrics import Meters
 
+# The bytes of the responses to a test's requests on the path of tasks, to compare those of callbacks with.
+_task_responses: dict[str, list[bytes]] = {}
+
 
 @dataclass
 class Inference:
+    """The inference port's app.
+
+    A request reaches it over ASGI, or over a connection that is answered by tasks or by callbacks. The same
+    test runs with tasks and then with callbacks, and its responses are compared byte by byte.
+    """
+
     app: ASGIApp
     backend: FakeBackend
     meters: Meters
     access_log: list[tuple]
     reader: RoutingTableReader
     plane: DataPlane
+    path: str = "asgi"
+    test: str = ""
+    compares: bool = True  # its responses are the same each time
 
-    def __call__(self, method: str, backend: str, *args: Any, **named: Any) -> RecordedResponse:
-        return send_request(self.app, method, backend, *args, **named)
+    def __call__(
+        self,
+        method: str,
+        target: str,
+        body: bytes | list[bytes] = b"",
+        headers: dict[str, str] | None = None,
+        **options: Any,
+    ) -> RecordedResponse:
+        if self.path == "asgi" or options:
+            return send_request(self.app, method, target, body, headers, **options)
+        request = wire_client.encode_request(method, target, body, headers or {})
+        with wire_client.use_callbacks(self.app, self.path == "callbacks"):
+            raw = asyncio.run(wire_client.exchange(self.app, request, method))
+        self._compare(method, target, raw)
+        response = wire_client.parse_response(raw, method)
+        assert response is not None
+        return response
+
+    def _compare(self, method: str, target: str, raw: bytes) -> None:
+        responses = _task_responses.setdefault(self.test, [])
+        if self.path == "tasks":
+            responses.append(raw)
+        elif responses and self.compares:
+            expected, actual = wire_client.mask(responses.pop(0)), wire_client.mask(raw)
+            assert actual == expected, f"{method} {target}"
+
+
+@pytest.fixture(params=["asgi", "tasks", "callbacks"])
+def inference(request: pytest.FixtureRequest) -> Callable[..., Inference]:
+    path, test = request.param, f"{request.path}:{request.function.__name__}:{_other_parameters(request)}"
+    if path == "tasks":
+        _task_responses.pop(test, None)
+    return partial(_create_inference, path, test)
 
 
 @pytest.fixture
-def inference() -> Callable[..., Inference]:
-    def build(
-        infer: Infer = echo, table: RoutingTable | None = None, control_api: Any = None, **settings_: Any
-    ) -> Inference:
-        backend, meters, access_log = FakeBackend(infer), Meters(), RecordingAccessLog()
-        settings = Settings(inference=InferenceSettings(**settings_))
-        reader = RoutingTableReader(two_versions() if table is None else table)
-        plane = DataPlane(
-            reader,
-            meters,
-            lambda ref, row: backend.at(ref),
-            limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
-        )
-        control = ControlPlane(control_api or FakeControlAPI(), settings, lambda: None)
-        app = inference_app(plane, settings, meters, access_log, control)
-        return Inference(app, backend, meters, access_log.lines, reader, plane)
+def asgi_inference() -> Callable[..., Inference]:
+    """Return the builder of ``inference`` for tests of what is the same on every path."""
+    return partial(_create_inference, "asgi", "")
 
-    return build
+
+def _create_inference(
+    path: str,
+    test: str,
+    infer: Infer = echo,
+    table: RoutingTable | None = None,
+    control_api: Any = None,
+    **settings_: Any,
+) -> Inference:
+    backend, meters, access_log = FakeBackend(infer), Meters(), RecordingAccessLog()
+    settings = Settings(inference=InferenceSettings(**settings_))
+    reader = RoutingTableReader(two_versions() if table is None else table)
+    plane = DataPlane(
+        reader,
+        meters,
+        lambda ref, row: backend.at(ref),
+        limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
+    )
+    control = ControlPlane(control_api or FakeControlAPI(), settings, lambda: None)
+    app = inference_app(plane, settings, meters, access_log, control)
+    return Inference(app, backend, meters, access_log.lines, reader, plane, path, test)
+
+
+def _other_parameters(request: pytest.FixtureRequest) -> str:
+    """Return the parameters of a test without that of this fixture."""
+    parameters = request.node.callspec.params
+    return repr([(name, value) for name, value in parameters.items() if name != "inference"])
 
 
 @dataclass

@@ -1,5 +1,21 @@
 """The fixtures of the in-process servers."""
 
-from protocol_servers import grpc_listening, inference, managed_by_grpc, management, over_grpc, over_http
+from protocol_servers import (
+    asgi_inference,
+    grpc_listening,
+    inference,
+    managed_by_grpc,
+    management,
+    over_grpc,
+    over_http,
+)
 
-__all__ = ["grpc_listening", "inference", "managed_by_grpc", "management", "over_grpc", "over_http"]
+__all__ = [
+    "asgi_inference",
+    "grpc_listening",
+    "inference",
+    "managed_by_grpc",
+    "management",
+    "over_grpc",
+    "over_http",
+]

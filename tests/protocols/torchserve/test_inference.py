@@ -47,6 +47,9 @@ def test_a_prediction_to_the_byte(inference) -> None:
     assert request_id[19] in "89ab"
 
 
+FRAMING = {"content-length", "transfer-encoding"}  # the headers of a connection's messages
+
+
 def test_request_is_passed_to_the_backend(inference) -> None:
     app = inference()
     headers = {"Content-Type": "text/plain; charset=utf-8", "X-Who": "me", "x-request-id": "theirs"}
@@ -54,7 +57,7 @@ def test_request_is_passed_to_the_backend(inference) -> None:
     [call] = app.backend.requests
     assert (call.model, call.version, call.kind, call.deadline) == ("m", "2.0", "predict", None)
     assert call.inputs == (InputPart("body", b"hello", "text/plain"),)
-    assert call.headers == {
+    assert {name: value for name, value in call.headers.items() if name not in FRAMING} == {
         "content-type": "text/plain; charset=utf-8",
         "x-who": "me",
         "x-request-id": "theirs",
@@ -67,7 +70,8 @@ def test_request_is_passed_to_the_backend(inference) -> None:
 def test_a_client_cannot_set_what_the_server_injects(inference) -> None:
     app = inference()
     app("POST", "/predictions/m", b"", {"url_path": "secret", "explain": "True"})
-    assert app.backend.requests[0].headers == {"url_path": "", "explain": "False"}
+    sent = app.backend.requests[0].headers
+    assert {name: sent[name] for name in sent.keys() - FRAMING} == {"url_path": "", "explain": "False"}
 
 
 def test_explanations_are_a_kind_of_their_own(inference) -> None:
@@ -338,7 +342,8 @@ def test_each_chunk_is_one_body_message(inference) -> None:
     stream = Pieces(b"a", b"", b"bc", head=InferenceResponse(b"", "text/plain", headers=(("X-Mine", "1"),)))
     app = inference(stream.infer)
     response = app("POST", "/predictions/m")
-    assert response.chunks == [b"a", b"", b"bc", b""]
+    # An empty chunk would end the body of a connection.
+    assert response.chunks == ([b"a", b"", b"bc", b""] if app.path == "asgi" else [b"a", b"bc", b""])
     assert response.ended
     assert response.headers[:3] == [
         (b"content-type", b"text/plain"),

@@ -113,8 +113,9 @@ def test_a_body_is_any_bytes() -> None:
 
 @pytest.mark.parametrize("path", ["/", "/api-description", "/api-description/"])
 @pytest.mark.parametrize("app", ["inference", "management"])
-def test_the_apis_describe_themselves(app: str, path: str, request: pytest.FixtureRequest) -> None:
-    answer = request.getfixturevalue(app)()("OPTIONS" if path == "/" else "GET", path)
+def test_the_apis_describe_themselves(app: str, path: str, asgi_inference, management) -> None:
+    build = {"inference": asgi_inference, "management": management}[app]
+    answer = build()("OPTIONS" if path == "/" else "GET", path)
     assert (answer.status, answer["content-type"]) == (200, "application/json")
     assert json.loads(answer.body) == DOCUMENTS[app][0]
     assert answer.body.startswith(b'{\n  "openapi": "3.0.1",\n')
