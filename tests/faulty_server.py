@@ -10,7 +10,7 @@ import pytest
 
 
 class Server:
-    """Answers by path: /ok, /slow, /503, /hang, /drop, /close, /garbage, /chunked, /stall, /counter,
+    """Answers by path: /ok, /slow, /rare, /503, /hang, /drop, /close, /garbage, /chunked, /stall, /counter,
     /together.
     """
 
@@ -49,6 +49,8 @@ class Server:
             return False
         if path == "/slow":
             await asyncio.sleep(0.02)
+        if path == "/rare":
+            await asyncio.sleep(0.002 if len(self.heads) % 50 else 0.2)
         if path == "/stall" and not self.stalled:
             self.stalled = True
             time.sleep(0.3)  # noqa: ASYNC251 - the whole server stops, as in a garbage collection

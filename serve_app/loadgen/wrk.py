@@ -1,8 +1,8 @@
 """wrk as the engine of a closed loop, where it is installed.
 
 The generator shares the machine with what it measures; wrk is C and takes a fraction of what the
-asyncio client takes. Its latencies are corrected by its own guess at coordinated omission, it cannot
-run an open loop, and of an error status it knows only that it was one.
+asyncio client takes. The script removes the latencies that wrk adds by its own guess at coordinated omission.
+wrk cannot run an open loop, and of an error status it knows only that it was one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(request: LoadRequest, load: LoadProfile) -> LoadResult:
             (Path(folder) / f"body{i}").write_bytes(body)
         seconds = load.seconds or 1.0
         assignments: dict[str, str | float] = {"folder": folder, "mark": _MARK, "count": len(bodies)}
-        assignments |= {"ramp": _RAMP, "seconds": seconds}
+        assignments |= {"ramp": _RAMP, "seconds": seconds, "connections": load.connections}
         assignments |= {f"wrk.headers[{_lua(name)}]": value for name, value in headers.items()}
         lines = [f"{name} = {_lua(value)}" for name, value in assignments.items()]
         script = Path(folder) / "script.lua"
