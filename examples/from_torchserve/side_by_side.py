@@ -265,12 +265,12 @@ def main() -> None:
 
 def _install_torchserve() -> str:
     """Return the interpreter of the benchmark's TorchServe, and install it if it is missing."""
-    from tests.benchmarks import servers
+    from tests.benchmarks import environments, servers
 
     try:
         servers.java_version()
-        return str(servers.environment())
-    except servers.PeerFailed as error:
+        return str(environments.interpreter("torchserve"))
+    except environments.PeerFailed as error:
         sys.exit(f"{error}\nCompare with the recorded answers instead: --recorded")
 
 

