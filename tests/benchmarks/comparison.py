@@ -12,16 +12,12 @@ import math
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.progress import (
-    Progress,
-)
-
-from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send, wrk
+from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send
 from tests.benchmarks import (
+    frameworks,
     generation,
     open_inference,
     report,
@@ -34,136 +30,45 @@ from tests.benchmarks import (
     servers as peers,
 )
 from tests.benchmarks.archives import MODELS, configured
-from tests.benchmarks.report import Case, Footprint
+from tests.benchmarks.frameworks import Framework
+from tests.benchmarks.report import Case
+from tests.benchmarks.rounds import Rounds
 from tests.benchmarks.servers import Peer, PeerFailed
 from tests.benchmarks.targets import Contender, ask, bare_loop, measurer, over_grpc, over_http
 
-DELAYS = (0, 1, 5, 10, 50, 100)  # milliseconds of max_batch_delay that TorchServe is tried with
+Others = Sequence[tuple[Framework, Peer]]
 _MIDDLEWARE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 
 
-class Comparison:
-    """One run: what was measured so far, and what could not be."""
+class Comparison(Rounds):
+    """The groups of measurements."""
 
-    def __init__(self, folder: Path, rounds: int, seconds: float, progress: Progress) -> None:
-        self.folder, self.rounds, self.seconds, self.progress = folder, rounds, seconds, progress
-        self.figures: dict[Case, dict[str, list[LoadResult]]] = {}
-        self.footprints: list[Footprint] = []
-        self.notes: list[str] = []
-        self.archives: dict[str, Path] = {}
-        self.encoders: runtimes.Tried | None = None  # MiniLM's variants
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-        self.progress.console.print(text, style="yellow", markup=False, highlight=False)
-
-    @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Report a failure of one peer, which costs only its own rows."""
-        try:
-            yield
-        except (PeerFailed, wrk.WrkError) as error:
-            self.note(str(error))
-
-    def interleave(self, group: str, contenders: Sequence[Contender], connections: Sequence[int]) -> None:
-        """Measure A B C, A B C, … under each number of connections."""
-        if not contenders:
-            return
-        task = self.progress.add_task(group, total=self.rounds * len(contenders) * len(connections))
-        for count in connections:
-            for _ in range(self.rounds):
-                for contender in contenders:
-                    self.progress.update(task, description=f"{group}, {count} connections: {contender.name}")
-                    self.add(Case(group, count), contender)
-                    self.progress.advance(task)
-        self.progress.update(task, description=group)
-
-    def add(self, case: Case, contender: Contender) -> None:
-        load = LoadProfile(connections=case.connections or 1, seconds=self.seconds, warmup=1.0)
-        with self.going_on():
-            result = contender.measure(load)
-            self.figures.setdefault(case, {}).setdefault(contender.name, []).append(result)
-            shown = f"{case.group} {case.connections:>3} {contender.name}: {result.throughput:,.0f}/s"
-            shown += f", p99 {result.p99 * 1000:.2f} ms, {result.failed} errors"
-            self.progress.console.print(shown, highlight=False)
-
-    # What each server serves
-
-    def serve(self, peer: Peer, name: str, model: str, **how: int) -> str:
-        return peer.register(self.archives[model], f"bench_{name}", **how)
-
-    def footprint(self, peer: Peer, *, models: bool = True) -> None:
-        """Memory and start of a server that has just been started."""
-        task = self.progress.add_task(f"memory: {peer.name}", total=None)
-        first = with_model = per_worker = math.nan
-        if models:
-            ask(self.serve(peer, "memory", "mlp", batch_size=16), "mlp")
-            first = time.monotonic() - peer.began
-            time.sleep(2)
-            with_model, _ = peer.memory()
-            peer.scale("bench_memory", 3)
-            time.sleep(2)
-            per_worker = (peer.memory()[0] - with_model) / 2
-            peer.unregister("bench_memory")
-        time.sleep(3)
-        idle, counted = peer.memory()
-        cpu, count = peer.idle_cpu(), len(peer.processes())
-        self.footprints.append(
-            Footprint(peer.name, peer.ready_seconds, first, idle, with_model, per_worker, counted, cpu, count)
-        )
-        self.progress.remove_task(task)
-
-    def best_delay(self, peer: Peer, workers: int, connections: int) -> int:
-        """Return the max_batch_delay with which TorchServe serves the mlp best under so many connections."""
-        found = {}
-        task = self.progress.add_task(
-            f"tuning {peer.name}: {workers} workers, {connections}", total=len(DELAYS)
-        )
-        for delay in DELAYS:
-            url = self.serve(peer, "tuning", "mlp", workers=workers, batch_size=16, max_batch_delay=delay)
-            request = LoadRequest(url, body=MODELS["mlp"].body)
-            found[delay] = send(request, LoadProfile(connections=connections, seconds=2, warmup=1)).throughput
-            self.progress.advance(task)
-        peer.unregister("bench_tuning")
-        self.progress.remove_task(task)
-        best = max(found, key=found.__getitem__)
-        tried = ", ".join(f"{delay} ms {rate:,.0f}/s" for delay, rate in found.items())
-        self.note(
-            f"TorchServe's best max_batch_delay for the mlp with workers: {workers} and connections:"
-            f" {connections} is {best} ms, and so it was measured ({tried})."
-        )
-        return best
+    encoders: runtimes.Tried | None = None  # MiniLM's variants
 
     # The groups
 
-    def echo(self, relay: Peer | None, serve: Peer | None, bare: Peer | None) -> None:
-        contenders = []
-        with self.going_on():
-            if bare:
-                contenders.append(over_http(report.FASTAPI, bare.url("echo"), "echo"))
+    def echo(self, relay: Peer | None, serve: Peer | None, others: Others) -> None:
+        contenders = self._others(others, "echo")
         for peer, one, batched in (
             (serve, report.SERVE1, report.SERVE_BATCHED),
             (relay, report.RELAY1, report.RELAY_BATCHED),
         ):
             with self.going_on():
                 if peer:
-                    contenders.append(over_http(one, self.serve(peer, "echo", "echo"), "echo"))
+                    contenders.append(over_http(one, self.serve(peer, "echo", "echo"), "echo", peer=peer))
                     delay = {"max_batch_delay": 1} if peer is serve else {}
                     url = self.serve(peer, "echo_batched", "echo", batch_size=16, **delay)
-                    contenders.append(over_http(batched, url, "echo"))
+                    contenders.append(over_http(batched, url, "echo", peer=peer))
         self.interleave("echo", contenders, (1, 32))
 
-    def mlp(self, relay: Peer | None, serve: Peer | None, bare: Peer | None) -> None:
-        shared = []
-        with self.going_on():
-            if bare:
-                shared.append(over_http(report.FASTAPI, bare.url("mlp"), "mlp"))
+    def mlp(self, relay: Peer | None, serve: Peer | None, others: Others) -> None:
+        shared = self._others(others, "mlp")
         for workers, name in ((1, report.RELAY1), (2, report.RELAY2)):
             with self.going_on():
                 if relay:
                     url = self.serve(relay, f"mlp_{workers}", "mlp", workers=workers, batch_size=16)
-                    shared.append(over_http(name, url, "mlp"))
-        for connections in (1, 32):
+                    shared.append(over_http(name, url, "mlp", peer=relay))
+        for connections in (32, 64):
             theirs = []
             for workers, name in ((1, report.SERVE1), (2, report.SERVE2)):
                 with self.going_on():
@@ -171,20 +76,41 @@ class Comparison:
                         delay = self.best_delay(serve, workers, connections)
                         how = {"workers": workers, "batch_size": 16, "max_batch_delay": delay}
                         url = self.serve(serve, f"mlp_{workers}_{connections}", "mlp", **how)
-                        theirs.append(over_http(name, url, "mlp"))
+                        theirs.append(over_http(name, url, "mlp", peer=serve))
             self.interleave("mlp", [*theirs, *shared], (connections,))
+
+    def _others(self, others: Others, model: str) -> list[Contender]:
+        """Return the servers without archives, each after one correct response."""
+        contenders = []
+        for framework, peer in others:
+            with self.going_on():
+                requested = framework.models[model]
+                contenders.append(over_http(peer.name, framework.url(peer, model), requested, peer=peer))
+        return contenders
+
+    def bare_parser(self, relay: Peer | None, configs: Path) -> None:
+        """Measure the echo and the mlp beside the least that a Python server does behind the same HAProxy."""
+        for model, counts in (("echo", (1, 32)), ("mlp", (32, 64))):
+            with contextlib.ExitStack() as stack, self.going_on():
+                archive = self.archives[model]
+                bare = stack.enter_context(frameworks.bare_parser(self.folder, configs, archive))
+                contenders = [over_http(report.BARE_PARSER, bare.url(model), model, peer=bare)]
+                if relay:
+                    url = self.serve(relay, f"beside_{model}", model, batch_size=16)
+                    contenders.append(over_http(report.RELAY_BATCHED, url, model, peer=relay))
+                self.interleave(f"bare-parser, {model}", contenders, counts)
 
     def encoder(self, relay: Peer | None, serve: Peer | None) -> None:
         contenders, threads = [], 1
         with self.going_on():
             if relay:
                 url = self.serve(relay, "encoder", "encoder", batch_size=8)
-                contenders.append(over_http(report.RELAY1, url, "encoder"))
+                contenders.append(over_http(report.RELAY1, url, "encoder", peer=relay))
                 threads = ask(url, "encoder")["threads"]
         with self.going_on():
             if serve:
                 url = self.serve(serve, "encoder", "encoder", batch_size=8, max_batch_delay=50)
-                contenders.append(over_http(report.SERVE1, url, "encoder"))
+                contenders.append(over_http(report.SERVE1, url, "encoder", peer=serve))
         self.note(f"Threads that the encoder computes with, in its replica as in the bare loop: {threads}.")
         self.interleave("encoder", [bare_loop("encoder", threads), *contenders], (32,))
 
@@ -194,18 +120,19 @@ class Comparison:
         with self.going_on():
             if relay:
                 url = self.serve(relay, "images", "resnet", batch_size=8)
-                contenders.append(over_http(report.RELAY1, url, "resnet"))
+                contenders.append(over_http(report.RELAY1, url, "resnet", peer=relay))
         with self.going_on():
             if serve:
                 url = self.serve(serve, "images", "resnet", batch_size=8, max_batch_delay=50)
-                contenders.append(over_http(report.SERVE1, url, "resnet"))
+                contenders.append(over_http(report.SERVE1, url, "resnet", peer=serve))
         self.interleave("images", [bare_loop("resnet", 1), *contenders], (32,))
 
     def gateway(self, relay: Peer, path: str) -> None:
         with self.going_on():
             fast = self.serve(relay, "gateway", "echo", batch_size=16)
             slow = relay.base + path.format(model="bench_gateway")
-            pair = [over_http(report.RELAY1, fast, "echo"), over_http(report.GATEWAY, slow, "echo")]
+            urls = {report.RELAY1: fast, report.GATEWAY: slow}
+            pair = [over_http(name, url, "echo", peer=relay) for name, url in urls.items()]
             self.interleave("gateway", pair, (1, 32, 64))
 
     def oip(self, relay: Peer) -> None:
@@ -255,10 +182,10 @@ class Comparison:
                 for name, size in ((report.SERVE1, 1), (report.SERVE_BATCHED, 16)):
                     delay = {"max_batch_delay": 1} if size > 1 else {}
                     url = self.serve(serve, f"traffic_{size}", "echo", batch_size=size, **delay)
-                    contenders.append(over_http(name, url, "echo"))
+                    contenders.append(over_http(name, url, "echo", peer=serve))
         with self.going_on():
             url = self.serve(relay, "traffic", "echo", batch_size=16)
-            plain = over_http(report.RELAY_BATCHED, url, "echo")
+            plain = over_http(report.RELAY_BATCHED, url, "echo", peer=relay)
             whole = {"policy": "weighted", "versions": {"1.0": 10_000}}
             contenders += [plain, traffic.under(whole, report.WHOLE, plain, relay, "bench_traffic")]
         for setup in traffic.SETUPS:
@@ -266,7 +193,7 @@ class Comparison:
                 model = f"bench_{setup.word}"
                 url = traffic.two_versions(relay, self.archives["echo"], self.folder, model, batch_size=16)
                 setup.put(relay, model)
-                contenders.append(over_http(setup.name, url, "echo", traffic.CALLER))
+                contenders.append(over_http(setup.name, url, "echo", traffic.CALLER, peer=relay))
         self.interleave("traffic", contenders, (1, 32, 64))
         with self.going_on():
             self.note(f"Assignment of one call: {traffic.assignment()}.")
@@ -388,23 +315,25 @@ class Comparison:
                 self.progress.advance(task)
 
     def costs(self, configs: Path) -> None:
-        """Tokens, custom metrics and the access log together, against a server with none of them."""
-        without = {"auth": {"mode": "off"}, "telemetry": {"access_log": "", "system_metrics": False}}
+        """Keys, metrics and the access log, against servers without keys, and without all of them."""
+        bare = {"auth": {"mode": "off"}, "telemetry": {"access_log": "", "system_metrics": False}}
+        keyless = {"auth": {"mode": "off"}}
         full = {"auth": {"mode": "on"}, "telemetry": {"model_metrics_auto_detect": True}}
-        servers = ((report.BARE, "echo", without, "without"), (report.FULL, "measured_echo", full, "full"))
         with contextlib.ExitStack() as stack, self.going_on():
             contenders = []
-            for name, model, settings, folder in servers:
-                relay = stack.enter_context(
-                    peers.torchrelay(self.folder, configs, settings=settings, name=folder)
-                )
-                keys = (
-                    peers.keys(self.folder / folder)
-                    if settings is full
-                    else {"management": "", "inference": ""}
-                )
-                url = relay.with_(keys["management"]).register(self.archives[model], "echo", batch_size=16)
-                contenders.append(over_http(name, url, model, peers.bearer(keys["inference"])))
+            for folder, settings, models in (
+                ("bare", bare, {report.BARE: "echo"}),
+                ("keyless", keyless, {report.KEYLESS: "echo"}),
+                ("full", full, {report.FULL: "echo", report.CUSTOM: "measured_echo"}),
+            ):
+                started = peers.torchrelay(self.folder, configs, settings=settings, name=folder)
+                relay = stack.enter_context(started)
+                keys = peers.keys(self.folder / folder) if settings is full else {}
+                for name, model in models.items():
+                    manager = relay.with_(keys.get("management", ""))
+                    url = manager.register(self.archives[model], model, batch_size=16)
+                    headers = peers.bearer(keys.get("inference", ""))
+                    contenders.append(over_http(name, url, model, headers, peer=relay))
             self.interleave("costs", contenders, (32,))
 
 

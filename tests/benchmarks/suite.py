@@ -1,4 +1,4 @@
-"""The comparison: Torchrelay, TorchServe and bare FastAPI, one after another, round after round.
+"""The comparison: Torchrelay, TorchServe and other servers, one after another, round after round.
 
 ``python -m tests.benchmarks.suite`` prints its report as Markdown. All servers stay up meanwhile; what each
 costs idle is measured and shown.
@@ -14,6 +14,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -34,11 +35,12 @@ from tests.benchmarks import (
 )
 from tests.benchmarks.archives import ArchiveFailed, build
 from tests.benchmarks.comparison import Comparison
+from tests.benchmarks.frameworks import FRAMEWORKS, Framework
 from tests.benchmarks.report import Report
 from tests.benchmarks.servers import Peer, PeerFailed
 
-GROUPS = ("echo", "mlp", "encoder", "images", "gateway", "oip", "grpc", "traffic", "shadow", "lengths")
-GROUPS += ("runtimes", "variants", "generation", "sharding", "middleware", "costs", "memory")
+GROUPS = ("echo", "mlp", "bare-parser", "encoder", "images", "gateway", "oip", "grpc", "traffic", "shadow")
+GROUPS += ("lengths", "runtimes", "variants", "generation", "sharding", "middleware", "costs", "memory")
 _ALONE = {
     "variants",
     "generation",
@@ -81,6 +83,7 @@ def main(
     skip_torchrelay: Annotated[
         bool, typer.Option("--skip-torchrelay", help="Measure the others alone.")
     ] = False,
+    others: Annotated[str, typer.Option(help="The other servers of echo and mlp.")] = ",".join(FRAMEWORKS),
     configs: Annotated[Path, typer.Option(help="The folder of app.yaml and serve.env.")] = Path("configs"),
     inference: Annotated[
         str, typer.Option(help="A running Torchrelay, in place of one that is started.")
@@ -92,12 +95,17 @@ def main(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
 ) -> None:
-    """Compare Torchrelay with TorchServe 0.12 and bare FastAPI on this machine."""
-    groups = tuple(filter(None, only.split(","))) or GROUPS
-    if unknown := set(groups) - set(GROUPS):
-        raise typer.BadParameter(
-            f"{', '.join(sorted(unknown))} is none of {', '.join(GROUPS)}", param_hint="--only"
-        )
+    """Compare Torchrelay with TorchServe 0.12 and other servers on this machine."""
+    groups = _names(only, GROUPS, "--only") or GROUPS
+    servers = Servers(
+        skip_torchserve=skip_torchserve,
+        skip_torchrelay=skip_torchrelay,
+        others=_names(others, tuple(FRAMEWORKS), "--others"),
+        configs=configs.resolve(),
+        inference=inference,
+        management=management,
+        gateway=gateway,
+    )
     console = Console(stderr=True)
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -116,28 +124,42 @@ def main(
         if "sharding" in groups:
             run.sharding()
         if set(groups) - _ALONE:
-            _together(run, groups, skip_torchserve, skip_torchrelay, configs, inference, management, gateway)
+            _together(run, groups, servers)
         if "middleware" in groups and not skip_torchrelay and not inference:
             run.middleware(configs.resolve())
         if "costs" in groups and not skip_torchrelay and not inference:
             run.costs(configs.resolve())
     command = shlex.join(["python", "-m", "tests.benchmarks.suite", *sys.argv[1:]])
-    page = Report(machine(), command, run.figures, run.footprints, run.notes).markdown()
+    page = Report(machine(), command, run.figures, run.footprints, run.notes, run.cpu).markdown()
     if output:
         output.write_text(page)
     print(page)
 
 
-def _together(
-    run: Comparison,
-    groups: Sequence[str],
-    skip_torchserve: bool,
-    skip_torchrelay: bool,
-    configs: Path,
-    inference: str,
-    management: str,
-    gateway: str,
-) -> None:
+def _names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
+    """Return the names in an option's value. Raises BadParameter with those that do not exist."""
+    names = tuple(filter(None, text.split(",")))
+    if unknown := set(names) - set(known):
+        raise typer.BadParameter(
+            f"{', '.join(sorted(unknown))} is none of {', '.join(known)}", param_hint=option
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The options that name what is compared."""
+
+    skip_torchserve: bool
+    skip_torchrelay: bool
+    others: Sequence[str]
+    configs: Path
+    inference: str
+    management: str
+    gateway: str
+
+
+def _together(run: Comparison, groups: Sequence[str], servers: Servers) -> None:
     """Start what is compared, and measure the groups for which all of it is up at once."""
     with contextlib.ExitStack() as stack:
 
@@ -149,19 +171,26 @@ def _together(
                 return peer
             return None
 
-        bare = enter(peers.bare(run.folder), models=False)
-        serve = None if skip_torchserve else enter(peers.torchserve(run.folder, run.folder / "archives"))
-        relay = None
-        if inference:
-            relay = enter(peers.attached("Torchrelay", inference, management))
-        elif not skip_torchrelay:
-            relay = enter(peers.torchrelay(run.folder, configs.resolve()))
+        others: list[tuple[Framework, Peer]] = []
+        for framework in map(FRAMEWORKS.__getitem__, servers.others):
+            if {"echo", "mlp", "memory"} & set(groups) and (
+                peer := enter(framework.start(run.folder), models=False)
+            ):
+                others.append((framework, peer))
+        serve = relay = None
+        if not servers.skip_torchserve and set(groups) != {"bare-parser"}:
+            serve = enter(peers.torchserve(run.folder, run.folder / "archives"))
+        if servers.inference:
+            relay = enter(peers.attached("Torchrelay", servers.inference, servers.management))
+        elif not servers.skip_torchrelay:
+            relay = enter(peers.torchrelay(run.folder, servers.configs))
         measurements: dict[str, Callable[[], None]] = {
-            "echo": lambda: run.echo(relay, serve, bare),
-            "mlp": lambda: run.mlp(relay, serve, bare),
+            "echo": lambda: run.echo(relay, serve, others),
+            "mlp": lambda: run.mlp(relay, serve, others),
+            "bare-parser": lambda: run.bare_parser(relay, servers.configs),
             "encoder": lambda: run.encoder(relay, serve),
             "images": lambda: run.images(relay, serve),
-            "gateway": lambda: _gateway(run, relay, gateway),
+            "gateway": lambda: _gateway(run, relay, servers.gateway),
             "grpc": lambda: run.grpc(relay, serve),
         }
         if relay:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import IO, Any
 
 import httpx
+import psutil
 
 from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send
 from tests.benchmarks import grpc_load, report, servers
@@ -24,10 +25,14 @@ from tests.benchmarks.servers import Peer, PeerFailed
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of a table: its name, and how it is measured."""
+    """One row of a table: its name, how it is measured, and the server whose CPU time is counted."""
 
     name: str
     measure: Callable[[LoadProfile], LoadResult]
+    peer: Peer | None = None
+
+    def processes(self) -> list[psutil.Process]:
+        return self.peer.processes() if self.peer else []
 
 
 def over_http(
@@ -36,6 +41,8 @@ def over_http(
     model: str | Model,
     headers: Mapping[str, str] | None = None,
     bodies: Sequence[bytes] = (),
+    *,
+    peer: Peer | None = None,
 ) -> Contender:
     """Return a contender that answers a model's requests at ``url``, after one correct answer.
 
@@ -46,7 +53,7 @@ def over_http(
     request = LoadRequest(
         url, body=requested.body, bodies=bodies, content_type=requested.content_type, headers=headers or {}
     )
-    return Contender(name, partial(send, request))
+    return Contender(name, partial(send, request), peer)
 
 
 def over_grpc(name: str, peer: Peer, registered: str, model: str) -> Contender:
@@ -67,7 +74,7 @@ def over_grpc(name: str, peer: Peer, registered: str, model: str) -> Contender:
     found = measure(LoadProfile(seconds=0.2, warmup=0.0))
     if found.errors or not found.requests:
         raise PeerFailed(f"{peer.name} gave no good answer of {registered} by gRPC: {dict(found.errors)}")
-    return Contender(name, measure)
+    return Contender(name, measure, peer)
 
 
 def ask(url: str, model: str | Model, headers: Mapping[str, str] | None = None) -> Any:

@@ -62,7 +62,7 @@ def under(policy: dict[str, Any], name: str, contender: Contender, relay: Peer, 
         finally:
             relay.tell("DELETE", f"/models/{model}/traffic", None)
 
-    return Contender(name, measure)
+    return replace(contender, name=name, measure=measure)
 
 
 def two_versions(relay: Peer, archive: Path, folder: Path, model: str, *, batch_size: int) -> str:
@@ -86,7 +86,7 @@ def two_versions(relay: Peer, archive: Path, folder: Path, model: str, *, batch_
 
 def at_rate(contender: Contender, rate: float) -> Contender:
     """Return the same contender under an open loop of ``rate`` requests a second."""
-    return Contender(contender.name, lambda load: contender.measure(replace(load, rate=rate)))
+    return replace(contender, measure=lambda load: contender.measure(replace(load, rate=rate)))
 
 
 def assignment() -> str:
