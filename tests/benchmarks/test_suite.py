@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 from rich.console import Console
 from rich.progress import Progress
@@ -11,7 +14,7 @@ from serve_app.loadgen import LoadProfile, LoadResult
 from tests.benchmarks import report, suite
 from tests.benchmarks.comparison import Comparison
 from tests.benchmarks.report import Case
-from tests.benchmarks.servers import PeerFailed
+from tests.benchmarks.servers import Peer, PeerFailed
 from tests.benchmarks.targets import Contender, bare_loop
 
 pytestmark = pytest.mark.slow
@@ -54,6 +57,23 @@ def test_nothing_to_measure_is_no_table(comparison):
     assert comparison.figures == {}
 
 
+def test_a_warm_up_precedes_the_load_whose_cpu_time_is_counted(comparison):
+    seen: list[LoadProfile] = []
+
+    def measure(load: LoadProfile) -> LoadResult:
+        seen.append(load)
+        until = time.process_time() + (0.2 if len(seen) == 2 else 1.0)
+        while time.process_time() < until:
+            pass
+        return LoadResult("asyncio", 32, 1.0, 10, 10, 0.1, 0.1, 0.1, 0.1)
+
+    comparison.add(Case("echo", 32), Contender("a", measure, Peer("It", "", pid=os.getpid())))
+    assert [(load.connections, load.seconds, load.warmup) for load in seen] == [(32, 0.5, 0), (32, 0.1, 0)]
+    (parts,) = comparison.cpu[Case("echo", 32)]["a"]
+    assert list(parts) == ["other"]
+    assert 0.02 <= parts["other"] < 0.08  # of ten requests
+
+
 def test_the_bare_loop_counts_full_batches():
     result = bare_loop("mlp", 1).measure(LoadProfile(seconds=0.2))
     assert result.requests > 0
@@ -67,14 +87,15 @@ def test_the_facts_of_the_machine_name_its_cores_and_versions():
     assert "torch" in facts["versions"]
 
 
-def test_a_group_that_does_not_exist_is_refused():
+def test_a_group_or_a_server_that_does_not_exist_is_refused():
     import typer
 
     app = typer.Typer()
     app.command()(suite.main)
-    refused = CliRunner().invoke(app, ["--only", "echo,mpl"])
-    assert refused.exit_code == 2
-    assert "mpl" in refused.output
+    for option in ("--only", "--others"):
+        refused = CliRunner().invoke(app, [option, "fastapi,echo,mpl"])
+        assert refused.exit_code == 2
+        assert "mpl" in refused.output
 
 
 def test_every_target_is_of_a_group_that_is_measured():
