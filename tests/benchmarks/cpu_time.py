@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 HAPROXY, GATEWAY, REPLICA, OTHER = PARTS = ("HAProxy", "gateway", "replica", "other")
-# Of the command line; TorchServe's frontend and its workers have the same parts.
+# Of the command line; TorchServe's frontend and its workers have the same parts. Ray replaces a replica's command
+# line while it runs some methods of its actor.
+_RAY = r"ray::(?:SERVE_REPLICA::\S*:)?ServeReplica:"
 _PATTERNS = {
     HAPROXY: re.compile(r"\S*haproxy -db "),
-    GATEWAY: re.compile(r"ray::ServeReplica:torchrelay:Gateway|.*org\.pytorch\.serve\.ModelServer"),
+    GATEWAY: re.compile(_RAY + r"torchrelay:Gateway|.*org\.pytorch\.serve\.ModelServer"),
     REPLICA: re.compile(
-        r"ray::ServeReplica:(?!torchrelay:)|.*model_service_worker\.py|.*tests\.benchmarks\.bare_parser "
+        _RAY + r"(?!torchrelay:)|.*model_service_worker\.py|.*tests\.benchmarks\.bare_parser "
     ),
 }
 
@@ -45,5 +47,7 @@ def spent(before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple[str
     """Return the seconds that the processes of each part had between two readings."""
     parts: dict[str, float] = {}
     for pid, (part, seconds) in after.items():
-        parts[part] = parts.get(part, 0.0) + seconds - before.get(pid, (part, 0.0))[1]
+        earlier, start = before.get(pid, (part, 0.0))
+        known = earlier if part == OTHER else part
+        parts[known] = parts.get(known, 0.0) + seconds - start
     return parts

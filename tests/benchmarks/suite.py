@@ -171,19 +171,23 @@ def _together(run: Comparison, groups: Sequence[str], servers: Servers) -> None:
                 return peer
             return None
 
+        relay = None
+        if servers.inference:
+            relay = enter(peers.attached("Torchrelay", servers.inference, servers.management))
+        elif not servers.skip_torchrelay:
+            # Ray gives up after 30 s, which a busy machine exceeds: it starts first, and again if needed.
+            relay = enter(peers.torchrelay(run.folder, servers.configs)) or enter(
+                peers.torchrelay(run.folder, servers.configs)
+            )
         others: list[tuple[Framework, Peer]] = []
         for framework in map(FRAMEWORKS.__getitem__, servers.others):
             if {"echo", "mlp", "memory"} & set(groups) and (
                 peer := enter(framework.start(run.folder), models=False)
             ):
                 others.append((framework, peer))
-        serve = relay = None
+        serve = None
         if not servers.skip_torchserve and set(groups) != {"bare-parser"}:
             serve = enter(peers.torchserve(run.folder, run.folder / "archives"))
-        if servers.inference:
-            relay = enter(peers.attached("Torchrelay", servers.inference, servers.management))
-        elif not servers.skip_torchrelay:
-            relay = enter(peers.torchrelay(run.folder, servers.configs))
         measurements: dict[str, Callable[[], None]] = {
             "echo": lambda: run.echo(relay, serve, others),
             "mlp": lambda: run.mlp(relay, serve, others),

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
         ("ray::ServeReplica:torchrelay:Gateway ", "gateway"),
         ("ray::ServeReplica:torchrelay:Management ", "other"),
         ("ray::ServeReplica:bench_echo--1.0:bench_echo--1.0 ", "replica"),
+        ("ray::SERVE_REPLICA::m--1#m--1#trqj:ServeReplica:m--1:m--1.__init__ ", "replica"),
         ("java -cp ts.jar org.pytorch.serve.ModelServer --python python ", "gateway"),
         ("python ts/model_service_worker.py --sock-type unix ", "replica"),
         ("python -m tests.benchmarks.bare_parser echo.mar echo 1 2 /tmp ", "replica"),
@@ -29,6 +30,12 @@ pytestmark = pytest.mark.slow
 )
 def test_a_process_has_the_part_of_its_command_line(command, part):
     assert cpu_time.part_of(command) == part
+
+
+def test_a_process_keeps_its_part_while_its_command_line_is_another():
+    before = {1: ("replica", 1.0), 2: ("other", 1.0)}
+    after = {1: ("other", 1.5), 2: ("gateway", 1.25), 3: ("HAProxy", 0.75)}
+    assert cpu_time.spent(before, after) == {"replica": 0.5, "gateway": 0.25, "HAProxy": 0.75}
 
 
 def test_the_time_between_two_readings_is_that_of_the_process():
