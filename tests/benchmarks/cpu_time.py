@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 HAPROXY, GATEWAY, REPLICA, OTHER = PARTS = ("HAProxy", "gateway", "replica", "other")
-# Of the command line; TorchServe's frontend and its workers have the same parts. Ray replaces a replica's command
-# line while it runs some methods of its actor.
+# Of the command line; TorchServe's frontend and its workers have the same parts. Ray replaces a replica's
+# command line while it runs some methods of its actor.
 _RAY = r"ray::(?:SERVE_REPLICA::\S*:)?ServeReplica:"
 _PATTERNS = {
     HAPROXY: re.compile(r"\S*haproxy -db "),
