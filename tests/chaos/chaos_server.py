@@ -157,6 +157,20 @@ def _matching(server: ChaosServer, title: str) -> Iterator[psutil.Process]:
                 yield process
 
 
+def _script(name: str) -> Find:
+    """Return a function that finds the processes of Ray that run this script."""
+
+    def find(server: ChaosServer) -> list[psutil.Process]:
+        found = []
+        for process in server.process.processes():
+            with contextlib.suppress(psutil.Error):
+                if any(word.endswith(f"/{name}") for word in process.cmdline()[1:3]):
+                    found.append(process)
+        return found
+
+    return find
+
+
 def _replicas(server: ChaosServer) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in server.pids("echo")]
 
@@ -175,6 +189,10 @@ PROCESSES: dict[str, Find] = {
     "proxy actor": _titled("ProxyActor"),
     "HAProxy": lambda server: _titled("haproxy")(server)[:1],  # the newest; older ones finish requests
     "HAProxy manager": _titled("HAProxyManager"),
+    "dashboard": _script("dashboard.py"),
+    "log monitor": _script("log_monitor.py"),
+    "autoscaler monitor": _script("monitor.py"),
+    "runtime environment agent": _titled("RuntimeEnvAgent"),
     "dashboard agent": _titled("DashboardAgent"),
     "raylet": _titled("raylet"),
     "GCS": _titled("gcs_server"),

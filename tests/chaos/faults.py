@@ -72,17 +72,20 @@ def _continued(processes: Sequence[psutil.Process]) -> Iterator[None]:
         _each(processes, signal.SIGCONT)
 
 
-def pause(type: str, setup: Setup) -> None:
-    """Stop the processes of a type for five seconds."""
-    found = _find(setup, type)
+Find = Callable[[Setup], list[psutil.Process]]
+
+
+def pause(find: Find, setup: Setup) -> None:
+    """Stop processes for five seconds."""
+    found = find(setup)
     with _continued(found):
         _each(found, signal.SIGSTOP)
         time.sleep(PAUSE_S)
 
 
-def slow_down(type: str, setup: Setup) -> None:
-    """Give the processes of a type half of the time, in slices of 50 ms; no control group is needed."""
-    found, until = _find(setup, type), time.monotonic() + SLOW_S
+def slow_down(find: Find, setup: Setup) -> None:
+    """Give processes half of the time, in slices of 50 ms; no control group is needed."""
+    found, until = find(setup), time.monotonic() + SLOW_S
     with _continued(found):
         while time.monotonic() < until:
             _each(found, signal.SIGSTOP)
@@ -91,25 +94,25 @@ def slow_down(type: str, setup: Setup) -> None:
             time.sleep(_CYCLE_S / 2)
 
 
+def _postgres(setup: Setup) -> list[psutil.Process]:
+    assert setup.postgres is not None
+    first = psutil.Process(setup.postgres.pid)
+    return [first, *first.children()]
+
+
+def _redis(setup: Setup) -> list[psutil.Process]:
+    assert setup.redis is not None
+    return [setup.redis.process]
+
+
 def kill_postgres(setup: Setup) -> None:
     """Kill PostgreSQL's first process; the others end with it. Start it again after two seconds."""
     assert setup.postgres is not None
-    first = psutil.Process(setup.postgres.pid)
-    others = first.children()
+    first, *others = _postgres(setup)
     first.kill()
     psutil.wait_procs(others, timeout=10)
     time.sleep(2.0)
     setup.postgres.start()
-
-
-def pause_postgres(setup: Setup) -> None:
-    """Stop all of PostgreSQL's processes for five seconds."""
-    assert setup.postgres is not None
-    first = psutil.Process(setup.postgres.pid)
-    found = [first, *first.children()]
-    with _continued(found):
-        _each(found, signal.SIGSTOP)
-        time.sleep(PAUSE_S)
 
 
 def kill_redis(setup: Setup) -> None:
@@ -120,14 +123,6 @@ def kill_redis(setup: Setup) -> None:
     time.sleep(2.0)
     setup.redis.start()
     psutil.wait_procs(found, timeout=20)
-
-
-def pause_redis(setup: Setup) -> None:
-    """Stop Redis for five seconds."""
-    assert setup.redis is not None
-    with _continued([setup.redis.process]):
-        _each([setup.redis.process], signal.SIGSTOP)
-        time.sleep(PAUSE_S)
 
 
 def lock_database(setup: Setup) -> None:
@@ -230,22 +225,28 @@ def kill_management_at_random_moments(setup: Setup) -> None:
         time.sleep(chance.uniform(0.0, 1.0))
 
 
+# Ray ends the raylet with its agents.
+_RESTARTS = {"runtime environment agent", "dashboard agent", "raylet", "GCS", "serve run"}
+# Ray does not start these again; the faults after theirs start the whole server again.
+_NOT_REPLACED = {"dashboard", "log monitor", "autoscaler monitor"}
+
+
 def _process_faults() -> Iterator[Fault]:
     short = {"replica", "gateway", "Management", "Serve controller", "HAProxy"}
-    restarts = {"dashboard agent", "raylet", "GCS", "serve run"}  # Ray ends the raylet with its agent
     for type in PROCESSES:
-        unavailable = RESTART_LIMIT_S if type in restarts else 30.0
+        unavailable = RESTART_LIMIT_S if type in _RESTARTS else 30.0
         limit = HAPROXY_LIMIT_S if type == "HAProxy" else unavailable
+        find = partial(_find, type=type)
+        yield Fault(f"pause {type}", "default", partial(pause, find), unavailable)
+        yield Fault(f"slow {type}", "default", partial(slow_down, find), unavailable)
         yield Fault(
             f"kill {type}",
             "default",
             partial(kill, type),
             limit,
-            replaces=type,
+            replaces="" if type in _NOT_REPLACED else type,
             short=type in short,
         )
-        yield Fault(f"pause {type}", "default", partial(pause, type), unavailable)
-        yield Fault(f"slow {type}", "default", partial(slow_down, type), unavailable)
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -254,9 +255,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault("locked database", "default", lock_database),
     Fault("memory pressure", "default", exhaust_memory, replaces=""),
     Fault("kill PostgreSQL", "cluster", kill_postgres),
-    Fault("pause PostgreSQL", "cluster", pause_postgres),
+    Fault("pause PostgreSQL", "cluster", partial(pause, _postgres)),
+    Fault("slow PostgreSQL", "cluster", partial(slow_down, _postgres)),
     Fault("kill Redis", "cluster", kill_redis, RESTART_LIMIT_S),
-    Fault("pause Redis", "cluster", pause_redis),
+    Fault("pause Redis", "cluster", partial(pause, _redis)),
+    Fault("slow Redis", "cluster", partial(slow_down, _redis)),
     Fault("kill GCS with Redis", "cluster", partial(kill, "GCS"), RESTART_LIMIT_S, "GCS"),
     Fault("full disk", "disk", fill_disk),
     Fault("clock an hour ahead", "clock", partial(shift_clock, 3600)),
