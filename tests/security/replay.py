@@ -76,21 +76,29 @@ def load_attacks() -> None:
 
 def replay(selected: Sequence[Attack], console: Console) -> list[tuple[Attack, Outcome]]:
     """Run the attacks, those of a server with keys first; an attack that fails counts as not resisted."""
-    outcomes = []
+    outcomes: list[tuple[Attack, Outcome]] = []
     for keys in (True, False):
         group = [attack for attack in selected if attack.keys is keys]
         if not group:
             continue
-        with tempfile.TemporaryDirectory() as folder, start_target(Path(folder), keys=keys) as target:
-            for attack in group:
-                console.print(f"{attack.area}: {attack.name} …")
-                try:
-                    outcome = attack.run(target)
-                except Exception as error:  # a broken server must not end the other attacks
-                    traceback.print_exc()
-                    outcome = Outcome(f"{type(error).__name__}: {error}", resisted=False)
-                outcomes.append((attack, outcome))
+        try:
+            with tempfile.TemporaryDirectory() as folder, start_target(Path(folder), keys=keys) as target:
+                for attack in group:
+                    outcomes.append((attack, _run(attack, target)))
+                    console.print(f"{attack.area}: {attack.name}: {outcomes[-1][1].after}")
+        except Exception as error:  # a server that does not start must not discard the other outcomes
+            traceback.print_exc()
+            failed = Outcome(f"{type(error).__name__}: {error}", resisted=False)
+            outcomes += [(attack, failed) for attack in group if attack not in [one for one, _ in outcomes]]
     return outcomes
+
+
+def _run(attack: Attack, target: Target) -> Outcome:
+    try:
+        return attack.run(target)
+    except Exception as error:  # a broken server must not end the other attacks
+        traceback.print_exc()
+        return Outcome(f"{type(error).__name__}: {error}", resisted=False)
 
 
 def render(outcomes: Sequence[tuple[Attack, Outcome]]) -> Table:
