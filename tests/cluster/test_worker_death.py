@@ -4,12 +4,14 @@ notices.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from parts import ECHO, Load, Server, Trickle, make_archive
 
@@ -201,10 +203,11 @@ def test_a_dead_worker_is_never_shown_as_ready(server: Server, bystander: Load, 
 def test_haproxy_shows_our_page(server: Server, ends: str) -> None:
     """Should Ray Serve keep its error page elsewhere one day, clients would get its words again."""
     pages = set()
-    for process in server.process.processes():
-        line = process.cmdline()
-        if "haproxy" in Path(line[0]).name and "-f" in line:
-            config = Path(line[line.index("-f") + 1]).read_text()
-            pages |= set(re.findall(r"errorfile 50\d (\S+)", config))
+    for process in server.actors("haproxy"):
+        with contextlib.suppress(psutil.NoSuchProcess):  # the HAProxy before a reload ends at any time
+            line = process.cmdline()
+            if "haproxy" in Path(line[0]).name and "-f" in line:
+                config = Path(line[line.index("-f") + 1]).read_text()
+                pages |= set(re.findall(r"errorfile 50\d (\S+)", config))
     [page] = pages
     assert Path(page).read_bytes() == replica_died()
