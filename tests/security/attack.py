@@ -45,13 +45,17 @@ class Target:
         return httpx.request(method, url, headers=self.headers("ops"), **{"timeout": 120, **options})  # type: ignore[arg-type]
 
     def memory(self) -> int:
-        """Return the bytes of memory that belong to the server's processes alone (USS)."""
+        """Return the bytes of anonymous memory of the server's processes.
+
+        USS has the pages of libraries, too, once the last other process that maps them has ended.
+        """
         total = 0
         for process in self.processes():
             try:
-                total += process.memory_full_info().uss
+                memory = process.memory_info()
             except psutil.Error:
                 continue
+            total += memory.rss - memory.shared
         return total
 
 
