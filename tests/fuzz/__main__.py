@@ -63,7 +63,8 @@ def fuzz(name: str, runs: int, seconds: float, findings: Path, keep: bool) -> Re
 def _run_worker(
     name: str, folder: str, findings: Path, options: Sequence[str]
 ) -> subprocess.CompletedProcess[str]:
-    limits = [f"-max_len={TARGETS[name].max_length}", "-timeout=10", "-rss_limit_mb=2048"]
+    # The worker limits the computing time of an input; a parser that does not end is stopped here.
+    limits = [f"-max_len={TARGETS[name].max_length}", "-timeout=300", "-rss_limit_mb=2048"]
     if tokens := ["".join(f"\\x{byte:02x}" for byte in token) for token in TARGETS[name].dictionary]:
         dictionary = Path(folder, "dictionary")
         dictionary.write_text("".join(f'"{token}"\n' for token in tokens))

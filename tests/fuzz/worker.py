@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,6 +15,8 @@ with atheris.instrument_imports(
 ):
     from tests.fuzz.targets import TARGETS
 
+_MAX_CPU_S = 10.0  # of one input; the time of the wall depends on other jobs of the machine
+
 
 def main() -> None:
     """Run the target until libFuzzer ends the process."""
@@ -21,8 +24,11 @@ def main() -> None:
     logging.disable()  # parsers warn of every malformed input
 
     def run(data: bytes) -> None:
+        began = time.process_time()
         try:
             TARGETS[name].run(data)
+            if (seconds := time.process_time() - began) > _MAX_CPU_S:
+                raise TimeoutError(f"{name} took {seconds:.1f} s of computing time for one input")
         except BaseException:  # libFuzzer stores inputs that kill the process or take too long, not these
             Path(findings, f"{name}-{sha256(data).hexdigest()[:16]}").write_bytes(data)
             raise
