@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
+import psutil
 
 from tests.chaos.changes import ChangeWriter
 from tests.chaos.chaos_server import PROCESSES, ChaosServer
@@ -143,7 +144,7 @@ def _wait_until_recovered(
 def _replaced(server: ChaosServer, fault: Fault, old: set[int]) -> bool:
     if not fault.replaces:
         return True
-    with contextlib.suppress(httpx.HTTPError, LookupError, ValueError, OSError):
+    with contextlib.suppress(httpx.HTTPError, LookupError, ValueError, OSError, psutil.Error):
         present = {process.pid for process in PROCESSES[fault.replaces](server)}
         return bool(present) and (present != old)
     return False
