@@ -110,10 +110,20 @@ def render(outcomes: Sequence[tuple[Attack, Outcome]]) -> Table:
     return table
 
 
+def markdown(outcomes: Sequence[tuple[Attack, Outcome]]) -> str:
+    """Return the outcomes as a table in Markdown."""
+    lines = ["| area | attack | before | after | resisted |", "|---|---|---|---|---|"]
+    for attack, outcome in outcomes:
+        mark = "yes" if outcome.resisted else "**no**"
+        lines.append(f"| {attack.area} | {attack.name} | {attack.before} | {outcome.after} | {mark} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> int:
     """Run the selected attacks and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.security.replay", description=__doc__)
     parser.add_argument("--area", action="append", help="only the attacks of this module (repeatable)")
+    parser.add_argument("--output", type=Path, help="the file of the table in Markdown")
     options = parser.parse_args()
     load_attacks()
     known = {attack.area for attack in ATTACKS}
@@ -122,6 +132,8 @@ def main() -> int:
     console = Console()
     outcomes = replay([a for a in ATTACKS if not options.area or a.area in options.area], console)
     console.print(render(outcomes))
+    if options.output is not None:
+        options.output.write_text(markdown(outcomes))
     return 0 if all(outcome.resisted for _, outcome in outcomes) else 1
 
 
