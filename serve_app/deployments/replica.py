@@ -41,6 +41,7 @@ from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.runtime.handler_thread import HandlerThread
+from serve_app.runtime.host import malloc
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve
@@ -74,7 +75,7 @@ class ModelReplica:
         self._hung = False
         self._group: RankGroup | None = None  # only of a sharded version
         self._replica = replica
-        self._handler_thread = HandlerThread()
+        self._handler_thread = HandlerThread(on_idle=malloc.trim)
         self._sequences: SequenceBatcher | None = None  # only of a stateful version
         self._meters = Meters(torchserve.create_recorders(settings))
         self._autoscaled = AutoscalingStats()

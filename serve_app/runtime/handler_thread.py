@@ -14,14 +14,19 @@ from serve_app.telemetry import crash_reports
 
 log = logging.getLogger("torchrelay.handler_thread")
 
+IDLE_AFTER_S = 60.0
+
 
 class HandlerThread(Executor):
     """An executor of one thread, in order.
 
-    It is a daemon: a handler that hangs must not keep its process alive.
+    It is a daemon: a handler that hangs must not keep its process alive. ``on_idle`` is called in it, once,
+    after ``idle_after`` seconds without a task.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_idle: Callable[[], object] | None = None, idle_after: float = IDLE_AFTER_S) -> None:
+        self._on_idle = on_idle
+        self._idle_after = idle_after
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
         )
@@ -61,12 +66,21 @@ class HandlerThread(Executor):
             self._thread.join()
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next_task()) is not None:
             try:
                 task[0](*task[1])
             except BaseException:  # no error of a handler may end the thread
                 log.exception("a task of the author's thread failed")
             del task  # an idle thread keeps no batch alive
+
+    def _next_task(self) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        if self._on_idle is None:
+            return self._tasks.get()
+        try:
+            return self._tasks.get(timeout=self._idle_after)
+        except queue.Empty:
+            self._on_idle()
+            return self._tasks.get()
 
 
 def _run_into_future(

@@ -1,3 +1,4 @@
+import queue
 import threading
 
 import pytest
@@ -45,3 +46,14 @@ def test_shutdown_runs_what_was_given_before_and_refuses_more():
     assert ran == [1]
     with pytest.raises(RuntimeError):
         handler_thread.submit(int)
+
+
+def test_the_idle_callback_runs_once_after_each_pause() -> None:
+    calls: queue.SimpleQueue[int] = queue.SimpleQueue()
+    handler_thread = HandlerThread(on_idle=lambda: calls.put(threading.get_ident()), idle_after=0.01)
+    for _ in range(2):
+        handler_thread.submit(int).result()
+        assert calls.get(timeout=10) == handler_thread.ident
+        with pytest.raises(queue.Empty):
+            calls.get(timeout=0.05)
+    handler_thread.shutdown()

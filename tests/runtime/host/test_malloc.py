@@ -64,3 +64,32 @@ def test_a_batch_finds_the_memory_of_the_one_before_unless_the_environment_settl
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) in faults, done
+
+
+IDLE = """
+import threading
+import numpy, psutil
+from serve_app.runtime.handler_thread import HandlerThread
+from serve_app.runtime.host import malloc
+
+trimmed = threading.Event()
+def on_idle():
+    before = psutil.Process().memory_info().rss
+    malloc.trim()
+    print(before - psutil.Process().memory_info().rss)
+    trimmed.set()
+
+malloc.tune()
+thread = HandlerThread(on_idle=on_idle, idle_after=0.01)
+thread.submit(lambda: len([numpy.ones(2 << 20, "u1") for layer in range(20)])).result()
+assert trimmed.wait(10)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_an_idle_handler_thread_returns_the_memory_of_its_batches():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    command = [sys.executable, "-c", IDLE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 30 << 20, "of 40 MiB"
