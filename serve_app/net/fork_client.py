@@ -11,7 +11,7 @@ from pathlib import Path
 SOCKET = "TORCHRELAY_FORK_SERVER"  # the socket's path, in the environment of Ray's processes
 MODEL_SUFFIX = ".model"  # of the path of the second socket, whose forks have torch
 
-_TIMEOUT_S = 10.0  # for the fork; its own imports take 3 s of CPU time at the start
+_TIMEOUT_S = 30.0  # for a fork; at the start it waits for imports of 3 CPU seconds
 
 
 def request_fork(
@@ -20,7 +20,7 @@ def request_fork(
     """Run a script or module in a fork of the server, with this process's folder, group and standard files.
 
     Return its process id and the connection, which is closed when the process ends; with ``wait``, its exit
-    code is sent first. Raises OSError, also where the fork server does not answer in 10 s.
+    code is sent first. Raises OSError, also where the fork server does not answer in 30 s.
     """
     request = {
         "script": script,
