@@ -41,7 +41,9 @@ def load_eager(model_file: Path, weights: Path | None, trusted: bool = False) ->
         return state
     model = model_class()
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(
+            state, assign=weights.suffix == ".safetensors" and _has_same_types(model, state)
+        )
     except (RuntimeError, TypeError, AttributeError) as error:
         raise HandlerLoadError(
             f"{weights}: this is no state dict of {model_class.__name__} in {model_file.name}: {error}. "
@@ -153,6 +155,15 @@ class WeightsFormat(NamedTuple):
 
     read_state: Callable[[Path, bool], Mapping[str, torch.Tensor]] | None  # with a modelFile; (path, trusted)
     read_model: Callable[[Path, torch.device, bool], Any] | None  # without one; (path, device, trusted)
+
+
+def _has_same_types(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a state dict has the number formats of the model, and can take the place of its tensors.
+
+    Tensors of a safetensors file are mapped from it: replicas share their pages, and nothing is copied.
+    """
+    own = model.state_dict()
+    return own.keys() == state.keys() and all(state[name].dtype == own[name].dtype for name in own)
 
 
 def _read_state_dict(weights: Path, trusted: bool) -> Mapping[str, torch.Tensor]:

@@ -18,6 +18,7 @@ import handlers
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
 from handlers.loading import weights
+from handlers.loading.module_loader import add_archive_to_path
 
 pytestmark = pytest.mark.integration
 
@@ -74,6 +75,36 @@ def test_a_state_dict_is_loaded(archive: Any, answers: Any, net: Any, name: str)
     directory = archive(model=MODEL)
     torch.save(net.state_dict(), directory / name)
     assert answers(directory, serializedFile=name, modelFile="model.py") == expected(net)
+
+
+def _mapped_file(address: int) -> str:
+    """Return the file that is mapped at an address of this process; empty for other memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if start <= address < end:
+            return " ".join(line.split()[5:])
+    return ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system shows no mappings")
+def test_safetensors_are_mapped_from_their_file(archive: Any, net: Any) -> None:
+    directory = archive(model=MODEL)
+    add_archive_to_path(directory)
+    file = directory / "model.safetensors"
+    save_file(net.state_dict(), file)
+    model = weights.load_eager(directory / "model.py", file)
+    assert {_mapped_file(tensor.data_ptr()) for tensor in model.state_dict().values()} == {
+        str(file.resolve())
+    }
+
+
+def test_safetensors_of_another_number_format_are_cast_to_the_models(archive: Any, net: Any) -> None:
+    directory = archive(model=MODEL)
+    add_archive_to_path(directory)
+    file = directory / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in net.state_dict().items()}, file)
+    model = weights.load_eager(directory / "model.py", file)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
 
 
 def test_safetensors_are_loaded(archive: Any, answers: Any, net: Any) -> None:
