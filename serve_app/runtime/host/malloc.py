@@ -1,4 +1,4 @@
-"""Tuning of glibc's malloc: memory freed by one batch of a busy process stays in it for the next one.
+"""Tuning of glibc's malloc: memory freed by one batch stays in a busy process for the next one.
 
 By default glibc returns the end of a thread's heap to the system as soon as a few megabytes of it are free. A
 model with large intermediate tensors triggers that several times a batch. Each page of the next ones is then
