@@ -133,7 +133,7 @@ def _wait_until_recovered(
     while time.monotonic() < ended + _RECOVERY_TIMEOUT_S:
         if back is None:
             written = changes.last_ok > ended
-            if written and _replaced(server, fault, old) and server.is_up():
+            if written and was_replaced(server, fault, old) and server.is_up():
                 back = time.monotonic()
         elif time.monotonic() - back > _QUIET_S and load.ok_since(time.monotonic() - _QUIET_S):
             return back
@@ -141,7 +141,8 @@ def _wait_until_recovered(
     return None
 
 
-def _replaced(server: ChaosServer, fault: Fault, old: set[int]) -> bool:
+def was_replaced(server: ChaosServer, fault: Fault, old: set[int]) -> bool:
+    """Return whether the processes that a fault kills are new; False while the server starts again."""
     if not fault.replaces:
         return True
     with contextlib.suppress(httpx.HTTPError, LookupError, ValueError, OSError, psutil.Error):

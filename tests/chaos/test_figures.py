@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.chaos.chaos_server import ChaosServer
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.load import Outcome, failures, unavailable_seconds
 from tests.chaos.report import markdown
-from tests.chaos.run import Result, allowed_counts, judge
+from tests.chaos.run import Result, allowed_counts, judge, was_replaced
 from tests.chaos.soak import Sample, Soak, hourly_growth, theil_sen
 from tests.chaos.soak import judge as judge_soak
 
@@ -86,6 +89,17 @@ def test_the_table_has_the_worst_figures_of_a_fault_and_its_problems() -> None:
 def test_faults_have_names_of_their_own() -> None:
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names)
+
+
+def test_a_server_between_two_runs_has_not_replaced_its_process(tmp_path: Path) -> None:
+    server = ChaosServer(tmp_path)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/server.run").write_text(f"run {2**22 + 1}")  # above the greatest process id
+    [fault] = [fault for fault in FAULTS if fault.name == "kill serve run"]
+    assert not was_replaced(server, fault, old=set())
+    server.client.close()
+    server.http.close()
+    server.management.close()
 
 
 def test_the_slope_ignores_single_samples_and_the_warm_up() -> None:
