@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from protocol_fakes import RecordedResponse
 from uvicorn.server import ServerState
 
 from serve_app.protocols.http import uvicorn_callbacks
 from serve_app.protocols.http.uvicorn_http import HttpProtocol
+from tests.protocol_fakes import RecordedResponse
 
 # Values that differ between two equal requests.
 _VARIABLE = re.compile(

@@ -1,0 +1,168 @@
+"""CPU time of one request in a replica by stage, without sockets and without Ray.
+
+``python -m tests.benchmarks.request_budget [--model echo|mlp] [--connections 32] [--requests 20000]`` feeds
+uvicorn's protocol with whole requests, in this process, on the path of callbacks and on that of ASGI tasks.
+CPU time is that of each thread (``/proc/self/task``): other programs of the machine hardly disturb it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
+from serve_app.deployments.sequence_router import LocalBackend
+from serve_app.domain.model import ModelSpec
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.protocols.http_app import inference_app
+from serve_app.runtime.batching.batcher import Batcher
+from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
+from serve_app.runtime.handler_thread import HandlerThread
+from serve_app.runtime.runner import Runner
+from serve_app.settings import RuntimeSettings, Settings
+from serve_app.telemetry import torchserve
+from serve_app.telemetry.access_log import AccessLog
+from serve_app.telemetry.metrics import Meters
+from tests.benchmarks.archives import MODELS
+from tests.wire_client import RecordingTransport, connect, use_callbacks
+
+_STAGES = ("parse and admit", "respond and record", "handler thread", "access log", "total")
+_SOURCES = Path(__file__).parent / "models"
+
+
+class Load:
+    """Connections that send their next request as soon as they have a response."""
+
+    def __init__(self, app: Any, request: bytes, connections: int) -> None:
+        self._request = request
+        self._idle = [self._connect(app) for _ in range(connections)]
+        self._wake: asyncio.Future[None] | None = None
+
+    def _connect(self, app: Any) -> Any:
+        load = self
+
+        class Transport(RecordingTransport):
+            def write(self, data: Any) -> None:
+                load._idle.append(protocol)
+                if load._wake is not None and not load._wake.done():
+                    load._wake.set_result(None)
+
+        protocol = connect(app, Transport())
+        return protocol
+
+    async def run(self, requests: int) -> tuple[int, float]:
+        """Send requests; return their number and the CPU seconds until they were admitted."""
+        sent, seconds = 0, 0.0
+        while sent < requests:
+            idle, self._idle = self._idle, []
+            started_at = time.thread_time()
+            for protocol in idle:
+                protocol.data_received(self._request)
+            seconds += time.thread_time() - started_at
+            sent += len(idle)
+            if not self._idle:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+        return sent, seconds
+
+
+def measure(name: str, connections: int, requests: int, callbacks: bool) -> dict[str, float]:
+    """Return the CPU time of a request in microseconds by stage."""
+    return uvloop.run(_measure(name, connections, requests, callbacks))
+
+
+async def _measure(name: str, connections: int, requests: int, callbacks: bool) -> dict[str, float]:
+    thread, meters, model = HandlerThread(), Meters(torchserve.create_recorders(Settings())), MODELS[name]
+    spec = ModelSpec(name, "1.0", f"{name}.mar", "", f"{name}.mar", batch_size=model.batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        runner = _load(Path(folder), spec, meters)
+        await asyncio.get_running_loop().run_in_executor(thread, runner.load)
+        batcher = Batcher(
+            runner.run,
+            spec.ref,
+            meters,
+            max_batch_size=spec.batch_size,
+            handler_thread=thread,
+            queue_size=100,
+        )
+        limit = ConcurrencyLimit(batcher, spec.ref)
+        route = ModelRoute("1.0", {"1.0": VersionRoute("1.0", "ready", 1)})
+        reader = RoutingTableReader(RoutingTable(1, {name: route}, startup_complete=True, on_loopback=True))
+        backend = LocalBackend(limit.submit, limit.find_submit)
+        plane = DataPlane(reader, meters, lambda ref, route: backend, (spec.ref, backend))
+        access_log = AccessLog(Path(folder, "access.log"))
+        app = inference_app(plane, Settings(), meters, access_log)
+        head = (
+            f"POST /predictions/{name} HTTP/1.1\r\nhost: 127.0.0.1:8080\r\ncontent-type: application/json\r\n"
+        )
+        head += f"x-forwarded-for: 127.0.0.1\r\ncontent-length: {len(model.body)}\r\n\r\n"
+        with use_callbacks(app, callbacks):
+            load = Load(app, head.encode() + model.body, connections)
+            await load.run(requests // 10)
+            before = _thread_seconds()
+            sent, admitted = await load.run(requests)
+            after = _thread_seconds()
+        access_log.close()
+    spent = {thread: (after[thread] - before.get(thread, 0.0)) / sent * 1e6 for thread in after}
+    loop = spent["MainThread"]
+    admit = admitted / sent * 1e6
+    figures = (admit, loop - admit, spent["handler"], spent["access log"], sum(spent.values()))
+    return dict(zip(_STAGES, figures, strict=True))
+
+
+def _load(folder: Path, spec: ModelSpec, meters: Meters) -> Runner:
+    """Return a runner of one of the benchmark's models, which is not loaded yet."""
+    model, names = MODELS[spec.name], {"modelName": spec.name, "modelVersion": "1.0"}
+    manifest = {**names, "handler": model.handler}
+    shutil.copy(_SOURCES / model.handler, folder)
+    if model.model_file:
+        import torch
+
+        shutil.copy(_SOURCES / model.model_file, folder)
+        torch.save(model.build().state_dict(), folder / "weights.pt")
+        manifest |= {"modelFile": model.model_file, "serializedFile": "weights.pt"}
+    cache = meters.torchserve.cache(spec.name)
+    return Runner(spec, folder, {"model": manifest}, RuntimeSettings(), None, cache)
+
+
+def _thread_seconds() -> dict[str, float]:
+    """Return the CPU seconds of the threads of this process, by name; those of torch are the handler's."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    seconds: dict[str, float] = {}
+    for task in os.listdir("/proc/self/task"):
+        name = names.get(int(task), "handler")
+        used = int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[0]) / 1e9
+        seconds[name] = seconds.get(name, 0.0) + used
+    return seconds
+
+
+def main() -> None:
+    """Measure both paths, each in a process of its own, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.request_budget", description=__doc__)
+    parser.add_argument("--model", choices=("echo", "mlp"), default="echo")
+    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=20_000)
+    options = parser.parse_args()
+    table = Table("path", *_STAGES, title=f"{options.model}, {options.connections} connections: µs of CPU")
+    for path in ("tasks", "callbacks"):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            arguments = options.model, options.connections, options.requests, path == "callbacks"
+            figures = pool.apply(measure, arguments)
+        table.add_row(path, *(f"{figures[stage]:.1f}" for stage in _STAGES))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The CPU time of a request by stage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.integration
+def test_both_paths_are_measured() -> None:
+    code = (
+        "import json; from tests.benchmarks.request_budget import measure;"
+        "print(json.dumps([measure('echo', 4, 200, callbacks) for callbacks in (False, True)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for figures in json.loads(done.stdout):
+        assert figures["total"] >= sum(figures.values()) / 2 > 0
+        assert figures["parse and admit"] > 0 and figures["handler thread"] > 0
