@@ -41,7 +41,9 @@ class AdmittedRequest(RequestState):
         """Start the request; ``on_done`` receives its outcome, possibly before this method returns."""
         self._on_done = on_done
         try:
-            self._withdraw = self._submit(self.request, self._complete)
+            withdraw = self._submit(self.request, self._complete)
+            if not self._is_done:
+                self._withdraw = withdraw
         except RelayError as error:
             self._complete(error)
 
@@ -49,7 +51,7 @@ class AdmittedRequest(RequestState):
         """Withdraw the request of a client that disconnected; the callback receives nothing."""
         if self._is_done:
             return
-        self._is_done = True
+        self._is_done, self._on_done = True, None
         if self._withdraw is not None:
             self._withdraw()
         self._recorder.record_disconnect(self)
@@ -60,7 +62,8 @@ class AdmittedRequest(RequestState):
         if self._is_done:
             return
         self._is_done = True
-        self._withdraw = None
+        # Without references in both directions, so that a request is freed without garbage collection.
+        on_done, self._on_done, self._withdraw = self._on_done, None, None
         try:
             if isinstance(outcome, RelayError):
                 outcome = self._recorder.record_failure(self, outcome)
@@ -70,8 +73,8 @@ class AdmittedRequest(RequestState):
                 self._release(self._admission, outcome)
         except Exception as error:  # the callback answers the client in any case
             outcome = error
-        assert self._on_done is not None
-        self._on_done(outcome)
+        assert on_done is not None
+        on_done(outcome)
 
     def _release(self, admission: Admission, outcome: InferenceResponse | ResponseStream | Exception) -> None:
         """Charge the tokens of a response to the key, and end its admission."""

@@ -140,13 +140,17 @@ class RemoteBackend:
             else:
                 on_done(outcome)
 
-        withdraw = client.submit(request, complete)
+        withdraw: Callable[[], None] | None = None
+        try:
+            withdraw = client.submit(request, complete)
+        except ConnectionLost as error:
+            complete(error)
 
         def cancel() -> None:
-            if retry is None:
-                withdraw()
-            else:
+            if retry is not None:
                 retry.cancel()
+            elif withdraw is not None:
+                withdraw()
 
         return cancel
 

@@ -143,22 +143,25 @@ class CallbackRequest:
         except RelayError:
             return False
         try:
-            admitted = self._admitted = self._app.plane.admit(request, exchange.grant)
+            admitted = self._app.plane.admit(request, exchange.grant)
         except RelayError as error:
             self._send_error(error)
             return True
         if admitted is None:
             return False
+        self._admitted = admitted
         admitted.submit(self._complete)
         return True
 
     def cancel(self) -> None:
         """Withdraw the request of a client that disconnected."""
-        if self._admitted is not None:
-            self._admitted.cancel()
+        admitted, self._admitted = self._admitted, None
+        if admitted is not None:
+            admitted.cancel()
         self._app.finish(self._exchange, self._started_at)
 
     def _complete(self, outcome: InferenceResponse | ResponseStream | Exception) -> None:
+        self._admitted = None
         try:
             if isinstance(outcome, InferenceResponse):
                 self._exchange.version = outcome.version

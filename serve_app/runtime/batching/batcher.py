@@ -377,6 +377,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
                 latency_model.record(len(waits), seconds)
             if batch.runs and batch.started_at is not None:
                 self._meters.overhead(now - batch.started_at - batch.runs[-1][0])
+            batch.rows = []  # which refer to the batch: it is freed without garbage collection
         self._max_staged = min(
             _MAX_STAGED_ROWS, int(_MAX_STAGED_S / (latency_model.estimate(size) or 1.0)) * size
         )

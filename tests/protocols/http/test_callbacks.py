@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from dataclasses import replace
 from hashlib import sha256
@@ -12,11 +13,13 @@ import pytest
 from callback_port import HEAD, ROUTE, Gate, Port, message, talk
 from wire_client import RecordingTransport, connect, mask, parse_response, wait_until
 
+from serve_app.dataplane.admitted_request import AdmittedRequest
 from serve_app.domain.access import AccessTable, KeyGrant, KeyLimits
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable
 from serve_app.errors import BatchSizeMismatch
 from serve_app.protocols.http import uvicorn_callbacks, uvicorn_http
+from serve_app.protocols.http.callback_app import CallbackRequest
 
 
 @pytest.fixture
@@ -384,3 +387,25 @@ def test_heads_with_a_proxys_address_are_stored_apart() -> None:
     port = talk(conversation)
     assert len({mask(write) for write in port.transport.writes}) == 1
     assert uvicorn_callbacks._heads.find(message(headers=b"x-forwarded-for: 192.0.2.2\r\n")) is not None
+
+
+def test_a_request_is_freed_without_garbage_collection() -> None:
+    types = (AdmittedRequest, CallbackRequest, InferenceRequest, InferenceResponse)
+
+    def count() -> int:
+        return sum(isinstance(thing, types) for thing in gc.get_objects())
+
+    async def conversation(port: Port) -> None:
+        gc.collect()
+        before = count()
+        gc.disable()
+        try:
+            for number in range(1, 21):
+                port.send(message())
+                await port.answered(number)
+            await asyncio.sleep(0.01)  # the metrics of the last batch
+            assert count() <= before + 2
+        finally:
+            gc.enable()
+
+    talk(conversation)
