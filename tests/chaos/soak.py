@@ -53,7 +53,7 @@ class Bound:
 # ours keeps the histories of its last changes and then stays.
 OURS = Bound(uss=24.0)
 RAYS = Bound(uss=60.0)
-TRANSIENT = {"cycled", "IDLE"}  # processes that come and go
+TRANSIENT = {"cycled", "IDLE", "default_worker"}  # processes that come and go
 # It opens the log of every process and keeps at most 200 files, then it closes those of ended processes.
 LOG_MONITOR = Bound(uss=60.0, descriptors=math.inf)
 BOUNDS = {
@@ -96,9 +96,14 @@ def process_type(process: psutil.Process) -> str:
     if not (title := line[0]).startswith("ray::"):
         scripts = [Path(word).stem for word in line[1:3] if word.endswith(".py")]
         return scripts[0] if scripts else process.name().removeprefix("ray-dashboard-")
+    return actor_type(title)
+
+
+def actor_type(title: str) -> str:
+    """Return the type of an actor by the title of its process."""
     # An idle actor is titled by its class, a busy one by its method, a replica by its application, too.
     title = title.removeprefix("ray::")
-    application = re.match(r"ServeReplica:(\w[\w-]*):(\w+)|SERVE_REPLICA::(\w[\w-]*)#(\w+)", title)
+    application = re.match(r"ServeReplica:(\w[\w.-]*):(\w+)|SERVE_REPLICA::(\w[\w.-]*)#(\w+)", title)
     if application is None:
         return re.split(r"[.\s]", title)[0]
     name, deployment = (part for part in application.groups() if part)

@@ -11,7 +11,7 @@ from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.load import Outcome, failures, unavailable_seconds
 from tests.chaos.report import markdown
 from tests.chaos.run import Result, allowed_counts, judge, was_replaced
-from tests.chaos.soak import Sample, Soak, hourly_growth, theil_sen
+from tests.chaos.soak import Sample, Soak, actor_type, hourly_growth, theil_sen
 from tests.chaos.soak import judge as judge_soak
 
 FAULT = Fault("kill HAProxy", "default", lambda setup: None, unavailable=2.0)
@@ -100,6 +100,21 @@ def test_a_server_between_two_runs_has_not_replaced_its_process(tmp_path: Path) 
     server.client.close()
     server.http.close()
     server.management.close()
+
+
+@pytest.mark.parametrize(
+    ("title", "type"),
+    [
+        ("ray::ServeReplica:echo--1.0:echo--1.0", "replica"),
+        ("ray::ServeReplica:cycled--1.0:cycled--1.0", "cycled"),
+        ("ray::SERVE_REPLICA::cycled--1.0#cycled--1.0#x7:Model.__init__", "cycled"),
+        ("ray::ServeReplica:torchrelay:Gateway", "Gateway"),
+        ("ray::ServeController.listen_for_change", "ServeController"),
+        ("ray::IDLE", "IDLE"),
+    ],
+)
+def test_samples_are_grouped_by_the_type_of_the_process(title: str, type: str) -> None:
+    assert actor_type(title) == type
 
 
 def test_the_slope_ignores_single_samples_and_the_warm_up() -> None:
