@@ -112,9 +112,9 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         self._use_job_ticket = self._checks_every_request = use_job_ticket
         self._retries = retries
         self._in_flight: deque[_Batch] = deque()  # the running batch and the batches staged behind it
-        # Batches that have run, from the handler thread, and whether the loop has a call to take them.
-        self._finished: deque[tuple[_Batch, _Responses]] = deque()
-        self._finish_is_due = False
+        # Calls from the handler thread in their order, and whether the loop has a call to run them.
+        self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._run_is_due = False
         self._unsent = 0  # finished batches whose responses are not yet sent
         # Rows that may be staged where one full batch is fewer; known when a batch has run.
         self._max_staged = 0
@@ -268,10 +268,17 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
             except BaseException:  # Runner.run raises nothing; whatever else does must not lose rows
                 failure = HandlerFailed(traceback.format_exc())
                 responses = [(row, failure) for row in batch.rows]
-            self._finished.append((batch, responses))
-            if not self._finish_is_due:  # one call of the loop for all short batches that end until it runs
-                self._finish_is_due = True
-                self._call_on_loop(self._finish_all)
+            self._post(self._finish, batch, responses)
+
+    def _post(self, call: Callable[..., Any], *args: Any) -> None:
+        """Run a call on the event loop, after the earlier ones; calls until the loop runs share one wake-up.
+
+        A batch's end must not overtake its chunks: their response would be complete without them.
+        """
+        self._calls.append((call, args))
+        if not self._run_is_due:
+            self._run_is_due = True
+            self._call_on_loop(self._run_calls)
 
     def _run_rows(self, batch: _Batch, rows: list[_QueuedRow], responses: _Responses) -> None:
         rows = [row for row in rows if self._is_wanted(row, responses)]
@@ -287,7 +294,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
                 chunk = with_timings(
                     chunk, Timings(started_at - row.arrived, self._clock() - started_at, size)
                 )
-            self._call_on_loop(row.add_chunk, chunk)
+            self._post(row.add_chunk, chunk)
 
         requests = [row.request for row in rows]
         if self._prepare is None:
@@ -325,14 +332,14 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
 
     # On the event loop again
 
-    def _finish_all(self) -> None:
-        """Resolve the rows of batches that have run, the oldest first."""
-        self._finish_is_due = False  # before the look at the batches: a later one makes another call
-        finished, resolved = self._finished, []
-        while finished:
-            batch, responses = finished.popleft()
-            if self._finish(batch, responses):
-                resolved.append(batch)
+    def _run_calls(self) -> None:
+        """Run the calls of the handler thread: chunks, and the ends of batches."""
+        self._run_is_due = False  # before the look at the calls: a later one schedules another run
+        calls, resolved = self._calls, []
+        while calls:
+            call, args = calls.popleft()
+            if call(*args):
+                resolved.append(args[0])
         if resolved:
             assert self._loop is not None
             self._loop.call_soon(self._record_metrics, resolved)  # after the responses were sent

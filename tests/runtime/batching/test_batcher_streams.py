@@ -136,3 +136,32 @@ async def test_a_stream_whose_reader_is_cancelled_can_be_closed():
     await stream.aclose()
     gate.release()
     await batcher.close()
+
+
+@run_in_event_loop
+async def test_the_end_of_a_batch_does_not_overtake_its_chunks():
+    """The loop runs late: an earlier batch's end waits for it when the chunks of the next one come."""
+    started, ended = threading.Event(), threading.Event()
+
+    def run(requests, emit):
+        text = texts(requests)[0]
+        if text == "first":
+            assert started.wait(60)
+        if text == "stream":
+            emit(0, InferenceResponse(b"1"))
+            emit(0, b"2")
+        if text == "last":
+            ended.set()
+        return [InferenceResponse(text.encode())]
+
+    batcher = create_batcher(run)
+    assert (await batcher.submit(make_request("warm-up"))).body == b"warm-up"
+    batcher._max_staged = 64  # short batches are staged behind the first
+    rows = start_submits(batcher, "first", "stream", "last")
+    await asyncio.sleep(0.01)
+    started.set()
+    assert ended.wait(60)  # while the loop is busy
+    first, stream, last = await asyncio.gather(*rows)
+    assert (first.body, last.body) == (b"first", b"last")
+    assert [chunk async for chunk in stream] == [b"1", b"2", b"stream"]
+    await batcher.close()
