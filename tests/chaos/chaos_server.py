@@ -157,14 +157,14 @@ def _matching(server: ChaosServer, title: str) -> Iterator[psutil.Process]:
                 yield process
 
 
-def _module(name: str) -> Find:
-    """Return a function that finds the processes that run this module, without their forks that Ray names."""
+def _script(name: str) -> Find:
+    """Return a function that finds the processes of Ray that run this script."""
 
     def find(server: ChaosServer) -> list[psutil.Process]:
         found = []
         for process in server.process.processes():
             with contextlib.suppress(psutil.Error):
-                if process.cmdline()[1:3] == ["-m", name]:
+                if any(word.endswith(f"/{name}") for word in process.cmdline()[1:3]):
                     found.append(process)
         return found
 
@@ -175,7 +175,7 @@ def _replicas(server: ChaosServer) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in server.pids("echo")]
 
 
-def _first_process(server: ChaosServer) -> list[psutil.Process]:
+def _serve_run(server: ChaosServer) -> list[psutil.Process]:
     session = int((server.home / "state/server.run").read_text().split()[1])
     return [psutil.Process(session)]
 
@@ -189,10 +189,12 @@ PROCESSES: dict[str, Find] = {
     "proxy actor": _titled("ProxyActor"),
     "HAProxy": lambda server: _titled("haproxy")(server)[:1],  # the newest; older ones finish requests
     "HAProxy manager": _titled("HAProxyManager"),
-    "fork servers": _module("serve_app.deployments.fork_server"),
+    "dashboard": _script("dashboard.py"),
+    "log monitor": _script("log_monitor.py"),
+    "autoscaler monitor": _script("monitor.py"),
     "runtime environment agent": _titled("RuntimeEnvAgent"),
     "dashboard agent": _titled("DashboardAgent"),
     "raylet": _titled("raylet"),
     "GCS": _titled("gcs_server"),
-    "supervisor": _first_process,
+    "serve run": _serve_run,
 }
