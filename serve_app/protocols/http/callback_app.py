@@ -116,7 +116,7 @@ class CallbackApp:
 
 
 class CallbackRequest:
-    """One request from its head to its response."""
+    """A request of a connection, from its head to its response."""
 
     __slots__ = ("_admitted", "_app", "_connection", "_exchange", "_route", "_started_at")
 

@@ -42,7 +42,7 @@ class CallbackProtocol(HttpToolsProtocol):
 
     @property
     def awaits_callback(self) -> bool:
-        """Whether a request is not answered yet that has no task, or got one for its stream."""
+        """True while a request without a task, or the task of its stream, is not complete."""
         return self._active is not None or self._stream is not None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -80,7 +80,7 @@ class CallbackProtocol(HttpToolsProtocol):
 
     @property
     def _is_ready(self) -> bool:
-        """Whether nothing is in progress on this connection, so that a callback may answer next."""
+        """True when nothing is in progress on this connection, so that a callback may answer next."""
         cycle = self.cycle
         return not (
             self._active is not None

@@ -148,7 +148,7 @@ class HttpProtocol(CallbackProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether every message that was received has been answered."""
+        """True when every message that was received has been answered."""
         return not self.awaits_callback and (self.cycle is None or self.cycle.response_complete)
 
     def _time_out(self, problem: str) -> None:
