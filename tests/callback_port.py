@@ -67,6 +67,7 @@ class Port:
         return found
 
     async def answered(self, count: int) -> list[Any]:
+        await wait_until(lambda: len(self.transport.writes) >= count)  # a response is one write at least
         await wait_until(lambda: self.transport.written.count(b"HTTP/1.1 ") == count)
         await wait_until(lambda: len(self.responses) == count)
         return self.responses
