@@ -238,9 +238,12 @@ class DataPlane:
             response = await self._dispatch(state, workflow_table)
         except RelayError as raised:
             error = self._recorder.record_failure(state, raised)
-            if error is not raised:
-                raise error from None
-            raise
+            try:
+                if error is not raised:
+                    raise error from None
+                raise
+            finally:
+                del error  # its traceback refers to this frame: request and response would await a collection
         except asyncio.CancelledError:
             self._recorder.record_disconnect(state)
             raise

@@ -37,6 +37,11 @@ from serve_app.domain.request import (
 from serve_app.errors import RelayError, ReplicaDied
 from serve_app.net.private_files import get_runtime_directory
 from serve_app.runtime.batching.pending_request import Completion, StreamBuffer
+from serve_app.runtime.host import malloc
+
+_LARGE_MESSAGE = 1 << 18  # bytes
+_MIN_TRIM = 16 << 20  # bytes that waited for the peer
+_TRIM_DELAY = 1.0  # seconds
 
 Message = tuple[int, Any]
 
@@ -72,17 +77,38 @@ class _FrameConnection:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Message] = []
+        self._trim_timer: asyncio.TimerHandle | None = None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, size: int = 0) -> None:
+        """Send a message, of ``size`` bytes where it may be large, with the others of this turn."""
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(message)
+        if size > _LARGE_MESSAGE:  # its frame ends with it: a frame is copied as a whole on both sides
+            self._flush()
 
     def _flush(self) -> None:
+        if not self._outgoing or self._writer.is_closing():
+            self._outgoing = []
+            return
         body = pickle.dumps(self._outgoing, pickle.HIGHEST_PROTOCOL)
         self._outgoing = []
-        if not self._writer.is_closing():
-            self._writer.write(len(body).to_bytes(4, "big") + body)
+        head = len(body).to_bytes(4, "big")
+        if len(body) <= _LARGE_MESSAGE:
+            self._writer.write(head + body)
+            return
+        self._writer.write(head)
+        self._writer.write(body)
+        if self._trim_timer is None and self._writer.transport.get_write_buffer_size() > _MIN_TRIM:
+            self._trim_timer = self._loop.call_later(_TRIM_DELAY, self._trim)
+
+    def _trim(self) -> None:
+        """Return the memory of a backlog to the system, once it is sent."""
+        self._trim_timer = None
+        if self._writer.transport.get_write_buffer_size() <= _MIN_TRIM:
+            malloc.trim()
+        elif not self._writer.is_closing():
+            self._trim_timer = self._loop.call_later(_TRIM_DELAY, self._trim)
 
     async def receive(self) -> list[Message]:
         """Return the next frame's messages. Raises EOFError when the peer is gone."""
@@ -210,7 +236,7 @@ class _ServerConnection(_FrameConnection):
             self._withdraw[number] = task.cancel
             task.add_done_callback(partial(self._on_stream_done, number, outcome))
         elif isinstance(outcome, InferenceResponse):
-            self.send((number, encode_response(outcome)))
+            self.send((number, encode_response(outcome)), len(outcome.body))
         else:
             self.send((number, outcome))
 
@@ -299,6 +325,8 @@ class UdsClient:
         except asyncio.CancelledError:
             self._cancel(number)
             raise
+        finally:
+            del response  # its error's traceback refers to this frame
 
     def close(self) -> None:
         self._task.cancel()

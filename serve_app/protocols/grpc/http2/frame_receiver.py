@@ -108,6 +108,7 @@ class FrameReceiver(asyncio.BufferedProtocol):
         try:
             consumed = self._process_bytes(buffer)
         except Http2ProtocolError as error:
+            self._buffer = b""  # up to 256 KiB; the connection is closed only up to a second later
             self._fail(error.code, str(error))
             return
         self._buffer = b"" if consumed == len(buffer) else buffer[consumed:]
@@ -173,6 +174,8 @@ class FrameReceiver(asyncio.BufferedProtocol):
         if self._pause_timer is not None:
             self._pause_timer.cancel()
         self._writer.clear()
+        self._buffer = b""
+        self._opened.clear()
         self.queues.connections.discard(self)
         self.share.release(self._reserved)
         self._reserved = 0

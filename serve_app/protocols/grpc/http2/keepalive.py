@@ -33,8 +33,10 @@ class Keepalive:
         self._timer = asyncio.get_running_loop().call_later(self._interval, self._check)
 
     def stop(self) -> None:
+        """Cancel the timer and drop the callback, which would keep the connection until a collection."""
         if self._timer is not None:
             self._timer.cancel()
+        del self._on_interval
 
     def _check(self) -> None:
         # A peer that does not read is not read either, so its silence means nothing.

@@ -210,8 +210,7 @@ class RpcContext:
 
     def on_reset(self) -> None:
         self._end()
-        if self._task is not None:
-            self._task.cancel()
+        self._cancel_task()
         self._server.remove_call(self)
 
     def on_response_sent(self) -> None:
@@ -368,6 +367,8 @@ class RpcContext:
         except Exception:
             log.exception("A method of gRPC failed: a fault of this server")
             self.send_status(_Code.UNKNOWN, "A fault of this server.")
+        finally:
+            self._task = None
 
     def _send(self, message: Any) -> None:
         serialize = self._method.serialize
@@ -391,8 +392,13 @@ class RpcContext:
 
     def _terminate(self, code: grpc.StatusCode, details: str, reason: str = "") -> None:
         self.send_status(code, details, reason)
-        if self._task is not None:
-            self._task.cancel()
+        self._cancel_task()
+
+    def _cancel_task(self) -> None:
+        """Cancel the method; the traceback of its error refers to this call, which must not refer back."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
 
     def shut_down(self) -> None:
         """End the call because the server ends."""

@@ -154,6 +154,7 @@ class Http2Stream:
             self._connection.finish_stream(self, self._trailers)
             if self.receiver is not None:
                 self.receiver.on_response_sent()
+                self.receiver = None  # which refers to the stream: both are freed without a collection
 
     def on_closed(self) -> None:
         """Discard unsent data, wake the waiting writer and cancel the call."""
@@ -163,6 +164,7 @@ class Http2Stream:
         self._wake_writer()
         if self.receiver is not None:
             self.receiver.on_reset()
+            self.receiver = None
 
     def _release(self) -> None:
         if self._reserved:
