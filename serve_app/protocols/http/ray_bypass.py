@@ -20,6 +20,7 @@ at the cost of Ray's request handling.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -31,6 +32,8 @@ from serve_app.protocols.http import uvicorn_callbacks, uvicorn_http, uvicorn_we
 from serve_app.protocols.http.callback_app import CallbackApp
 from serve_app.protocols.http.exchange import DEFAULT_HEADERS
 from serve_app.protocols.torchserve import errors
+
+_log = logging.getLogger("torchrelay.protocols")
 
 _app: Any = None
 
@@ -60,39 +63,56 @@ class BypassMiddleware:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         kind = scope["type"]
         if kind == "http" and _app is None:
-            await self._ray_app(scope, receive, _normalize(send))
+            await self._run_proxy(scope, receive, send)
         elif _app is None or kind not in ("http", "websocket") or scope["path"].startswith("/-/"):
             await self._ray_app(scope, receive, send)
         else:
             await _app(scope, receive, send)
 
+    async def _run_proxy(self, scope: Any, receive: Any, send: Any) -> None:
+        response = _ProxyResponse(send)
+        try:
+            await self._ray_app(scope, receive, response.send)
+        except Exception:
+            if response.started:  # uvicorn closes the connection, so that the client sees the truncation
+                raise
+            # uvicorn's own answer would be a plain 500, which does not name a reason.
+            _log.exception("Ray's proxy failed on a request; its replica has probably died")
+            await response.send_replica_died([])
 
-def _normalize(send: Any) -> Any:
-    """Wrap ``send`` so that the response has one request id, and Ray's own errors our form.
+
+class _ProxyResponse:
+    """A response of Ray's proxy with one request id, and our form in the place of Ray's own errors.
 
     Our id comes first; a second one is Ray's. A 5xx response without our default headers is Ray's own:
     the replica died while it processed the request.
     """
-    is_ray_error = False
 
-    async def send_normalized(message: Any) -> None:
-        nonlocal is_ray_error
+    def __init__(self, send: Any) -> None:
+        self._send = send
+        self._replaced = False
+        self.started = False
+
+    async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
+            self.started = True
             ids = [pair for pair in message["headers"] if pair[0].lower() == b"x-request-id"]
             for extra in ids[1:]:
                 message["headers"].remove(extra)
-            is_ray_error = message["status"] >= 500 and all(
+            self._replaced = message["status"] >= 500 and all(
                 name.lower() != b"pragma" for name, _ in message["headers"]
             )
-            if is_ray_error:
-                status, headers, body = _REPLICA_DIED
-                await send({"type": "http.response.start", "status": status, "headers": [*headers, *ids[:1]]})
-                await send({"type": "http.response.body", "body": body})
-                return
-        if not is_ray_error:
-            await send(message)
+            if self._replaced:
+                await self.send_replica_died(ids[:1])
+        if not self._replaced:
+            await self._send(message)
 
-    return send_normalized
+    async def send_replica_died(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the whole response of ReplicaDied."""
+        status, own_headers, body = _REPLICA_DIED
+        message = {"type": "http.response.start", "status": status, "headers": [*own_headers, *headers]}
+        await self._send(message)
+        await self._send({"type": "http.response.body", "body": body})
 
 
 def _replica_died() -> tuple[int, list[tuple[bytes, bytes]], bytes]:
