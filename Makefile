@@ -54,7 +54,7 @@ $(MODEL): $(wildcard examples/01_first_model/*.*) | $(SERVER)
 	@$(BIN)/python examples/01_first_model/train.py
 
 run: $(SERVER) $(MODEL)
-	@$(BIN)/torchrelay start --example digits=examples/01_first_model/three.png
+	@$(BIN)/torchrelay start --dashboard --example digits=examples/01_first_model/three.png
 
 test: setup
 	@$(PYTEST) -m "not slow" $(ARGS)

@@ -74,6 +74,9 @@ def start(
     example: Annotated[
         str | None, typer.Option(help="MODEL=FILE: show a curl line that sends FILE to MODEL.")
     ] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Start Ray's dashboard, too, which takes 300 MiB.")
+    ] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds until the server must be ready.")
     ] = 300.0,
@@ -117,7 +120,7 @@ def start(
     )
     try:
         server = _server(config, env, flags)
-        server.start(detached=detach)
+        server.start(detached=detach, dashboard=dashboard)
         progress.wait_until_ready(server, console, timeout)
     except StartError as error:
         errors.print("[red]Torchrelay did not start.[/red]", escape(str(error)), highlight=False)
@@ -126,7 +129,7 @@ def start(
         console.print("Stopping …")
         server.stop()
         raise typer.Exit(130) from None
-    progress.print_addresses(server, console, example)
+    progress.print_addresses(server, console, example, dashboard)
     if detach:
         return
     code = server.wait()

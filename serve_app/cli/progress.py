@@ -20,6 +20,8 @@ from serve_app.client import Client, ServerError, TransportError
 if TYPE_CHECKING:
     from serve_app.cli.server_process import ServerProcess
 
+_DASHBOARD = "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that it requires)"
+
 
 def version_table(client: Client) -> Table:
     """Return a table of every version of every model, with its replicas."""
@@ -118,7 +120,9 @@ def _describe_shortage(resource: str, shortage: dict[str, Any]) -> str:
     return f"{required} on one machine (free: {machines})"
 
 
-def print_addresses(server: ServerProcess, console: Console, example: str | None) -> None:
+def print_addresses(
+    server: ServerProcess, console: Console, example: str | None, dashboard: bool = False
+) -> None:
     """Print the addresses of the server, and a command to try."""
     console.print("\n[bold green]Torchrelay is ready.[/bold green]")
     rows = {
@@ -130,7 +134,7 @@ def print_addresses(server: ServerProcess, console: Console, example: str | None
             if server.grpc
             else {}
         ),
-        "dashboard": "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that it requires)",
+        **({"dashboard": _DASHBOARD} if dashboard else {}),
         "log": str(server.log),
         **({"keys": str(server.settings.key_file)} if server.creates_key_file else {}),
     }

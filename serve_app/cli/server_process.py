@@ -1,4 +1,4 @@
-"""The server as an operating system's process: `serve run`, and everything that it starts."""
+"""The server as an operating system's process: the supervisor, and everything that it starts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import yaml
 
 from serve_app.cli import haproxy_runtime, haproxy_tls
 from serve_app.cli.errors import StartError
+from serve_app.cli.process_status import CHECK_PERIOD, environment, is_alive, wait_for_end
 from serve_app.client import NO_RETRIES, Client
 from serve_app.errors import ConfigurationError
 from serve_app.net import private_files, tls
@@ -28,7 +29,6 @@ from serve_app.settings import INFERENCE_HOST, Settings, load
 
 _STOP_TIMEOUT = 3.0  # seconds for a clean end, before the rest is killed
 _PORT_RELEASE_TIMEOUT = 3.0  # seconds in which the sockets of a killed process must be closed
-_DEATH_CHECK_PERIOD = 0.2  # seconds between two looks at the processes that the server cannot be without
 _RAY_PROCESSES = ("raylet", "gcs_server")  # without either, the controller is gone and nothing can start
 _RUN_ID = "TORCHRELAY_RUN"  # in the environment of every process of one start, daemons included
 
@@ -162,15 +162,16 @@ class ServerProcess:
         """The file that exists once the server has been stopped."""
         return self.settings.state_dir / "server.stopped"
 
-    def start(self, detached: bool = False) -> None:
-        """Start `serve run` with the variables of the environment file. Raises StartError.
+    def start(self, detached: bool = False, dashboard: bool = False) -> None:
+        """Start the server with the variables of the environment file. Raises StartError.
 
-        Every file and socket of its processes is for this user alone.
+        ``dashboard`` starts Ray's dashboard, too. With RAY_ADDRESS in the environment the server is deployed
+        on that Ray by `serve run`. Every file and socket of its processes is for this user alone.
         """
         with private_files.restricted_umask():
-            self._start()
+            self._start(dashboard)
 
-    def _start(self) -> None:
+    def _start(self, dashboard: bool) -> None:
         env = {**read_env(self._env), **os.environ}
         if self.processes():
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
@@ -184,7 +185,7 @@ class ServerProcess:
             haproxy_runtime.make_folder(self.settings.state_dir, env)
         config = self._terminate_tls(env) if self._tls_files else self.config
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-            # A shell without job control ignores SIGINT in background jobs, and `serve run` would inherit
+            # A shell without job control ignores SIGINT in background jobs, and the server would inherit
             # that.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         env[_RUN_ID] = run_id = uuid.uuid4().hex
@@ -200,11 +201,12 @@ class ServerProcess:
         private_files.restrict_ray_token(env.get("RAY_AUTH_TOKEN_PATH", ""))
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._stop_file.unlink(missing_ok=True)
-        command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
-        if "RAY_ADDRESS" not in env:
-            # A Ray instance of its own: by default `serve run` looks for a running one, and finds dead ones
-            # too.
-            command += ["--address", "local"]
+        if "RAY_ADDRESS" in env:
+            command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
+        else:
+            command = [sys.executable, "-m", "serve_app.deployments.head_node", str(config)]
+            if dashboard:
+                command.append("--dashboard")
         with self.log.open("wb") as log:
             # A session of its own: Ctrl-C in the terminal reaches only this process, which stops the server
             # in order.
@@ -242,10 +244,9 @@ class ServerProcess:
     def wait(self) -> int:
         """Wait until the server ends; Ctrl-C and SIGTERM stop it.
 
-        The end of `serve run`, of the raylet or of the GCS ends the server, and the rest is stopped, so that
-        a supervisor can start it again. `serve run` itself stays where the raylet has died, and requests are
-        answered for a while, but no replica can be replaced. Return the exit code, which is 0 after ``stop``
-        in any process.
+        The end of the first process, of the raylet or of the GCS ends the server, and the rest is stopped, so
+        that a service manager can start it again. Without the raylet requests are answered for a while, but
+        no replica can be replaced. Return the exit code, which is 0 after ``stop`` in any process.
         """
         assert self._process is not None
 
@@ -264,7 +265,7 @@ class ServerProcess:
             return 0
 
     def _wait_for_death(self) -> int:
-        """Wait until `serve run`, the raylet or the GCS has ended; return `serve run`'s exit code, else 1."""
+        """Wait until the first process, the raylet or the GCS has ended; return the first's code, else 1."""
         assert self._process is not None
         needed: dict[str, psutil.Process] = {}
         while True:
@@ -275,13 +276,16 @@ class ServerProcess:
                         if process.name() in _RAY_PROCESSES:
                             needed[process.name()] = process
             dead = [
-                f"{name} (pid {process.pid})" for name, process in needed.items() if not _is_alive(process)
+                f"{name} (pid {process.pid})" for name, process in needed.items() if not is_alive(process)
             ]
             if dead and not self._stop_file.exists():
                 self.cause = f"Ray's {' and '.join(dead)} ended; without it no replica can be started."
             if code is not None or self.cause:
                 return 1 if code is None else code
-            time.sleep(_DEATH_CHECK_PERIOD)
+            if dead or len(needed) < len(_RAY_PROCESSES):
+                time.sleep(CHECK_PERIOD)
+            else:
+                wait_for_end([self._process.pid, *(process.pid for process in needed.values())])
 
     def stop(self) -> bool:
         """Stop the server and everything that it started; return False where nothing was running."""
@@ -297,14 +301,14 @@ class ServerProcess:
         return True
 
     def _end_processes(self) -> None:
-        """End every process of the server: `serve run` by an interrupt, then the rest by SIGKILL."""
+        """End every process of the server: the first by an interrupt, then the rest by SIGKILL."""
         if not (processes := self.processes()):
             return
         first = min(processes, key=lambda process: process.create_time())
         with contextlib.suppress(psutil.Error):
             first.send_signal(signal.SIGINT)
         deadline = time.monotonic() + _STOP_TIMEOUT
-        while time.monotonic() < deadline and _is_alive(first):
+        while time.monotonic() < deadline and is_alive(first):
             if self._process is not None:
                 self._process.poll()
             time.sleep(0.05)
@@ -341,7 +345,7 @@ class ServerProcess:
             with contextlib.suppress(psutil.Error, OSError):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                if os.getsid(process.pid) == int(session) or run_id in _environment(process):
+                if os.getsid(process.pid) == int(session) or run_id in environment(process):
                     processes.append(process)
         return processes
 
@@ -397,21 +401,6 @@ class ServerProcess:
                 if owner or time.monotonic() > deadline:
                     raise StartError(f"Port {port}: {error}{owner}. End that process, or change {setting}.")
                 time.sleep(0.1)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _environment(process: psutil.Process) -> str:
-    # Read raw where that is possible: Ray's workers overwrite its start with their title, which psutil cannot
-    # parse.
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
-    return str(process.environ())
 
 
 def _cannot_bind(host: str, port: int) -> str | None:

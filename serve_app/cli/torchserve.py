@@ -24,6 +24,8 @@ from serve_app.client import Client, ServerError, TransportError
 
 TORCHSERVE = "0.12.0"  # the release whose command line this is
 _JAVA = "org.pytorch.serve.ModelServer"
+# The first process of a Torchrelay server, while it starts and then.
+_MODULES = {"serve_app.deployments.head_node", "serve_app.cli.supervisor"}
 _START_TIMEOUT = 300.0  # seconds until requests must be accepted
 
 
@@ -176,9 +178,8 @@ def _running(pid_file: Path) -> int | None:
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         arguments = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
-        if _JAVA in arguments or (
-            "run" in arguments and any(Path(argument).name == "serve" for argument in arguments)
-        ):
+        is_serve_run = "run" in arguments and any(Path(argument).name == "serve" for argument in arguments)
+        if _JAVA in arguments or _MODULES.intersection(arguments) or is_serve_run:
             return pid
     print("Removing orphan pid file.")
     pid_file.unlink(missing_ok=True)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray.exceptions
 from ray.serve.exceptions import RayServeException
 
 from serve_app.control.api import ControlAPI
-from serve_app.control.audit import AuditTrail
 from serve_app.domain.audit import Actor
 from serve_app.errors import RelayError, Unavailable
 from serve_app.telemetry.audit_log import get_actor, set_actor
+
+if TYPE_CHECKING:
+    from serve_app.control.audit import AuditTrail  # which imports SQLAlchemy and Alembic
 
 # The names of all methods that a process may call in Management: ``render`` is the metrics page.
 METHODS = frozenset(name for name in vars(ControlAPI) if not name.startswith("_")) | {"render"}

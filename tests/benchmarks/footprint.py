@@ -2,8 +2,8 @@
 
 ``python -m tests.benchmarks.footprint`` starts a Torchrelay of its own with a small model. It prints tables
 of the processes, of the start, of a further replica, and of the load times of weights by size.
-Run it in an environment of the extra ``server``: with packages for development, each import of Ray takes up
-to a second and 40 MiB more.
+``--dashboard`` starts Ray's dashboard, too. Run it in an environment of the extra ``server``: with packages
+for development, each import of Ray takes up to a second and 40 MiB more.
 """
 
 from __future__ import annotations
@@ -143,12 +143,12 @@ def configure(folder: Path, archive: Path) -> tuple[Path, Path]:
     return config, Path(shutil.copy(ROOT / "configs/serve.env", folder / "serve.env"))
 
 
-def measure(archive: Path, body: bytes, seconds: float) -> Footprint:
+def measure(archive: Path, body: bytes, seconds: float, dashboard: bool = False) -> Footprint:
     """Start a server with an archive, measure it, and end it."""
     with tempfile.TemporaryDirectory(prefix="footprint-") as name:
         server = ServerProcess(*configure(Path(name), archive))
         started = time.monotonic()
-        server.start()
+        server.start(dashboard=dashboard)
         try:
             with Client(server.inference, server.management, timeout=120) as client:
                 return _measure(server, client, archive.stem, body, seconds, started)
@@ -214,8 +214,9 @@ def main() -> None:
     parser.add_argument("--archive", type=Path, default=ROOT / "model_store/digits.mar")
     parser.add_argument("--body", type=Path, default=ROOT / "examples/01_first_model/three.png")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the measurement of idle CPU")
+    parser.add_argument("--dashboard", action="store_true")
     options = parser.parse_args()
-    result = measure(options.archive, options.body.read_bytes(), options.seconds)
+    result = measure(options.archive, options.body.read_bytes(), options.seconds, options.dashboard)
     print(result.markdown(), load_times(), sep="\n\n")
 
 

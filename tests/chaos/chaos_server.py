@@ -157,14 +157,14 @@ def _matching(server: ChaosServer, title: str) -> Iterator[psutil.Process]:
                 yield process
 
 
-def _script(name: str) -> Find:
-    """Return a function that finds the processes of Ray that run this script."""
+def _module(name: str) -> Find:
+    """Return a function that finds the processes that run this module, without their forks that Ray names."""
 
     def find(server: ChaosServer) -> list[psutil.Process]:
         found = []
         for process in server.process.processes():
             with contextlib.suppress(psutil.Error):
-                if any(word.endswith(f"/{name}") for word in process.cmdline()[1:3]):
+                if process.cmdline()[1:3] == ["-m", name]:
                     found.append(process)
         return found
 
@@ -175,7 +175,7 @@ def _replicas(server: ChaosServer) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in server.pids("echo")]
 
 
-def _serve_run(server: ChaosServer) -> list[psutil.Process]:
+def _first_process(server: ChaosServer) -> list[psutil.Process]:
     session = int((server.home / "state/server.run").read_text().split()[1])
     return [psutil.Process(session)]
 
@@ -189,12 +189,10 @@ PROCESSES: dict[str, Find] = {
     "proxy actor": _titled("ProxyActor"),
     "HAProxy": lambda server: _titled("haproxy")(server)[:1],  # the newest; older ones finish requests
     "HAProxy manager": _titled("HAProxyManager"),
-    "dashboard": _script("dashboard.py"),
-    "log monitor": _script("log_monitor.py"),
-    "autoscaler monitor": _script("monitor.py"),
+    "fork servers": _module("serve_app.deployments.fork_server"),
     "runtime environment agent": _titled("RuntimeEnvAgent"),
     "dashboard agent": _titled("DashboardAgent"),
     "raylet": _titled("raylet"),
     "GCS": _titled("gcs_server"),
-    "serve run": _serve_run,
+    "supervisor": _first_process,
 }

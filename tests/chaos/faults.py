@@ -226,9 +226,9 @@ def kill_management_at_random_moments(setup: Setup) -> None:
 
 
 # Ray ends the raylet with its agents.
-_RESTARTS = {"runtime environment agent", "dashboard agent", "raylet", "GCS", "serve run"}
-# Ray does not start these again; the faults after theirs start the whole server again.
-_NOT_REPLACED = {"dashboard", "log monitor", "autoscaler monitor"}
+_RESTARTS = {"runtime environment agent", "dashboard agent", "raylet", "GCS", "supervisor"}
+# Nobody starts these again; the faults after theirs start the whole server again.
+_NOT_REPLACED = {"fork servers"}
 
 
 def _process_faults() -> Iterator[Fault]:

@@ -95,7 +95,7 @@ def test_a_server_between_two_runs_has_not_replaced_its_process(tmp_path: Path) 
     server = ChaosServer(tmp_path)
     (tmp_path / "state").mkdir()
     (tmp_path / "state/server.run").write_text(f"run {2**22 + 1}")  # above the greatest process id
-    [fault] = [fault for fault in FAULTS if fault.name == "kill serve run"]
+    [fault] = [fault for fault in FAULTS if fault.name == "kill supervisor"]
     assert not was_replaced(server, fault, old=set())
     server.client.close()
     server.http.close()

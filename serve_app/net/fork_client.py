@@ -1,0 +1,48 @@
+"""The client of the fork server (serve_app/deployments/fork_server.py); it imports only what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SOCKET = "TORCHRELAY_FORK_SERVER"  # the socket's path, in the environment of Ray's processes
+MODEL_SUFFIX = ".model"  # of the path of the second socket, whose forks have torch
+
+_TIMEOUT_S = 30.0  # for a fork; at the start it waits for imports of 3 CPU seconds
+
+
+def request_fork(
+    path: str, script: str, arguments: Sequence[str], environment: Mapping[str, str], wait: bool = False
+) -> tuple[int, socket.socket]:
+    """Run a script or module in a fork of the server, with this process's folder, group and standard files.
+
+    Return its process id and the connection, which is closed when the process ends; with ``wait``, its exit
+    code is sent first. Raises OSError, also where the fork server does not answer in 30 s.
+    """
+    request = {
+        "script": script,
+        "arguments": list(arguments),
+        "environment": dict(environment),
+        "folder": os.getcwd(),
+        "group": os.getpgid(0),
+        "oom_score_adj": Path("/proc/self/oom_score_adj").read_text(),
+        "wait": wait,
+    }
+    data = json.dumps(request).encode() + b"\n"
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_TIMEOUT_S)
+    try:
+        connection.connect(path)
+        sent = socket.send_fds(connection, [data], [0, 1, 2])
+        connection.sendall(data[sent:])
+        answer = connection.makefile("rb").readline()
+        if not answer:
+            raise OSError("the fork server has ended")
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return int(answer), connection

@@ -1,0 +1,57 @@
+"""The supervisor's copies of the logs of Ray's workers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli.supervisor import LogCopier
+
+WORKER = "worker-0a-01000000-17"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> object:
+    """Return a function that copies what is new in ``tmp_path`` and returns it."""
+    target = tmp_path / "server.log"
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    copier = LogCopier(tmp_path, descriptor)
+
+    def copy_once() -> str:
+        before = target.stat().st_size
+        copier.copy()
+        return target.read_text()[before:]
+
+    yield copy_once
+    os.close(descriptor)
+
+
+def test_lines_have_the_name_of_their_actor(tmp_path: Path, copy) -> None:
+    (tmp_path / f"{WORKER}.out").write_text(":job_id:01000000\n:actor_name:ServeReplica:m\nhello\n")
+    assert copy() == "(ServeReplica:m pid=17) hello\n"
+    assert copy() == ""
+
+
+def test_an_incomplete_line_is_copied_once_it_has_its_end(tmp_path: Path, copy) -> None:
+    with (tmp_path / f"{WORKER}.err").open("a") as log:
+        log.write("first\nsec")
+        log.flush()
+        assert copy() == "(worker pid=17) first\n"
+        log.write("ond\n")
+        log.flush()
+        assert copy() == "(worker pid=17) second\n"
+
+
+def test_a_rotated_file_is_read_from_its_start(tmp_path: Path, copy) -> None:
+    (tmp_path / f"{WORKER}.out").write_text("a long line\n")
+    copy()
+    (tmp_path / f"{WORKER}.out").write_text("new\n")
+    assert copy() == "(worker pid=17) new\n"
+
+
+def test_other_logs_are_not_copied_but_errors_of_ray_are(tmp_path: Path, copy) -> None:
+    (tmp_path / "dashboard.log").write_text("a\n")
+    (tmp_path / "raylet.err").write_text("it failed\n")
+    assert copy() == "it failed\n"
