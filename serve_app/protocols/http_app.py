@@ -33,6 +33,7 @@ from serve_app.protocols.http.port_rules import PortRules
 from serve_app.protocols.http.router import Dispatcher, ProtocolRouter
 from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.management.metrics import MetricsRoutes, Render
+from serve_app.protocols.openai.embedding_route import EmbeddingRoute
 from serve_app.protocols.openai.inference import OpenAIRoutes
 from serve_app.protocols.openapi.allowed_methods import AllowedMethods
 from serve_app.protocols.openapi.route import OpenAPIRoutes
@@ -197,7 +198,8 @@ def inference_app(
         rules = replace(rules, on_error=_record_refusals_of(management, control))
     if control is not None:
         others.append(AsyncRoutes(plane, control, torchserve_errors.send_error))
-    others.append(OpenAIRoutes(plane, settings))
+    openai = OpenAIRoutes(plane, settings)
+    others.append(openai)
     document = openapi.inference(settings.inference.serve_management)
     others.append(OpenAPIRoutes(document))
     if render is not None:
@@ -215,6 +217,7 @@ def inference_app(
         routes: dict[str, CallbackRoute] = {
             "predictions": PredictionRoute(first, plane, settings),
             "v2": InferRoute(open_inference, plane, settings),
+            "v1": EmbeddingRoute(openai, plane, settings),
         }
         app.callback_app = CallbackApp(
             plane, shared.max_request_size, routes, app.accept, app.finish, app.run

@@ -42,8 +42,8 @@ class CallbackRoute(Protocol):
         Raises AccessDenied.
         """
 
-    def build_request(self, exchange: HttpExchange, body: bytes) -> InferenceRequest:
-        """Return the request. Raises RelayError."""
+    def build_request(self, exchange: HttpExchange, body: bytes) -> InferenceRequest | None:
+        """Return the request; None where it needs a task. Raises RelayError."""
 
     def render(self, exchange: HttpExchange, response: InferenceResponse) -> Rendered | None:
         """Return the response to send; None where that needs a task. Raises RelayError."""
@@ -141,6 +141,8 @@ class CallbackRequest:
         try:
             request = self._route.build_request(exchange, body)
         except RelayError:
+            return False
+        if request is None:
             return False
         try:
             admitted = self._app.plane.admit(request, exchange.grant)

@@ -6,13 +6,14 @@ import base64
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
-from serve_app.domain.request import InferenceResponse, InputPart
+from serve_app.domain.request import InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.validation import STRICT, documented
+from serve_app.errors import HandlerRejected
 from serve_app.protocols.openai.errors import InvalidField
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
@@ -115,6 +116,18 @@ def encode_response(
     usage: EmbeddingUsage = {"prompt_tokens": tokens, "total_tokens": tokens}
     document: EmbeddingList = {"object": "list", "data": data, "model": model, "usage": usage}
     return orjson.dumps(document)
+
+
+def check_response(response: InferenceResponse) -> None:
+    """Raise HandlerRejected where the handler has set the status of an error."""
+    if response.status >= 400:
+        raise HandlerRejected(response.body.decode(errors="replace"), response.status)
+
+
+async def reject_stream(stream: ResponseStream, model: str) -> NoReturn:
+    """Close a stream. Always raises InvalidField."""
+    await stream.aclose()
+    raise InvalidField(f"Model {model} answers with a stream, which is no embedding.", "model")
 
 
 def _parse_vector(body: bytes, model: str) -> tuple[list[float], int]:

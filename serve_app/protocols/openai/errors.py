@@ -11,7 +11,7 @@ from serve_app import errors
 from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
-from serve_app.protocols.http.exchange import JSON, HttpExchange, build_error_headers
+from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, build_error_headers
 
 
 class OpenAIErrorFields(TypedDict):
@@ -82,7 +82,14 @@ def to_document(error: Exception, request_id: str = "", shown: HandlerErrors = "
     return {"error": document}
 
 
-async def send_error(exchange: HttpExchange, error: Exception, shown: HandlerErrors = "hidden") -> None:
+def render_error(
+    exchange: HttpExchange, error: Exception, shown: HandlerErrors = "hidden"
+) -> tuple[int, Headers, bytes]:
+    """Return status, headers and body of an error."""
     headers = [JSON, *build_error_headers(error)]
     document = to_document(error, exchange.request_id, shown)
-    await exchange.send_response(find_status(error)[0], headers, orjson.dumps(document))
+    return find_status(error)[0], headers, orjson.dumps(document)
+
+
+async def send_error(exchange: HttpExchange, error: Exception, shown: HandlerErrors = "hidden") -> None:
+    await exchange.send_response(*render_error(exchange, error, shown))

@@ -17,7 +17,7 @@ from serve_app.domain.access import matches
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.domain.validation import documented
-from serve_app.errors import HandlerRejected, InvalidBody, MethodNotAllowed, NoReplica, RelayError
+from serve_app.errors import InvalidBody, MethodNotAllowed, NoReplica, RelayError
 from serve_app.protocols.http import auth, large_body
 from serve_app.protocols.http.exchange import (
     JSON,
@@ -154,10 +154,10 @@ class OpenAIRoutes:
 
     async def _generate(self, exchange: HttpExchange) -> None:
         body = await exchange.read_body(self._limit)
-        document = await large_body.parse_body(body, _parse_object, body)
-        model, version = self._authorize_model(exchange, document)
+        document = await large_body.parse_body(body, parse_object, body)
+        model, version = self.authorize_model(exchange, document)
         inputs = (InputPart("body", body, "application/json"),)
-        request = self._build_request(exchange, model, version, inputs)
+        request = self.build_request(exchange, model, version, inputs)
         disconnect_check = exchange.cancel_on_disconnect()
         try:
             response = await self._plane.infer(request, exchange.grant)
@@ -201,10 +201,10 @@ class OpenAIRoutes:
 
     async def _embed(self, exchange: HttpExchange) -> None:
         body = await exchange.read_body(self._limit)
-        document = await large_body.parse_body(body, _parse_object, body)
-        model, version = self._authorize_model(exchange, document)
+        document = await large_body.parse_body(body, parse_object, body)
+        model, version = self.authorize_model(exchange, document)
         embedding_request = embeddings.parse_request(document)
-        request = self._build_request(exchange, model, version, ())
+        request = self.build_request(exchange, model, version, ())
         admission = self._plane.admit_key(exchange.grant, len(embedding_request.inputs))
         disconnect_check = exchange.cancel_on_disconnect()
         try:
@@ -242,10 +242,8 @@ class OpenAIRoutes:
                 replace(request, version=version, inputs=inputs, request_id=request_id)
             )
             if isinstance(response, ResponseStream):
-                await response.aclose()
-                raise InvalidField(f"Model {model} answers with a stream, which is no embedding.", "model")
-            if response.status >= 400:
-                raise HandlerRejected(response.body.decode(errors="replace"), response.status)
+                await embeddings.reject_stream(response, model)
+            embeddings.check_response(response)
             responses[index] = response
 
         async def infer_remaining() -> None:
@@ -268,7 +266,7 @@ class OpenAIRoutes:
 
     # Requests
 
-    def _authorize_model(self, exchange: HttpExchange, document: dict[str, Any]) -> tuple[str, str | None]:
+    def authorize_model(self, exchange: HttpExchange, document: dict[str, Any]) -> tuple[str, str | None]:
         """Return the model and the version, if any, that a body names. The key must cover the model."""
         id = document.get("model")
         if not isinstance(id, str) or not id:
@@ -280,7 +278,7 @@ class OpenAIRoutes:
         auth.require_model(exchange, model)
         return model, version
 
-    def _build_request(
+    def build_request(
         self, exchange: HttpExchange, model: str, version: str | None, inputs: tuple[InputPart, ...]
     ) -> InferenceRequest:
         headers = exchange.headers
@@ -307,7 +305,7 @@ def _describe_model(id: str) -> OpenAIModel:
     return {"id": id, "object": "model", "created": 0, "owned_by": "torchrelay", "name": id, "ready": True}
 
 
-def _parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
     try:
         document = orjson.loads(body)
     except ValueError as error:

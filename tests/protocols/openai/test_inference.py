@@ -19,6 +19,7 @@ from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRout
 from serve_app.domain.traffic_policy import TrafficPolicy, allocate
 from serve_app.errors import HandlerRejected, QueueFull, QuotaExceeded
 from serve_app.protocols.http import sse
+from serve_app.protocols.openai.inference import OpenAIRoutes
 
 
 def parse(response: Any) -> Any:
@@ -351,6 +352,18 @@ def test_embeddings_of_several_texts(inference: Any) -> None:
     )
     [vector] = parse(base64_response)["data"]
     assert struct.unpack("<2f", base64.b64decode(vector["embedding"])) == (0.75, 1.0)
+
+
+@pytest.mark.parametrize("inference", ["callbacks"], indirect=True)
+def test_the_embedding_of_one_text_needs_no_task(inference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(routes: OpenAIRoutes, exchange: Any) -> None:
+        raise RuntimeError("a task")
+
+    monkeypatch.setattr(OpenAIRoutes, "_embed", fail)
+    app = inference(embed)
+    for text, status in (("abc", 200), (["abc"], 200), (["abc", "d"], 500)):
+        body = json.dumps({"model": "m", "input": text}).encode()
+        assert app("POST", "/v1/embeddings", body).status == status, text
 
 
 def test_a_bare_vector_is_an_embedding(inference: Any) -> None:
