@@ -38,7 +38,7 @@ def request_fork(
         connection.connect(path)
         sent = socket.send_fds(connection, [data], [0, 1, 2])
         connection.sendall(data[sent:])
-        answer = connection.makefile("rb").readline()
+        answer = connection.makefile("rb", buffering=0).readline()  # the exit code may already follow
         if not answer:
             raise OSError("the fork server has ended")
         connection.settimeout(None)
