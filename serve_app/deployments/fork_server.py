@@ -160,9 +160,6 @@ def _adopt(request: Mapping[str, Any], files: Sequence[int]) -> None:
         Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's own ``random`` has a new seed in each fork
-    threads = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it to the worker's CPUs
-    if (torch := sys.modules.get("torch")) and threads.isdecimal():
-        torch.set_num_threads(int(threads))
 
 
 def _run_program(script: str, arguments: Sequence[str]) -> int:

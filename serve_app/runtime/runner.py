@@ -117,6 +117,8 @@ class Runner:
                 thread_limits.set_threads(number)
                 if pinned:
                     cpu_affinity.pin(number, self._spec.ref.app)
+            else:
+                thread_limits.apply_environment()
             thread_limits.limit_tokenizers()
             if self._gpu is not None and 0 < self._spec.num_gpus < 1:
                 from handlers.loading import device  # torch, which most processes of CPU models never import

@@ -11,6 +11,12 @@ from parts import ECHO, Load, Server, make_archive, says
 
 pytestmark = pytest.mark.cluster
 
+THREADS = """
+import torch
+def handle(data, context):
+    return None if data is None else [torch.get_num_threads()] * len(data)
+"""
+
 
 def test_register_predict_and_describe(server: Server, tmp_path: Path) -> None:
     answer = server.register(make_archive(tmp_path, "echo", ECHO))
@@ -31,6 +37,12 @@ def test_register_predict_and_describe(server: Server, tmp_path: Path) -> None:
     assert described["workers"][0]["memoryUsage"] > 10_000_000
     again = server.register(make_archive(tmp_path, "echo", ECHO))
     assert (again.status_code, again.json()["type"]) == (409, "ConflictStatusException")
+
+
+def test_a_replica_runs_pytorch_in_one_thread_by_default(server: Server, tmp_path: Path) -> None:
+    assert server.register(make_archive(tmp_path, "threads", THREADS)).status_code == 200
+    assert server.http.post("/predictions/threads", content=b"x").json() == 1
+    server.management.delete("/models/threads")
 
 
 def test_the_fast_path_and_the_gateway_answer_alike(server: Server) -> None:

@@ -125,6 +125,19 @@ def test_the_configured_number_of_threads(runner, monkeypatch):
         torch.set_num_threads(before)
 
 
+def test_torch_that_is_loaded_already_has_the_threads_of_the_environment(runner, monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)  # as in a fork: torch was imported before Ray set the variable
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        ran = runner("counts.py", {"counts.py": COUNTS.encode()})
+        ran.load()
+        [reply] = ask(ran, None)
+        assert json.loads(reply.body) == [1, "1"]
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("given", "then"),
     [
