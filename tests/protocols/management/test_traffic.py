@@ -285,6 +285,7 @@ class TestTheManagementAPI:
 class TestWhatCallersMeet:
     def test_shares_and_the_version_that_answered(self, cluster: Cluster) -> None:
         cluster.manage("PUT", "/models/m/traffic", {"versions": {"1.0": 8000, "2.0": 2000}})
+        cluster.port.compares = False  # the first version is random
         responses = [cluster.infer() for _ in range(100)]
         given = Counter(response["x-model-version"] for response in responses)
         assert set(given) == {"1.0", "2.0"} and abs(given["2.0"] - 20) <= 1

@@ -329,9 +329,7 @@ def test_closed_connections_are_freed_without_garbage_collection(
                         peer.send(part)
                 read_goaway(peer)
         deadline = time.monotonic() + 20
-        while any(
-            isinstance(one, Http2Connection) and one._owner is server.server for one in gc.get_objects()
-        ):
+        while any(type(one) is Http2Connection and one._owner is server.server for one in gc.get_objects()):
             assert time.monotonic() < deadline, "a closed connection waits for a collection"
             time.sleep(0.1)
     finally:
