@@ -48,6 +48,9 @@ def main() -> None:
     listeners = [listen(path), listen(path + MODEL_SUFFIX)]  # requests wait for the imports
     with native_random_numbers_unused():
         preload(MODULES)
+    from serve_app.deployments.actor_classes import bound_actor_classes
+
+    bound_actor_classes()  # of Ray's own processes, too
     is_model_server = os.fork() == 0
     if is_model_server:
         with native_random_numbers_unused():

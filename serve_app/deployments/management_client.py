@@ -15,7 +15,7 @@ from serve_app.dataplane.count_journal import CountJournal, abandoned_reports
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.dataplane.experiment_collector import replay
 from serve_app.dataplane.key_limits import SHARE_PERIOD_S, KeyLimiter
-from serve_app.deployments.actor_classes import drop_old_actor_classes
+from serve_app.deployments.actor_classes import bound_actor_classes
 from serve_app.deployments.names import MANAGEMENT, SERVER
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.protocols.http import json_web_tokens
@@ -54,7 +54,6 @@ class ReportQueue:
         recovered = False
         while True:
             await asyncio.sleep(_RETRY_PERIOD_S if self._unacknowledged else _PUSH_PERIOD_S)
-            drop_old_actor_classes()  # in every process that sends requests to replicas
             try:
                 await self.send_pending(_SEND_TIMEOUT_S)
                 recovered = recovered or await self.send_abandoned(_SEND_TIMEOUT_S)
@@ -121,6 +120,7 @@ class ManagementClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        bound_actor_classes()  # of the replicas that this process calls
         loop = asyncio.get_running_loop()
         loops = [self._poll(), self.reports.push()]
         if self.key_limiter is not None:
