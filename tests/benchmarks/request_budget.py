@@ -15,6 +15,8 @@ import shutil
 import tempfile
 import threading
 import time
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from rich.table import Table
 
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
 from serve_app.deployments.sequence_router import LocalBackend
+from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.protocols.http_app import inference_app
@@ -39,6 +42,8 @@ from tests.benchmarks.archives import MODELS
 from tests.wire_client import RecordingTransport, connect, use_callbacks
 
 _STAGES = ("parse and admit", "respond and record", "handler thread", "access log", "total")
+_PATHS = (("tasks", False, False), ("callbacks", True, False), ("callbacks, with a key", True, True))
+_KEY = "0123456789abcdef"
 _SOURCES = Path(__file__).parent / "models"
 
 
@@ -78,12 +83,16 @@ class Load:
         return sent, seconds
 
 
-def measure(name: str, connections: int, requests: int, callbacks: bool) -> dict[str, float]:
-    """Return the CPU time of a request in microseconds by stage."""
-    return uvloop.run(_measure(name, connections, requests, callbacks))
+def measure(
+    name: str, connections: int, requests: int, callbacks: bool, key: bool = False
+) -> dict[str, float]:
+    """Return the CPU time of a request in microseconds by stage; ``key``: requests need and have a key."""
+    return uvloop.run(_measure(name, connections, requests, callbacks, key))
 
 
-async def _measure(name: str, connections: int, requests: int, callbacks: bool) -> dict[str, float]:
+async def _measure(
+    name: str, connections: int, requests: int, callbacks: bool, key: bool
+) -> dict[str, float]:
     thread, meters, model = HandlerThread(), Meters(torchserve.create_recorders(Settings())), MODELS[name]
     spec = ModelSpec(name, "1.0", f"{name}.mar", "", f"{name}.mar", batch_size=model.batch_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +108,11 @@ async def _measure(name: str, connections: int, requests: int, callbacks: bool) 
         )
         limit = ConcurrencyLimit(batcher, spec.ref)
         route = ModelRoute("1.0", {"1.0": VersionRoute("1.0", "ready", 1)})
-        reader = RoutingTableReader(RoutingTable(1, {name: route}, startup_complete=True, on_loopback=True))
+        table = RoutingTable(1, {name: route}, startup_complete=True, on_loopback=True)
+        if key:
+            grant = KeyGrant(frozenset(("infer",)), name="benchmark")
+            table = replace(table, access=AccessTable({sha256(_KEY.encode()).digest(): grant}))
+        reader = RoutingTableReader(table)
         backend = LocalBackend(limit.submit, limit.find_submit)
         plane = DataPlane(reader, meters, lambda ref, route: backend, (spec.ref, backend))
         access_log = AccessLog(Path(folder, "access.log"))
@@ -107,6 +120,7 @@ async def _measure(name: str, connections: int, requests: int, callbacks: bool) 
         head = (
             f"POST /predictions/{name} HTTP/1.1\r\nhost: 127.0.0.1:8080\r\ncontent-type: application/json\r\n"
         )
+        head += f"authorization: Bearer {_KEY}\r\n" if key else ""
         head += f"x-forwarded-for: 127.0.0.1\r\ncontent-length: {len(model.body)}\r\n\r\n"
         with use_callbacks(app, callbacks):
             load = Load(app, head.encode() + model.body, connections)
@@ -156,9 +170,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     options = parser.parse_args()
     table = Table("path", *_STAGES, title=f"{options.model}, {options.connections} connections: µs of CPU")
-    for path in ("tasks", "callbacks"):
+    for path, callbacks, key in _PATHS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            arguments = options.model, options.connections, options.requests, path == "callbacks"
+            arguments = options.model, options.connections, options.requests, callbacks, key
             figures = pool.apply(measure, arguments)
         table.add_row(path, *(f"{figures[stage]:.1f}" for stage in _STAGES))
     Console().print(table)
