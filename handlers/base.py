@@ -33,6 +33,7 @@ from handlers.row_parsing import (
     to_tensor,
 )
 from handlers.torchserve_compat.timer import timed
+from handlers.tracing import stage_spans
 
 logger = logging.getLogger(__name__)
 # Formats for which sending an array saves time; see allow_array_outputs.
@@ -214,7 +215,9 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
             return [self.describe_handle() for _ in data]
         if os.environ.get("ENABLE_TORCH_PROFILER"):
             return self._infer_with_profiler(data)[0]
-        return self._run_stages(data, torch.profiler.record_function if _is_profiler_enabled() else _no_span)
+        if _is_profiler_enabled():
+            return self._run_stages(data, torch.profiler.record_function)
+        return self._run_stages(data, stage_spans() or _no_span)
 
     @property
     def takes_tensors(self) -> bool:

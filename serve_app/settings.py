@@ -258,6 +258,11 @@ class TelemetrySettings(_Section):
     log_levels: Mapping[str, str] = field(default_factory=dict)  # by model, for its replicas
     access_log: str = "access_log.log"  # one line a request, in log_dir; empty: none
     access_log_bytes: int = 256 * MIB  # a larger one is put aside as access_log.log.1
+    otlp_endpoint: str = ""  # of a collector that receives traces, http://collector:4317; empty: no traces
+    otlp_protocol: Literal["grpc", "http"] = "grpc"
+    otlp_timeout: Annotated[float, pydantic.Field(gt=0)] = 10.0  # seconds of one export
+    # share of traced requests among those without a traceparent
+    trace_sampling: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.01
     # addresses and networks whose X-Forwarded-For is the client's address in the logs
     trusted_proxies: tuple[str, ...] = ()
     audit_log: str = "audit_log.log"  # one line for each management change, in log_dir; empty: none

@@ -143,6 +143,12 @@ class Server:
     def url(self) -> str:
         return self.process.inference
 
+    @property
+    def grpc_port(self) -> int:
+        document = yaml.safe_load(self._config.read_text())
+        port: int = document["applications"][0]["args"]["grpc"]["port"]
+        return port
+
     def ray_port(self, name: str) -> int:
         return int(read_env(self._env)[name])
 

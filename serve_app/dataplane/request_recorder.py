@@ -11,17 +11,18 @@ from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.dataplane.version_router import VersionSelection
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import ClientTimeout, DeadlineExceeded, RelayError
+from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
 
 class RequestState:
     """The progress of one request through the data plane."""
 
-    __slots__ = ("model_timeout", "request", "selection", "started_at", "version")
+    __slots__ = ("model_timeout", "request", "selection", "span", "started_at", "version")
 
     def __init__(self, request: InferenceRequest) -> None:
         self.started_at = time.perf_counter()
-        self.request = request
+        self.request, self.span = tracing.begin(request)
         self.selection: VersionSelection | None = None
         self.version = ""
         self.model_timeout = False  # the model's timeout is shorter than the caller's deadline
@@ -42,6 +43,8 @@ class RequestRecorder:
     def record_disconnect(self, state: RequestState) -> None:
         """Count a request whose client disconnected."""
         request = state.request
+        if state.span is not None:
+            tracing.end(state.span, "caller_left", version=state.version)
         self._meters.request(request.model, state.version, "caller_left", state.seconds, request.version)
 
     def record_failure(self, state: RequestState, raised: RelayError) -> RelayError:
@@ -51,6 +54,8 @@ class RequestRecorder:
         error = ClientTimeout(*raised.args) if model_timeout else raised
         error.retry_after = raised.retry_after
         error.selected_version = state.version
+        if state.span is not None:
+            tracing.end(state.span, error, version=state.version)
         # An unknown model is text of the caller and no label: the number of labels would be unbounded.
         model = request.model if state.version else ""
         self._meters.request(model, state.version, error.reason, state.seconds, request.version)
@@ -71,6 +76,10 @@ class RequestRecorder:
         assert selection is not None
         if self._mirror is not None and selection.routed_by_policy:
             self._mirror.offer(request, state.version, response, state.seconds)
+        if state.span is not None:
+            arm = selection.arm_label if selection.active_split is not None else ""
+            head = response.head if isinstance(response, ResponseStream) else response
+            tracing.end(state.span, version=state.version, arm=arm, status=head.status)
         if isinstance(response, ResponseStream):
             head = response.head
             if selection.active_split is not None:

@@ -38,6 +38,7 @@ from serve_app.errors import (
     Unavailable,
     WorkflowStepError,
 )
+from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
 StepBackend = Callable[[InferenceRequest], Awaitable[InferenceResponse | ResponseStream]]
@@ -211,7 +212,11 @@ class _WorkflowRun:
     async def _attempts(
         self, name: str, step: WorkflowStep, inputs: tuple[InputPart, ...], request_id: str
     ) -> InferenceResponse | ResponseStream:
-        call = self._call_of(step, inputs, request_id)
+        call, span = tracing.begin(self._call_of(step, inputs, request_id), f"step {name}")
+        with tracing.ended(span):
+            return await self._repeat(call, step)
+
+    async def _repeat(self, call: InferenceRequest, step: WorkflowStep) -> InferenceResponse | ResponseStream:
         for attempt in itertools.count():
             try:
                 answer = await self._workflow.run_attempt(call, step)

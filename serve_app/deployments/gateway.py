@@ -20,7 +20,7 @@ from serve_app.protocols.grpc_app import inference_server
 from serve_app.protocols.http import ray_bypass
 from serve_app.protocols.http_app import inference_app
 from serve_app.settings import Settings
-from serve_app.telemetry import access_log, host_metrics, logs, torchserve
+from serve_app.telemetry import access_log, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.metrics import Meters
 
 
@@ -36,6 +36,7 @@ class Gateway:
         restrict_umask()
         replica = serve.get_replica_context().replica_id.unique_id
         logs.configure(settings, logs.ProcessIdentity(f"Gateway-{replica}"))
+        tracing.configure(settings, "gateway", replica=replica)
         self._settings = settings
         self._grpc: GrpcListener | None = None
         self._meters = Meters(torchserve.create_recorders(settings))
@@ -84,4 +85,5 @@ class Gateway:
         if self._grpc is not None:
             await self._grpc.close()
         await self._mirror.close()
+        await asyncio.to_thread(tracing.shutdown)
         await self._management_client.disconnect()

@@ -69,7 +69,7 @@ from serve_app.protocols.http import json_web_tokens
 from serve_app.protocols.http_app import build_replayer, management_app, metrics_app
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import INFERENCE_HOST, Settings, is_loopback
-from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve
+from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.audit_log import run_as_server
 from serve_app.telemetry.crash_reports import CrashReport
 from serve_app.telemetry.metrics import Meters, MetricsAggregator, MetricsReport
@@ -112,6 +112,7 @@ class Management:
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         restrict_umask()
         logs.configure(settings, logs.ProcessIdentity("Management"))
+        tracing.configure(settings, "management")
         if warning := env_check.missing_settings_warning(os.environ):
             log.warning("%s", warning)
         self._settings = settings
@@ -417,5 +418,6 @@ class Management:
             await self._shadow.close()
             await self._metric_store.close()
             await self._audit_trail.close()
+        await asyncio.to_thread(tracing.shutdown)
         for listener in self._listeners:
             await listener.close()

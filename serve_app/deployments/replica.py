@@ -44,7 +44,7 @@ from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.host import malloc
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
-from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve
+from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.autoscaling_stats import AutoscalingStats
 from serve_app.telemetry.crash_reports import CrashReporter
 from serve_app.telemetry.logs import ProcessIdentity
@@ -70,6 +70,7 @@ class ModelReplica:
             ProcessIdentity.of_replica(spec.name, spec.version, replica),
             spec.config.get("log_level"),
         )
+        tracing.configure(settings, "replica", model=spec.name, version=spec.version, replica=replica)
         self._spec = spec
         self._settings = settings
         self._hung = False
@@ -388,4 +389,5 @@ class ModelReplica:
             self._group_watch.cancel()
             self._group.close()
         await self._mirror.close()
+        await asyncio.to_thread(tracing.shutdown)
         await self._management_client.disconnect()

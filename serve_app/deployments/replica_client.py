@@ -44,6 +44,7 @@ from serve_app.errors import (
 )
 from serve_app.runtime.batching.request_queue import RequestQueue
 from serve_app.settings import Settings
+from serve_app.telemetry import tracing
 
 log = logging.getLogger("torchrelay.replica_client")
 
@@ -108,6 +109,13 @@ class RemoteBackend:
             self._sockets.retain(route.replica_ids)
 
     async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+        request, span = tracing.begin(request, "transport", "CLIENT")
+        if span is None:
+            return await self._infer(request)
+        with tracing.ended(span):
+            return await self._infer(request)
+
+    async def _infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         for attempt in (1, 2):
             client = self._sockets.least_busy(self._route.replica_ids)
             if client is None:
@@ -128,6 +136,9 @@ class RemoteBackend:
 
     def _submit(self, client: UdsClient, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
         retry: asyncio.Task[None] | None = None
+        request, span = tracing.begin(request, "transport", "CLIENT")
+        if span is not None:
+            on_done = tracing.end_with(span, on_done)
 
         def complete(outcome: InferenceResponse | ResponseStream | Exception) -> None:
             nonlocal retry
@@ -147,6 +158,8 @@ class RemoteBackend:
             complete(error)
 
         def cancel() -> None:
+            if span is not None:
+                tracing.end(span, "caller_left")
             if retry is not None:
                 retry.cancel()
             elif withdraw is not None:
@@ -168,7 +181,9 @@ class RemoteBackend:
         Raises RelayError, and ConnectionLost where the replica is dead.
         """
         client = await self._sockets.get(replica)
-        return await (self._actor.infer(replica, request) if client is None else client.infer(request))
+        request, span = tracing.begin(request, "transport", "CLIENT")
+        with tracing.ended(span):
+            return await (self._actor.infer(replica, request) if client is None else client.infer(request))
 
     async def holds(self, replica: str, sequence: str) -> bool:
         """Return whether a replica has the state of a sequence.

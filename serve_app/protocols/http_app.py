@@ -43,6 +43,7 @@ from serve_app.protocols.torchserve.inference import InferenceRoutes, Prediction
 from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.protocols.torchserve.websocket import WebSocketRoutes
 from serve_app.settings import Settings, is_loopback
+from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
 
@@ -84,6 +85,9 @@ class ASGIApp:
             return await app(scope, receive, send)
         started_at = time.perf_counter()
         exchange = HttpExchange(scope, receive, send, self._default_headers, self._rules.proxies)
+        self._begin_trace(exchange)
+        if exchange.span is not None:
+            tracing.attach(exchange.span)
         await self.run(exchange, started_at, self._answer(exchange))
 
     def accept(self, scope: Scope, head: ParsedHead) -> HttpExchange:
@@ -92,7 +96,14 @@ class ASGIApp:
             scope, default_headers=self._default_headers, proxies=self._rules.proxies, head=head
         )
         self._rules.cross_site.check(exchange.method, exchange.path, exchange.headers)
+        self._begin_trace(exchange)
         return exchange
+
+    @staticmethod
+    def _begin_trace(exchange: HttpExchange) -> None:
+        if exchange.segments:
+            path, headers = f"/{exchange.segments[0]}", exchange.headers
+            exchange.span = tracing.begin_request(exchange.method, path, headers, exchange.request_id)
 
     async def _answer(self, exchange: HttpExchange) -> None:
         if exchange.method not in METHODS:
@@ -133,6 +144,8 @@ class ASGIApp:
         """Count and log an exchange."""
         if self._count_response is not None and exchange.status:
             self._count_response(exchange.status)
+        if exchange.span is not None:
+            _end_span(exchange)
         if self._access_log is not None:
             self._log_access(self._access_log, exchange, time.perf_counter() - started_at)
 
@@ -156,6 +169,15 @@ class ASGIApp:
             _client_ids(exchange.headers) if access_log.json else None,
             "" if exchange.grant is None else exchange.grant.name,
         )
+
+
+def _end_span(exchange: HttpExchange) -> None:
+    status = exchange.status or _CLIENT_CLOSED_REQUEST
+    exchange.span.set_attribute("http.request.method", exchange.method)
+    exchange.span.set_attribute("http.response.status_code", status)
+    exchange.span.set_attribute("url.path", exchange.path)
+    error = str(status) if status >= 500 else None
+    tracing.end(exchange.span, error, model=exchange.model, version=exchange.version)
 
 
 def _client_ids(headers: dict[str, str]) -> dict[str, str]:

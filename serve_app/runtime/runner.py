@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,10 @@ from serve_app.runtime.decode_step import DecodeStep
 from serve_app.runtime.host import cpu_affinity, malloc, thread_limits
 from serve_app.runtime.tensor_codec import TensorRowCodec
 from serve_app.settings import RuntimeSettings
-from serve_app.telemetry import logs
+from serve_app.telemetry import logs, tracing
 
 log = logging.getLogger("torchrelay.runner")
+_NO_SPAN = nullcontext()
 
 # Seconds that a thread may keep the interpreter from another that waits for it. With Python's 5 ms the
 # author's thread, which lets go of it at every operation of torch, is kept waiting by a busy event loop.
@@ -221,7 +223,8 @@ class Runner:
         """
         execution = self._execution(self._context, requests, emit)
         token = logs.REQUESTS.set(tuple(request.request_id for request in requests))
-        results = self._execute(execution, prepared)
+        with self._trace(requests):
+            results = self._execute(execution, prepared)
         logs.REQUESTS.reset(token)
         self._log_failures(execution)
         return results
@@ -234,9 +237,16 @@ class Runner:
         context.metrics = copy.copy(context.metrics)  # the same metrics, of other requests
         execution = self._execution(context, requests, emit)
         logs.REQUESTS.set(tuple(request.request_id for request in requests))  # of this task alone
-        results = await self._execute_async(execution)
+        with self._trace(requests):
+            results = await self._execute_async(execution)
         self._log_failures(execution)
         return results
+
+    def _trace(self, requests: Sequence[InferenceRequest]) -> AbstractContextManager[None]:
+        """Return the span of a batch; the steps of continuous batching have one span for each request."""
+        if self._execution_class is DecodeStep or not tracing.has_traced(requests):
+            return _NO_SPAN
+        return tracing.batch(requests, self._spec.ref)
 
     def _execute(
         self, execution: BatchExecution, prepared: Sequence[Future[Any] | None] = ()

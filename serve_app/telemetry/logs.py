@@ -24,6 +24,7 @@ import orjson
 
 from serve_app.errors import ConfigurationError, RelayError
 from serve_app.settings import Settings
+from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import TimestampFormatter
 from serve_app.telemetry.log_writer import AsyncWriter, FileSink, StreamSink
 
@@ -88,6 +89,8 @@ class LineFormatter(logging.Formatter):
             fields["process"] = identity.name
         if requests:
             fields["request_ids"] = requests
+        if trace_id := tracing.current_trace_id():
+            fields["trace_id"] = trace_id
         try:
             return orjson.dumps(fields).decode()
         except orjson.JSONEncodeError:  # an unpaired surrogate, as a file name may have

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Metrics
 
 from serve_app.domain.model import VersionStats
+from serve_app.telemetry import tracing
 from serve_app.telemetry.batch_stats import BatchStats
 from serve_app.telemetry.instruments import (
     CounterInstrument,
@@ -90,6 +91,7 @@ METRICS = (
     _counter("torchrelay_key_refused", "Requests that a limit of their key refused.", "key", "limit"),
     _counter("torchrelay_key_tokens", "Tokens of prompts and completions.", "key"),
     _counter("torchrelay_webhooks", "Webhooks, by outcome: delivered, failed.", "outcome"),
+    _counter("torchrelay_spans_dropped", "Spans that no OTLP collector received.", "process"),
     _counter("torchrelay_shadow_requests", "Copies for a shadow, by outcome.", *_VERSION, "outcome"),
     _histogram("torchrelay_shadow_latency_seconds", "Latency of a copy for a shadow."),
     _counter("torchrelay_shadow_label_flips", "Copies whose first label differed from the live one."),
@@ -322,6 +324,9 @@ class Meters:
 
     def report(self) -> MetricsReport:
         """Return all values as plain data, for another process to sum up."""
+        process, dropped = tracing.take_dropped()
+        if dropped:
+            self._child("torchrelay_spans_dropped", process).inc(dropped)
         return MetricsReport(self.samples(), self.torchserve.samples(), self._batch_stats)
 
 

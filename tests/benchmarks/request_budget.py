@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
 import shutil
+import statistics
 import tempfile
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -34,15 +38,17 @@ from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.runner import Runner
-from serve_app.settings import RuntimeSettings, Settings
-from serve_app.telemetry import torchserve
+from serve_app.settings import RuntimeSettings, Settings, TelemetrySettings
+from serve_app.telemetry import torchserve, tracing
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
 from tests.benchmarks.archives import MODELS
+from tests.otlp_receiver import collect_grpc
 from tests.wire_client import RecordingTransport, connect, use_callbacks
 
 _STAGES = ("parse and admit", "respond and record", "handler thread", "access log", "total")
 _PATHS = (("tasks", False, False), ("callbacks", True, False), ("callbacks, with a key", True, True))
+_TURN = 10_000  # requests: an export has 400 spans, as in a server
 _KEY = "0123456789abcdef"
 _SOURCES = Path(__file__).parent / "models"
 
@@ -90,9 +96,65 @@ def measure(
     return uvloop.run(_measure(name, connections, requests, callbacks, key))
 
 
+def measure_traces(name: str, connections: int, requests: int, share: float) -> float:
+    """Return the CPU time in microseconds that traces of a share of the requests add to each.
+
+    Half of the requests run with tracing and half without, in turns. A collector runs in another process.
+    """
+    context = multiprocessing.get_context("spawn")
+    endpoint, end = context.Queue(), context.Event()
+    collector = context.Process(target=_collect, args=(endpoint, end))
+    collector.start()
+    telemetry = TelemetrySettings(otlp_endpoint=endpoint.get(), trace_sampling=share)
+    tracing.configure(Settings(telemetry=telemetry), "replica")
+    try:
+        return uvloop.run(_measure_traces(name, connections, requests))
+    finally:
+        end.set()
+        collector.join()
+
+
+def _collect(endpoint: Any, end: Any) -> None:
+    with collect_grpc() as (_, address):
+        endpoint.put(address)
+        end.wait()
+
+
+async def _measure_traces(name: str, connections: int, requests: int) -> float:
+    tracer = tracing._tracer
+    differences = []
+    async with _loaded(name, connections, True, False) as load:
+        await load.run(requests // 10)
+        for _ in range(requests // (2 * _TURN)):
+            seconds = []
+            for tracing._tracer in (None, tracer):
+                before = sum(_thread_seconds().values())
+                await load.run(_TURN)
+                if tracer is not None:  # the export belongs to the turn
+                    tracer.provider.force_flush()
+                seconds.append(sum(_thread_seconds().values()) - before)
+            differences.append((seconds[1] - seconds[0]) / _TURN * 1e6)
+    return statistics.median(differences)
+
+
 async def _measure(
     name: str, connections: int, requests: int, callbacks: bool, key: bool
 ) -> dict[str, float]:
+    async with _loaded(name, connections, callbacks, key) as load:
+        await load.run(requests // 10)
+        before = _thread_seconds()
+        sent, admitted = await load.run(requests)
+        after = _thread_seconds()
+    spent = {thread: (after[thread] - before.get(thread, 0.0)) / sent * 1e6 for thread in after}
+    loop = spent["MainThread"]
+    admit = admitted / sent * 1e6
+    figures = (admit, loop - admit, spent["handler"], spent["access log"], sum(spent.values()))
+    return dict(zip(_STAGES, figures, strict=True))
+
+
+@asynccontextmanager
+async def _loaded(name: str, connections: int, callbacks: bool, key: bool) -> AsyncIterator[Load]:
+    """Yield the connections to a replica's application in this process."""
     thread, meters, model = HandlerThread(), Meters(torchserve.create_recorders(Settings())), MODELS[name]
     spec = ModelSpec(name, "1.0", f"{name}.mar", "", f"{name}.mar", batch_size=model.batch_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -123,17 +185,10 @@ async def _measure(
         head += f"authorization: Bearer {_KEY}\r\n" if key else ""
         head += f"x-forwarded-for: 127.0.0.1\r\ncontent-length: {len(model.body)}\r\n\r\n"
         with use_callbacks(app, callbacks):
-            load = Load(app, head.encode() + model.body, connections)
-            await load.run(requests // 10)
-            before = _thread_seconds()
-            sent, admitted = await load.run(requests)
-            after = _thread_seconds()
+            gc.collect()
+            gc.freeze()  # as replicas do
+            yield Load(app, head.encode() + model.body, connections)
         access_log.close()
-    spent = {thread: (after[thread] - before.get(thread, 0.0)) / sent * 1e6 for thread in after}
-    loop = spent["MainThread"]
-    admit = admitted / sent * 1e6
-    figures = (admit, loop - admit, spent["handler"], spent["access log"], sum(spent.values()))
-    return dict(zip(_STAGES, figures, strict=True))
 
 
 def _load(folder: Path, spec: ModelSpec, meters: Meters) -> Runner:
@@ -168,11 +223,16 @@ def main() -> None:
     parser.add_argument("--model", choices=("echo", "mlp"), default="echo")
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--traces", type=float, help="measure what traces of this share of requests cost")
     options = parser.parse_args()
+    if options.traces is not None:
+        added = measure_traces(options.model, options.connections, options.requests, options.traces)
+        print(f"{options.traces:.1%} traced: {added:.2f} µs of CPU more for each request")
+        return
     table = Table("path", *_STAGES, title=f"{options.model}, {options.connections} connections: µs of CPU")
-    for path, callbacks, key in _PATHS:
+    for path, *variant in _PATHS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            arguments = options.model, options.connections, options.requests, callbacks, key
+            arguments = options.model, options.connections, options.requests, *variant
             figures = pool.apply(measure, arguments)
         table.add_row(path, *(f"{figures[stage]:.1f}" for stage in _STAGES))
     Console().print(table)

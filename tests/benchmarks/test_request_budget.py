@@ -13,7 +13,7 @@ import pytest
 def test_every_path_is_measured() -> None:
     code = (
         "import json; from tests.benchmarks.request_budget import _PATHS, measure;"
-        "print(json.dumps([measure('echo', 4, 200, callbacks, key) for _, callbacks, key in _PATHS]))"
+        "print(json.dumps([measure('echo', 4, 200, *variant) for _, *variant in _PATHS]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for figures in json.loads(done.stdout):

@@ -39,6 +39,7 @@ from serve_app.errors import (
     Unavailable,
 )
 from serve_app.settings import AsyncPredictionSettings
+from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
 log = logging.getLogger("torchrelay.management")
@@ -88,6 +89,7 @@ class AsyncPredictionService:
         self._key_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._traces: dict[str, str] = {}  # contexts of traced requests that wait for their webhook, by id
 
     async def load(self) -> None:
         """Reload stored predictions: queue unfinished ones again, and resend pending webhooks."""
@@ -237,6 +239,8 @@ class AsyncPredictionService:
                 self._reserved_bytes -= size
                 self._count(prediction, -1)
             self._add(prediction)
+            if prediction.webhook and (context := dict(request.headers).get(tracing.TRACEPARENT)):
+                self._traces[prediction.id] = context
             self._enqueue(prediction)
 
         await asyncio.shield(
@@ -388,7 +392,10 @@ class AsyncPredictionService:
 
     async def _send_webhook(self, id: str) -> None:
         prediction = self._all[id]
-        delivered = await self._webhooks.send(prediction.webhook, id, prediction.to_dict())
+        context = self._traces.pop(id, "")
+        headers, span = tracing.begin_call(context, "webhook")
+        with tracing.ended(span):
+            delivered = await self._webhooks.send(prediction.webhook, id, prediction.to_dict(), headers)
         self._meters.webhook("delivered" if delivered else "failed")
         if id in self._all:
             self._all[id] = prediction = replace(

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -27,6 +28,7 @@ from serve_app.settings import AsyncPredictionSettings
 log = logging.getLogger("torchrelay.management")
 
 _MAX_RETRY_PAUSE = 300.0  # seconds between two attempts
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -55,13 +57,18 @@ class WebhookSender:
                 f"The webhook {url[:200]} is none of those that async_predictions.webhook_urls allows."
             )
 
-    async def send(self, url: str, id: str, document: Mapping[str, Any]) -> bool:
-        """POST a document until the response is 2xx, with growing pauses; return whether it was delivered."""
+    async def send(
+        self, url: str, id: str, document: Mapping[str, Any], headers: Mapping[str, str] = _NO_HEADERS
+    ) -> bool:
+        """POST a document until the response is 2xx, with growing pauses; return whether it was delivered.
+
+        ``headers`` are sent beside those of the signature.
+        """
         body = orjson.dumps(document)
         for attempt in range(self._attempts):
             if attempt:
                 await asyncio.sleep(min(self._first_pause * 2 ** (attempt - 1), _MAX_RETRY_PAUSE))
-            error = await self._post(url, self._signed_headers(id, body), body)
+            error = await self._post(url, {**headers, **self._signed_headers(id, body)}, body)
             if error is None:
                 return True
             log.info("the webhook of prediction %s was not taken (attempt %d): %s", id, attempt + 1, error)

@@ -35,6 +35,7 @@ from serve_app.protocols.http.exchange import (
     parse_priority,
     uuid4,
 )
+from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.audit_log import set_actor
 
@@ -55,7 +56,7 @@ class GrpcCall:
     None if no key is required.
     """
 
-    __slots__ = ("_trailers", "context", "grant", "headers", "model", "request_id", "version")
+    __slots__ = ("_trailers", "context", "grant", "headers", "model", "request_id", "span", "version")
 
     def __init__(self, context: RpcContext) -> None:
         self.context = context
@@ -63,6 +64,7 @@ class GrpcCall:
         self.request_id = uuid4()
         self.model = self.version = ""
         self.grant: KeyGrant | None = None
+        self.span: Any = None  # of a traced call
         self._trailers = [("x-request-id", self.request_id)]
         self.finish()  # calls that the server itself ends have the id, too
 
@@ -230,6 +232,7 @@ class ServiceAdapter:
             started_at = time.perf_counter()
             call = GrpcCall(context)
             code = _CANCELLED
+            call.span = tracing.begin_request("gRPC", path, call.headers, call.request_id) if rights else None
             try:
                 if rights:
                     self._authorize(call, *rights)
@@ -271,6 +274,7 @@ class ServiceAdapter:
             started_at = time.perf_counter()
             call = GrpcCall(context)
             code = _CANCELLED
+            call.span = tracing.begin_request("gRPC", path, call.headers, call.request_id) if rights else None
             try:
                 if rights:
                     self._authorize(call, *rights)
@@ -334,6 +338,11 @@ class ServiceAdapter:
     def _record_end(self, path: str, call: GrpcCall, code: grpc.StatusCode, started_at: float) -> None:
         if self._count is not None:
             self._count(code.name)
+        if call.span is not None:
+            call.span.set_attribute("rpc.system", "grpc")
+            call.span.set_attribute("rpc.grpc.status_code", code.value[0])
+            error = None if code is _OK else code.name
+            tracing.end(call.span, error, model=call.model, version=call.version)
         log = self._access_log
         if log is None:
             return

@@ -42,6 +42,7 @@ from serve_app.protocols.http.exchange import (
 )
 from serve_app.protocols.http.router import ProtocolRouter
 from serve_app.settings import Settings
+from serve_app.telemetry.tracing import TRACEPARENT, TRACESTATE
 
 _log = logging.getLogger("torchrelay.protocols")
 
@@ -95,7 +96,9 @@ class AsyncInterceptor:
             )
         scope, body = exchange.scope, await exchange.read_body(self._max_body_size)
         query = scope.get("query_string", b"").decode("latin-1")
-        received = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        received = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        if exchange.span is not None:
+            received += [(name, headers[name]) for name in (TRACEPARENT, TRACESTATE) if name in headers]
         fingerprint = "\n".join((exchange.method, exchange.path, query, headers.get("content-type", ""), ""))
         request = StoredRequest(
             model,

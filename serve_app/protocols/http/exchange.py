@@ -97,7 +97,7 @@ class HttpExchange:
     ``headers`` are the request's, lower-cased by ASGI; a repeated header has its last value.
     ``status`` is the response's, 0 until the response has started. ``model`` and ``version`` name the model
     that answered, for the access log. ``grant`` holds the rights of the request's key (see auth.py); it is
-    None where no key is required.
+    None where no key is required. ``span`` is that of a traced request.
     """
 
     __slots__ = (
@@ -114,6 +114,7 @@ class HttpExchange:
         "request_id",
         "scope",
         "segments",
+        "span",
         "status",
         "version",
     )
@@ -139,6 +140,7 @@ class HttpExchange:
         self.model = self.version = ""
         self.grant: KeyGrant | None = None
         self.parsed: Any = None  # the protocol's own form of the request
+        self.span: Any = None  # of a traced request
         self._default_headers = default_headers
         self._proxies = proxies
         self._receive = receive

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain.access import KeyGrant
 from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
 from serve_app.errors import (
     ModelNotAllowed,
@@ -32,6 +33,7 @@ from serve_app.protocols.http.exchange import (
 from serve_app.protocols.http.port_rules import PortRules
 from serve_app.protocols.torchserve import errors
 from serve_app.settings import Settings
+from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import AccessLog
 
 _log = logging.getLogger("torchrelay.protocols")
@@ -111,6 +113,19 @@ class WebSocketRoutes:
             if not grant.covers(exchange.model):
                 raise ModelNotAllowed(exchange.model)
         headers = dict(exchange.headers)
+        span = tracing.begin_request("WebSocket", "/predictions", headers, request_id)
+        with tracing.ended(span):
+            await self._infer(session, request_id, part, headers, grant)
+
+    async def _infer(
+        self,
+        session: _WebSocketSession,
+        request_id: str,
+        part: InputPart,
+        headers: dict[str, str],
+        grant: KeyGrant | None,
+    ) -> None:
+        exchange = session.exchange
         deadline, priority = parse_deadline(headers), parse_priority(headers)
         version = exchange.version or None
         request = InferenceRequest(

@@ -21,6 +21,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, Timing
 from serve_app.errors import DeadlineExceeded, HandlerFailed, RelayError, ReplicaDied, ResponseTimeout
 from serve_app.runtime.batching.admission_control import MAX_SHADOWS, AdmissionControl
 from serve_app.runtime.batching.pending_request import Completion, Emit, PendingRequest, with_timings
+from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
 log = logging.getLogger("torchrelay.async_batcher")
@@ -155,6 +156,7 @@ class AsyncBatcher(AdmissionControl[_AsyncRow]):
         self._remove(row)
         if isinstance(response, InferenceResponse):
             response = with_timings(response, Timings(waited, seconds, 1))
+            tracing.record(row.request, "queue", row.arrived, row.arrived + waited)
         if response is not None:
             live = row.request.priority != "shadow"
             tensor_rows = self._count_tensor_rows([row.request])

@@ -23,6 +23,7 @@ from serve_app.errors import CannotMeetDeadline, HandlerFailed, RelayError
 from serve_app.runtime.batching.admission_control import QueuedAdmissionControl
 from serve_app.runtime.batching.length_bucketing import select_similar
 from serve_app.runtime.batching.pending_request import PendingRequest, with_timings
+from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
 log = logging.getLogger("torchrelay.batcher")
@@ -379,6 +380,8 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         for batch in batches:
             live = batch.rows[0].request.priority != "shadow"
             for seconds, waits, requests in batch.runs:
+                if tracing.has_traced(requests):
+                    self._trace_queue(batch, waits, requests)
                 tensor_rows = self._count_tensor_rows(requests)
                 self._meters.batch(name, version, len(waits), seconds, waits, live, tensor_rows)
                 latency_model.record(len(waits), seconds)
@@ -389,6 +392,14 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
             _MAX_STAGED_ROWS, int(_MAX_STAGED_S / (latency_model.estimate(size) or 1.0)) * size
         )
         self._meters.depth(name, version, self.pending)
+
+    def _trace_queue(
+        self, batch: _Batch, waits: Sequence[float], requests: Sequence[InferenceRequest]
+    ) -> None:
+        arrivals = {id(row.request): row.arrived for row in batch.rows}
+        for waited, request in zip(waits, requests, strict=True):
+            arrived = arrivals[id(request)]
+            tracing.record(request, "queue", arrived, arrived + waited)
 
     def _running_batch(self) -> tuple[list[_QueuedRow], float | None] | None:
         return (self._in_flight[0].rows, self._in_flight[0].started_at) if self._in_flight else None

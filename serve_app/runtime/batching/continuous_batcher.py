@@ -19,6 +19,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, Respon
 from serve_app.errors import DeadlineExceeded, HandlerFailed, RelayError
 from serve_app.runtime.batching.admission_control import QueuedAdmissionControl
 from serve_app.runtime.batching.pending_request import Emit, PendingRequest, with_timings
+from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
 # (requests, emit); a ResponseChunk for each row that streams, whose ``head`` is a response with the chunk in
@@ -174,6 +175,8 @@ class ContinuousBatcher(QueuedAdmissionControl[_StepRow]):
                 if row.request.kind == "predict" and row.request.inputs:
                     row.request = replace(row.request, inputs=())
             else:
+                tracing.record(row.request, "queue", row.arrived, row.started_at)
+                tracing.record(row.request, "generation", row.started_at, now)
                 row.resolve(response)
                 self._latency_model.record(1, now - row.started_at)
         self._rows = [row for row in rows if not row.is_finished]

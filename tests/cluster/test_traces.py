@@ -1,0 +1,273 @@
+"""Traces of a real server, as an OTLP collector receives them: one request of every protocol."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import httpx
+import pytest
+from otlp_receiver import Collector, Tree, collect_grpc, collect_http
+from parts import Server, free_port, make_archive
+from websockets.sync.client import connect
+
+from serve_app.proto.inference_pb2 import PredictionsRequest
+from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
+
+pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
+
+# The stages of BaseHandler are spans; the author's code reaches the current one.
+STAGES = """
+import logging
+from opentelemetry import trace
+from ts.torch_handler.base_handler import BaseHandler
+
+class Stages(BaseHandler):
+    def initialize(self, context):
+        self.initialized = True
+    def preprocess(self, data):
+        rows = [row.get("body") or row.get("data") for row in data]
+        return [row if isinstance(row, str) else bytes(row).decode() for row in rows]
+    def inference(self, data):
+        trace.get_current_span().set_attribute("rows", len(data))
+        logging.getLogger("author").info("in the inference")
+        return [word.upper() for word in data]
+    def postprocess(self, data):
+        return data
+"""
+_STAGES: Tree = {"preprocess": {}, "inference": {}, "postprocess": {}}
+_REPLICA: Tree = {"queue": {}, "batch": _STAGES}
+_LOCAL: Tree = {"replica": _REPLICA}
+_REMOTE: Tree = {"gateway": {"transport": _REPLICA}}
+
+
+class Hooks(NamedTuple):
+    """A receiver of webhooks."""
+
+    url: str
+    headers: list[dict[str, str]]
+
+
+class Traced(NamedTuple):
+    """A server with the collector of its traces, and a receiver of webhooks."""
+
+    server: Server
+    collector: Collector
+    hooks: Hooks
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Iterator[Hooks]:
+    headers: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            headers.append({name.lower(): value for name, value in self.headers.items()})
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Hooks(f"http://127.0.0.1:{server.server_address[1]}/hook", headers)
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory, hooks: Hooks) -> Iterator[Traced]:
+    with collect_grpc() as (collector, endpoint):
+        server = Server(
+            tmp_path_factory.mktemp("traced"),
+            {"HOOK_SECRET": "secret", "OTEL_BSP_SCHEDULE_DELAY": "100"},
+            telemetry={"otlp_endpoint": endpoint, "trace_sampling": 0.0, "log_format": "json"},
+            async_predictions={"webhook_urls": [hooks.url], "webhook_secret": "env:HOOK_SECRET"},
+        )
+        try:
+            server.start()
+            for name in ("stages", "split"):
+                assert server.register(make_archive(server.store, name, STAGES)).status_code == 200
+            assert server.register(make_archive(server.store, "split", STAGES, "2.0")).status_code == 200
+            policy = {"policy": "weighted", "versions": {"1.0": 5000, "2.0": 5000}}
+            assert server.management.put("/models/split/traffic", json=policy).status_code == 200
+            yield Traced(server, collector, hooks)
+        finally:
+            server.close()
+
+
+def _context() -> tuple[str, dict[str, str]]:
+    """Return a trace id of a client, and the header with its sampled context."""
+    trace = secrets.token_hex(16)
+    return trace, {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"}
+
+
+def _complete(expected: Tree) -> Callable[[Tree], bool]:
+    return lambda tree: _rename(tree) == expected
+
+
+def _rename(tree: Tree) -> Tree:
+    """Return a tree in which a replica that passed its request on is named gateway.
+
+    HAProxy may send a request to its former route's replica for some seconds after a new policy.
+    """
+    return {
+        "gateway" if name == "replica" and "transport" in below else name: _rename(below)
+        for name, below in tree.items()
+    }
+
+
+# HAProxy routes a path with an escape to the gateway.
+@pytest.mark.parametrize(("route", "below"), [("predictions", _LOCAL), ("%70redictions", _REMOTE)])
+def test_http(traced: Traced, route: str, below: Tree) -> None:
+    trace, headers = _context()
+    answer = traced.server.http.post(f"/{route}/stages", content=b"a", headers=headers)
+    assert (answer.status_code, answer.text) == (200, "A")
+    traced.collector.tree(trace, _complete({"POST /predictions": below}))
+    root = traced.collector.find(trace, "POST /predictions")
+    assert root.attributes["http.response.status_code"] == 200
+    assert root.attributes["torchrelay.model"] == "stages"
+    assert root.attributes["torchrelay.request_id"] == answer.headers["x-request-id"]
+    assert traced.collector.find(trace, "inference").attributes["rows"] == 1
+    batch = traced.collector.find(trace, "batch")
+    assert batch.links == [trace]
+    assert batch.attributes["torchrelay.batch_size"] == 1
+
+
+def test_open_inference(traced: Traced) -> None:
+    trace, headers = _context()
+    document = {"inputs": [{"name": "body", "shape": [1], "datatype": "BYTES", "data": ["a"]}]}
+    answer = traced.server.http.post("/v2/models/split/infer", json=document, headers=headers)
+    assert answer.status_code in (200, 400, 500), answer.text  # the handler reads no tensors
+    tree = traced.collector.tree(trace, lambda tree: "batch" in str(tree) and "POST /v2" in tree)
+    assert "transport" in _rename(tree)["POST /v2"]["gateway"]
+
+
+def test_grpc(traced: Traced) -> None:
+    trace, headers = _context()
+    with grpc.insecure_channel(f"127.0.0.1:{traced.server.grpc_port}") as channel:
+        stub = InferenceAPIsServiceStub(channel)
+        request = PredictionsRequest(model_name="stages", input={"data": b"a"})
+        answer = stub.Predictions(request, timeout=60, metadata=list(headers.items()))
+        assert answer.prediction == b"A"
+        name = "gRPC /org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+        traced.collector.tree(trace, _complete({name: _REMOTE}))
+
+        trace, headers = _context()
+        streamed = stub.StreamPredictions(request, timeout=60, metadata=list(headers.items()))
+        assert b"".join(one.prediction for one in streamed) == b"A"
+        name = name.replace("Predictions", "StreamPredictions")
+        traced.collector.tree(trace, _complete({name: _REMOTE}))
+
+
+def test_websocket(traced: Traced) -> None:
+    trace, headers = _context()
+    url = traced.server.url.replace("http", "ws") + "/predictions/split"
+    with connect(url, additional_headers=headers) as socket:
+        socket.send("a")
+        assert socket.recv() == "A"
+    traced.collector.tree(trace, _complete({"WebSocket /predictions": _REMOTE}))
+
+
+def test_workflow(traced: Traced) -> None:
+    document = {
+        "name": "twice",
+        "steps": {"one": {"model": "stages"}, "two": {"model": "stages", "inputs": "one"}},
+    }
+    answer = traced.server.management.post("/workflows", json=document)
+    assert answer.status_code == 200, answer.text
+    trace, headers = _context()
+    answer = traced.server.http.post("/predictions/twice", content=b"a", headers=headers)
+    assert (answer.status_code, answer.text) == (200, "A")
+    steps = {"step one": _REMOTE, "step two": _REMOTE}
+    traced.collector.tree(trace, _complete({"POST /predictions": {"gateway": steps}}))
+
+
+def test_async_prediction_with_webhook(traced: Traced) -> None:
+    trace, headers = _context()
+    headers |= {"prefer": "respond-async", "x-torchrelay-webhook": traced.hooks.url}
+    answer = traced.server.http.post("/predictions/stages", content=b"a", headers=headers)
+    assert answer.status_code == 202, answer.text
+    below = {"management": {"transport": _REPLICA}, "webhook": {}}
+    traced.collector.tree(trace, _complete({"POST /predictions": below}))
+    sent = traced.hooks.headers[-1]["traceparent"].split("-")
+    assert sent[1:3] == [trace, traced.collector.find(trace, "webhook").id]
+
+
+def test_an_error_is_the_status_of_its_spans(traced: Traced) -> None:
+    trace, headers = _context()
+    answer = traced.server.http.post("/predictions/split/9.9", content=b"a", headers=headers)
+    assert answer.status_code == 404
+    tree = traced.collector.tree(trace, lambda tree: bool(tree.get("POST /predictions")))
+    (process,) = tree["POST /predictions"]
+    assert traced.collector.find(trace, process).attributes["error.type"] == "version_not_found"
+
+
+def test_json_logs_have_the_trace(traced: Traced) -> None:
+    trace, headers = _context()
+    traced.server.http.post("/predictions/stages", content=b"a", headers=headers)
+    log = traced.server.home / "logs" / "model_log.log"
+
+    def find() -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        return [line for line in lines if line.get("trace_id") == trace]
+
+    assert traced.server.wait(find)[0]["message"] == "in the inference"
+
+
+def test_requests_without_a_sampled_context_are_not_traced(traced: Traced) -> None:
+    trace, headers = _context()
+    unsampled = {"traceparent": headers["traceparent"][:-1] + "0"}
+    for sent in (unsampled, {}, {"traceparent": "00-nonsense-01"}):
+        answer = traced.server.http.post("/predictions/stages", content=b"a", headers=sent)
+        assert answer.status_code == 200
+    known, headers = _context()
+    traced.server.http.post("/predictions/stages", content=b"a", headers=headers)
+    traced.collector.tree(known, _complete({"POST /predictions": _LOCAL}))
+    assert not [span for span in traced.collector.spans if span.trace == trace]
+    assert all(span.trace != "0" * 32 for span in traced.collector.spans)
+
+
+@pytest.mark.slow
+def test_otlp_over_http_with_sampling(tmp_path: Path) -> None:
+    with collect_http() as (collector, endpoint):
+        telemetry = {"otlp_endpoint": endpoint, "otlp_protocol": "http", "trace_sampling": 1.0}
+        server = Server(tmp_path, {"OTEL_BSP_SCHEDULE_DELAY": "100"}, telemetry=telemetry)
+        try:
+            server.start()
+            assert server.register(make_archive(server.store, "stages", STAGES)).status_code == 200
+            assert server.http.post("/predictions/stages", content=b"a").status_code == 200
+            with collector.changed:
+                assert collector.changed.wait_for(lambda: any(s.name == "batch" for s in collector.spans), 30)
+            trace = next(span.trace for span in collector.spans if span.name == "batch")
+            # The route of a new model follows its registration.
+            expected = ({"POST /predictions": _LOCAL}, {"POST /predictions": _REMOTE})
+            collector.tree(trace, lambda tree: tree in expected)
+        finally:
+            server.close()
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_down_costs_no_request(tmp_path: Path) -> None:
+    telemetry = {"otlp_endpoint": f"http://127.0.0.1:{free_port()}", "trace_sampling": 1.0, "otlp_timeout": 1}
+    variables = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_BSP_MAX_QUEUE_SIZE": "64"}
+    server = Server(tmp_path, {**variables, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "32"}, telemetry=telemetry)
+    try:
+        server.start()
+        assert server.register(make_archive(server.store, "stages", STAGES)).status_code == 200
+        with httpx.Client(base_url=server.url) as http:
+            for _ in range(200):
+                assert http.post("/predictions/stages", content=b"a").status_code == 200
+        dropped = "torchrelay_spans_dropped_total"
+        assert server.wait(lambda: server.metric(dropped, process="replica") >= 100)
+    finally:
+        server.close()

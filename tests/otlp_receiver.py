@@ -1,0 +1,129 @@
+"""A collector of traces for tests: OTLP over gRPC and over HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as services
+
+Tree = dict[str, Any]  # spans by name, each with its children
+
+
+@dataclass
+class ReceivedSpan:
+    """A span, with the name of the process that exported it."""
+
+    name: str
+    trace: str
+    id: str
+    parent: str
+    kind: int
+    process: str
+    attributes: dict[str, Any]
+    links: list[str]
+    seconds: float
+
+
+@dataclass
+class Collector(services.TraceServiceServicer):
+    """The spans of all requests; ``delay`` is the time of one export in seconds."""
+
+    delay: float = 0.0
+    spans: list[ReceivedSpan] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802  (gRPC's name)
+        time.sleep(self.delay)
+        for resource in request.resource_spans:
+            process = _attributes(resource.resource.attributes)["torchrelay.process"]
+            for scope in resource.scope_spans:
+                with self.changed:
+                    self.spans += [_to_span(span, process) for span in scope.spans]
+                    self.changed.notify_all()
+        return messages.ExportTraceServiceResponse()
+
+    def tree(self, trace: str, is_complete: Callable[[Tree], bool], timeout: float = 30.0) -> Tree:
+        """Return the spans of a trace by name, once ``is_complete`` holds."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: is_complete(self._tree(trace)), timeout), self._tree(trace)
+            return self._tree(trace)
+
+    def find(self, trace: str, name: str) -> ReceivedSpan:
+        return next(span for span in self.spans if span.trace == trace and span.name == name)
+
+    def _tree(self, trace: str) -> Tree:
+        spans = [span for span in self.spans if span.trace == trace]
+        ids = {span.id for span in spans}
+
+        def children(parent: str) -> Tree:
+            return {span.name: children(span.id) for span in spans if span.parent == parent}
+
+        return {span.name: children(span.id) for span in spans if span.parent not in ids}
+
+
+@contextmanager
+def collect_grpc(delay: float = 0.0) -> Iterator[tuple[Collector, str]]:
+    """Serve OTLP over gRPC; yield the collector and its endpoint."""
+    collector = Collector(delay)
+    server = grpc.server(ThreadPoolExecutor(8))
+    services.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+@contextmanager
+def collect_http() -> Iterator[tuple[Collector, str]]:
+    """Serve OTLP over HTTP with protobuf; yield the collector and its endpoint."""
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            found = self.path == "/v1/traces"
+            if found:
+                collector.Export(messages.ExportTraceServiceRequest.FromString(body), None)
+            self.send_response(200 if found else 404)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield collector, f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _to_span(span: Any, process: str) -> ReceivedSpan:
+    return ReceivedSpan(
+        span.name,
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        span.kind,
+        process,
+        _attributes(span.attributes),
+        [link.trace_id.hex() for link in span.links],
+        (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
+    )
+
+
+def _attributes(attributes: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
