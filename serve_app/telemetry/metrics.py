@@ -1,4 +1,4 @@
-"""The table of all metrics, the meters of a process, and their sums over all processes.
+"""The meters of a process, and their sums over all processes.
 
 Each process keeps its meters in its own registry. The Management deployment collects their reports and
 renders the sums, so that a scrape covers the whole cluster. TorchServe's metrics (torchserve/) are collected
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Metrics
@@ -24,78 +24,10 @@ from serve_app.telemetry.instruments import (
     Instrument,
     Sample,
 )
+from serve_app.telemetry.metric_definitions import METRICS
 from serve_app.telemetry.torchserve.catalog import MetricFamily
 from serve_app.telemetry.torchserve.exposition import MetricsPage
 from serve_app.telemetry.torchserve.recorders import LabeledRecorder, RecorderSample, TorchServeRecorders
-
-_SECONDS = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
-)  # fmt: skip
-_VERSION = ("model", "version")
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-
-@dataclass(frozen=True)
-class MetricDefinition:
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    labels: tuple[str, ...]
-    buckets: tuple[float, ...] = ()
-
-
-def _counter(name: str, help: str, *labels: str) -> MetricDefinition:
-    return MetricDefinition(name, "counter", help, labels or _VERSION)
-
-
-def _gauge(name: str, help: str, *labels: str) -> MetricDefinition:
-    return MetricDefinition(name, "gauge", help, labels or _VERSION)
-
-
-def _histogram(name: str, help: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> MetricDefinition:
-    return MetricDefinition(name, "histogram", help, labels or _VERSION, buckets)
-
-
-# Each metric with its help and its labels, by default model and version; the buckets are seconds by default.
-METRICS = (
-    _histogram("torchrelay_request_latency_seconds", "From a request's arrival to its response."),
-    _histogram("torchrelay_queue_seconds", "A row's wait for its batch."),
-    _histogram("torchrelay_inference_seconds", "A batch's time in the handler."),
-    _histogram("torchrelay_batch_size", "Rows of a batch.", buckets=_ROWS),
-    _counter(
-        "torchrelay_requests",
-        "Completed requests; status: ok, or the reason of the failure.",
-        *_VERSION,
-        "status",
-    ),
-    _counter("torchrelay_http_responses", "HTTP responses of the inference port.", "code"),
-    _counter("torchrelay_grpc_responses", "Responses of the gRPC ports.", "code"),
-    _gauge("torchrelay_queue_depth", "Rows waiting for a batch."),
-    _gauge("torchrelay_sequences", "Open sequences."),
-    _counter("torchrelay_sequences_ended", "Sequences that ended, by reason.", *_VERSION, "reason"),
-    _gauge("torchrelay_replicas", "Running replicas."),
-    _gauge("torchrelay_replicas_desired", "Desired replicas."),
-    _gauge("torchrelay_workflow_ongoing", "Requests that a workflow is processing."),
-    _counter(
-        "torchrelay_workflow_steps",
-        "Completed steps; status as in torchrelay_requests.",
-        *_VERSION,
-        "step",
-        "status",
-    ),
-    _histogram("torchrelay_workflow_step_seconds", "A step, with its retries.", *_VERSION, "step"),
-    _gauge("torchrelay_async_predictions", "Asynchronous predictions: queued, running.", "model", "state"),
-    _counter("torchrelay_async_predictions_ended", "Asynchronous predictions that ended.", "model", "state"),
-    _counter("torchrelay_key_requests", "Admitted requests by the name of their key.", "key"),
-    _counter("torchrelay_key_rows", "Rows of admitted requests.", "key"),
-    _counter("torchrelay_key_refused", "Requests that a limit of their key refused.", "key", "limit"),
-    _counter("torchrelay_key_tokens", "Tokens of prompts and completions.", "key"),
-    _counter("torchrelay_webhooks", "Webhooks, by outcome: delivered, failed.", "outcome"),
-    _counter("torchrelay_spans_dropped", "Spans that no OTLP collector received.", "process"),
-    _counter("torchrelay_shadow_requests", "Copies for a shadow, by outcome.", *_VERSION, "outcome"),
-    _histogram("torchrelay_shadow_latency_seconds", "Latency of a copy for a shadow."),
-    _counter("torchrelay_shadow_label_flips", "Copies whose first label differed from the live one."),
-)
 
 _DEFINITIONS = {metric.name: metric for metric in METRICS}
 _INSTRUMENTS: dict[str, type[CounterInstrument] | type[GaugeInstrument] | type[HistogramInstrument]] = {
