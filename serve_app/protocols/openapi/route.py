@@ -1,4 +1,4 @@
-"""The route ``/openapi.json``, which serves a port's document."""
+"""The routes ``/openapi.json``, which serves a port's document, and ``/docs``, which shows it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import orjson
 
 from serve_app.errors import MethodNotAllowed
 from serve_app.protocols.http.exchange import JSON, HttpExchange
+from serve_app.protocols.openapi.api_page import send_page
 from serve_app.protocols.openapi.document import Document
 from serve_app.protocols.torchserve import errors
 
 
 class OpenAPIRoutes:
-    """The route, which needs no key because the document describes no model."""
+    """The routes, which need no key because the document describes no model."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -21,11 +22,13 @@ class OpenAPIRoutes:
     send_error = staticmethod(errors.send_error)
 
     def matches(self, exchange: HttpExchange) -> bool:
-        return exchange.segments == ["openapi.json"]
+        return exchange.segments == ["openapi.json"] or exchange.segments[:1] == ["docs"]
 
     async def handle(self, exchange: HttpExchange) -> None:
         if exchange.method not in ("GET", "HEAD"):
             raise MethodNotAllowed()
+        if exchange.segments[0] == "docs":
+            return await send_page(exchange)
         await exchange.send_response(200, [JSON], self._encoded_document)
 
     @cached_property

@@ -177,6 +177,7 @@ METRICS = API(
         ]
     },
 )
+_PAGE = Content({"text/html; charset=utf-8": str})
 _TORCHSERVE_DOCUMENT = "Get TorchServe's own document."
 # Served by every port.
 DESCRIPTION = API(
@@ -189,5 +190,6 @@ DESCRIPTION = API(
             get("described_at_length", _TORCHSERVE_DOCUMENT, OpenAPIDocument, deprecated=True)
         ],
         "/openapi.json": [get("openapi", "Get this document.", OpenAPIDocument)],
+        "/docs": [get("api_page", "Get a page that shows this document and sends requests.", _PAGE)],
     },
 )

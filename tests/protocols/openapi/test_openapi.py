@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gzip
 import itertools
 import json
 import re
@@ -200,6 +201,28 @@ def test_each_port_serves_its_document(inference: Any) -> None:
     assert json.loads(inference()("GET", "/openapi.json").body) == DOCUMENTS["inference"]
     assert inference()("POST", "/openapi.json").status == 405
     assert {"/metrics", "/openapi.json"} < set(DOCUMENTS["metrics"]["paths"])
+
+
+def test_each_port_serves_a_page_for_its_document(inference: Any, management: Any) -> None:
+    for port in (inference(), management()):
+        page = port("GET", "/docs")
+        assert (page.status, page["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in page["content-security-policy"]
+        files = re.findall(rb'(?:href|src)="(docs/[^"]+)"', page.body)
+        assert len(files) == 4
+        for file in files:
+            answer = port("GET", f"/{file.decode()}")
+            assert answer.status == 200 and len(answer.body) > 100
+            if file != b"docs/start.js":
+                compressed = port("GET", f"/{file.decode()}", headers={"accept-encoding": "gzip, br"})
+                assert compressed["content-encoding"] == "gzip"
+                assert gzip.decompress(compressed.body) == answer.body
+        # Addresses are relative to /docs, and all of this server.
+        assert b"//" not in page.body.replace(b"<!DOCTYPE", b"")
+        assert port("GET", "/docs/").status == 308
+        assert port("POST", "/docs").status == 405
+        for unknown in ("/docs/x", "/docs/../openapi.json/x", "/docs/swagger-ui.css/x", "/docs/..%2fcore.py"):
+            assert port("GET", unknown).status in (404, 405)
 
 
 @pytest.mark.parametrize("port", ["inference", "management", "both"])
