@@ -67,6 +67,7 @@ class HealthTracker:
         self._incomplete_since: dict[ModelRef, float] = {}
         self._last_errors: dict[ModelRef, tuple[str, float]] = {}
         self._loading_since: dict[ModelRef, float] = {}
+        self._reset_times: dict[ModelRef, float] = {}  # in seconds of time.time()
         # The last start's seconds and the signature are kept while a version does not run.
         self._start_seconds: dict[ModelRef, float] = {}
         self._signatures: dict[ModelRef, Signature] = {}
@@ -181,7 +182,12 @@ class HealthTracker:
         return True
 
     def record_crash(self, spec: ModelSpec, crash: CrashReport) -> None:
-        """Store the reason why a replica's process ended; while it was loading, its start has failed."""
+        """Store the reason why a replica's process ended; while it was loading, its start has failed.
+
+        A report of a death before ``reset_backoff`` changes nothing: it would be that of the earlier attempt.
+        """
+        if crash.when < self._reset_times.get(spec.ref, 0.0):
+            return
         if crash.loading:
             error_type = StartOutOfMemory if crash.out_of_memory else StartFailed
             self.record_start_failure(spec, error_type(spec.name, spec.version, crash.cause))
@@ -238,6 +244,7 @@ class HealthTracker:
         """Allow a start at once, and clear the last error, because a caller requested the version again."""
         self._failures.pop(ref, None)
         self._last_errors.pop(ref, None)
+        self._reset_times[ref] = time.time()
         if (status := self.statuses.get(ref)) is not None:
             self.statuses[ref] = replace(status, last_error="", error_time=0.0)
 
@@ -251,6 +258,7 @@ class HealthTracker:
             self._incomplete_since,
             self._last_errors,
             self._loading_since,
+            self._reset_times,
         ):
             by_ref.pop(ref, None)
 

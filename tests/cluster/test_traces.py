@@ -171,7 +171,7 @@ def test_grpc(traced: Traced) -> None:
 
 def test_websocket(traced: Traced) -> None:
     trace, headers = _context()
-    url = traced.server.url.replace("http", "ws") + "/predictions/split"
+    url = traced.server.url.replace("http", "ws") + "/%70redictions/stages"
     with connect(url, additional_headers=headers) as socket:
         socket.send("a")
         assert socket.recv() == "A"

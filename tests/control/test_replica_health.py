@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -147,6 +149,19 @@ def test_why_a_replica_died_stays_when_all_is_well_again(health: HealthTracker) 
     health.reset_backoff(SPEC.ref)
     health.update(WANT, app("c", "b"), app("c", "b"))
     assert health.statuses[SPEC.ref].last_error == "", "who scales it has seen it"
+
+
+def test_a_late_report_of_a_death_before_the_reset_changes_nothing(health: HealthTracker) -> None:
+    health.update(WANT, app(), {})
+    health.record_crash(SPEC, death(loading=True))
+    health.reset_backoff(SPEC.ref)
+    health.record_crash(SPEC, death(loading=True))
+    assert health.get_failure(SPEC.ref) is None and health.may_start(SPEC.ref)
+    health.update(WANT, app("a", "b"), app())
+    assert health.statuses[SPEC.ref].last_error == ""
+    health.record_crash(SPEC, replace(death(), when=time.time() + 1))
+    health.update(WANT, app("a", "b"), app("a", "b"))
+    assert health.statuses[SPEC.ref].last_error == "it was killed"
 
 
 def test_a_replica_that_died_while_it_loaded_failed_to_start(health: HealthTracker) -> None:
