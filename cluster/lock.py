@@ -20,7 +20,7 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 LOCKS = Path(__file__).with_name("requirements")
-EXTRAS = ("server", "gcs", "hf", "postgres", "s3")
+EXTRAS = ("server", "gcs", "hf", "otel", "postgres", "s3")
 RUNTIMES = ("onnx", "gpu")
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
