@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,14 +34,14 @@ class ReceivedSpan:
 
 @dataclass
 class Collector(services.TraceServiceServicer):
-    """The spans of all requests; ``delay`` is the time of one export in seconds."""
+    """The spans of all requests; an export waits until ``accepts`` is set."""
 
-    delay: float = 0.0
+    accepts: threading.Event
     spans: list[ReceivedSpan] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802  (gRPC's name)
-        time.sleep(self.delay)
+        self.accepts.wait()
         for resource in request.resource_spans:
             process = _attributes(resource.resource.attributes)["torchrelay.process"]
             for scope in resource.scope_spans:
@@ -71,9 +70,9 @@ class Collector(services.TraceServiceServicer):
 
 
 @contextmanager
-def collect_grpc(delay: float = 0.0) -> Iterator[tuple[Collector, str]]:
-    """Serve OTLP over gRPC; yield the collector and its endpoint."""
-    collector = Collector(delay)
+def collect_grpc(accepts: bool = True) -> Iterator[tuple[Collector, str]]:
+    """Serve OTLP over gRPC; yield the collector and its endpoint. Exports wait unless it ``accepts`` them."""
+    collector = Collector(_event(accepts))
     server = grpc.server(ThreadPoolExecutor(8))
     services.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -81,13 +80,14 @@ def collect_grpc(delay: float = 0.0) -> Iterator[tuple[Collector, str]]:
     try:
         yield collector, f"http://127.0.0.1:{port}"
     finally:
+        collector.accepts.set()
         server.stop(0).wait()
 
 
 @contextmanager
 def collect_http() -> Iterator[tuple[Collector, str]]:
     """Serve OTLP over HTTP with protobuf; yield the collector and its endpoint."""
-    collector = Collector()
+    collector = Collector(_event(True))
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -109,6 +109,13 @@ def collect_http() -> Iterator[tuple[Collector, str]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _event(is_set: bool) -> threading.Event:
+    event = threading.Event()
+    if is_set:
+        event.set()
+    return event
 
 
 def _to_span(span: Any, process: str) -> ReceivedSpan:

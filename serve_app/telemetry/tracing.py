@@ -140,6 +140,11 @@ def begin_request(method: str, path: str, headers: dict[str, str], request_id: s
         if parent.endswith(_NOT_SAMPLED):
             return None
         context = tracer.propagator.extract(headers)
+        if not tracer.span_context(context).is_valid:  # as without one: W3C Trace Context, 3.2.2
+            context = None
+    if context is not None:
+        if not tracer.span_context(context).trace_flags.sampled:
+            return None
     elif random.random() >= tracer.ratio or method == "GET" or path.split("/", 2)[1:2][0] in _PROBES:
         return None
     attributes = {"torchrelay.request_id": request_id}
@@ -266,11 +271,6 @@ def current_trace_id() -> str:
         return ""
     context = _tracer.api.get_current_span().get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
-
-
-def trace_id_of(headers: Mapping[str, str]) -> str:
-    """Return the id of the trace that a request's headers carry; empty where this server traces none."""
-    return headers[TRACEPARENT][3:35] if _tracer is not None and TRACEPARENT in headers else ""
 
 
 def _error_type(error: BaseException) -> str:
