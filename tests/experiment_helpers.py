@@ -9,6 +9,7 @@ from typing import Any
 from service_api import ServiceApi
 
 from serve_app.control.experiments.service import ExperimentService
+from serve_app.control.result_history import ResultHistory
 from serve_app.dataplane import version_router
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 
@@ -43,7 +44,7 @@ class Cluster(ServiceApi):
         super().__init__(folder, management, dict.fromkeys(MODELS, 1))
 
     def create_service(self) -> ExperimentService:
-        return ExperimentService(self.state, self.measured)
+        return ExperimentService(self.state, self.measured, ResultHistory(self.database, "experiment"))
 
     def begin(self, document: Any = DOCUMENT, model: str = "m") -> str:
         status, result = self.ask("POST", f"/models/{model}/experiments", document)

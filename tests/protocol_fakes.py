@@ -12,6 +12,7 @@ from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.dataplane.admitted_request import Submit
 from serve_app.domain.audit import AuditQuery
 from serve_app.domain.model import (
+    EventQuery,
     ModelRef,
     ModelSpec,
     ModelStatus,
@@ -213,6 +214,9 @@ class FakeControlAPI:
 
     async def list_audit_records(self, query: AuditQuery, allowed_models: tuple[str, ...]) -> list[Any]:
         self.audit_queries.append((query, allowed_models))
+        return []
+
+    async def list_events(self, query: EventQuery, allowed_models: tuple[str, ...]) -> list[Any]:
         return []
 
     def _spec(self, model: str, version: str | None) -> ModelSpec:

@@ -11,8 +11,10 @@ from serve_app.client._operations import (
     Operation,
     RequestDescriptor,
     RequestFlow,
+    fetch_list,
     fetch_object,
     join_path,
+    management_request,
 )
 from serve_app.client.predictions import Prediction, PredictionOptions, prediction_request
 
@@ -50,6 +52,15 @@ class AsyncPredictionOperations:
         if webhook:
             headers["x-torchrelay-webhook"] = webhook
         return (yield from fetch_object(replace(request, headers=headers)))
+
+    @Operation
+    def async_predictions(
+        self, model: str | None = None, state: str | None = None, limit: int = 100
+    ) -> RequestFlow[list[JsonObject]]:
+        """Return the documents of the async predictions that the key may see, the newest first."""
+        query = {"limit": limit, "model": model, "state": state}
+        request = management_request("GET", "async", port="inference", query=query)
+        return (yield from fetch_list(request, "predictions"))
 
     @Operation
     def async_status(self, id: str) -> RequestFlow[JsonObject]:

@@ -21,6 +21,7 @@ from serve_app.client.async_predictions import AsyncPredictionOperations
 from serve_app.client.health import HealthOperations
 from serve_app.client.keys import KeyFile
 from serve_app.client.models import ModelOperations
+from serve_app.client.observation import ObservationOperations
 from serve_app.client.predictions import PredictionOperations
 from serve_app.client.retries import DEFAULT_RETRIES, Retries, RetryLoop
 from serve_app.client.traffic import TrafficOperations
@@ -37,6 +38,7 @@ class _HttpClient(
     WorkflowOperations,
     KeyOperations,
     HealthOperations,
+    ObservationOperations,
     ABC,
 ):
     """The operations of a server's APIs, the addresses of its ports, and the key for each.

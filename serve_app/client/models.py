@@ -13,6 +13,7 @@ from serve_app.client._operations import (
     StreamDescriptor,
     StreamOperation,
     fetch_list,
+    fetch_object,
     fetch_pages,
     fetch_text,
     management_request,
@@ -26,6 +27,12 @@ class ModelOperations:
     def models(self) -> RequestFlow[list[JsonObject]]:
         """Return every model by name: ``modelName`` and ``modelUrl`` of its default version."""
         return (yield from fetch_pages("models", "models"))
+
+    @Operation
+    def models_page(self, start: int = 0, limit: int = 100) -> RequestFlow[JsonObject]:
+        """Return ``limit`` models by name from the ``start``-th on, with ``nextPageToken`` if more follow."""
+        query = {"next_page_token": start, "limit": limit}
+        return (yield from fetch_object(management_request("GET", "models", query=query)))
 
     @Operation
     def describe(

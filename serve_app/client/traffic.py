@@ -1,4 +1,4 @@
-"""Traffic of a model over the management API: policies, experiments, rollouts, shadows, and the audit log."""
+"""Traffic of a model over the management API: policies, experiments, rollouts and shadows."""
 
 from __future__ import annotations
 
@@ -38,16 +38,6 @@ class TrafficOperations:
         return (yield from fetch_object(management_request("DELETE", "models", model, "traffic")))
 
     @Operation
-    def audit(self, filters: JsonObject | None = None) -> RequestFlow[list[JsonObject]]:
-        """Return records of the audit log, the newest first.
-
-        ``filters`` are ``limit``, ``actor``, ``action``, ``subject``, ``result`` (its beginning), ``since``
-        (Unix time) and ``before_id``.
-        """
-        request = management_request("GET", "audit", query=filters or {})
-        return (yield from fetch_list(request, "records"))
-
-    @Operation
     def start_experiment(self, model: str, document: Any) -> RequestFlow[JsonObject]:
         """Split a model's requests between the arms of an experiment; return it, with its ``id``."""
         request = management_request("POST", "models", model, "experiments", document=document)
@@ -63,6 +53,12 @@ class TrafficOperations:
     def experiment(self, id: str) -> RequestFlow[JsonObject]:
         """Return the current results of an experiment."""
         return (yield from fetch_object(management_request("GET", "experiments", id)))
+
+    @Operation
+    def experiment_history(self, id: str) -> RequestFlow[list[JsonObject]]:
+        """Return the results of an experiment over time, the oldest first."""
+        request = management_request("GET", "experiments", id, "history")
+        return (yield from fetch_list(request, "points"))
 
     @Operation
     def stop_experiment(self, id: str) -> RequestFlow[JsonObject]:
@@ -107,6 +103,12 @@ class TrafficOperations:
     def shadow(self, model: str) -> RequestFlow[JsonObject]:
         """Return how a shadow's responses agree with the live ones, and the worst mismatches."""
         return (yield from fetch_object(management_request("GET", "models", model, "shadow")))
+
+    @Operation
+    def shadow_history(self, model: str) -> RequestFlow[list[JsonObject]]:
+        """Return the agreement of a shadow over time, as ``points`` by live ``version``."""
+        request = management_request("GET", "models", model, "shadow", "history")
+        return (yield from fetch_list(request, "against"))
 
     @Operation
     def delete_shadow_stats(self, model: str) -> RequestFlow[str]:

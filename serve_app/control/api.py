@@ -24,11 +24,13 @@ from serve_app.domain.audit import AuditDocument, AuditQuery
 from serve_app.domain.experiment import (
     Experiment,
     ExperimentDocument,
+    ExperimentHistory,
     ExperimentSummary,
     Reward,
     RewardCounts,
 )
 from serve_app.domain.model import (
+    EventQuery,
     ModelEvent,
     ModelRef,
     Registration,
@@ -37,7 +39,7 @@ from serve_app.domain.model import (
     VersionStats,
 )
 from serve_app.domain.rollout import RolloutDocument, RolloutPlan
-from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, TrafficPolicy
+from serve_app.domain.traffic_policy import ShadowDocument, ShadowHistory, TrafficDocument, TrafficPolicy
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowGraph
 from serve_app.errors import BadRequest, InvalidWorkflow, MethodNotAllowed, MissingParameter, RelayError
 from serve_app.settings import Settings
@@ -90,6 +92,9 @@ class ControlAPI(Protocol):
         which may not have started yet. Raises ModelNotFound.
         """
 
+    async def list_events(self, query: EventQuery, allowed_models: tuple[str, ...]) -> list[ModelEvent]:
+        """Return the events of all models that match, the newest first."""
+
     async def get_traffic(self, model: str) -> TrafficDocument:
         """Return a model's policy, and the split that is active in its place. Raises ModelNotFound."""
 
@@ -97,6 +102,9 @@ class ControlAPI(Protocol):
 
     async def get_shadow(self, model: str) -> ShadowDocument:
         """Return how a shadow's responses agree with the live ones. Raises ModelNotFound and NotFound."""
+
+    async def get_shadow_history(self, model: str) -> ShadowHistory:
+        """Return the agreement of a shadow over time. Raises as ``get_shadow`` does, and Unavailable."""
 
     async def reset_shadow(self, model: str) -> None:
         """Delete a model's shadow statistics and the inputs stored with them. Raises ModelNotFound."""
@@ -107,6 +115,9 @@ class ControlAPI(Protocol):
 
     async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
         """Return an experiment and its results so far. Raises ExperimentNotFound and ModelNotAllowed."""
+
+    async def get_experiment_history(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentHistory:
+        """Return the results of an experiment over time. Raises as ``get_experiment``, and Unavailable."""
 
     async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
         """Put the model's policy back in force; the measurements are kept.
@@ -165,6 +176,11 @@ class ControlAPI(Protocol):
 
         Raises as ``get_prediction`` does, and PredictionCancelled.
         """
+
+    async def list_predictions(
+        self, grant: KeyGrant | None, limit: int, model: str = "", state: str = ""
+    ) -> list[AsyncPredictionDocument]:
+        """Return the predictions that a key may see, the newest first; empty texts match all."""
 
     async def cancel_prediction(self, id: str, grant: KeyGrant | None) -> AsyncPredictionDocument | None:
         """Cancel a prediction, or delete it (None) where it has ended. Raises as ``get_prediction`` does."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import time
 import uuid
 from collections import OrderedDict, deque
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from serve_app.domain.model import FINAL_STAGES, ModelEvent, Stage
+from serve_app.domain.access import matches
+from serve_app.domain.model import FINAL_STAGES, EventQuery, ModelEvent, Stage
 from serve_app.errors import RelayError
 
 MAX_HISTORIES = 500  # the oldest is dropped first
@@ -124,6 +126,17 @@ class EventLog:
     def discard(self, history: EventHistory) -> None:
         """Drop a history of an archive that became no version."""
         self._histories.pop(history.id, None)
+
+    def list_events(self, query: EventQuery, allowed_models: tuple[str, ...]) -> list[ModelEvent]:
+        """Return the events that match ``query`` and belong to ``allowed_models``, the newest first."""
+        found = [
+            event
+            for history in self._histories.values()
+            if matches(history.model, allowed_models) and query.model in ("", *history.names)
+            for event in history.events
+            if query.stage in ("", event.stage)
+        ]
+        return heapq.nlargest(query.limit, found, key=lambda event: event.id)
 
     def has_events(self, name: str, registration: str | None = None) -> bool:
         return any(True for _ in self._matching(name, registration))

@@ -24,6 +24,7 @@ from serve_app.control.state import StateStore
 from serve_app.domain import limits
 from serve_app.domain.access import matches
 from serve_app.domain.model import (
+    EventQuery,
     ModelEvent,
     ModelRef,
     ModelSpec,
@@ -271,6 +272,9 @@ class ModelService:
             history = self._events.open(model, version=spec.version, workers=spec.min_workers)
             self._watch(history, spec)
         return await self._events.wait_for_events(model, registration, since, timeout)
+
+    async def list_events(self, query: EventQuery, allowed_models: tuple[str, ...]) -> list[ModelEvent]:
+        return self._events.list_events(query, allowed_models)
 
     # From an archive to a spec
 

@@ -38,6 +38,7 @@ from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.reconciler import Reconciler
 from serve_app.control.registry import find_version
 from serve_app.control.replica_health import HealthTracker
+from serve_app.control.result_history import ResultHistory
 from serve_app.control.rollouts.service import RolloutService
 from serve_app.control.shadow.service import ShadowService
 from serve_app.control.state import AcknowledgementPolicy, StateStore
@@ -201,8 +202,10 @@ class Management:
         )
         self._traffic = TrafficService(self._state)
         self._rollouts = RolloutService(self._state, self._health, self._metric_store, settings.runtime)
-        self._experiments = ExperimentService(self._state, self._metric_store)
-        self._shadow = ShadowService(self._state, database)
+        self._experiments = ExperimentService(
+            self._state, self._metric_store, ResultHistory(database, "experiment")
+        )
+        self._shadow = ShadowService(self._state, database, ResultHistory(database, "shadow"))
         await self._shadow.load()
         self._async_predictions = self._create_async_predictions(database)
         self._keys = KeyService(self._state, KeyStore(database), keys, self._async_predictions.remove_owner)

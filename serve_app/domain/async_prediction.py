@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from typing_extensions import NotRequired, TypedDict
 
+from serve_app.domain.access import KeyGrant
 from serve_app.domain.validation import documented
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
+MAX_LISTED = 1000  # predictions in one response
 TERMINAL_STATES: tuple[State, ...] = ("done", "failed", "cancelled")
 
 
@@ -70,6 +74,18 @@ class AsyncPredictionDocument(TypedDict):
     webhook: NotRequired[WebhookState]
 
 
+class AsyncPredictionPage(TypedDict):
+    """Async predictions, the newest first."""
+
+    predictions: list[AsyncPredictionDocument]
+
+
+class AsyncListParameters(TypedDict, total=False):
+    limit: Annotated[int, documented("The number of predictions.", minimum=1, maximum=MAX_LISTED)]
+    model: Annotated[str, documented("Only predictions of this model.")]
+    state: Annotated[State, documented("Only predictions in this state.")]
+
+
 @dataclass(frozen=True, slots=True)
 class AsyncPrediction:
     """The state of an asynchronous prediction. Times are in seconds since the epoch; 0: not yet."""
@@ -117,6 +133,20 @@ class AsyncPrediction:
         if self.webhook:
             document["webhook"] = {"url": self.webhook, "state": self.webhook_state}
         return document
+
+
+def select_visible(
+    predictions: Iterable[AsyncPrediction], grant: KeyGrant | None, limit: int, model: str, state: str
+) -> list[AsyncPrediction]:
+    """Return the ``limit`` newest predictions that a key may see; empty texts match all."""
+    found = (
+        prediction
+        for prediction in predictions
+        if model in ("", prediction.model)
+        and state in ("", prediction.state)
+        and (grant is None or grant.may_see(prediction.owner, prediction.model))
+    )
+    return heapq.nlargest(limit, found, key=lambda prediction: prediction.created)
 
 
 def _rounded(seconds: float) -> float | None:

@@ -124,6 +124,25 @@ class ExperimentDocument(ExperimentSummary, total=False):
     sample_ratio: Annotated[dict[str, Any], documented("Whether the arms' sizes fit their weights.")]
 
 
+class ExperimentPoint(TypedDict):
+    """The results at one time, in seconds since the epoch."""
+
+    time: float
+    units: Annotated[dict[str, int], documented("The units of each arm.")]
+    p_value: Annotated[float, documented("The lowest p-value of the sample ratio so far.")]
+    metrics: Annotated[
+        dict[str, dict[str, dict[str, float | None]]],
+        documented("By metric and arm: the difference from the baseline, and its confidence interval."),
+    ]
+
+
+class ExperimentHistory(TypedDict):
+    """The results over time, the oldest first."""
+
+    id: str
+    points: list[ExperimentPoint]
+
+
 def read(document: Any) -> Experiment:
     """Parse the experiment in an operator's document.
 

@@ -217,6 +217,15 @@ class ModelEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class EventQuery:
+    """A filter of events; empty fields match all."""
+
+    limit: int = 100
+    model: str = ""
+    stage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ScalingProgress:
     """How far a change of a version's replicas has come.
 

@@ -135,6 +135,27 @@ class ShadowDocument(TypedDict):
     against: list[ShadowComparison]
 
 
+class ShadowPoint(TypedDict):
+    """The compared requests up to one time, in seconds since the epoch."""
+
+    time: float
+    agreed: int
+    disagreed: int
+    error: Annotated[int, documented("Requests that the shadow failed.")]
+
+
+class ShadowTrend(TypedDict):
+    version: Annotated[str, documented("The live version.")]
+    points: list[ShadowPoint]
+
+
+class ShadowHistory(TypedDict):
+    """The agreement of a model's shadow over time, the oldest point first."""
+
+    model: str
+    against: list[ShadowTrend]
+
+
 @dataclass(frozen=True, slots=True)
 class BucketAllocation:
     """The owners of buckets: ``names[i]`` has those from ``bucket_bounds[i - 1]`` up to

@@ -26,6 +26,7 @@ from serve_app.domain.async_prediction import (
     State,
     StoredRequest,
     StoredResponse,
+    select_visible,
 )
 from serve_app.domain.key_errors import KeyShareExceeded
 from serve_app.errors import (
@@ -77,9 +78,7 @@ class AsyncPredictionService:
         # Predictions, and their bytes, by owner, with those that are being stored.
         self._count_by_owner = Counter[str]()
         self._bytes_by_owner = Counter[str]()
-        # Predictions, and their bytes, that are being stored.
-        self._reserved_count = 0
-        self._reserved_bytes = 0
+        self._reserved_count = self._reserved_bytes = 0  # predictions, and bytes, that are being stored
         self._bytes = 0
         self._queues: dict[tuple[str, str], deque[str]] = {}  # by owner and model, in order
         self._running: dict[str, asyncio.Task[StoredResponse]] = {}
@@ -125,15 +124,17 @@ class AsyncPredictionService:
     async def get_prediction_result(
         self, id: str, grant: KeyGrant | None
     ) -> tuple[AsyncPredictionDocument, StoredResponse | None]:
-        """Return a prediction, and its response where there is one.
-
-        Raises PredictionNotFound, PredictionCancelled, PredictionLost and ResultStoreUnavailable.
-        """
         prediction = self._find(id, grant)
         if prediction.state == "cancelled":
             raise PredictionCancelled(id)
         response = await self._store.get_response(prediction) if prediction.has_ended else None
         return prediction.to_dict(), response
+
+    async def list_predictions(
+        self, grant: KeyGrant | None, limit: int, model: str, state: str
+    ) -> list[AsyncPredictionDocument]:
+        current = (each for each in self._all.values() if not _expired(each))
+        return [each.to_dict() for each in select_visible(current, grant, limit, model, state)]
 
     async def cancel_prediction(self, id: str, grant: KeyGrant | None) -> AsyncPredictionDocument | None:
         """Cancel an unfinished prediction, or delete a finished one and return None."""

@@ -8,11 +8,13 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from serve_app.control.experiments import registry_changes
 from serve_app.control.experiments.analysis import ArmTotals, assess
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.registry import find_experiment, find_version
+from serve_app.control.result_history import ResultHistory
 from serve_app.control.state import StateStore
 from serve_app.dataplane.experiment_collector import OUTPUT, REWARD, UNITS, ArmStats
 from serve_app.domain import validation
@@ -20,6 +22,7 @@ from serve_app.domain.access import matches
 from serve_app.domain.experiment import (
     Experiment,
     ExperimentDocument,
+    ExperimentHistory,
     ExperimentMetric,
     ExperimentSummary,
     Reward,
@@ -28,21 +31,30 @@ from serve_app.domain.experiment import (
 from serve_app.domain.sequential_statistics import Groups
 from serve_app.errors import BadRequest, ExposureNotFound, ModelNotAllowed, Unavailable
 
-_PERIOD = 60.0  # seconds
+_PERIOD = 10.0  # seconds
 
 
 class ExperimentService:
     """The operations of ``ControlAPI`` on experiments, in the process that owns the registry."""
 
-    def __init__(self, state: StateStore, metric_store: MetricStore) -> None:
+    def __init__(self, state: StateStore, metric_store: MetricStore, history: ResultHistory) -> None:
         self._state = state
         self._metric_store = metric_store
+        self._history = history
         self._p_values: dict[str, float] = {}  # the least that was answered for an experiment's sample ratio
 
     async def run(self) -> None:
-        """Delete the metrics of removed experiments periodically; they were removed with their model."""
+        """Record the results of running experiments, and delete what removed ones left, until cancelled.
+
+        An experiment is removed with its model.
+        """
+        with contextlib.suppress(Unavailable):
+            await self._history.delete_others(set(self._state.registry.experiments))
         while True:
             await self.delete_orphans()
+            for experiment in list(self._state.registry.experiments.values()):
+                if experiment.running and self._history.is_due(experiment.id, experiment.started_at):
+                    await self._results(experiment)
             await asyncio.sleep(_PERIOD)
 
     async def delete_orphans(self) -> None:
@@ -53,6 +65,7 @@ class ExperimentService:
             if ":" not in trial and trial not in self._state.registry.experiments:
                 with contextlib.suppress(Unavailable):  # the next time, then
                     await self._metric_store.delete(trial)
+                    await self._history.delete(trial)
 
     async def start_experiment(self, experiment: Experiment) -> ExperimentDocument:
         begun = replace(experiment, id=secrets.token_hex(5), started_at=time.time())
@@ -84,6 +97,10 @@ class ExperimentService:
     async def get_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
         return await self._results(self._find(id, allowed_models))
 
+    async def get_experiment_history(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentHistory:
+        self._find(id, allowed_models)
+        return {"id": id, "points": await self._history.get_points(id)}  # type: ignore[typeddict-item]
+
     async def record_rewards(
         self, id: str, rewards: list[Reward], allowed_models: tuple[str, ...]
     ) -> RewardCounts:
@@ -104,7 +121,10 @@ class ExperimentService:
         return experiment
 
     async def _results(self, experiment: Experiment, late: str = "") -> ExperimentDocument:
-        """Return an experiment with its results; ``late`` is the status of a change."""
+        """Return an experiment with its results, which are recorded in its history.
+
+        ``late`` is the status of a change.
+        """
         figures = self._metric_store.arm_stats(experiment.id)
         tallies = [
             ArmTotals(
@@ -131,6 +151,8 @@ class ExperimentService:
                     found["metrics"][metric.name]["arms"][name]["missing"] = seen.missing.get(
                         OUTPUT + metric.name, 0
                     )
+        if not experiment.running or self._history.is_due(experiment.id, experiment.started_at):
+            await self._history.append(experiment.id, _to_point(found))
         document: ExperimentDocument = {**_to_document(experiment), **found}  # type: ignore[typeddict-item]
         if late:
             document["status"] = late
@@ -150,6 +172,21 @@ def _to_document(experiment: Experiment) -> ExperimentSummary:
         "key": key and {source: where for source, where in key.items() if where},
         "arms": validation.write(experiment)["arms"],
         "baseline": experiment.baseline,
+    }
+
+
+def _to_point(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results that the history keeps."""
+    return {
+        "units": {name: arm["units"] for name, arm in results["arms"].items()},
+        "p_value": results["sample_ratio"]["p_value"],
+        "metrics": {
+            name: {
+                arm: {key: found[key] for key in ("difference", "low", "high")}
+                for arm, found in metric["differences"].items()
+            }
+            for name, metric in results["metrics"].items()
+        },
     }
 
 

@@ -149,6 +149,16 @@ AUDIT_LOG = sa.Table(
     sa.Column("after", sa.JSON(none_as_null=True), nullable=True),
 )
 
+# Points of results over time (see control/result_history.py), as JSON.
+RESULT_HISTORY = sa.Table(
+    "torchrelay_result_history",
+    SCHEMA,
+    sa.Column("kind", sa.Text, primary_key=True),
+    sa.Column("subject", sa.Text, primary_key=True),  # an experiment's id, or a model and a live version
+    sa.Column("time", sa.Float, primary_key=True),  # seconds since the epoch
+    sa.Column("document", sa.Text, nullable=False),
+)
+
 GENERATION = sa.Table(
     "torchrelay_generation",
     SCHEMA,

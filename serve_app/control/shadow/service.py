@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import ModelRecord, find_version
+from serve_app.control.result_history import ResultHistory
 from serve_app.control.shadow.store import Key, ShadowRecord, ShadowStore
 from serve_app.control.state import StateStore
 from serve_app.dataplane.experiment_collector import quantile
 from serve_app.dataplane.shadow.mirror import ShadowPair
 from serve_app.dataplane.shadow.stats import OUTCOMES, ShadowStats
 from serve_app.domain import validation
-from serve_app.domain.traffic_policy import ShadowComparison, ShadowDocument, ShadowPolicy
+from serve_app.domain.traffic_policy import ShadowComparison, ShadowDocument, ShadowHistory, ShadowPolicy
 from serve_app.errors import NotFound, Unavailable
 
 log = logging.getLogger("torchrelay.shadow")
@@ -28,8 +30,9 @@ class ShadowService:
     ``load`` is called before every other method; ``run`` stores changes.
     """
 
-    def __init__(self, state: StateStore, database: Database) -> None:
+    def __init__(self, state: StateStore, database: Database, history: ResultHistory) -> None:
         self._state = state
+        self._history = history
         self._comparisons = ShadowStore(database)
         self._records: dict[Key, ShadowRecord] = {}
         self._changed: set[Key] = set()
@@ -76,6 +79,17 @@ class ShadowService:
             "model": model,
             "shadow": validation.write(shadow) if shadow is not None else None,
             "against": [_to_document(live, account) for live, account in accounts.items()],
+        }
+
+    async def get_shadow_history(self, model: str) -> ShadowHistory:
+        await self.get_shadow(model)  # raises
+        return {
+            "model": model,
+            "against": [
+                {"version": live, "points": await self._history.get_points(f"{name}/{live}")}  # type: ignore[typeddict-item]
+                for name, live in sorted(self._records)
+                if name == model
+            ],
         }
 
     async def reset_shadow(self, model: str) -> None:
@@ -125,6 +139,18 @@ class ShadowService:
             except BaseException:
                 self._changed |= changed
                 raise
+            await self._record_history(now)
+
+    async def _record_history(self, stored: Mapping[Key, ShadowRecord | None]) -> None:
+        for (model, live), account in stored.items():
+            subject = f"{model}/{live}"
+            if account is None:
+                await self._history.delete(subject)
+            elif self._history.is_due(subject, account.since):
+                calls = account.figures.calls
+                await self._history.append(
+                    subject, {name: calls[name] for name in ("agreed", "disagreed", "error")}
+                )
 
     async def close(self) -> None:
         """Store pending changes."""

@@ -13,13 +13,20 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from typing import Any
+from typing import Any, get_args
+from urllib.parse import parse_qsl
 
 import orjson
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
-from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
+from serve_app.domain.async_prediction import (
+    MAX_LISTED,
+    AsyncPredictionDocument,
+    State,
+    StoredRequest,
+    StoredResponse,
+)
 from serve_app.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -126,7 +133,10 @@ class AsyncInterceptor:
 
 
 class AsyncRoutes:
-    """The routes ``/async/{id}`` and ``/async/{id}/result``, for a prediction's owner and for managers."""
+    """The routes ``/async``, ``/async/{id}`` and ``/async/{id}/result``.
+
+    A prediction is visible to its owner and to managers.
+    """
 
     def __init__(
         self,
@@ -140,6 +150,8 @@ class AsyncRoutes:
 
     def matches(self, exchange: HttpExchange) -> bool:
         match exchange.segments:
+            case ["async"]:
+                return True
             case ["async", id] | ["async", id, "result"]:
                 return _ID.fullmatch(id) is not None
         return False
@@ -149,6 +161,8 @@ class AsyncRoutes:
 
     async def handle(self, exchange: HttpExchange) -> None:
         auth.authorize(self._plane.access, exchange, "infer")
+        if exchange.segments == ["async"]:
+            return await self._list(exchange)
         _, id, *rest = exchange.segments
         grant = exchange.grant
         match [exchange.method, *rest]:
@@ -164,6 +178,20 @@ class AsyncRoutes:
                     await _send_document(exchange, document)
             case _:
                 raise MethodNotAllowed()
+
+    async def _list(self, exchange: HttpExchange) -> None:
+        if exchange.method not in ("GET", "HEAD"):
+            raise MethodNotAllowed()
+        query = dict(parse_qsl(exchange.scope.get("query_string", b"").decode("latin-1")))
+        limit, state = query.get("limit", "100"), query.get("state", "")
+        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+            raise BadRequest(f"limit is {limit[:80]!r}; it must be an integer from 1 to {MAX_LISTED}.")
+        if state and state not in get_args(State):
+            raise BadRequest(f"state is {state[:80]!r}; it must be one of {', '.join(get_args(State))}.")
+        found = await self._control.api.list_predictions(
+            exchange.grant, int(limit), query.get("model", ""), state
+        )
+        await exchange.send_response(200, [JSON], orjson.dumps({"predictions": found}))
 
     async def _send_result(
         self, exchange: HttpExchange, document: AsyncPredictionDocument, response: StoredResponse | None

@@ -46,6 +46,9 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
     async def get(exchange: HttpExchange, id: str) -> Any:
         return await control.api.get_experiment(id, auth.get_allowed_models(exchange))
 
+    async def get_history(exchange: HttpExchange, id: str) -> Any:
+        return await control.api.get_experiment_history(id, auth.get_allowed_models(exchange))
+
     async def delete(exchange: HttpExchange, id: str) -> Any:
         allowed_models = auth.get_allowed_models(exchange)
         if not parse_bool(parse_query(exchange).get("purge")):
@@ -60,6 +63,7 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
         route("/models/{model}/experiments", GET=list_of_model, POST=start),
         route("/experiments", GET=list_all),
         route("/experiments/{id}", GET=get, DELETE=delete),
+        route("/experiments/{id}/history", GET=get_history),
         route("/experiments/{id}/events", POST=record),
     ]
 

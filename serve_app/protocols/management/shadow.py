@@ -13,7 +13,7 @@ from serve_app.protocols.torchserve import openapi
 
 
 def build_routes(control: ControlPlane) -> list[Route]:
-    """Return the route: GET returns the comparison, DELETE deletes it with the inputs that it stores.
+    """Return the routes: GET returns the comparison, DELETE deletes it with the inputs that it stores.
 
     A shadow is configured with the model's traffic policy.
     """
@@ -32,5 +32,9 @@ def build_routes(control: ControlPlane) -> list[Route]:
             GET=lambda exchange, model: control.api.get_shadow(model),
             DELETE=reset,
             OPTIONS=describe,
-        )
+        ),
+        route(
+            "/models/{model}/shadow/history",
+            GET=lambda exchange, model: control.api.get_shadow_history(model),
+        ),
     ]

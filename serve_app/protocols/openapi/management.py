@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from serve_app.domain.api_key import KeyList, KeyRequest, NewKeyDocument, RotationRequest
-from serve_app.domain.experiment import ExperimentDocument, ExperimentPlan, RewardCounts, RewardsBody
+from serve_app.domain.experiment import (
+    ExperimentDocument,
+    ExperimentHistory,
+    ExperimentPlan,
+    RewardCounts,
+    RewardsBody,
+)
+from serve_app.domain.log_query import LogPage
 from serve_app.domain.rollout import RolloutDocument, RolloutPlan
-from serve_app.domain.traffic_policy import ShadowDocument, TrafficDocument, TrafficPolicy
+from serve_app.domain.traffic_policy import ShadowDocument, ShadowHistory, TrafficDocument, TrafficPolicy
 from serve_app.domain.validation import documented
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowSource
+from serve_app.protocols.management.access import AccessDocument
 from serve_app.protocols.management.audit import AuditPage, AuditParameters
 from serve_app.protocols.management.experiments import ExperimentList, PurgeParameters
+from serve_app.protocols.management.logs import EventListParameters, EventPage, LogParameters
 from serve_app.protocols.openapi.endpoints import API, Content, Endpoint, delete, get, json, post, put
 from serve_app.protocols.openapi.torchserve import ERRORS, describe_api
 from serve_app.protocols.openinference.metadata import Readiness
@@ -110,11 +119,20 @@ MODELS = API(
     },
 )
 
-AUDIT = API(
-    "Audit log",
-    "Management changes with their authors, and refused attempts.",
+OPERATION = API(
+    "Operation",
+    "Logs, events, management changes with their authors, and the rights of a key.",
     ERRORS,
-    {"/audit": [get("audit", "List records, the newest first.", AuditPage, query=AuditParameters)]},
+    {
+        "/audit": [
+            get("audit", "List records of the audit log, newest first.", AuditPage, query=AuditParameters)
+        ],
+        "/events": [
+            get("all_events", "List events of models, newest first.", EventPage, query=EventListParameters)
+        ],
+        "/logs": [get("logs", "List records of a log, newest first.", LogPage, query=LogParameters)],
+        "/access": [get("access", "Get the rights of the request's key.", AccessDocument)],
+    },
 )
 
 _TRAFFIC = {200: TrafficDocument, 202: Status}
@@ -148,6 +166,9 @@ TRAFFIC = API(
             delete("reset_shadow", "Delete the statistics of a shadow.", Status),
             describe_api("shadow_api"),
         ],
+        f"{_MODEL}/shadow/history": [
+            get("shadow_history", "Get the agreement of a shadow over time.", ShadowHistory)
+        ],
         f"{_MODEL}/rollout": [
             get("rollout", "Get a model's last rollout.", RolloutDocument),
             post("start_rollout", "Start a rollout.", _ROLLOUT, _CONFLICT, RolloutPlan),
@@ -174,6 +195,9 @@ TRAFFIC = API(
                 _CONFLICT,
                 query=PurgeParameters,
             ),
+        ],
+        "/experiments/{experiment_id}/history": [
+            get("experiment_history", "Get the results of an experiment over time.", ExperimentHistory)
         ],
         **REWARDS.paths,
     },

@@ -7,7 +7,11 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from serve_app.domain.async_prediction import AsyncPredictionDocument
+from serve_app.domain.async_prediction import (
+    AsyncListParameters,
+    AsyncPredictionDocument,
+    AsyncPredictionPage,
+)
 from serve_app.protocols.management.metrics import MetricsParameters
 from serve_app.protocols.openapi.endpoints import (
     API,
@@ -138,6 +142,15 @@ ASYNC_PREDICTIONS = API(
     "Requested with the header Prefer: respond-async.",
     ERRORS,
     {
+        "/async": [
+            get(
+                "list_async_predictions",
+                "List the async predictions that the key may see, the newest first.",
+                AsyncPredictionPage,
+                _UNAVAILABLE,
+                query=AsyncListParameters,
+            )
+        ],
         "/async/{id}": [
             get(
                 "get_async_prediction",

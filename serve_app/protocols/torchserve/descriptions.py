@@ -37,6 +37,7 @@ class WorkerDescription(TypedDict):
     pid: Annotated[int, documented("The process id.")]
     gpu: Annotated[bool, documented("Whether it uses a GPU.")]
     gpuUsage: Annotated[str, documented("The visible GPUs, or N/A.")]
+    node: NotRequired[Annotated[str, documented("The id of the node.")]]
 
 
 class JobQueueStatus(TypedDict):
@@ -202,7 +203,7 @@ def describe_version(description: VersionDescription) -> ModelDescription:
 
 
 def _describe_worker(worker: ReplicaInfo) -> WorkerDescription:
-    return {
+    document: WorkerDescription = {
         "id": worker.id,
         "startTime": _utc(worker.started_at),
         "status": "READY" if worker.ready else "UNLOADING",
@@ -211,6 +212,9 @@ def _describe_worker(worker: ReplicaInfo) -> WorkerDescription:
         "gpu": bool(worker.gpu),
         "gpuUsage": f"gpuId::{worker.gpu}" if worker.gpu else "N/A",
     }
+    if worker.node:
+        document["node"] = worker.node
+    return document
 
 
 def _utc(seconds: float) -> str:

@@ -19,7 +19,7 @@ from serve_app.errors import (
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management import audit, experiments, keys, rollouts, shadow, traffic
+from serve_app.protocols.management import access, audit, experiments, keys, logs, rollouts, shadow, traffic
 from serve_app.protocols.management.routing import MethodHandlers, RouteTable, any_method, route
 from serve_app.protocols.torchserve import errors, events, openapi, workflows
 from serve_app.protocols.torchserve.descriptions import (
@@ -41,6 +41,11 @@ from serve_app.protocols.torchserve.parameters import (
     read_parameters,
 )
 from serve_app.settings import Settings
+
+_FIRST_SEGMENTS = frozenset(
+    ("access", "audit", "events", "experiments", "keys", "logs", "models", "token", "workflows")
+)
+_MANAGERS_ONLY = (["audit"], ["keys"], ["logs"])  # GET needs a key that may manage, too
 
 
 class ManagementRoutes:
@@ -69,7 +74,9 @@ class ManagementRoutes:
                 Route(
                     "/models/{model}/events", MethodHandlers({"GET": self._stream_events}), methods=["GET"]
                 ),
+                *access.build_routes(control),
                 *audit.build_routes(control),
+                *logs.build_routes(control, settings),
                 *experiments.build_routes(control, limit),
                 *rollouts.build_routes(control, limit),
                 *shadow.build_routes(control),
@@ -91,7 +98,7 @@ class ManagementRoutes:
 
     def matches(self, exchange: HttpExchange) -> bool:
         segments = exchange.segments
-        if segments[:1] in ([], ["models"], ["experiments"], ["token"], ["workflows"], ["audit"], ["keys"]):
+        if not segments or segments[0] in _FIRST_SEGMENTS:
             return True
         return segments[:2] == ["v1", "models"] and len(segments) == 3  # OpenAI's protocol lists the models
 
@@ -113,7 +120,9 @@ class ManagementRoutes:
             return
         if exchange.method == "OPTIONS" or segments in ([], ["api-description"]):
             return
-        if exchange.method in ("GET", "HEAD") and segments[:1] not in (["audit"], ["keys"]):
+        if segments == ["access"]:
+            auth.authorize(access, exchange, "infer", "observe", "manage", "token")
+        elif exchange.method in ("GET", "HEAD") and segments[:1] not in _MANAGERS_ONLY:
             auth.authorize(access, exchange, "observe")
         elif segments[:1] == ["experiments"] and segments[2:] == ["events"]:
             auth.authorize(access, exchange, "manage", "infer")  # applications record rewards

@@ -21,6 +21,7 @@ from serve_app.control import registry_changes
 from serve_app.control.persistence.database import Database
 from serve_app.control.persistence.schema import SHADOW_MISMATCHES, SHADOW_STATS
 from serve_app.control.replica_health import HealthTracker
+from serve_app.control.result_history import ResultHistory
 from serve_app.control.shadow.service import ShadowService
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
@@ -101,13 +102,14 @@ class Cluster:
             lambda: None,
         )
         self.state.publish()
-        self.shadows = ShadowService(self.state, self.database)
+        self.shadows = ShadowService(self.state, self.database, ResultHistory(self.database, "shadow"))
         self.run(self.shadows.load())
         traffic = TrafficService(self.state)
         self._app = self._management(access=access)
         self._app.loop = self.loop
         for owner, question in (
             (self.shadows, "get_shadow"),
+            (self.shadows, "get_shadow_history"),
             (self.shadows, "reset_shadow"),
             (traffic, "get_traffic"),
             (traffic, "set_traffic"),
@@ -179,6 +181,18 @@ def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]
     cluster.run(cluster.mirror.close())
     cluster.close()
     cluster.loop.close()
+
+
+def test_the_agreement_over_time_is_kept_until_a_reset(cluster: Cluster) -> None:
+    assert cluster.ask("GET", "/models/m/shadow/history")[0] == 404
+    cluster.set()
+    for digits, compared in ((range(10), [6, 3, 1]), (range(1), [0, 1, 0])):
+        cluster.calls(*digits)
+        cluster.run(cluster.shadows.close())  # stores
+        [trend] = cluster.ask("GET", "/models/m/shadow/history")[1]["against"]
+        [point] = trend["points"]
+        assert [point[name] for name in ("agreed", "disagreed", "error")] == compared
+        assert cluster.ask("DELETE", "/models/m/shadow")[0] == 200
 
 
 def test_shadow_comparison_is_reported(cluster: Cluster) -> None:

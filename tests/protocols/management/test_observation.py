@@ -1,0 +1,123 @@
+"""``/access``, ``/events``, ``/logs`` and the history of experiments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from experiment_helpers import Cluster
+from openapi_checks import assert_described
+
+from serve_app.control.lifecycle_events import EventLog
+from serve_app.domain.access import AccessTable, KeyGrant
+from serve_app.domain.model import EventQuery
+
+ACCESS = AccessTable(
+    {
+        sha256(name.encode()).digest(): KeyGrant(frozenset(rights), models, name=name)
+        for name, rights, models in (
+            ("ops", ("infer", "observe", "manage"), ("*",)),
+            ("team", ("infer", "observe", "manage"), ("m*",)),
+            ("watch", ("observe",), ("*",)),
+            ("app", ("infer",), ("*",)),
+        )
+    }
+)
+
+
+def get(app: Any, path: str, key: str = "") -> tuple[int, Any]:
+    response = app("GET", path, b"", {"Authorization": f"Bearer {key}"} if key else {})
+    assert_described("GET", path, response)
+    return response.status, json.loads(response.body)
+
+
+@pytest.mark.parametrize("name", ["ops", "watch", "app"])
+def test_any_key_may_see_its_own_rights(management: Any, name: str) -> None:
+    status, document = get(management(access=ACCESS), "/access", name)
+    grant = ACCESS.grants[sha256(name.encode()).digest()]
+    assert (status, document["name"], document["required"]) == (200, name, True)
+    assert set(document["rights"]) == grant.rights
+
+
+def test_an_unknown_key_has_no_rights_and_a_server_without_keys_grants_all(management: Any) -> None:
+    assert get(management(access=ACCESS), "/access", "wrong")[0] == 400
+    status, document = get(management(), "/access")
+    assert (status, document["required"], document["models"]) == (200, False, ["*"])
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/logs", "ops", 200),
+        ("/logs", "watch", 400),
+        ("/logs", "app", 400),
+        ("/logs", "team", 400),  # the server's log has records of every model
+        ("/logs?log=server&model=m1", "team", 400),
+        ("/logs?log=model&model=m1", "team", 200),
+        ("/logs?log=model&model=other", "team", 400),
+        ("/events", "watch", 200),
+        ("/events", "app", 400),
+    ],
+)
+def test_logs_need_a_key_that_manages(management: Any, path: str, key: str, status: int) -> None:
+    assert get(management(access=ACCESS), path, key)[0] == status
+
+
+@pytest.mark.parametrize(
+    "query", ["log=other", "level=loud", "limit=0", "limit=1001", "limit=x", f"text={'x' * 201}"]
+)
+def test_invalid_log_queries_are_refused(management: Any, query: str) -> None:
+    status, document = get(management(), f"/logs?{query}")
+    assert (status, document["type"]) == (400, "BadRequestException")
+
+
+def test_events_are_listed_newest_first_and_filtered() -> None:
+    async def main() -> None:
+        log = EventLog()
+        for name in ("m1", "m2", "other"):
+            history = log.open(name, version="1.0")
+            log.append(history, "loading")
+            log.append(history, "failed" if name == "m2" else "ready")
+        every = log.list_events(EventQuery(), ("*",))
+        assert [event.id for event in every] == sorted((event.id for event in every), reverse=True)
+        assert len(every) == 9
+        assert {event.model for event in log.list_events(EventQuery(), ("m*",))} == {"m1", "m2"}
+        assert [event.model for event in log.list_events(EventQuery(stage="failed"), ("*",))] == ["m2"]
+        assert len(log.list_events(EventQuery(limit=2, model="m1"), ("*",))) == 2
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, management)
+    yield cluster
+    cluster.close()
+    cluster.loop.close()
+
+
+def test_the_results_of_an_experiment_are_kept_over_time(cluster: Cluster) -> None:
+    id = cluster.begin()
+    for number in range(40):
+        cluster.call(f"r{number}", f"user-{number}")
+    cluster.tell()
+    assert cluster.ask("DELETE", f"/experiments/{id}")[0] == 200
+    status, history = cluster.ask("GET", f"/experiments/{id}/history")
+    assert (status, history["id"]) == (200, id)
+    first, last = history["points"]
+    assert sum(first["units"].values()) == 0
+    assert sum(last["units"].values()) == 40
+    assert last["time"] >= first["time"]
+    latency = last["metrics"]["seconds"]["b"]
+    assert set(latency) == {"difference", "low", "high"}
+    cluster.known(id)  # a result that did not change adds no point
+    assert len(cluster.ask("GET", f"/experiments/{id}/history")[1]["points"]) == 2
+    cluster.ask("DELETE", f"/experiments/{id}?purge=true")
+    assert cluster.ask("GET", f"/experiments/{id}/history")[0] == 404
+    with cluster.database.transaction() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM torchrelay_result_history").scalar() == 0
