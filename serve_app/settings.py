@@ -272,6 +272,14 @@ class TelemetrySettings(_Section):
 
 
 @dataclass(frozen=True)
+class ConsoleSettings(_Section):
+    """The web console under ``/ui`` of the management port."""
+
+    enabled: bool = True
+    idle_timeout: Annotated[float, pydantic.Field(gt=0)] = 600.0  # seconds until its unused process ends
+
+
+@dataclass(frozen=True)
 class Settings(_Section):
     store: ModelStoreSettings = field(default_factory=ModelStoreSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
@@ -282,6 +290,7 @@ class Settings(_Section):
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    console: ConsoleSettings = field(default_factory=ConsoleSettings)
     limits: limits.Limits = field(default_factory=limits.Limits)  # of numbers from outside
     home: str = ""  # what relative paths start from; empty: the working directory
 

@@ -49,6 +49,7 @@ from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments import env_check
 from serve_app.deployments.applications import model_application
 from serve_app.deployments.cluster_data_plane import create_data_plane
+from serve_app.deployments.console_process import ConsoleProcess
 from serve_app.deployments.control_rpc import ControlDispatcher
 from serve_app.deployments.controller_memory import bound_controller_memory
 from serve_app.deployments.grpc_listener import ManagementGrpcListener, load_credentials
@@ -119,6 +120,7 @@ class Management:
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
         self._listeners: list[HttpListener | ManagementGrpcListener] = []
+        self._console: ConsoleProcess | None = None
         management_tls = await asyncio.to_thread(tls.management_context, settings)
         grpc_credentials = await asyncio.to_thread(load_credentials, settings)
         make_private_directory(settings.state_dir)
@@ -316,7 +318,11 @@ class Management:
             where = g.management_host, g.management_port, "grpc.management_port"
             listeners.append(ManagementGrpcListener(server, *where, credentials))
         if not (shared.serve_management and m.port in no_port):
-            api = management_app(control, self._settings, access, render=render, meters=self._meters)
+            if self._settings.console.enabled:
+                self._console = ConsoleProcess(self._settings, inference_port)
+            api = management_app(
+                control, self._settings, access, render=render, meters=self._meters, console=self._console
+            )
             listeners.append(HttpListener(api, m.host, m.port, "management.port", context))
         alone = m.enable_metrics_api and not together
         if alone and not ((shared.serve_metrics or m.serve_metrics) and m.metrics_port in no_port):
@@ -376,11 +382,11 @@ class Management:
         self._reconcile_loop.record_crashes(deaths)
         self._reconcile_loop.trigger()
 
-    async def offers(self, ref: ModelRef, digest: str, signature: Signature | None) -> None:
-        """Record the signature that the handler of a ready replica declares."""
+    async def offers(self, ref: ModelRef, digest: str, signature: Signature | None, input_type: str) -> None:
+        """Record the signature and the input's media type that the handler of a ready replica declares."""
         with contextlib.suppress(NotFound):  # removed meanwhile
             if find_version(self._state.registry, ref.name, ref.version).digest == digest:
-                self._health.set_signature(ref, signature)
+                self._health.set_signature(ref, signature, input_type)
                 self._reconcile_loop.trigger()
 
     async def stage(self, ref: ModelRef, stage: Stage) -> None:
@@ -421,6 +427,8 @@ class Management:
             await self._shadow.close()
             await self._metric_store.close()
             await self._audit_trail.close()
+        if self._console is not None:
+            await asyncio.to_thread(self._console.close)
         await asyncio.to_thread(tracing.shutdown)
         for listener in self._listeners:
             await listener.close()

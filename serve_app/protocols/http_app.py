@@ -14,10 +14,11 @@ from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.access import AccessTable
 from serve_app.errors import MethodNotAllowed, RelayError
 from serve_app.net.client_address import TrustedProxies, inference_proxies
+from serve_app.net.cross_site import CrossSitePolicy
 from serve_app.protocols import openapi
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
 from serve_app.protocols.http.callback_app import CallbackApp, CallbackRoute
-from serve_app.protocols.http.cross_site import CrossSitePolicy
+from serve_app.protocols.http.console_proxy import ConsoleBackend, ConsoleRoutes, ConsoleWebSocket
 from serve_app.protocols.http.exchange import (
     DEFAULT_HEADERS,
     METHODS,
@@ -259,24 +260,34 @@ def management_app(
     access_log: AccessLog | None = None,
     render: Render | None = None,
     meters: Meters | None = None,
+    console: ConsoleBackend | None = None,
 ) -> ASGIApp:
-    """Return the application of the management port; with ``render`` it serves the metrics as well."""
+    """Return the application of the management port.
+
+    With ``render`` it serves the metrics as well, and with a ``console`` the pages below ``/ui``.
+    """
     document = openapi.management()
-    routers: list[ProtocolRouter] = [ManagementRoutes(control, settings), OpenAPIRoutes(document)]
+    routers: list[ProtocolRouter] = [
+        ManagementRoutes(control, settings),
+        OpenAPIRoutes(document),
+        ConsoleRoutes(console),
+    ]
+    cross_site = CrossSitePolicy(
+        "management",
+        settings.management.allowed_hosts,
+        lambda: control.access is None,
+        bound_host=settings.management.host,
+    )
     if render is not None:
         routers.append(MetricsRoutes(render, settings, lambda: control.access))
     return ASGIApp(
         Dispatcher(*routers),
         None if meters is None else meters.rest,
         access_log,
+        websocket_app=None if console is None else ConsoleWebSocket(console, cross_site),
         allowed_methods=AllowedMethods(document),
         rules=PortRules(
-            CrossSitePolicy(
-                "management",
-                settings.management.allowed_hosts,
-                lambda: control.access is None,
-                bound_host=settings.management.host,
-            ),
+            cross_site,
             TrustedProxies(settings.telemetry.trusted_proxies),
             RefusalRecorder(control).record_http,
         ),

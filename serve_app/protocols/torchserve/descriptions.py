@@ -76,6 +76,8 @@ class ModelDescription(TypedDict):
     workers: list[WorkerDescription]
     jobQueueStatus: JobQueueStatus
     autoscaling: NotRequired[Annotated[dict[str, Any], documented("The autoscaling policy.")]]
+    inputType: NotRequired[Annotated[str, documented("The media type of an input, such as image/*.")]]
+    handler: NotRequired[Annotated[str, documented("The built-in handler, or the archive's own file.")]]
     task: NotRequired[Annotated[str, documented("The task of a Hugging Face folder.")]]
     customizedMetadata: NotRequired[Annotated[dict[str, Any], documented("With customized=true.")]]
     lastError: NotRequired[Annotated[str, documented("The last error that ended a worker or its start.")]]
@@ -189,6 +191,10 @@ def describe_version(description: VersionDescription) -> ModelDescription:
         del document["deviceIds"]
     if spec.scaling is not None:
         document["autoscaling"] = autoscaling.write(spec.scaling)
+    if status.input_type:
+        document["inputType"] = status.input_type
+    if spec.handler:
+        document["handler"] = spec.handler
     if task := spec.config.get("task"):
         document["task"] = task
     if description.metadata is not None:

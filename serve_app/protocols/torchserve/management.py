@@ -16,8 +16,8 @@ from serve_app.errors import (
     ResourceNotFound,
     StartFailed,
 )
+from serve_app.net.cross_site import CrossSitePolicy
 from serve_app.protocols.http import auth
-from serve_app.protocols.http.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management import access, audit, experiments, keys, logs, rollouts, shadow, traffic
 from serve_app.protocols.management.routing import MethodHandlers, RouteTable, any_method, route
