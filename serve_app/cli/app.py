@@ -15,6 +15,7 @@ from serve_app.cli import progress
 from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, Inference, ManagementUrl, Token
 from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.audit import audit
+from serve_app.cli.commands.console import console as console_command
 from serve_app.cli.commands.experiment import experiment_app
 from serve_app.cli.commands.keys import keys_app
 from serve_app.cli.commands.migrate import migrate
@@ -204,6 +205,7 @@ app.command("optimize")(optimize)
 app.command("traffic")(traffic)
 app.command("shadow")(shadow)
 app.command("audit")(audit)
+app.command("console")(console_command)
 
 
 @app.command()
