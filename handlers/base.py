@@ -48,6 +48,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
     row's place; the batch's other rows continue.
     """
 
+    input_type = ""  # the media type of a row, such as image/*, for forms; empty: unknown
     optimization: OptimizationOptions | None = None  # from model-config.yaml, once it is applied
     # A model, its parameters' float dtype, and whether it has an embedding.
     _parameter_info: tuple[Any, torch.dtype | None, bool] = (None, None, False)

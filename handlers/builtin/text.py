@@ -27,6 +27,8 @@ class TextHandler(BaseHandler):
     See handlers.torchserve_compat.vocabulary.
     """
 
+    input_type = "text/plain"
+
     def __init__(self) -> None:
         super().__init__()
         self.source_vocab: Any = None

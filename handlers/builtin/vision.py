@@ -121,6 +121,7 @@ class VisionHandler(BaseHandler):
     several threads at once. An unreadable image fails its own row, with status 400.
     """
 
+    input_type = "image/*"
     image_processing: Callable[[Image.Image], torch.Tensor] = ToTensor()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -23,6 +23,7 @@ from serve_app.client.keys import KeyFile
 from serve_app.client.models import ModelOperations
 from serve_app.client.observation import ObservationOperations
 from serve_app.client.predictions import PredictionOperations
+from serve_app.client.protocols import ProtocolOperations
 from serve_app.client.retries import DEFAULT_RETRIES, Retries, RetryLoop
 from serve_app.client.traffic import TrafficOperations
 from serve_app.client.workflows import WorkflowOperations
@@ -39,6 +40,7 @@ class _HttpClient(
     KeyOperations,
     HealthOperations,
     ObservationOperations,
+    ProtocolOperations,
     ABC,
 ):
     """The operations of a server's APIs, the addresses of its ports, and the key for each.

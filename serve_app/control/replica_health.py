@@ -71,6 +71,7 @@ class HealthTracker:
         # The last start's seconds and the signature are kept while a version does not run.
         self._start_seconds: dict[ModelRef, float] = {}
         self._signatures: dict[ModelRef, Signature] = {}
+        self._input_types: dict[ModelRef, str] = {}
 
     def update(
         self,
@@ -128,6 +129,7 @@ class HealthTracker:
             observed.workers if observed is not None else (),
             self._measure_start(ref, phase, now),
             self._signatures.get(ref),
+            self._input_types.get(ref, ""),
         )
 
     def _count_crashes(self, ref: ModelRef, observed: ObservedApp, previous: ObservedApp, now: float) -> None:
@@ -154,8 +156,9 @@ class HealthTracker:
             self._start_seconds[ref] = now - since
         return self._start_seconds.get(ref, 0.0)
 
-    def set_signature(self, ref: ModelRef, signature: Signature | None) -> None:
-        """Store the inputs and outputs that the handler of a ready replica declares."""
+    def set_signature(self, ref: ModelRef, signature: Signature | None, input_type: str = "") -> None:
+        """Store inputs, outputs and the input's media type, as the handler of a ready replica declares."""
+        self._input_types[ref] = input_type
         if signature is not None:
             self._signatures[ref] = signature
         else:

@@ -196,10 +196,9 @@ class ModelReplica:
             raise StartFailed(spec.name, spec.version, reason) from None
         self._executor = self._group or runner
         self._batcher = self._create_batcher(runner)
-        if spec.signature is None:
-            self._management_client.on_connect = lambda: management.offers.remote(
-                spec.ref, spec.digest, runner.signature
-            )
+        self._management_client.on_connect = lambda: management.offers.remote(
+            spec.ref, spec.digest, runner.signature, runner.input_type
+        )
         if self._group is not None:
             self._group_watch = loop.create_task(self._exit_with_group(self._group))
 

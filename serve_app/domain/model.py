@@ -159,6 +159,7 @@ class ModelStatus:
     workers: tuple[ReplicaInfo, ...] = ()
     start_seconds: float = 0.0  # from none to the first that was ready, when that was last seen
     signature: Signature | None = None  # what its handler says that it takes and gives
+    input_type: str = ""  # the media type of its input, where its handler declares one
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class Runner:
         self._settings = settings
         self._tensor_codec = TensorRowCodec(decoded=settings.decode_input_request)
         self.signature: Signature | None = spec.signature  # that of the handler where the archive has none
+        self.input_type = ""  # the media type of a row that the handler declares
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous handler; set by ``load``
         self._check: Callable[[], Coroutine[Any, Any, None]] | None = None  # of an asynchronous handler
@@ -284,6 +285,8 @@ class Runner:
 
         The handler's own signature applies where the archive declares none.
         """
+        input_type = getattr(handler, "input_type", "")
+        self.input_type = input_type if isinstance(input_type, str) else ""
         if self.signature is None:
             try:
                 offered = getattr(handler, "signature", None)
