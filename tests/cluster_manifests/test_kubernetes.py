@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
+from typer.main import get_command
 
+from serve_app.cli.app import app
 from serve_app.cli.server_process import read_env
 from serve_app.settings import load
 
@@ -23,7 +25,10 @@ def read(path: Path) -> Any:
 
 
 KUSTOMIZATION = read(CLUSTER / "kustomization.yaml")
-MANIFESTS = {name: read(CLUSTER / name) for name in KUSTOMIZATION["resources"]}
+CONSOLE = {
+    document["kind"]: document for document in yaml.safe_load_all((CLUSTER / "console.yaml").read_text())
+}
+MANIFESTS = {name: read(CLUSTER / name) for name in KUSTOMIZATION["resources"] if name != "console.yaml"}
 SERVICE = MANIFESTS["rayservice.yaml"]
 CLUSTER_SPEC = SERVICE["spec"]["rayClusterConfig"]
 SERVE = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
@@ -247,6 +252,37 @@ def test_pods_reach_names_databases_and_https_only() -> None:
         assert all(ip_network(to["ipBlock"]["cidr"]).is_private for to in by_port[port])
     own = [rule for rule in policy["egress"] if "ports" not in rule]
     assert own == [{"to": [{"podSelector": policy["podSelector"]}]}]
+
+
+def test_the_console_reaches_the_ports_of_the_server_and_has_no_rights() -> None:
+    template = CONSOLE["Deployment"]["spec"]["template"]
+    pod, (console,) = template["spec"], template["spec"]["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert console["securityContext"] == container(HEAD)["securityContext"]
+    options = dict(argument.split("=", 1) for argument in console["args"])
+    head = f"http://{SERVICE['metadata']['name']}-head-svc"
+    assert options["--server"] == f"{head}:{port(HEAD, 'management')}"
+    assert options["--metrics"] == f"{head}:{port(HEAD, 'metrics')}"
+    name = SERVICE["spec"]["serveService"]["metadata"]["name"]
+    assert options["--inference"] == f"http://{name}:8080"
+    assert options["--allowed-host"] == CONSOLE["Service"]["metadata"]["name"]
+    known = {parameter.opts[0] for parameter in get_command(app).commands["console"].params}  # type: ignore[attr-defined]
+    assert options.keys() <= known
+    labels = template["metadata"]["labels"].items()
+    opened = {
+        allowed["port"]
+        for rule in MANIFESTS["network.yaml"]["spec"]["ingress"]
+        if any(
+            labels >= source["podSelector"]["matchLabels"].items()
+            for source in rule.get("from", ())
+            if "namespaceSelector" not in source
+        )
+        for allowed in rule["ports"]
+    }
+    assert {8081, 8082} <= opened
+    needed = {int(options[name].rpartition(":")[2]) for name in ("--server", "--metrics", "--inference")}
+    allowed = CONSOLE["NetworkPolicy"]["spec"]["egress"][0]["ports"]
+    assert {each["port"] for each in allowed} == needed
 
 
 def test_groups_scale_within_their_bounds() -> None:
