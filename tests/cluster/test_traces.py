@@ -41,6 +41,20 @@ class Stages(BaseHandler):
     def postprocess(self, data):
         return data
 """
+# An answer of OpenAI's API, whole or streamed.
+POET = """
+from handlers.intermediate import send_intermediate_predict_response
+
+def handle(data, context):
+    if data is None:
+        return None
+    [row] = data
+    if row["body"].get("stream"):
+        ids = context.request_ids
+        send_intermediate_predict_response(["data: {}\\n\\n"], ids, "ok", 200, context)
+        return ["data: [DONE]\\n\\n"]
+    return [{"object": "text_completion", "choices": [{"index": 0, "text": "a rose"}]}]
+"""
 _STAGES: Tree = {"preprocess": {}, "inference": {}, "postprocess": {}}
 _REPLICA: Tree = {"queue": {}, "batch": _STAGES}
 _LOCAL: Tree = {"replica": _REPLICA}
@@ -98,6 +112,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, hooks: Hooks) -> Iterator[T
             for name in ("stages", "split"):
                 assert server.register(make_archive(server.store, name, STAGES)).status_code == 200
             assert server.register(make_archive(server.store, "split", STAGES, "2.0")).status_code == 200
+            assert server.register(make_archive(server.store, "poet", POET)).status_code == 200
             policy = {"policy": "weighted", "versions": {"1.0": 5000, "2.0": 5000}}
             assert server.management.put("/models/split/traffic", json=policy).status_code == 200
             yield Traced(server, collector, hooks)
@@ -124,6 +139,19 @@ def _rename(tree: Tree) -> Tree:
         "gateway" if name == "replica" and "transport" in below else name: _rename(below)
         for name, below in tree.items()
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai(traced: Traced, stream: bool) -> None:
+    trace, headers = _context()
+    document = {"model": "poet", "prompt": "a", "stream": stream}
+    answer = traced.server.http.post("/v1/completions", json=document, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert ("[DONE]" if stream else "a rose") in answer.text
+    traced.collector.tree(
+        trace, _complete({"POST /v1": {"gateway": {"transport": {"queue": {}, "batch": {}}}}})
+    )
+    assert traced.collector.find(trace, "POST /v1").attributes["torchrelay.model"] == "poet"
 
 
 # HAProxy routes a path with an escape to the gateway.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import math
 from itertools import pairwise
 from typing import Any
 
 from nicegui import ui
+from PIL import Image
 
 from serve_app.client import NotFoundError
 from serve_app.console import charts, formats
@@ -16,6 +19,7 @@ from serve_app.console.layout import View, console_page
 
 _MAX_SHOWN = 20
 _MAX_TEXT = 2000
+_MIN_SIDE = 8  # pixels of a square that numbers are drawn as
 
 
 @console_page("/models/{model}/shadow", "Shadow", section="/shadow")
@@ -170,9 +174,26 @@ def _show_part(part: dict[str, Any]) -> None:
         if part.get("cut"):
             ui.label("Only its beginning is stored.").classes("muted")
     elif "json" in part:
+        if picture := _draw_grid(part["json"]):
+            ui.element("img").props(f'src="{picture}" alt="The input drawn as an image"').classes("thumbnail")
         text_block(json.dumps(part["json"], indent=1, ensure_ascii=False)[:_MAX_TEXT])
     else:
         text_block(str(part.get("text", ""))[:_MAX_TEXT])
+
+
+def _draw_grid(value: Any) -> str:
+    """Return a list of numbers that forms a square of pixels as the URL of an image, else an empty text."""
+    side = math.isqrt(len(value)) if isinstance(value, list) else 0
+    if side < _MIN_SIDE or side**2 != len(value):
+        return ""
+    if not all(isinstance(each, (int, float)) for each in value):
+        return ""
+    top = max(max(value), 1e-9)
+    image = Image.new("L", (side, side))
+    image.putdata([round(255 * max(0.0, min(1.0, each / top))) for each in value])
+    data = io.BytesIO()
+    image.resize((16 * side, 16 * side), Image.Resampling.NEAREST).save(data, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 def _image_type(data: bytes) -> str:
