@@ -166,7 +166,7 @@ def test_a_rollout_that_rolls_back_is_followed(server: Server, visitor: Visitor,
     assert server.register(archive).status_code == 200
     page = visitor.open("/models/scores/rollout")
     page.get_by_role("button", name="Start a rollout").click()
-    page.get_by_label("New version").click()
+    page.get_by_label("New version", exact=True).click()
     page.get_by_role("option", name="3.0").click()
     page.get_by_label("Steps in percent").fill("50, 100")
     page.get_by_label("Seconds of each step").fill("1")
