@@ -4,6 +4,7 @@
 # make test-fast  setup, then the tests without a cluster, without models and without other processes
 # make test-slow  setup, then the long tests: examples, other servers, clean environments, compilers
 # make bench      setup, then the comparison with other servers
+# make screenshots  the pictures of the console in docs/images/console
 # make lint       ruff, the import contracts and mypy
 # make clean      removes what the targets above made; your archives and the server's state stay
 
@@ -24,7 +25,7 @@ MODEL := model_store/digits.mar
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-fast test-slow bench lint clean
+.PHONY: help setup run test test-fast test-slow bench screenshots lint clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -67,6 +68,9 @@ test-slow: setup
 
 bench: setup
 	@$(BIN)/python -m tests.benchmarks.suite $(ARGS)
+
+screenshots: setup
+	@PYTHONPATH=tests $(BIN)/python -m tests.console.screenshots $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

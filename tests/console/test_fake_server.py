@@ -239,6 +239,20 @@ def test_every_page_is_accessible_and_fits_a_phone(
             page.set_viewport_size({"width": 1200, "height": 900})
 
 
+def test_swagger_ui_shows_the_api_of_both_ports(
+    fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
+) -> None:
+    server = fake_server()
+    for origin, operation in (
+        (server.management, "/models/{model_name}/traffic"),
+        (server.inference, "/ping"),
+    ):
+        visitor = visit(origin)
+        visitor.page.goto(f"{origin}/docs")
+        visitor.page.locator(f"[data-path='{operation}']").first.wait_for(timeout=60_000)
+        assert not visitor.problems
+
+
 def test_keyboard_alone_reaches_the_model(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
