@@ -99,7 +99,7 @@ def _text(body: bytes) -> str | bytes:
 
 
 def _auto(how: ComparisonRule, live: Any, other: Any) -> ResponseComparison:
-    if _is_ranking(live) and _is_ranking(other):
+    if is_ranking(live) and is_ranking(other):
         return _top_k(how, live, other)
     if isinstance(live, str) and isinstance(other, str):
         return _texts(how, live, other)
@@ -252,11 +252,11 @@ def _are_numbers(values: list[Any]) -> bool:
 # Labels
 
 
-def _is_ranking(document: Any) -> bool:
+def is_ranking(document: Any) -> bool:
     """Return whether the document looks like a classifier's output: probabilities by label, or ordered
     labels.
     """
-    document = _unwrapped(document)
+    document = unwrap(document)
     if isinstance(document, dict):
         scores = list(document.values())
         return (
@@ -271,12 +271,12 @@ def _is_ranking(document: Any) -> bool:
     return labels is not None and len(set(labels)) == len(labels)
 
 
-def _unwrapped(document: Any) -> Any:
+def unwrap(document: Any) -> Any:
     """Return the only response of a list of one; a single label with its score becomes a ranking of one."""
     if _pair(document) is not None:
         return [document]
     if isinstance(document, list) and len(document) == 1 and isinstance(document[0], (list, dict)):
-        return document if _pair(document[0]) is not None else _unwrapped(document[0])
+        return document if _pair(document[0]) is not None else unwrap(document[0])
     return document
 
 
@@ -286,7 +286,7 @@ def _ranked(document: Any) -> list[Any] | None:
     The source is scores by label, labels in order, ``[label, score]`` or ``{"label": …, "score": …}``; a list
     of scores has its indices as labels.
     """
-    document = _unwrapped(document)
+    document = unwrap(document)
     if isinstance(document, dict):
         return _by_score(document.items()) if _are_numbers(list(document.values())) else None
     if not isinstance(document, list):
