@@ -20,6 +20,7 @@ _EXTRAS = {
     "onnxscript": "export",
     "psutil": "server",
     "psycopg": "postgres",
+    "pyarrow": "parquet",
     "ray": "server",
     "s3fs": "s3",
     "torch": "server",

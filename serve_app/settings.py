@@ -269,6 +269,8 @@ class TelemetrySettings(_Section):
     audit_days: Annotated[float, pydantic.Field(gt=0)] = 90.0  # for which the database keeps a record
     audit_records: Annotated[int, pydantic.Field(ge=100)] = 100_000  # that the database keeps at most
     group_readable_logs: bool = False  # the files of log_dir are readable for its group too
+    # regular expressions: folders and URLs that capture in a model-config.yaml may name as its destination
+    capture_destinations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -351,6 +353,10 @@ class Settings(_Section):
     @property
     def counts_dir(self) -> Path:
         return self.state_dir / "counts"
+
+    @property
+    def capture_dir(self) -> Path:
+        return self.state_dir / "capture"
 
     @property
     def log_dir(self) -> Path:

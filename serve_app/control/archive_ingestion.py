@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from serve_app.control.capture_check import check_capture
 from serve_app.control.spec_builder import build_spec, build_workflow_spec
 from serve_app.domain import limits
 from serve_app.domain.access import matches
@@ -74,6 +75,8 @@ class ArchiveIngestor:
             matches(name, patterns) for name in (manifest.model_name, registration.url)
         )
         config = check_model(stored.directory, manifest, registration.task, trusted)
+        if config.capture is not None:
+            check_capture(config.capture, stored.directory, manifest, settings)
         if config.unserved:
             keys = ", ".join(config.unserved)
             log.warning(

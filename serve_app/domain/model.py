@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from serve_app.domain import autoscaling, signature
+from serve_app.domain import autoscaling, capture, signature
 from serve_app.domain.autoscaling import Autoscaling
+from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.signature import Signature
 from serve_app.domain.workflow_graph import WorkflowGraph
 
@@ -104,6 +105,12 @@ class ModelSpec:
         """What it takes and gives, where its file says so."""
         document = self.config.get("signature")
         return signature.read(document) if document is not None else None
+
+    @property
+    def capture(self) -> CapturePolicy | None:
+        """Return which of its requests are stored and measured; None where its file says nothing."""
+        document = self.config.get("capture")
+        return capture.read(document) if document is not None else None
 
     @property
     def scaling(self) -> Autoscaling | None:

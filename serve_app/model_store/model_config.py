@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from serve_app.domain import autoscaling, signature, validation
+from serve_app.domain import autoscaling, capture, signature, validation
 from serve_app.domain.autoscaling import Autoscaling
+from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.signature import Signature
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import BadRequest, ConfigurationError
@@ -137,6 +138,7 @@ class ModelConfig:
     signature: Signature | None = _own_key(  # noqa: RUF009
         _KeyType("a mapping of inputs and outputs", signature.read)
     )
+    capture: CapturePolicy | None = _own_key(_KeyType("a mapping", capture.read))  # noqa: RUF009
     profile: int | None = _own_key(_KeyType("true, false or a mapping", _profile))  # batches
 
     raw: Mapping[str, Any] = field(default_factory=dict)

@@ -72,4 +72,9 @@ METRICS = (
     _counter("torchrelay_shadow_requests", "Copies for a shadow, by outcome.", *_VERSION, "outcome"),
     _histogram("torchrelay_shadow_latency_seconds", "Latency of a copy for a shadow."),
     _counter("torchrelay_shadow_label_flips", "Copies whose first label differed from the live one."),
+    _counter("torchrelay_captured_requests", "Captured requests."),
+    _counter("torchrelay_capture_dropped", "Requests that capture lost, by reason.", *_VERSION, "reason"),
+    _gauge("torchrelay_drift_psi", "Population stability index of a feature.", *_VERSION, "feature"),
+    _gauge("torchrelay_drift_ks", "Kolmogorov-Smirnov statistic of a feature.", *_VERSION, "feature"),
+    _gauge("torchrelay_drift_omitted_features", "Features beyond max_features, which are not measured."),
 )

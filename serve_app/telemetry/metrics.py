@@ -233,6 +233,38 @@ class Meters:
         """Record that the first label of the shadow ``version`` differs from the live one."""
         self._child("torchrelay_shadow_label_flips", model, version).inc()
 
+    def captured(self, model: str, version: str, count: int, dropped: Mapping[str, int]) -> None:
+        """Record captured requests, and those that were lost, by reason."""
+        self._child("torchrelay_captured_requests", model, version).inc(count)
+        for reason, lost in dropped.items():
+            self._child("torchrelay_capture_dropped", model, version, reason).inc(lost)
+
+    def set_drift(
+        self,
+        model: str,
+        version: str,
+        features: Iterable[tuple[str, float | None, float | None]],
+        omitted: int,
+    ) -> None:
+        """Set the gauges of a version's features, each with its name, index and statistic."""
+        self.forget_drift(model, version)
+        self._child("torchrelay_drift_omitted_features", model, version).set(omitted)
+        for name, psi, ks in features:
+            if psi is not None:
+                self._child("torchrelay_drift_psi", model, version, name).set(psi)
+            if ks is not None:
+                self._child("torchrelay_drift_ks", model, version, name).set(ks)
+
+    def forget_drift(self, model: str, version: str) -> None:
+        """Remove the gauges of a version's features."""
+        outdated = [
+            key
+            for key in self._instruments
+            if key[0].startswith("torchrelay_drift_") and key[1:3] == (model, version)
+        ]
+        for key in outdated:
+            del self._instruments[key]
+
     def overhead(self, seconds: float) -> None:
         """Record the seconds from a batch's start to its responses outside the handler."""
         self._thread_time.record(seconds * 1e3)

@@ -11,14 +11,22 @@ import subprocess
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.domain.model import Registration
-from serve_app.errors import BadRequest, DownloadFailed, InvalidArchive, LimitExceeded, Unavailable
-from serve_app.settings import ModelStoreSettings, Settings, load
+from serve_app.errors import (
+    BadRequest,
+    ConfigurationError,
+    DownloadFailed,
+    InvalidArchive,
+    LimitExceeded,
+    Unavailable,
+)
+from serve_app.settings import ModelStoreSettings, Settings, TelemetrySettings, load
 
 
 @pytest.fixture
@@ -297,3 +305,34 @@ def test_a_full_disk_is_unavailable_and_the_archive_is_accepted_once_there_is_sp
         ingestor.ingest(Registration("m-1.0.mar"))
     (small_disk / "ballast").unlink()
     assert ingestor.ingest(Registration("m-1.0.mar")).name == "m"
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ({"sample": 2}, ("sample", "2", "from 0 to 1")),
+        ({"destination": "s3://bucket/x"}, ("s3://bucket/x", "telemetry.capture_destinations")),
+        ({"destination": "/data"}, ("/data", "telemetry.capture_destinations")),
+        ({"reference_version": "1.0"}, ("reference_version", "1.0", "this version itself")),
+        ({"reference": "none.jsonl"}, ("none.jsonl", "not in the archive")),
+        ({"reference": "broken.jsonl"}, ("broken.jsonl", "line 2")),
+    ],
+)
+def test_an_invalid_capture_is_refused_at_the_registration(
+    store: Path, ingestor: ArchiveIngestor, policy: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    files: dict[str, str | bytes] = {"broken.jsonl": '{"age": 1}\n{"age":'}
+    make_archive(store, "m", ECHO, files=files, config={"capture": policy})
+    with pytest.raises((ConfigurationError, InvalidArchive)) as error:
+        ingestor.ingest(Registration("m-1.0.mar"))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_valid_capture_belongs_to_the_spec(tmp_path: Path, store: Path) -> None:
+    settings = Settings(home=str(tmp_path), telemetry=TelemetrySettings(capture_destinations=("/data/.*",)))
+    policy = {"destination": "/data/captured", "reference": "ages.jsonl", "sample": 0.5}
+    make_archive(store, "m", ECHO, files={"ages.jsonl": '{"age": 1}'}, config={"capture": policy})
+    capture = ArchiveIngestor(settings).ingest(Registration("m-1.0.mar")).capture
+    assert capture is not None
+    assert (capture.sample, capture.destination, capture.reference) == (0.5, "/data/captured", "ages.jsonl")
