@@ -19,3 +19,14 @@ def test_every_path_is_measured() -> None:
     for figures in json.loads(done.stdout):
         assert figures["total"] >= sum(figures.values()) / 2 > 0
         assert figures["parse and admit"] > 0 and figures["handler thread"] > 0
+
+
+@pytest.mark.integration
+def test_the_cost_of_capture_is_measured() -> None:
+    code = (
+        "from tests.benchmarks import request_budget; request_budget._TURN = 200;"
+        "print(*request_budget.measure_capture('echo', 4, 400, 1.0))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loop, total = map(float, done.stdout.split())
+    assert total > 0 and loop < 1000
