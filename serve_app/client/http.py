@@ -18,6 +18,7 @@ from serve_app.client._operations import RequestDescriptor, RequestFlow, StreamD
 from serve_app.client._removed import missing_method
 from serve_app.client.api_keys import KeyOperations
 from serve_app.client.async_predictions import AsyncPredictionOperations
+from serve_app.client.drift import DriftOperations
 from serve_app.client.health import HealthOperations
 from serve_app.client.keys import KeyFile
 from serve_app.client.models import ModelOperations
@@ -36,6 +37,7 @@ class _HttpClient(
     AsyncPredictionOperations,
     ModelOperations,
     TrafficOperations,
+    DriftOperations,
     WorkflowOperations,
     KeyOperations,
     HealthOperations,

@@ -21,6 +21,7 @@ from serve_app.domain.access import AccessTable, KeyGrant, matches
 from serve_app.domain.api_key import KeyDocument, KeyRequest, NewKeyDocument, RotationRequest
 from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
 from serve_app.domain.audit import AuditDocument, AuditQuery
+from serve_app.domain.capture import DriftDocument
 from serve_app.domain.experiment import (
     Experiment,
     ExperimentDocument,
@@ -108,6 +109,12 @@ class ControlAPI(Protocol):
 
     async def reset_shadow(self, model: str) -> None:
         """Delete a model's shadow statistics and the inputs stored with them. Raises ModelNotFound."""
+
+    async def get_drift(self, model: str, version: str | None) -> DriftDocument:
+        """Return the drift of a version, or of all with ``capture``. Raises ModelNotFound and NotFound."""
+
+    async def reset_drift(self, model: str, version: str) -> DriftDocument:
+        """Make the current window of a version its reference. Raises as ``get_drift``, and Conflict."""
 
     async def start_experiment(self, experiment: Experiment) -> ExperimentDocument: ...
 

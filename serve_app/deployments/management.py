@@ -25,6 +25,7 @@ from serve_app.control.async_predictions.store import AsyncPredictionStore
 from serve_app.control.async_predictions.webhooks import WebhookSender
 from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
+from serve_app.control.drift.service import DriftService
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.key_shares import KeyShares
 from serve_app.control.keys.jwks import JwkSetSource
@@ -209,6 +210,10 @@ class Management:
         )
         self._shadow = ShadowService(self._state, database, ResultHistory(database, "shadow"))
         await self._shadow.load()
+        self._drift = DriftService(
+            self._state, database, self._meters, self._archive_ingestor.directory, settings
+        )
+        await self._drift.load()
         self._async_predictions = self._create_async_predictions(database)
         self._keys = KeyService(self._state, KeyStore(database), keys, self._async_predictions.remove_owner)
         self._jwk_set = self._create_jwk_set(keys)
@@ -221,6 +226,7 @@ class Management:
             self._experiments,
             self._rollouts,
             self._shadow,
+            self._drift,
             self._async_predictions,
             self._cluster_metrics,
             trail=self._audit_trail,
@@ -236,6 +242,7 @@ class Management:
             run_as_server("experiment", self._experiments.run()),
             self._audit_trail.run(),
             self._shadow.run(),
+            self._drift.run(),
             self._async_predictions.run(),
             self._report_queue.push(),
             bound_controller_memory(self._settings.control.controller_memory_limit),
@@ -355,10 +362,16 @@ class Management:
                 await self._metric_store.record(source, number, seen)
             if (compared := payloads.get("shadow")) is not None:
                 self._shadow.put(source, number, compared)
+            if (captured := payloads.get("capture")) is not None:
+                self._drift.put(source, number, captured)
         except Unavailable as error:
             log.warning("what calls came to could not be stored, and will be sent again: %s", error)
             return False
         return True
+
+    async def store_capture(self, ref: ModelRef, name: str, data: bytes) -> str:
+        """Store a file of captured requests in the version's object store; return an error, or nothing."""
+        return await self._drift.store_capture(ref, name, data)
 
     async def exchange_shares(self, source: str, demands: dict[str, KeyDemand]) -> dict[str, KeyShare]:
         """Return a process's shares of the limits of keys; see ``control/key_shares.py``."""
@@ -425,6 +438,7 @@ class Management:
             await self._async_predictions.close()
             await self._mirror.close()
             await self._shadow.close()
+            await self._drift.close()
             await self._metric_store.close()
             await self._audit_trail.close()
         if self._console is not None:

@@ -16,7 +16,10 @@ from typing import Any
 from ray import serve
 
 from serve_app.control.api import ControlPlane
+from serve_app.dataplane.capture.recorder import CaptureRecorder
+from serve_app.dataplane.capture.tap import CaptureTap
 from serve_app.dataplane.data_plane import RoutingTableReader
+from serve_app.deployments.capture_upload import upload_files
 from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.management_client import ManagementClient
@@ -77,6 +80,8 @@ class ModelReplica:
         self._group: RankGroup | None = None  # only of a sharded version
         self._replica = replica
         self._handler_thread = HandlerThread(on_idle=malloc.trim)
+        self._capture: CaptureRecorder | None = None  # only of a version with ``capture``
+        self._upload: asyncio.Task[None] | None = None
         self._sequences: SequenceBatcher | None = None  # only of a stateful version
         self._meters = Meters(torchserve.create_recorders(settings))
         self._autoscaled = AutoscalingStats()
@@ -109,21 +114,40 @@ class ModelReplica:
         load_time = self._meters.torchserve.child("WorkerLoadTime", worker, "Host")
         load_time.record(round((time.monotonic() - started_at) * 1000))
         self._concurrency_limit = ConcurrencyLimit(self._batcher, spec.ref)
-        backend = LocalBackend(self._concurrency_limit.submit, self._concurrency_limit.find_submit)
+        self._requests = self._start_capture(self._concurrency_limit)
+        backend = LocalBackend(self._requests.submit, self._requests.find_submit)
         local = LocalReplica(spec.ref, replica, self._holds_sequence, backend)
         self._plane, self._mirror = create_data_plane(
             reader, self._meters, settings, self._management_client.reports, local
         )
         self._management_client.key_limiter = self._plane.key_limiter
         self._access = access_log.access_log(settings)
-        self._uds_server = UdsServer(self._concurrency_limit.submit_nowait, self._holds_sequence)
+        self._uds_server = UdsServer(self._requests.submit_nowait, self._holds_sequence)
         await self._uds_server.open(socket_path(replica))
-        self._management_client.before_report = lambda: self._meters.depth(
-            spec.name, spec.version, self._batcher.pending
-        )
+        self._management_client.before_report = self._update_meters
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
         self._management_client.start()
         await self._management_client.wait_for_table(timeout=30)
+
+    def _start_capture(self, limit: ConcurrencyLimit) -> ConcurrencyLimit | CaptureTap:
+        """Return the interface of requests, which captures them where the version's file configures it."""
+        spec, settings, policy = self._spec, self._settings, self._spec.capture
+        if policy is None:
+            return limit
+        is_folder = policy.destination and not policy.is_remote
+        base = Path(policy.destination) if is_folder else settings.capture_dir
+        folder = base / spec.name / spec.version
+        recorder = self._capture = CaptureRecorder(spec.ref, spec.digest, policy, folder, self._replica)
+        self._management_client.reports.sources["capture"] = recorder.drain
+        if policy.is_remote:
+            upload = upload_files(recorder, self._management_client.management, spec.ref)
+            self._upload = asyncio.create_task(upload)
+        return CaptureTap(limit, recorder)
+
+    def _update_meters(self) -> None:
+        self._meters.depth(self._spec.name, self._spec.version, self._batcher.pending)
+        if self._capture is not None:
+            self._capture.record_metrics(self._meters)
 
     def _apply_table(self, table: RoutingTable) -> None:
         """Set this replica's share of its version's concurrency and sequence limits."""
@@ -308,7 +332,7 @@ class ModelReplica:
         """Answer pickled requests of another process: an InferenceResponse, a RelayError or a list of chunks
         for each.
         """
-        responses = await self._concurrency_limit.submit_all(pickle.loads(payload))
+        responses = await self._requests.submit_all(pickle.loads(payload))
         streams = [
             (i, response) for i, response in enumerate(responses) if isinstance(response, ResponseStream)
         ]
@@ -330,7 +354,7 @@ class ModelReplica:
         An error is yielded: raised, Ray would log its traceback as a fault of ours.
         """
         try:
-            response = await self._concurrency_limit.submit(request)
+            response = await self._requests.submit(request)
         except RelayError as error:
             yield error
             return
@@ -388,5 +412,9 @@ class ModelReplica:
             self._group_watch.cancel()
             self._group.close()
         await self._mirror.close()
+        if self._upload is not None:
+            self._upload.cancel()
+        if self._capture is not None:
+            await asyncio.to_thread(self._capture.close)
         await asyncio.to_thread(tracing.shutdown)
         await self._management_client.disconnect()

@@ -17,7 +17,14 @@ from alembic.runtime.migration import MigrationContext
 from serve_app.control import registry_changes
 from serve_app.control.audit import AuditTrail
 from serve_app.control.persistence.database import Database
-from serve_app.control.persistence.schema import API_KEYS, AUDIT_LOG, SCHEMA, VERSION_TABLE
+from serve_app.control.persistence.schema import (
+    API_KEYS,
+    AUDIT_LOG,
+    DRIFT_WINDOWS,
+    RESULT_HISTORY,
+    SCHEMA,
+    VERSION_TABLE,
+)
 from serve_app.control.registry import Registry
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.state import AcknowledgementPolicy, StateStore
@@ -213,7 +220,7 @@ def test_database_of_the_previous_release_gets_the_table(url: str) -> None:
     Database(url).close()
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        for table in (AUDIT_LOG, API_KEYS):
+        for table in (AUDIT_LOG, API_KEYS, RESULT_HISTORY, DRIFT_WINDOWS):
             table.drop(connection)
         connection.execute(sa.text("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner"))
         connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = 'metric_rows_2'"))

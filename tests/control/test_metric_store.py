@@ -20,9 +20,11 @@ from serve_app.control.persistence.schema import (
     API_KEYS,
     AUDIT_LOG,
     COUNTED_EVENTS,
+    DRIFT_WINDOWS,
     EXPERIMENT_STATS,
     EXPOSED_UNITS,
     METRIC_SOURCES,
+    RESULT_HISTORY,
     SCHEMA,
 )
 from serve_app.control.registry import Registry
@@ -369,7 +371,8 @@ class TestMigration:
                 sa.Column("value", sa.LargeBinary, nullable=False),
             )
             old.create_all(connection)
-            for table in (EXPERIMENT_STATS, EXPOSED_UNITS, COUNTED_EVENTS, AUDIT_LOG):
+            new = (RESULT_HISTORY, DRIFT_WINDOWS)
+            for table in (EXPERIMENT_STATS, EXPOSED_UNITS, COUNTED_EVENTS, AUDIT_LOG, *new):
                 table.drop(connection)
             API_KEYS.drop(connection)
             connection.execute(sa.text("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner"))

@@ -12,6 +12,7 @@ from serve_app.control.api import ControlAPI
 from serve_app.control.async_predictions.service import AsyncPredictionService
 from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
+from serve_app.control.drift.service import DriftService
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.keys.service import KeyService
 from serve_app.control.models import ModelService
@@ -30,6 +31,7 @@ PROTOCOL = {name: method for name, method in vars(ControlAPI).items() if not nam
 SERVICES = (
     AuditTrail,
     AsyncPredictionService,
+    DriftService,
     ExperimentService,
     ClusterMetrics,
     KeyService,

@@ -113,6 +113,15 @@ SHADOW_MISMATCHES = sa.Table(
     sa.Column("document", sa.LargeBinary, nullable=False),
 )
 
+# Drift statistics of a version (see control/drift): its reference and its windows, as compressed JSON.
+DRIFT_WINDOWS = sa.Table(
+    "torchrelay_drift_windows",
+    SCHEMA,
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("version", sa.Text, primary_key=True),
+    sa.Column("document", sa.LargeBinary, nullable=False),
+)
+
 # Predictions that are answered later (see async_predictions): the request, then the answer; NULL where an
 # object has it.
 ASYNC_PREDICTIONS = sa.Table(

@@ -5,7 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 from serve_app.protocols.openapi.document import Document
-from serve_app.protocols.openapi.management import KEYS, MODELS, OPERATION, REWARDS, TRAFFIC, WORKFLOWS
+from serve_app.protocols.openapi.management import (
+    DRIFT,
+    KEYS,
+    MODELS,
+    OPERATION,
+    REWARDS,
+    TRAFFIC,
+    WORKFLOWS,
+)
 from serve_app.protocols.openapi.open_inference import OPEN_INFERENCE
 from serve_app.protocols.openapi.openai import OPENAI, OPENAI_MODEL
 from serve_app.protocols.openapi.torchserve import ASYNC_PREDICTIONS, DESCRIPTION, HEALTH, INFERENCE, METRICS
@@ -14,7 +22,7 @@ from serve_app.protocols.openapi.torchserve import ASYNC_PREDICTIONS, DESCRIPTIO
 @cache
 def inference(management: bool = False) -> Document:
     """Return the document of the inference port, with the ``management`` API if the port serves it, too."""
-    features = (TRAFFIC, WORKFLOWS, KEYS, OPERATION)
+    features = (TRAFFIC, DRIFT, WORKFLOWS, KEYS, OPERATION)
     others = (MODELS, *features, METRICS) if management else (OPENAI_MODEL, REWARDS)
     return Document(
         "Torchrelay", INFERENCE, HEALTH, OPEN_INFERENCE, OPENAI, ASYNC_PREDICTIONS, *others, DESCRIPTION
@@ -23,7 +31,7 @@ def inference(management: bool = False) -> Document:
 
 @cache
 def management() -> Document:
-    return Document("Torchrelay: management", MODELS, TRAFFIC, WORKFLOWS, KEYS, OPERATION, DESCRIPTION)
+    return Document("Torchrelay: management", MODELS, TRAFFIC, DRIFT, WORKFLOWS, KEYS, OPERATION, DESCRIPTION)
 
 
 @cache

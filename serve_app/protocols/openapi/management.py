@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from serve_app.domain.api_key import KeyList, KeyRequest, NewKeyDocument, RotationRequest
+from serve_app.domain.capture import DriftDocument
 from serve_app.domain.experiment import (
     ExperimentDocument,
     ExperimentHistory,
@@ -132,6 +133,19 @@ OPERATION = API(
         ],
         "/logs": [get("logs", "List records of a log, newest first.", LogPage, query=LogParameters)],
         "/access": [get("access", "Get the rights of the request's key.", AccessDocument)],
+    },
+)
+
+DRIFT = API(
+    "Drift",
+    "Statistics of captured requests against a reference.",
+    ERRORS,
+    {
+        f"{_MODEL}/drift": [get("drift", "Get the drift of every version with capture.", DriftDocument)],
+        f"{_VERSION}/drift": [get("drift_version", "Get the drift of one version.", DriftDocument)],
+        f"{_VERSION}/drift/reset": [
+            post("reset_drift", "Make the current window the reference.", DriftDocument, _CONFLICT)
+        ],
     },
 )
 

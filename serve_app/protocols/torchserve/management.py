@@ -19,7 +19,17 @@ from serve_app.errors import (
 from serve_app.net.cross_site import CrossSitePolicy
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management import access, audit, experiments, keys, logs, rollouts, shadow, traffic
+from serve_app.protocols.management import (
+    access,
+    audit,
+    drift,
+    experiments,
+    keys,
+    logs,
+    rollouts,
+    shadow,
+    traffic,
+)
 from serve_app.protocols.management.routing import MethodHandlers, RouteTable, any_method, route
 from serve_app.protocols.torchserve import errors, events, openapi, workflows
 from serve_app.protocols.torchserve.descriptions import (
@@ -77,6 +87,7 @@ class ManagementRoutes:
                 *access.build_routes(control),
                 *audit.build_routes(control),
                 *logs.build_routes(control, settings),
+                *drift.build_routes(control),
                 *experiments.build_routes(control, limit),
                 *rollouts.build_routes(control, limit),
                 *shadow.build_routes(control),
