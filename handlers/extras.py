@@ -15,6 +15,7 @@ _EXTRAS = {
     "huggingface_hub": "hf",
     "mii": "mii",
     "model_signing": "signing",
+    "nicegui": "server",
     "onnx": "export",
     "onnxruntime": "onnx",
     "onnxscript": "export",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Optional, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich import box
@@ -15,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.loadgen import Engine, EngineMissing, LoadProfile, LoadRequest, LoadResult, send
+from serve_app.loadgen.bench_report import write_bench_report
+from serve_app.loadgen.echarts import EChartsMissing, load_script
 from serve_app.loadgen.wrk import WrkError
 
 _OPEN_CONNECTIONS = 256  # the most that an open loop opens where nobody says
@@ -41,7 +44,9 @@ def bench(  # noqa: PLR0913  # options of the command
     ] = "",
     duration: Annotated[float, typer.Option(help="Seconds of each run.")] = 10.0,
     requests: Annotated[int | None, typer.Option(help="End a run after so many, if that is sooner.")] = None,
-    rate: Annotated[Optional[float], typer.Option(help="Arrivals a second: an open loop.")] = None,  # noqa: UP045
+    rate: Annotated[
+        str, typer.Option(help="Arrivals a second: an open loop. One run each, such as 100,200,400.")
+    ] = "",
     limit: Annotated[
         float | None, typer.Option(help="Milliseconds; answers within it are the goodput.")
     ] = None,
@@ -52,6 +57,7 @@ def bench(  # noqa: PLR0913  # options of the command
         str, typer.Option(help="auto (wrk where it is installed and can), asyncio or wrk.")
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report with plots, too.")] = None,
 ) -> None:
     """Send load to a URL and show throughput, latencies and errors."""
     if engine not in ("auto", "asyncio", "wrk"):
@@ -67,19 +73,21 @@ def bench(  # noqa: PLR0913  # options of the command
             dict(_header(line) for line in header or []),
             _SameBodyCheck() if same else None,
         )
-        for count in _connections(connections, rate):
+        if html is not None:
+            _check_report(html)
+        for count, arrivals in _runs(connections, rate):
             load = LoadProfile(
                 connections=count,
-                rate=rate,
+                rate=arrivals,
                 seconds=duration,
                 requests=requests,
                 warmup=warmup,
                 timeout=timeout,
                 limit=limit / 1000 if limit is not None else None,
             )
-            with progress.status(f"{count} connections" + (f", {rate:g} arrivals/s" if rate else "")):
+            with progress.status(f"{count} connections" + (f", {arrivals:g} arrivals/s" if arrivals else "")):
                 results.append(send(request, load, cast("Engine", engine)))
-    except (ValueError, WrkError, EngineMissing) as error:
+    except (ValueError, WrkError, EngineMissing, EChartsMissing) as error:
         progress.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
     if as_json:
@@ -87,6 +95,9 @@ def bench(  # noqa: PLR0913  # options of the command
         print()
     else:
         Console().print(table(results))
+    if html is not None:
+        write_bench_report(request, results, html)
+        progress.print(f"Report: {html}", highlight=False, markup=False, soft_wrap=True)
     if not any(result.requests for result in results):
         raise typer.Exit(1)
 
@@ -94,9 +105,11 @@ def bench(  # noqa: PLR0913  # options of the command
 def table(results: list[LoadResult]) -> Table:
     """Return the results as a table, latencies in milliseconds, with a caption on the method."""
     limit = any(result.limit is not None for result in results)
+    is_open = any(result.rate is not None for result in results)
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), caption=_caption(results), caption_justify="left")
     numbers = [
         "conn.",
+        *(["arrivals/s"] if is_open else []),
         "requests/s",
         *(["goodput/s"] if limit else []),
         "p50 ms",
@@ -111,17 +124,19 @@ def table(results: list[LoadResult]) -> Table:
         latencies = ["-" if math.isnan(v) else f"{v * 1000:.2f}" for v in (r.p50, r.p90, r.p99, r.max)]
         good = [f"{r.goodput:,.0f}" if r.goodput is not None else "-"] if limit else []
         errors = "\n".join(f"{count:,} × {kind}" for kind, count in sorted(r.errors.items())) or "none"
-        rows.add_row(str(r.connections), f"{r.throughput:,.0f}", *good, *latencies, errors)
+        offered = [f"{r.rate:g}" if r.rate else "-"] if is_open else []
+        rows.add_row(str(r.connections), *offered, f"{r.throughput:,.0f}", *good, *latencies, errors)
     return rows
 
 
 def _caption(results: list[LoadResult]) -> str:
     engines = " and ".join(sorted({result.engine for result in results}))
-    rates = [result for result in results if result.rate]
+    rates = sorted({result.rate for result in results if result.rate})
     if not rates:
         return f"closed loop, sent by {engines}"
-    lag = max(result.lag for result in rates) * 1000
-    return f"open loop of {rates[0].rate:g} requests/s; the generator itself was late by {lag:.2f} ms (p99)"
+    lag = max(result.lag for result in results) * 1000
+    offered = ", ".join(f"{rate:g}" for rate in rates)
+    return f"open loop of {offered} requests/s; the generator itself was late by {lag:.2f} ms (p99)"
 
 
 def as_dict(result: LoadResult) -> dict[str, Any]:
@@ -158,12 +173,24 @@ def _header(line: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _connections(text: str, rate: float | None) -> list[int]:
-    if not text:
-        return [_OPEN_CONNECTIONS] if rate else [1, 8, 32]
+def _runs(connections: str, rate: str) -> list[tuple[int, float | None]]:
+    """Return the connections and the rate of each run; a closed loop has no rate."""
+    rates = _numbers(rate, float, "--rate", "100,200,400") if rate else [None]
+    counts = _numbers(connections, int, "--connections", "1,8,32") if connections else []
+    counts = counts or ([_OPEN_CONNECTIONS] if rate else [1, 8, 32])
+    return [(count, arrivals) for count in counts for arrivals in rates]
+
+
+def _numbers(text: str, kind: Callable[[str], Any], option: str, example: str) -> list[Any]:
     try:
-        return [int(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not a list of numbers such as 1,8,32", param_hint="--connections"
-        ) from None
+        message = f"{text!r} is not a list of numbers such as {example}"
+        raise typer.BadParameter(message, param_hint=option) from None
+
+
+def _check_report(file: Path) -> None:
+    """Check before the load that the report can be written. Raises EChartsMissing."""
+    if not file.parent.is_dir() or file.is_dir():
+        raise typer.BadParameter(f"{file} is not a file in an existing folder", param_hint="--html")
+    load_script()

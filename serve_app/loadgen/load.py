@@ -19,7 +19,9 @@ import ssl
 import time
 from array import array
 from collections import Counter, deque
+from contextlib import suppress
 from itertools import cycle
+from statistics import fmean
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -37,8 +39,14 @@ def run(request: LoadRequest, load: LoadProfile) -> LoadResult:
     loop = _new_loop(load)
     gc.collect()
     gc.freeze()  # a collection over everything that this process holds would look like the server's tail
+    task = loop.create_task(measure(request, load))
     try:
-        return loop.run_until_complete(measure(request, load))
+        return loop.run_until_complete(task)
+    except KeyboardInterrupt:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        raise
     finally:
         gc.unfreeze()
         loop.close()
@@ -118,6 +126,7 @@ class _LoadRun:
             rate=load.rate,
             limit=load.limit,
             within=None if load.limit is None else self.within,
+            mean=fmean(ordered) if ordered else math.nan,
             lag=percentile(sorted(self.lags), 0.99) if self.lags else 0.0,
         )
 

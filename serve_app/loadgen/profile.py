@@ -57,7 +57,7 @@ class LoadProfile:
     def __post_init__(self) -> None:
         if self.seconds is None and self.requests is None:
             raise ValueError("A load needs an end: give seconds, requests, or both.")
-        if self.connections < 1 or (self.rate is not None and self.rate <= 0):
+        if self.connections < 1 or (self.rate is not None and not 0 < self.rate < math.inf):
             raise ValueError("A load needs at least one connection, and a rate above 0 where it has one.")
 
 

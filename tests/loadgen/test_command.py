@@ -6,6 +6,7 @@ import json
 
 import pytest
 import typer
+from report_checks import ReportPage
 from typer.testing import CliRunner
 
 from serve_app.loadgen.command import bench
@@ -70,12 +71,27 @@ def test_a_rate_selects_an_open_loop(server):
     assert (result["rate"], result["requests"], result["connections"]) == (200.0, 20, 256)
 
 
+def test_a_report_has_each_rate(server, tmp_path):
+    file = tmp_path / "bench.html"
+    words = ("--rate", "200,400", "--requests", "20", "--warmup", "0", "--limit", "5000", "--html", str(file))
+    done = call(server.base + "/ok", *words)
+    assert done.exit_code == 0 and str(file) in done.output, done.output
+    assert "open loop of 200, 400 requests/s" in " ".join(done.output.split())
+    page = ReportPage(file)
+    rows = page.tables["Throughput by arrivals/s"]
+    assert [row[0] for row in rows] == ["arrivals/s", "200", "400"]
+    assert set(page.plots) == {"Throughput against latency", "Throughput by arrivals/s"}
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("localhost",), "not an http or https URL"),
         (("http://h/", "-c", "1,x"), "not a list of numbers"),
         (("http://h/", "-c", "0"), "at least one connection"),
+        (("http://h/", "--rate", "5,many"), "not a list of numbers such as 100,200,400"),
+        (("http://h/", "--rate", "nan"), "a rate above 0"),
+        (("http://h/", "--html", "/does/not/exist.html"), "not a file in an existing folder"),
         (("http://h/", "-H", "nonsense"), "Name: value"),
         (("http://h/", "-d", "@/does/not/exist"), "No such file"),
         (("http://h/", "--engine", "ab"), "none of auto, asyncio, wrk"),
