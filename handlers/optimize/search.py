@@ -49,7 +49,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "export": ({}, "model.pt2"),
     "aotinductor": ({}, "model.pt2"),
 }
-_SAMPLES_FILE = "accuracy-samples.pt"  # in the archive of the best variant
+_SAMPLES_FILE = "accuracy-samples.pt"  # in the archive of a variant
 _ROUND_S = 0.1  # duration of the calls per variant and batch size in a round
 _MIN_SPEEDUP = 1.03  # a variant that is less faster than the plain model does not replace it
 
@@ -119,8 +119,9 @@ def run_search(job: SearchJob, report_progress: Callable[[str], None]) -> dict[s
     best = min(accurate, key=lambda variant: variant.median(sizes[-1]))
     if plain.median(sizes[-1]) < _MIN_SPEEDUP * best.median(sizes[-1]):
         best = plain
-    if best is not plain and "accuracy" not in job.config and not VARIANTS[best.name][1]:
-        _add_tolerance_gate(job, plain, best)
+    for variant in accurate:
+        if variant is not plain and "accuracy" not in job.config and not VARIANTS[variant.name][1]:
+            _add_tolerance_gate(job, plain, variant)
     return {
         "variants": [_figures(variant, sizes) for variant in variants],
         "failed": failed,
@@ -237,8 +238,8 @@ def _write_configuration(directory: Path, manifest: dict[str, Any], config: dict
         path.write_text(text)
 
 
-def _add_tolerance_gate(job: SearchJob, plain: LoadedVariant, best: LoadedVariant) -> None:
-    """Add ``accuracy:`` to the best variant: the job's tolerance, and the model's inputs of this search."""
+def _add_tolerance_gate(job: SearchJob, plain: LoadedVariant, variant: LoadedVariant) -> None:
+    """Add ``accuracy:`` to a variant: the job's tolerance, and the model's inputs of this search."""
     calls = _record_calls(plain)
     if len(calls) != 1:
         return
@@ -247,12 +248,12 @@ def _add_tolerance_gate(job: SearchJob, plain: LoadedVariant, best: LoadedVarian
     tensors = list(inputs.values()) if isinstance(inputs, dict) else [inputs]
     if not tensors or not all(isinstance(value, torch.Tensor) and value.dim() for value in tensors):
         return  # a file of samples cannot hold such inputs
-    (best.directory / _SAMPLES_FILE).unlink(missing_ok=True)  # it may be a hard link to the archive's
-    torch.save(pytree.tree_map(torch.clone, inputs), best.directory / _SAMPLES_FILE)
-    best.config["accuracy"] = {"samples": _SAMPLES_FILE} | {
+    (variant.directory / _SAMPLES_FILE).unlink(missing_ok=True)  # it may be a hard link to the archive's
+    torch.save(pytree.tree_map(torch.clone, inputs), variant.directory / _SAMPLES_FILE)
+    variant.config["accuracy"] = {"samples": _SAMPLES_FILE} | {
         k: v for k, v in vars(job.tolerance).items() if v is not None
     }
-    _write_configuration(best.directory, best.manifest, best.config)
+    _write_configuration(variant.directory, variant.manifest, variant.config)
 
 
 def _write_graph(job: SearchJob, plain: LoadedVariant, file: Path, name: str) -> None:

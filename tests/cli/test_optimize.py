@@ -27,8 +27,8 @@ from handlers.context import Context
 from handlers.optimize import search
 from handlers.optimize.search import VARIANTS
 from handlers.optimize.tolerance_gate import Tolerance
+from serve_app.cli import variant_search
 from serve_app.cli.app import app
-from serve_app.cli.commands import optimize
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def load_folder(into: Path, rows: list[Any] = ROWS) -> tuple[dict[str, Any], dic
 
 
 def test_variant_names_match() -> None:
-    assert list(VARIANTS) == list(optimize.VARIANTS)  # the command line imports no torch
+    assert list(VARIANTS) == list(variant_search.VARIANTS)  # the command line imports no torch
 
 
 def test_fastest_variant_within_the_tolerance_is_the_next_version(archive: Path, tmp_path: Path) -> None:
@@ -246,8 +246,8 @@ def test_invalid_arguments_are_reported(archive: Path, tmp_path: Path) -> None:
     ("version", "following"), [("1.0", "1.1"), ("2", "3"), ("1.9", "1.10"), ("rc", "rc.1")]
 )
 def test_next_version(version: str, following: str) -> None:
-    assert optimize._next_version(version) == following
-    assert optimize._next_version(version, {following}) == optimize._next_version(following)
+    assert variant_search.next_version(version) == following
+    assert variant_search.next_version(version, {following}) == variant_search.next_version(following)
 
 
 @pytest.fixture

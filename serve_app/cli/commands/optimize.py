@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
 import tempfile
-from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,24 +10,29 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from serve_app.cli import progress
 from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token
 from serve_app.cli.store_copy import add_to_store
 from serve_app.cli.terminal import console, fail
+from serve_app.cli.variant_search import (
+    VARIANTS,
+    VariantSearchError,
+    find_archive,
+    find_samples,
+    manifest_document,
+    next_version,
+    parse_tolerance,
+    parse_variants,
+    run_variant_search,
+)
 from serve_app.errors import RelayError
 from serve_app.model_store.archive import pack, unpack
 from serve_app.model_store.manifest import HUGGING_FACE, Manifest
 from serve_app.model_store.model_check import check_model
 from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import ModelStoreSettings
-
-VARIANTS = (
-    "plain", "bfloat16", "int8", "compile", "compile-bfloat16", "channels-last", "onnx", "onnx-int8",
-    "torchscript", "export", "aotinductor",
-)  # fmt: skip
 
 
 def optimize(
@@ -73,12 +73,10 @@ def optimize(
     token: Token = "",
 ) -> None:
     """Time an archive's model in other number formats, compiled and as a graph; write the fastest variant."""
-    names = [name.strip() for name in variants.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in VARIANTS]:
-        fail(f"Unknown variant {unknown[0]!r}; the variants are {', '.join(VARIANTS)}.")
+    names = parse_variants(variants)
     if not output.is_dir():
         fail(f"{output} is not a folder; create it, or choose another one with --output.")
-    archive, served = _find_archive(model, model_store, management, token)
+    archive, served = find_archive(model, model_store, CliClient(management, token))
     settings = ModelStoreSettings()
     with tempfile.TemporaryDirectory(prefix="torchrelay-optimize-") as temporary:
         work = Path(temporary)
@@ -96,7 +94,7 @@ def optimize(
             fail(str(error))
         if served and manifest.handler == HUGGING_FACE and "task" not in served[0]:
             fail(f"{model} was registered with its own handler. Pass its archive, {archive}, instead.")
-        new_version = version or _next_version(
+        new_version = version or next_version(
             manifest.version, {version["modelVersion"] for version in served}
         )
         target = output / f"{manifest.model_name}-{new_version}.mar"
@@ -106,17 +104,20 @@ def optimize(
         job = {
             "directory": str(directory),
             "work": str(work / "variants"),
-            "manifest": _manifest_document(manifest, new_version),
+            "manifest": manifest_document(manifest, new_version),
             "config": dict(config.raw),
             "handler": manifest.handler,
-            "samples": _samples(directory, config, sample or []),
+            "samples": find_samples(directory, config, sample or [], "--sample"),
             "batch_size": batch_size or config.batch_size or 8,
-            "tolerance": _tolerance(config, rtol, atol, cosine),
+            "tolerance": parse_tolerance(config, rtol, atol, cosine),
             "variants": names,
             "rounds": rounds,
             "threads": threads,
         }
-        results = _run_search(job)
+        try:
+            results = run_variant_search(job)
+        except VariantSearchError as error:
+            fail(str(error))
         console.print(table(f"{manifest.model_name} {manifest.version}", results))
         for name, reason in results["failed"].items():
             console.print(f"  {name}: {escape(reason)}", highlight=False, soft_wrap=True)
@@ -169,90 +170,3 @@ def table(title: str, results: dict[str, Any]) -> Table:
         cells += ["not finite" if row["largest"] is None else f"{row['largest']:.2g}", f"{row['cosine']:.5f}"]
         made.add_row(*cells, "[red]no" if row["outside"] else "[green]yes")
     return made
-
-
-def _run_search(job: dict[str, Any]) -> dict[str, Any]:
-    """Run ``handlers.optimize.search`` in its own process, which loads torch and the author's code."""
-    with tempfile.TemporaryFile("w+") as log, Progress(
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=console,
-        transient=True,
-    ) as bars:  # fmt: skip
-        bar = bars.add_task("Loading the model", total=None)
-        command = [sys.executable, "-m", "handlers.optimize.search"]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process:
-            try:
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(json.dumps(job))
-                process.stdin.close()
-                last: dict[str, Any] = {}
-                for line in process.stdout:
-                    last = json.loads(line)
-                    if "doing" in last:
-                        bars.update(bar, description=f"Trying {last['doing']}")
-            except BaseException:
-                process.kill()
-                raise
-        log.seek(0)
-        tail = "".join(log.readlines()[-20:])
-    if "variants" in last:
-        return last
-    fail(last.get("error") or f"The search ended with code {process.returncode}:\n{tail}")
-
-
-def _find_archive(model: str, store: Path, management: str, token: str) -> tuple[Path, list[dict[str, Any]]]:
-    """Return the given path, or the archive of the server's model of that name with its versions."""
-    path = Path(model)
-    if path.exists():
-        return path, []
-    if path.suffix or len(path.parts) > 1:
-        fail(f"There is no archive {model}.")
-    with CliClient(management, token) as client:
-        served = client.describe(model)
-    url = served[0]["modelUrl"]
-    for candidate in (Path(url.removeprefix("file://")), store / url):
-        if candidate.exists():
-            return candidate, served
-    fail(f"The archive of {model} is {url}, which is not in {store}. Pass the folder with --model-store.")
-
-
-def _manifest_document(manifest: Manifest, version: str) -> dict[str, Any]:
-    """Return the new version's manifest: the archive's, with the values that the server applied."""
-    raw = json.loads(json.dumps(dict(manifest.raw)))
-    model = raw.setdefault("model", {})
-    model |= {"modelName": manifest.model_name, "modelVersion": version, "handler": manifest.handler}
-    if manifest.config_file:
-        model["configFile"] = manifest.config_file
-    return raw
-
-
-def _samples(directory: Path, config: ModelConfig, given: list[Path]) -> list[str]:
-    if missing := [file for file in given if not file.is_file()]:
-        fail(f"There is no sample {missing[0]}.")
-    packed = [directory / name for name in config.samples or ()]
-    if config.samples is None and (folder := directory / "samples").is_dir():
-        packed = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
-    if not (files := given or packed):
-        fail(
-            "The archive has no sample requests. Pass some with --sample FILE, or pack them under "
-            "samples: of its model-config.yaml."
-        )
-    return [str(file.resolve()) for file in files]
-
-
-def _tolerance(
-    config: ModelConfig, rtol: float | None, atol: float | None, cosine: float | None
-) -> dict[str, Any]:
-    given = {"rtol": rtol, "atol": atol, "cosine": cosine}
-    if any(value is not None for value in given.values()):
-        return given
-    configured = config.raw.get("accuracy")
-    return {key: configured.get(key) for key in given} if isinstance(configured, dict) else {}
-
-
-def _next_version(version: str, taken: Container[str] = ()) -> str:
-    """Return the next free version: 1.0 -> 1.1, 2 -> 3; one without a final number gets ".1"."""
-    match = re.fullmatch(r"(.*?)(\d+)", version)
-    new = f"{match[1]}{int(match[2]) + 1}" if match else f"{version}.1"
-    return _next_version(new, taken) if new in taken else new
