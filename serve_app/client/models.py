@@ -1,4 +1,4 @@
-"""Models over the management API: list, describe, register, scale, unregister."""
+"""Models: list, describe, register, scale, unregister, and their statistics."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ class ModelOperations:
         selected = version if version or customized else "all"
         query = {"customized": customized or None}
         return (yield from fetch_list(management_request("GET", "models", model, selected, query=query)))
+
+    @Operation
+    def statistics(self, model: str | None = None) -> RequestFlow[list[JsonObject]]:
+        """Return the counts of each version, of one model or of all, by the Open Inference Protocol.
+
+        ``inference_stats`` has the requests of the whole cluster: ``success`` and ``fail``, each with
+        ``count`` and ``ns``.
+        """
+        request = management_request("GET", "v2", "models", model, "stats", port="inference")
+        return (yield from fetch_list(request, "model_stats"))
 
     @Operation
     def register(self, /, url: str, **parameters: Any) -> RequestFlow[str]:
