@@ -25,6 +25,7 @@ from serve_app.cli.commands.optimize import optimize
 from serve_app.cli.commands.rollout import rollout_app
 from serve_app.cli.commands.shadow import shadow
 from serve_app.cli.commands.traffic import traffic
+from serve_app.cli.commands.tune import tune
 from serve_app.cli.commands.workflow import workflow_app
 from serve_app.cli.errors import StartError, require_server
 from serve_app.cli.terminal import console, errors, fail
@@ -203,6 +204,7 @@ app.command("bench")(bench)
 app.command("migrate")(migrate)
 app.command("archive")(archive)
 app.command("optimize")(optimize)
+app.command("tune")(tune)
 app.command("traffic")(traffic)
 app.command("shadow")(shadow)
 app.command("drift")(drift)
