@@ -12,6 +12,7 @@ from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.result_history import ResultHistory
 from serve_app.dataplane import version_router
 from serve_app.domain.request import InferenceRequest, InferenceResponse
+from serve_app.telemetry.metrics import Meters
 
 MODELS = (("m", "1.0"), ("m", "2.0"), ("m", "3.0"), ("team-a", "1.0"))
 
@@ -44,7 +45,9 @@ class Cluster(ServiceApi):
         super().__init__(folder, management, dict.fromkeys(MODELS, 1))
 
     def create_service(self) -> ExperimentService:
-        return ExperimentService(self.state, self.measured, ResultHistory(self.database, "experiment"))
+        self.meters = Meters()
+        history = ResultHistory(self.database, "experiment")
+        return ExperimentService(self.state, self.measured, history, self.meters)
 
     def begin(self, document: Any = DOCUMENT, model: str = "m") -> str:
         status, result = self.ask("POST", f"/models/{model}/experiments", document)

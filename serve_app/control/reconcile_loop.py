@@ -196,6 +196,7 @@ class ReconcileLoop:
             if wanted is not None and wanted.spec.digest == crash.digest:
                 log.error("%s: replica %s died. %s", crash.app, crash.replica, crash.cause)
                 self._health.record_crash(wanted.spec, crash)
+                self._meters.replica_failure(wanted.spec.name, wanted.spec.version, "crashed")
 
     async def _explain_no_replica(self, spec: ModelSpec) -> str:
         observed = self._observed.get(spec.ref.app)

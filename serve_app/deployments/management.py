@@ -27,6 +27,7 @@ from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.drift.service import DriftService
 from serve_app.control.experiments.service import ExperimentService
+from serve_app.control.gauge_export import export_periodically
 from serve_app.control.key_shares import KeyShares
 from serve_app.control.keys.jwks import JwkSetSource
 from serve_app.control.keys.service import KeyService
@@ -204,9 +205,11 @@ class Management:
             self._state, reconcile_loop, self._models, metrics, self._archive_ingestor, self._events, settings
         )
         self._traffic = TrafficService(self._state)
-        self._rollouts = RolloutService(self._state, self._health, self._metric_store, settings.runtime)
+        self._rollouts = RolloutService(
+            self._state, self._health, self._metric_store, settings.runtime, self._meters
+        )
         self._experiments = ExperimentService(
-            self._state, self._metric_store, ResultHistory(database, "experiment")
+            self._state, self._metric_store, ResultHistory(database, "experiment"), self._meters
         )
         self._shadow = ShadowService(self._state, database, ResultHistory(database, "shadow"))
         await self._shadow.load()
@@ -240,6 +243,7 @@ class Management:
             self._reconcile_loop.run(),
             run_as_server("rollout", self._rollouts.run()),
             run_as_server("experiment", self._experiments.run()),
+            export_periodically(self._rollouts.export, self._experiments.export),
             self._audit_trail.run(),
             self._shadow.run(),
             self._drift.run(),
@@ -388,6 +392,7 @@ class Management:
             spec = find_version(self._state.registry, ref.name, ref.version)
             if spec.digest == digest:
                 self._health.record_start_failure(spec, error)
+                self._meters.replica_failure(ref.name, ref.version, "start_failed")
                 self._reconcile_loop.trigger()
 
     async def died(self, deaths: list[CrashReport]) -> None:

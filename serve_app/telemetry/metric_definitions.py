@@ -9,6 +9,9 @@ _SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
 _VERSION = ("model", "version")
+_STATE = (*_VERSION, "state")
+_EXPERIMENT = ("model", "experiment")
+_COMPARISON = (*_EXPERIMENT, "metric", "arm")
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -77,4 +80,26 @@ METRICS = (
     _gauge("torchrelay_drift_psi", "Population stability index of a feature.", *_VERSION, "feature"),
     _gauge("torchrelay_drift_ks", "Kolmogorov-Smirnov statistic of a feature.", *_VERSION, "feature"),
     _gauge("torchrelay_drift_omitted_features", "Features beyond max_features, which are not measured."),
+    _counter("torchrelay_replica_failures", "Replicas that crashed or did not start.", *_VERSION, "reason"),
+    _gauge("torchrelay_experiment_difference", "An arm's mean minus the baseline's.", *_COMPARISON),
+    _gauge("torchrelay_experiment_difference_low", "Lower bound of the difference.", *_COMPARISON),
+    _gauge("torchrelay_experiment_difference_high", "Upper bound of the difference.", *_COMPARISON),
+    _gauge("torchrelay_experiment_units", "Keys or requests of an arm.", *_EXPERIMENT, "arm", "version"),
+    _gauge(
+        "torchrelay_experiment_sample_ratio_alarm",
+        "1 where the arms' sizes do not fit their weights, else 0.",
+        *_EXPERIMENT,
+    ),
+    _gauge("torchrelay_rollout_state", "1 for the current state of a rollout to a version.", *_STATE),
+    _gauge("torchrelay_rollout_percent", "The new version's share of the requests, in percent."),
+    _gauge("torchrelay_rollout_ended_timestamp_seconds", "The end of a rollout.", *_STATE),
+    _counter("torchrelay_rollouts_ended", "Rollouts that ended, by state.", "model", "state"),
+    _gauge("torchrelay_rollout_guardrail", "The value of an arm.", *_VERSION, "guardrail", "arm"),
+    _gauge("torchrelay_rollout_guardrail_limit", "The limit of a guardrail.", *_VERSION, "guardrail"),
+    _gauge(
+        "torchrelay_rollout_guardrail_lower_bound",
+        "Lower bound of the new version's excess over the old one.",
+        *_VERSION,
+        "guardrail",
+    ),
 )

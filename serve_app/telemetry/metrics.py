@@ -276,6 +276,20 @@ class Meters:
         self._child("torchrelay_replicas", model, version).set(running)
         self._child("torchrelay_replicas_desired", model, version).set(desired)
 
+    def replica_failure(self, model: str, version: str, reason: str) -> None:
+        self._child("torchrelay_replica_failures", model, version, reason).inc()
+
+    def rollout_ended(self, model: str, state: str, count: int = 1) -> None:
+        """Record the end of a rollout; ``count=0`` exports a zero, from which Prometheus sees an increase."""
+        self._child("torchrelay_rollouts_ended", model, state).inc(count)
+
+    def replace_gauge(self, name: str, values: Mapping[tuple[str, ...], float]) -> None:
+        """Set a gauge for the label values in ``values``, and remove it for all others."""
+        for key in [key for key in self._instruments if key[0] == name and key[1:] not in values]:
+            del self._instruments[key]
+        for labels, value in values.items():
+            self._child(name, *labels).set(value)
+
     def forget(self, model: str, version: str) -> None:
         """Remove the gauges of a removed version."""
         for name in ("torchrelay_queue_depth", "torchrelay_replicas", "torchrelay_replicas_desired"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import StartFailed
 from serve_app.settings import Settings
+from serve_app.telemetry.crash_reports import CrashReport
 from serve_app.telemetry.metrics import Meters
 
 SPEC = ModelSpec(
@@ -114,3 +116,15 @@ def test_what_could_not_be_deployed_is_in_the_status_of_its_version_alone(tmp_pa
     shortage = "50 workers are desired, and the cluster holds 8; add a node or scale down"
     assert errors == ["ValueError: no", shortage, ""]
     assert [health.get_failure(spec.ref) is None for spec in specs] == [False, True, True]
+
+
+def test_a_crash_of_a_desired_version_is_counted(tmp_path: Path) -> None:
+    settings, meters = Settings(home=str(tmp_path)), Meters()
+    reconcile_loop = ReconcileLoop(
+        idle_reconciler(), HealthTracker(), ArchiveIngestor(settings), meters, settings
+    )
+    crash = CrashReport(SPEC.ref.app, SPEC.digest, "r1", False, 1.0, "killed by signal 9")
+    older = replace(crash, digest="e" * 64)
+    reconcile_loop.record_crashes([crash, older], {SPEC.ref.app: DesiredState(SPEC, None)})
+    labels = (("model", "m"), ("reason", "crashed"), ("version", "1.0"))
+    assert meters.samples() == [("torchrelay_replica_failures_total", labels, 1.0)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from serve_app.control.experiments import registry_changes
+from serve_app.control.experiments import gauges, registry_changes
 from serve_app.control.experiments.analysis import ArmTotals, assess
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.registry import find_experiment, find_version
@@ -30,6 +30,7 @@ from serve_app.domain.experiment import (
 )
 from serve_app.domain.sequential_statistics import Groups
 from serve_app.errors import BadRequest, ExposureNotFound, ModelNotAllowed, Unavailable
+from serve_app.telemetry.metrics import Meters
 
 _PERIOD = 10.0  # seconds
 
@@ -37,10 +38,13 @@ _PERIOD = 10.0  # seconds
 class ExperimentService:
     """The operations of ``ControlAPI`` on experiments, in the process that owns the registry."""
 
-    def __init__(self, state: StateStore, metric_store: MetricStore, history: ResultHistory) -> None:
+    def __init__(
+        self, state: StateStore, metric_store: MetricStore, history: ResultHistory, meters: Meters
+    ) -> None:
         self._state = state
         self._metric_store = metric_store
         self._history = history
+        self._meters = meters
         self._p_values: dict[str, float] = {}  # the least that was answered for an experiment's sample ratio
 
     async def run(self) -> None:
@@ -66,6 +70,13 @@ class ExperimentService:
                 with contextlib.suppress(Unavailable):  # the next time, then
                     await self._metric_store.delete(trial)
                     await self._history.delete(trial)
+
+    async def export(self) -> None:
+        """Set the gauges of the running experiments, and of those that ended lately."""
+        selected = gauges.select_exported(self._state.registry.experiments.values(), time.time())
+        documents = [await self._results(experiment) for experiment in selected]
+        for gauge, values in gauges.read_gauges(documents).items():
+            self._meters.replace_gauge(gauge, values)
 
     async def start_experiment(self, experiment: Experiment) -> ExperimentDocument:
         begun = replace(experiment, id=secrets.token_hex(5), started_at=time.time())

@@ -13,18 +13,20 @@ from serve_app.control.api import RolloutAction
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.registry import Registry, find_version
 from serve_app.control.replica_health import HealthTracker
-from serve_app.control.rollouts import registry_changes, state_machine
+from serve_app.control.rollouts import gauges, registry_changes, state_machine
 from serve_app.control.rollouts.guardrails import Figures
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelStatus
 from serve_app.domain.rollout import Rollout, RolloutDocument, RolloutPlan
 from serve_app.errors import Conflict, RelayError, Unavailable
 from serve_app.settings import RuntimeSettings
+from serve_app.telemetry.metrics import Meters
 
 log = logging.getLogger("torchrelay.rollouts")
 
 _PERIOD = 1.0  # seconds between looks
 _LEVELS = {"rolled_back": logging.WARNING}
+_ENDS = ("promoted", "rolled_back", "aborted")
 # Seconds that a candidate's workers may wait for a place, beyond its startup_timeout.
 _PLACEMENT_TIMEOUT = 30.0
 
@@ -36,12 +38,18 @@ class RolloutService:
     """
 
     def __init__(
-        self, state: StateStore, health: HealthTracker, metric_store: MetricStore, settings: RuntimeSettings
+        self,
+        state: StateStore,
+        health: HealthTracker,
+        metric_store: MetricStore,
+        settings: RuntimeSettings,
+        meters: Meters,
     ) -> None:
         self._state = state
         self._health = health
         self._metric_store = metric_store
         self._settings = settings
+        self._meters = meters
         self._process_started_at = time.time()
         self._ids_with_metrics: set[str] = set()  # ids of which there may be figures
 
@@ -53,6 +61,8 @@ class RolloutService:
             self._health.reset_backoff(ModelRef(model, plan.to))
             late = await self._state.commit_with_status(after)
         log.info("%s", state_machine.format_decision(rollout, rollout))
+        for state in _ENDS:
+            self._meters.rollout_ended(model, state, 0)
         return await self._document(rollout, late)
 
     async def get_rollout(self, model: str) -> RolloutDocument:
@@ -72,6 +82,7 @@ class RolloutService:
                 )
         if after is not before:
             log.info("%s", state_machine.format_decision(before, after))
+            self._count_end(before, after)
         return await self._document(after, late)
 
     async def run(self) -> None:
@@ -90,6 +101,13 @@ class RolloutService:
             except Exception:
                 log.exception("%s: a look at its rollout failed; the next one follows", rollout.model)
         await self._delete_old_metrics()
+
+    async def export(self) -> None:
+        """Set the gauges of the active rollouts, and of those that ended lately."""
+        selected = gauges.select_exported(self._state.registry.rollouts.values(), time.time())
+        figures = [(rollout, self._figures(rollout)) for rollout in selected]
+        for gauge, values in (await asyncio.to_thread(gauges.read_gauges, figures)).items():
+            self._meters.replace_gauge(gauge, values)
 
     async def _evaluate(self, rollout: Rollout) -> None:
         now = time.time()
@@ -113,8 +131,13 @@ class RolloutService:
             late = await self._state.commit_with_status(registry)
         after = registry.rollouts[rollout.model]
         log.log(_LEVELS.get(after.state, logging.INFO), "%s", state_machine.format_decision(rollout, after))
+        self._count_end(rollout, after)
         if late:
             log.warning("%s: %s", rollout.model, late)
+
+    def _count_end(self, before: Rollout, after: Rollout) -> None:
+        if before.active and not after.active:
+            self._meters.rollout_ended(after.model, after.state)
 
     async def _next_state(self, rollout: Rollout, now: float) -> Rollout:
         """Return an active rollout after its evaluation; the same one where nothing changes."""

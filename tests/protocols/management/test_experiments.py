@@ -17,6 +17,8 @@ from serve_app.errors import Conflict
 
 pytestmark = pytest.mark.integration
 
+TEAM_ARMS = {name: {"version": "1.0", "weight": 5000} for name in ("a", "b")}
+
 
 @pytest.fixture
 def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
@@ -372,3 +374,44 @@ def test_an_alarm_of_the_sample_ratio_stays(cluster: Cluster):
     cluster.tell()
     result = cluster.known(id)["sample_ratio"]
     assert result["alarm"] and result["observed"] == {"a": 400, "b": 400}
+
+
+def gauges(cluster: Cluster) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return the samples by name and label values, in the order of the labels' names."""
+    cluster.loop.run_until_complete(cluster.owner.export())
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for name, labels, value in cluster.meters.samples():
+        found.setdefault(name, {})[tuple(label for _, label in labels)] = value
+    return found
+
+
+def test_metrics_of_an_experiment(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    id = cluster.begin({**DOCUMENT, "metrics": DOCUMENT["metrics"][2:]})
+    empty = gauges(cluster)
+    assert empty["torchrelay_experiment_units"] == {("a", id, "m", "1.0"): 0, ("b", id, "m", "2.0"): 0}
+    assert "torchrelay_experiment_difference" not in empty, "unknown without requests"
+    for n in range(400):
+        cluster.call(f"r{n}", f"u{n}")
+    cluster.tell()
+    seen, result = gauges(cluster), cluster.known(id)
+    assert seen["torchrelay_experiment_units"]["b", id, "m", "2.0"] == result["arms"]["b"]["units"] > 100
+    assert seen["torchrelay_experiment_sample_ratio_alarm"] == {(id, "m"): 0}
+    for metric, key in (("seconds", "difference"), ("score", "difference")):
+        expected = result["metrics"][metric]["differences"]["b"]
+        assert seen["torchrelay_experiment_difference"]["b", id, metric, "m"] == expected[key]
+    failures = result["metrics"]["failures"]["differences"]["b"]
+    assert seen["torchrelay_experiment_difference_low"]["b", id, "failures", "m"] == failures["low"]
+    assert seen["torchrelay_experiment_difference_high"]["b", id, "failures", "m"] == failures["high"]
+    cluster.loop.run_until_complete(cluster.owner.stop_experiment(id, ("*",)))
+    assert gauges(cluster)["torchrelay_experiment_units"], "for an hour after the end"
+    monkeypatch.setattr("serve_app.control.experiments.gauges.RETENTION_S", 0.0)
+    assert "torchrelay_experiment_units" not in gauges(cluster)
+
+
+def test_experiments_beyond_the_limit_have_no_gauges(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.control.experiments.gauges.MAX_COMPARISONS", 3)
+    older, newer = cluster.begin(ONE_REWARD), cluster.begin({**ONE_REWARD, "arms": TEAM_ARMS}, "team-a")
+    ids = {labels[0] for labels in gauges(cluster)["torchrelay_experiment_sample_ratio_alarm"]}
+    assert ids == {newer} and older != newer

@@ -20,6 +20,7 @@ from serve_app.domain.model import ModelRef, ReplicaInfo
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import StartFailed
 from serve_app.settings import RuntimeSettings
+from serve_app.telemetry.metrics import Meters
 
 pytestmark = pytest.mark.integration
 
@@ -36,7 +37,8 @@ class Cluster(ServiceApi):
         super().__init__(folder, management, WORKERS)
 
     def create_service(self) -> RolloutService:
-        return RolloutService(self.state, self.health, self.measured, RuntimeSettings())
+        self.meters = Meters()
+        return RolloutService(self.state, self.health, self.measured, RuntimeSettings(), self.meters)
 
     def begin(self, **more: Any) -> Any:
         status, result = self.ask("POST", "/models/m/rollout", {**QUICK, **more})
@@ -339,3 +341,49 @@ def test_keys(cluster: Cluster) -> None:
     assert ask("POST", "/models/m/rollout/abort", "watcher") == 400
     assert ask("POST", "/models/m/rollout/abort", "owner") == 200
     assert ModelRef("m", "2.0") in {spec.ref for spec in cluster.state.registry}
+
+
+def gauges(cluster: Cluster) -> dict[tuple[str, ...], float]:
+    """Return the samples of rollouts' metrics by name and label values, in the order of the labels' names."""
+    cluster.loop.run_until_complete(cluster.owner.export())
+    return {
+        (name, *(value for _, value in labels)): value
+        for name, labels, value in cluster.meters.samples()
+        if "rollout" in name
+    }
+
+
+def test_metrics_of_a_rollout_that_is_rolled_back(cluster: Cluster) -> None:
+    cluster.begin(guardrails={"error_rate": 0.02, "p99": None, "non_finite": None, "empty": None})
+    ends = {
+        ("torchrelay_rollouts_ended_total", "m", end): 0 for end in ("promoted", "rolled_back", "aborted")
+    }
+    starting = {("torchrelay_rollout_state", "m", "starting", "2.0"): 1}
+    assert gauges(cluster) == ends | starting | {("torchrelay_rollout_percent", "m", "2.0"): 0}
+    cluster.look()
+    cluster.calls(2_000, lambda version, n: version == "2.0" and n % 10 == 0)
+    running = gauges(cluster)
+    assert running["torchrelay_rollout_state", "m", "running", "2.0"] == 1
+    assert running["torchrelay_rollout_percent", "m", "2.0"] == 20
+    assert running["torchrelay_rollout_guardrail_limit", "error_rate", "m", "2.0"] == 0.02
+    assert ("torchrelay_rollout_guardrail", "candidate", "error_rate", "m", "2.0") not in running, (
+        "not yet sent"
+    )
+    assert cluster.look()["state"] == "rolled_back"
+    over = gauges(cluster)
+    assert {key: value for key, value in over.items() if key[0] == "torchrelay_rollout_state"} == {
+        ("torchrelay_rollout_state", "m", "rolled_back", "2.0"): 1
+    }
+    ended = over["torchrelay_rollout_ended_timestamp_seconds", "m", "rolled_back", "2.0"]
+    assert ended == cluster.rollout["ended"]
+    assert over["torchrelay_rollouts_ended_total", "m", "rolled_back"] == 1
+    assert over["torchrelay_rollout_percent", "m", "2.0"] == 0
+    assert over["torchrelay_rollout_guardrail", "candidate", "error_rate", "m", "2.0"] == pytest.approx(
+        0.1, abs=0.01
+    )
+    assert over["torchrelay_rollout_guardrail", "baseline", "error_rate", "m", "2.0"] == 0
+    assert 0.02 < over["torchrelay_rollout_guardrail_lower_bound", "error_rate", "m", "2.0"] < 0.1
+    cluster.begin()
+    assert ("torchrelay_rollout_state", "m", "rolled_back", "2.0") not in gauges(cluster)
+    assert cluster.ask("POST", "/models/m/rollout/abort")[0] == 200
+    assert gauges(cluster)["torchrelay_rollouts_ended_total", "m", "aborted"] == 1
