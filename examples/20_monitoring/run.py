@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from math import isnan
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -92,7 +93,9 @@ def show(url: str) -> None:
                 for name, value in series["metric"].items()
                 if name not in ("__name__", "instance", "job")
             )
-            print(f"  {labels}: {float(series['value'][1]):.6g}")
+            value = float(series["value"][1])
+            if not isnan(value):  # of a quantile without requests
+                print(f"  {labels}: {value:.6g}")
 
 
 def main(options: argparse.Namespace) -> None:
