@@ -258,6 +258,8 @@ class TelemetrySettings(_Section):
     log_levels: Mapping[str, str] = field(default_factory=dict)  # by model, for its replicas
     access_log: str = "access_log.log"  # one line a request, in log_dir; empty: none
     access_log_bytes: int = 256 * MIB  # a larger one is put aside as access_log.log.1
+    # where Ray collects metrics (RAY_enable_metrics_collection=1): export requests to them, once a second
+    ray_metrics: bool = True
     otlp_endpoint: str = ""  # of a collector that receives traces, http://collector:4317; empty: no traces
     otlp_protocol: Literal["grpc", "http"] = "grpc"
     otlp_timeout: Annotated[float, pydantic.Field(gt=0)] = 10.0  # seconds of one export

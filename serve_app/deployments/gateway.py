@@ -10,10 +10,13 @@ from ray import serve
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import RoutingTableReader
+from serve_app.deployments import ray_metrics
 from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.grpc_listener import GrpcListener
 from serve_app.deployments.management_client import ManagementClient
+from serve_app.deployments.names import SERVER
+from serve_app.deployments.ray_metrics import ExportedLoad, ExportedProcess
 from serve_app.net import tls
 from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.grpc_app import inference_server
@@ -59,9 +62,14 @@ class Gateway:
                 server, settings.grpc.host, settings.grpc.port, "grpc.port", context, shared=True
             )
             await self._grpc.open()
+        process = ExportedProcess(SERVER, replica, "/")
+        self._ray_metrics = ray_metrics.start(settings, self._meters, process, self._measure_load)
         gc.collect()
         # Objects made by imports are excluded from garbage collection, which takes tens of milliseconds.
         gc.freeze()
+
+    def _measure_load(self) -> ExportedLoad:
+        return ExportedLoad(grpc=self._grpc.calls if self._grpc is not None else 0)
 
     def __serve_build_asgi_app__(self) -> Any:
         shared = self._settings.inference

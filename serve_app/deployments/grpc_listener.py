@@ -38,6 +38,11 @@ class GrpcListener:
         self._tls = tls
         self._shared = shared
 
+    @property
+    def calls(self) -> int:
+        """The number of running calls."""
+        return self._server.calls
+
     async def open(self, timeout: float = BIND_TIMEOUT) -> None:
         """Bind and serve; wait at most ``timeout`` seconds for a port that cannot be shared.
 

@@ -20,11 +20,13 @@ from serve_app.dataplane.capture.recorder import CaptureRecorder
 from serve_app.dataplane.capture.tap import CaptureTap
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.capture_upload import upload_files
+from serve_app.deployments import ray_metrics
 from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.management_client import ManagementClient
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.deployments.ray_batcher import RayBatcher
+from serve_app.deployments.ray_metrics import ExportedLoad, ExportedProcess
 from serve_app.deployments.replica_options import drain_timeout
 from serve_app.deployments.sequence_router import LocalBackend, LocalReplica, sequence_headers
 from serve_app.deployments.sharded_replica import RankGroup
@@ -77,6 +79,7 @@ class ModelReplica:
         self._spec = spec
         self._settings = settings
         self._hung = False
+        self._handle_rows = 0  # in calls of Ray's handles, which Ray counts as ongoing
         self._group: RankGroup | None = None  # only of a sharded version
         self._replica = replica
         self._handler_thread = HandlerThread(on_idle=malloc.trim)
@@ -126,6 +129,8 @@ class ModelReplica:
         await self._uds_server.open(socket_path(replica))
         self._management_client.before_report = self._update_meters
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
+        process = ExportedProcess(spec.ref.app, replica, f"/predictions/{spec.name}")
+        self._ray_metrics = ray_metrics.start(settings, self._meters, process, self._measure_load)
         self._management_client.start()
         await self._management_client.wait_for_table(timeout=30)
 
@@ -148,6 +153,9 @@ class ModelReplica:
         self._meters.depth(self._spec.name, self._spec.version, self._batcher.pending)
         if self._capture is not None:
             self._capture.record_metrics(self._meters)
+
+    def _measure_load(self) -> ExportedLoad:
+        return ExportedLoad(self._batcher.pending, max(0, self._batcher.ongoing - self._handle_rows))
 
     def _apply_table(self, table: RoutingTable) -> None:
         """Set this replica's share of its version's concurrency and sequence limits."""
@@ -332,7 +340,15 @@ class ModelReplica:
         """Answer pickled requests of another process: an InferenceResponse, a RelayError or a list of chunks
         for each.
         """
-        responses = await self._requests.submit_all(pickle.loads(payload))
+        requests = pickle.loads(payload)
+        self._handle_rows += len(requests)
+        try:
+            return await self._infer_rows(requests)
+        finally:
+            self._handle_rows -= len(requests)
+
+    async def _infer_rows(self, requests: list[InferenceRequest]) -> bytes:
+        responses = await self._requests.submit_all(requests)
         streams = [
             (i, response) for i, response in enumerate(responses) if isinstance(response, ResponseStream)
         ]
@@ -353,21 +369,21 @@ class ModelReplica:
 
         An error is yielded: raised, Ray would log its traceback as a fault of ours.
         """
+        self._handle_rows += 1
+        response: InferenceResponse | ResponseStream | None = None
         try:
             response = await self._requests.submit(request)
-        except RelayError as error:
-            yield error
-            return
-        if isinstance(response, InferenceResponse):
-            yield ResponseChunk(b"", last=True, head=response)
-            return
-        try:
+            if isinstance(response, InferenceResponse):
+                yield ResponseChunk(b"", last=True, head=response)
+                return
             async for chunk in write_chunks(response):
                 yield chunk
         except RelayError as error:
             yield error
         finally:
-            await response.aclose()
+            self._handle_rows -= 1
+            if isinstance(response, ResponseStream):
+                await response.aclose()
 
     async def holds(self, sequence: str) -> bool:
         """Return whether the state of a sequence is here."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import pickle
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +52,9 @@ log = logging.getLogger("torchrelay.replica_client")
 MAX_CALLS_PER_REPLICA = 2
 MAX_ROWS = 64  # rows of one call; a batch rarely holds more
 MAX_BYTES = 8 << 20  # bytes of one call, unless one row alone is larger
+
+# The calls of this process to each version's replicas that Ray Serve counts in its metrics (ray_metrics.py).
+calls_counted_by_ray: Counter[ModelRef] = Counter()
 
 
 @dataclass(slots=True, eq=False)
@@ -181,6 +185,7 @@ class RemoteBackend:
         Raises RelayError, and ConnectionLost where the replica is dead.
         """
         client = await self._sockets.get(replica)
+        calls_counted_by_ray[self._ref] += client is None
         request, span = tracing.begin(request, "transport", "CLIENT")
         with tracing.ended(span):
             return await (self._actor.infer(replica, request) if client is None else client.infer(request))
@@ -191,6 +196,7 @@ class RemoteBackend:
         Raises ConnectionLost where the replica is dead.
         """
         client = await self._sockets.get(replica)
+        calls_counted_by_ray[self._ref] += client is None
         return await (self._actor.holds(replica, sequence) if client is None else client.holds(sequence))
 
     def wake(self) -> None:
@@ -202,6 +208,7 @@ class RemoteBackend:
             self._waking = asyncio.get_running_loop().create_task(self._wake())
 
     async def _wake(self) -> None:
+        calls_counted_by_ray[self._ref] += 1
         try:
             await self._awake.remote()
         except Exception as error:  # Management reports why it does not start
@@ -287,6 +294,7 @@ class RemoteBackend:
         try:
             # Ray gets pickled bytes: its own pickler inspects every object in Python.
             sent = pickle.dumps([row.request for row in group.rows], pickle.HIGHEST_PROTOCOL)
+            calls_counted_by_ray[self._ref] += 1
             response = self._unary.remote(sent)
             results = pickle.loads(await response)
         except asyncio.CancelledError:
@@ -324,6 +332,7 @@ class RemoteBackend:
 
     async def _infer_streaming(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         for attempt in (1, 2):
+            calls_counted_by_ray[self._ref] += 1
             items = self._streaming.remote(request)
             try:
                 first: ResponseChunk | RelayError = await items.__anext__()

@@ -53,23 +53,26 @@ class GaugeInstrument:
 
 
 class HistogramInstrument:
-    """Counts of values by bucket, and their sum; ``buckets`` are upper bounds."""
+    """Counts of values by bucket, and their sum; ``buckets`` are upper bounds.
 
-    __slots__ = ("_bounds", "_counts", "_labels", "_name", "sum")
+    The last of ``counts`` is of the values beyond all ``bounds``.
+    """
+
+    __slots__ = ("_labels", "_name", "bounds", "counts", "sum")
 
     def __init__(self, name: str, labels: Labels, buckets: Sequence[float]) -> None:
         self._name = name
         self._labels = labels
-        self._bounds = buckets
-        self._counts = [0] * (len(buckets) + 1)
+        self.bounds = buckets
+        self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def observe_all(self, values: Iterable[float]) -> None:
-        counts, bounds, total = self._counts, self._bounds, 0.0
+        counts, bounds, total = self.counts, self.bounds, 0.0
         for value in values:
             counts[bisect_left(bounds, value)] += 1
             total += value
@@ -78,7 +81,7 @@ class HistogramInstrument:
     def samples(self) -> Iterator[Sample]:
         """Return the cumulative counts by upper bound, the count and the sum, as Prometheus names them."""
         count = 0
-        for bound, number in zip((*self._bounds, float("inf")), self._counts, strict=True):
+        for bound, number in zip((*self.bounds, float("inf")), self.counts, strict=True):
             count += number
             labels = tuple(sorted((*self._labels, ("le", floatToGoString(bound)))))
             yield f"{self._name}_bucket", labels, float(count)

@@ -295,6 +295,10 @@ class Meters:
         for name in ("torchrelay_queue_depth", "torchrelay_replicas", "torchrelay_replicas_desired"):
             self._instruments.pop((name, model, version), None)
 
+    def instruments(self, name: str) -> list[tuple[tuple[str, ...], Any]]:
+        """Return the instruments of a metric with their label values, in the order of its definition."""
+        return [(key[1:], instrument) for key, instrument in self._instruments.items() if key[0] == name]
+
     def samples(self) -> list[Sample]:
         """Return the samples of Torchrelay's own metrics."""
         instruments: Iterable[Instrument] = self._instruments.values()

@@ -54,6 +54,11 @@ class Http2Server:
         self._calls: set[RpcContext] = set()
         self._no_connections = asyncio.Event()
 
+    @property
+    def calls(self) -> int:
+        """The number of running calls."""
+        return len(self._calls)
+
     def add_registered_method_handlers(
         self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
     ) -> None:
