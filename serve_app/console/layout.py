@@ -39,6 +39,7 @@ _MODEL_SECTIONS = (
     ("/experiments", "Experiments"),
     ("/rollout", "Rollout"),
     ("/shadow", "Shadow"),
+    ("/drift", "Drift"),
 )
 _THEMES = {"dark": True, "light": False}
 _sessions: SessionStore | None = None

@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import ssl
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import grpc
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
@@ -51,12 +49,11 @@ from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments import env_check
 from serve_app.deployments.applications import model_application
 from serve_app.deployments.cluster_data_plane import create_data_plane
-from serve_app.deployments.console_process import ConsoleProcess
 from serve_app.deployments.control_rpc import ControlDispatcher
 from serve_app.deployments.controller_memory import bound_controller_memory
-from serve_app.deployments.grpc_listener import ManagementGrpcListener, load_credentials
-from serve_app.deployments.http_listener import HttpListener
+from serve_app.deployments.grpc_listener import load_credentials
 from serve_app.deployments.management_client import ReportQueue
+from serve_app.deployments.management_listeners import ManagementListeners
 from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.replica_options import autoscaling_config, user_config
 from serve_app.domain.access import KeyDemand, KeyShare
@@ -68,12 +65,11 @@ from serve_app.domain.signature import Signature
 from serve_app.errors import NotFound, StartFailed, Unavailable
 from serve_app.net import tls
 from serve_app.net.private_files import make_private_directory, restrict_umask
-from serve_app.protocols.grpc_app import management_server
 from serve_app.protocols.http import json_web_tokens
-from serve_app.protocols.http_app import build_replayer, management_app, metrics_app
+from serve_app.protocols.http_app import build_replayer
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import INFERENCE_HOST, Settings, is_loopback
-from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing
+from serve_app.telemetry import crash_reports, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.audit_log import run_as_server
 from serve_app.telemetry.crash_reports import CrashReport
 from serve_app.telemetry.metrics import Meters, MetricsAggregator, MetricsReport
@@ -121,8 +117,7 @@ class Management:
             log.warning("%s", warning)
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self._listeners: list[HttpListener | ManagementGrpcListener] = []
-        self._console: ConsoleProcess | None = None
+        self._listeners: ManagementListeners | None = None
         management_tls = await asyncio.to_thread(tls.management_context, settings)
         grpc_credentials = await asyncio.to_thread(load_credentials, settings)
         make_private_directory(settings.state_dir)
@@ -160,9 +155,9 @@ class Management:
             await self._jwk_set.refresh()
         self._state.publish()  # before any request: the table holds the access rules
         await self._async_predictions.load()
-        for listener in self._create_listeners(inference_port, management_tls, grpc_credentials):
-            await listener.open()
-            self._listeners.append(listener)
+        control = ControlPlane(self._dispatcher.api, settings, lambda: self._table_publisher.table.access)
+        self._listeners = ManagementListeners(control, settings, self._meters, self._cluster_metrics.render)
+        await self._listeners.open(inference_port, management_tls, grpc_credentials)
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
         self._start_tasks()
 
@@ -306,48 +301,6 @@ class Management:
             log.warning("%s", _WHERE_THE_KEYS_ARE % self._settings.key_file)
         return keys
 
-    def _create_listeners(
-        self,
-        inference_port: int,
-        context: ssl.SSLContext | None,
-        credentials: grpc.ServerCredentials | None,
-    ) -> list[HttpListener | ManagementGrpcListener]:
-        """Create the listeners of the ports that are not shared with the inference port, and that of gRPC."""
-        m, shared, g = self._settings.management, self._settings.inference, self._settings.grpc
-        no_port = (0, inference_port)
-        control = ControlPlane(
-            self._dispatcher.api, self._settings, lambda: self._table_publisher.table.access
-        )
-        together = (m.host, m.port) == (m.metrics_host, m.metrics_port)
-        render = (
-            self._cluster_metrics.render if m.enable_metrics_api and (together or m.serve_metrics) else None
-        )
-        listeners: list[HttpListener | ManagementGrpcListener] = []
-        access = access_log.access_log(self._settings)
-        if g.management_port:
-            server = management_server(control, self._settings, self._meters, access)
-            where = g.management_host, g.management_port, "grpc.management_port"
-            listeners.append(ManagementGrpcListener(server, *where, credentials))
-        if not (shared.serve_management and m.port in no_port):
-            if self._settings.console.enabled:
-                self._console = ConsoleProcess(self._settings, inference_port)
-            api = management_app(
-                control, self._settings, access, render=render, meters=self._meters, console=self._console
-            )
-            listeners.append(HttpListener(api, m.host, m.port, "management.port", context))
-        alone = m.enable_metrics_api and not together
-        if alone and not ((shared.serve_metrics or m.serve_metrics) and m.metrics_port in no_port):
-            metrics = metrics_app(
-                self._cluster_metrics.render,
-                self._settings,
-                lambda: self._table_publisher.table.access,
-                self._meters,
-            )
-            listeners.append(
-                HttpListener(metrics, m.metrics_host, m.metrics_port, "management.metrics_port", context)
-            )
-        return listeners
-
     # Calls of readers
 
     async def poll(
@@ -446,8 +399,6 @@ class Management:
             await self._drift.close()
             await self._metric_store.close()
             await self._audit_trail.close()
-        if self._console is not None:
-            await asyncio.to_thread(self._console.close)
         await asyncio.to_thread(tracing.shutdown)
-        for listener in self._listeners:
-            await listener.close()
+        if self._listeners is not None:
+            await self._listeners.close()

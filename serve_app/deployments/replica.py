@@ -19,8 +19,8 @@ from serve_app.control.api import ControlPlane
 from serve_app.dataplane.capture.recorder import CaptureRecorder
 from serve_app.dataplane.capture.tap import CaptureTap
 from serve_app.dataplane.data_plane import RoutingTableReader
-from serve_app.deployments.capture_upload import upload_files
 from serve_app.deployments import ray_metrics
+from serve_app.deployments.capture_upload import upload_files
 from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.management_client import ManagementClient

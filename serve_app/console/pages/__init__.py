@@ -13,6 +13,7 @@ _MODULES = (
     "experiments",
     "rollouts",
     "shadows",
+    "drift",
     "workflows",
     "async_predictions",
     "events",
