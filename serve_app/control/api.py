@@ -185,7 +185,7 @@ class ControlAPI(Protocol):
         """
 
     async def list_predictions(
-        self, grant: KeyGrant | None, limit: int, model: str = "", state: str = ""
+        self, grant: KeyGrant | None, limit: int, model: str, state: str
     ) -> list[AsyncPredictionDocument]:
         """Return the predictions that a key may see, the newest first; empty texts match all."""
 

@@ -63,11 +63,28 @@ def preload(modules: Sequence[str]) -> None:
     """Import modules; one that is not installed is left out."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's library starts its threads when it is imported
     gc.disable()
-    for module in modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+    with missing("pandas"):
+        for module in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
     gc.freeze()  # a collection in a fork would copy the shared pages
     gc.enable()
+
+
+@contextlib.contextmanager
+def missing(name: str) -> Iterator[None]:
+    """Let a package appear to be missing in the block.
+
+    Ray Serve imports pandas where it is installed, and that imports pyarrow, which starts a thread and takes
+    66 MiB. A handler may import both later.
+    """
+    is_imported = name in sys.modules
+    sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as an import that failed
+    try:
+        yield
+    finally:
+        if not is_imported:
+            del sys.modules[name]
 
 
 class _ActorClassID:

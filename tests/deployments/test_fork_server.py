@@ -142,5 +142,6 @@ import sys
 missing = [m for m in (*f.MODULES_WITHOUT_RAY, *f.MODULES, *f.MODEL_MODULES) if m not in sys.modules]
 assert not missing, missing
 assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread runs"
+assert "pandas" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable
-from typing import Any, Protocol
-
-import httpx
-from websockets.asyncio.client import ClientConnection, unix_connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from typing import TYPE_CHECKING, Any, Protocol
 
 from serve_app.errors import MethodNotAllowed, RelayError, ResourceNotFound, Unavailable
 from serve_app.net.cross_site import CrossSitePolicy
 from serve_app.protocols.http.exchange import Headers, HttpExchange, Receive, Scope, Send
 from serve_app.protocols.torchserve import errors
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+# httpx and the WebSocket client are imported late: the gateway imports this module, and needs neither.
 
 PREFIX = "/ui"
 _MAX_MESSAGE_BYTES = 16 << 20
@@ -62,6 +63,8 @@ class ConsoleRoutes:
         if exchange.method not in ("GET", "HEAD"):
             raise MethodNotAllowed()
         socket = await self._backend.start()
+        import httpx
+
         try:
             status, headers, body = await _fetch(socket, exchange)
         except httpx.TransportError as error:
@@ -72,6 +75,8 @@ class ConsoleRoutes:
 
 async def _fetch(socket: str, exchange: HttpExchange) -> tuple[int, Headers, bytes]:
     """Send a request to the console, and return its response as it was encoded."""
+    import httpx
+
     transport = httpx.AsyncHTTPTransport(uds=socket)
     async with httpx.AsyncClient(transport=transport, timeout=30.0) as client:
         url = f"http://console{_target(exchange)}"
@@ -113,6 +118,9 @@ class ConsoleWebSocket:
         self._cross_site = cross_site
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from websockets.asyncio.client import unix_connect
+        from websockets.exceptions import InvalidHandshake
+
         exchange = HttpExchange({**scope, "method": "WEBSOCKET"}, receive, send)
         await receive()  # websocket.connect
         try:
@@ -156,6 +164,8 @@ async def _send_messages(connection: ClientConnection, receive: Receive) -> None
 
 
 async def _receive_messages(connection: ClientConnection, send: Send) -> None:
+    from websockets.exceptions import ConnectionClosed
+
     code = 1001
     try:
         async for data in connection:
