@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from serve_app.console import formats
 from serve_app.console.code_samples import CodeSamples
 from serve_app.console.forms import RequestContent, example_tensors
+from serve_app.console.pages.overview import count_replicas
 from serve_app.console.pages.traffic import balance, to_basis_points
 from serve_app.console.pages.workflows import list_edges, place_steps
 from serve_app.console.prometheus_text import parse, quantile
@@ -109,6 +110,11 @@ def test_example_tensors_have_the_shape_of_the_signature() -> None:
     assert example_tensors(metadata) == {
         "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [0, 0, 0]}]
     }
+
+
+def test_replicas_are_counted_by_state_and_node() -> None:
+    workers = [{"status": "READY", "node": "b"}, {"status": "READY", "node": "a"}, {"status": "LOADING"}]
+    assert count_replicas(workers) == "1 loading, 1 ready on a, 1 ready on b"
 
 
 def test_steps_are_placed_to_the_right_of_their_sources() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 from nicegui import ui
@@ -15,7 +16,7 @@ from serve_app.console.register_dialog import open_dialog
 
 _PAGE_SIZE = 50
 _LIST_INTERVAL_S = 10.0
-_REPLICA_PAGE = 200  # models whose replicas are described at most
+_CONCURRENT_REQUESTS = 8
 
 
 def live_metrics(view: View) -> LiveMetrics:
@@ -40,6 +41,7 @@ class _Overview:
         self._metrics = live_metrics(view)
         self._names: list[dict[str, Any]] = []
         self._listed_at = 0.0
+        self._replicas: dict[tuple[str, str], str] = {}  # by state and node, of the shown versions
         self._start = 0
         self._figures = figures(
             "Requests/s", "Errors/s", "p50", "p99", "Queued rows", "Replicas", "Memory", "GPU"
@@ -56,7 +58,17 @@ class _Overview:
             register = ui.button("Register", icon="add", on_click=lambda: open_dialog(view, self._list_again))
             view.restrict(register)
         self._table = table(
-            ["model", "version", "replicas", "requests/s", "errors/s", "p50", "p99", "queued"],
+            [
+                "model",
+                "version",
+                "replicas",
+                "state and node",
+                "requests/s",
+                "errors/s",
+                "p50",
+                "p99",
+                "queued",
+            ],
             links=["model"],
             title="Models",
         )
@@ -73,6 +85,7 @@ class _Overview:
             names = await self._view.load(self._view.client.models())
             if names is not None:
                 self._names, self._listed_at = names, asyncio.get_running_loop().time()
+                await self._describe_shown()
         self._show_figures()
         self._show_models()
         charts.update(self._rate, self._rate_options())
@@ -96,9 +109,28 @@ class _Overview:
             self._figures[name].set_text(value)
         self._figures["Errors/s"].classes(replace="value bad" if total.error_rate else "value")
 
-    def _show_models(self) -> None:
+    async def _describe_shown(self) -> None:
+        """Find the states and nodes of the replicas of the models in the table."""
+        slots = asyncio.Semaphore(_CONCURRENT_REQUESTS)
+
+        async def describe(model: str) -> list[dict[str, Any]]:
+            async with slots:
+                return await self._view.load(self._view.client.describe(model)) or []
+
+        names = self._filtered()[self._start : self._start + _PAGE_SIZE]
+        described = await asyncio.gather(*map(describe, names))
+        self._replicas = {
+            (each["modelName"], each["modelVersion"]): count_replicas(each["workers"])
+            for versions in described
+            for each in versions
+        }
+
+    def _filtered(self) -> list[str]:
         wanted = (self._filter.value or "").lower()
-        names = [entry["modelName"] for entry in self._names if wanted in entry["modelName"].lower()]
+        return [entry["modelName"] for entry in self._names if wanted in entry["modelName"].lower()]
+
+    def _show_models(self) -> None:
+        names = self._filtered()
         self._start = min(self._start, max(0, (len(names) - 1) // _PAGE_SIZE * _PAGE_SIZE))
         page = names[self._start : self._start + _PAGE_SIZE]
         shown = set(page)
@@ -121,6 +153,7 @@ class _Overview:
         if each is None:
             return row
         return row | {
+            "state_and_node": self._replicas.get((model, version), "–"),
             "replicas": f"{each.replicas:.0f} of {each.desired:.0f}",
             "requests/s": formats.number(each.rate),
             "errors/s": formats.number(each.error_rate),
@@ -149,14 +182,28 @@ class _Overview:
         }
         return charts.time_series("Latency", "ms", series)
 
-    def _turn(self, change: int) -> None:
+    async def _turn(self, change: int) -> None:
         self._start = max(0, self._start + change)
-        self._show_models()
+        await self._show_page()
 
-    def _restart(self) -> None:
+    async def _restart(self) -> None:
         self._start = 0
+        await self._show_page()
+
+    async def _show_page(self) -> None:
+        self._show_models()
+        await self._describe_shown()
         self._show_models()
 
     async def _list_again(self) -> None:
         self._listed_at = 0.0
         await self.refresh()
+
+
+def count_replicas(workers: list[dict[str, Any]]) -> str:
+    """Return how many replicas have each state on each node."""
+    counts = Counter((worker["status"].lower(), worker.get("node", "")) for worker in workers)
+    return ", ".join(
+        f"{count} {state} on {node}" if node else f"{count} {state}"
+        for (state, node), count in sorted(counts.items())
+    )
