@@ -11,11 +11,12 @@ import prometheus_server
 import pytest
 from parts import ECHO, ROOT, Load, Server, free_port, make_archive
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 EXAMPLE = ROOT / "examples/20_monitoring/run.py"
 
 
+@pytest.mark.usefixtures("nothing_stays")
 @pytest.mark.skipif(not prometheus_server.installed, reason=prometheus_server.MISSING)
 def test_20_monitoring(server: Server, run, tmp_path: Path) -> None:
     assert server.register(make_archive(tmp_path, "watched", ECHO)).status_code == 200
