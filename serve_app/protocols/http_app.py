@@ -174,11 +174,13 @@ class ASGIApp:
 
 def _end_span(exchange: HttpExchange) -> None:
     status = exchange.status or _CLIENT_CLOSED_REQUEST
-    exchange.span.set_attribute("http.request.method", exchange.method)
-    exchange.span.set_attribute("http.response.status_code", status)
-    exchange.span.set_attribute("url.path", exchange.path)
+    attributes: dict[str, str | int] = {
+        "http.request.method": exchange.method,
+        "http.response.status_code": status,
+        "url.path": exchange.path,
+    }
     error = str(status) if status >= 500 else None
-    tracing.end(exchange.span, error, model=exchange.model, version=exchange.version)
+    tracing.end(exchange.span, error, attributes, model=exchange.model, version=exchange.version)
 
 
 def _client_ids(headers: dict[str, str]) -> dict[str, str]:

@@ -2,22 +2,20 @@
 
 A traced request carries the W3C context of its current span in the header ``traceparent``, which every
 protocol and transport passes on. So each layer finds its parent there, and a request without it costs one
-look-up a layer. Spans wait in a bounded queue for a thread that exports them: no request waits for a
-collector.
+look-up a layer. Spans wait in a bounded queue for a thread that exports them (``span_export``): no request
+waits for a collector.
 
 Sources: W3C Trace Context, OpenTelemetry's semantic conventions for HTTP and RPC spans.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest
@@ -25,17 +23,12 @@ from serve_app.errors import ConfigurationError, RelayError
 from serve_app.settings import Settings
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
-log = logging.getLogger("torchrelay.tracing")
+    from serve_app.telemetry.spans import Kind, ParentContext, RequestSpan
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-Kind = Literal["SERVER", "CLIENT", "INTERNAL"]
 
 _NOT_SAMPLED = tuple("02468ace")  # the last digits of a context whose flag "sampled" is not set
 _PROBES = frozenset(("ping", "metrics", "health"))  # first segments of paths that are not sampled
-_SHUTDOWN_MS = 3_000
-_WARNING_PERIOD_S = 60.0
 
 _tracer: _Tracer | None = None
 
@@ -44,59 +37,40 @@ class _Tracer:
     """The tracer of this process."""
 
     def __init__(self, settings: Settings, process: str, attributes: Mapping[str, str]) -> None:
-        from opentelemetry import trace
+        from opentelemetry import context, trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        telemetry = settings.telemetry
+        from serve_app.telemetry import span_export, spans
+
         self.api = trace
+        self.contexts = context
+        self.spans = spans
         self.process = process
-        self.ratio = telemetry.trace_sampling
-        self.propagator = TraceContextTextMapPropagator()
+        self.ratio = settings.telemetry.trace_sampling
         service = os.environ.get("OTEL_SERVICE_NAME", "torchrelay")
         resource = Resource.create({"service.name": service, "torchrelay.process": process, **attributes})
-        # Requests are sampled before, by begin_request.
-        self.provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
-        self.processor = _create_processor(_create_exporter(settings))
-        self.provider.add_span_processor(self.processor)
-        self.tracer = self.provider.get_tracer("torchrelay")
+        self.processor = span_export.SpanProcessor(span_export.create_exporter(settings.telemetry, resource))
+        # For spans that handlers start. Requests are sampled before, by begin_request.
+        provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(self.processor)
+        trace.set_tracer_provider(provider)
 
     def start(
         self,
         name: str,
-        parent: Any,
         kind: Kind,
-        started_at: float | None = None,
-        links: Sequence[Any] = (),
-        attributes: Mapping[str, Any] | None = None,
-    ) -> Span:
-        return self.tracer.start_span(
-            name,
-            parent,
-            self.api.SpanKind[kind],
-            attributes,
-            links,
-            None if started_at is None else _to_nanoseconds(started_at),
-        )
+        parent: ParentContext | None,
+        attributes: dict[str, Any],
+        start_time: int = 0,
+    ) -> RequestSpan:
+        return self.spans.RequestSpan(self.processor, name, kind, parent, attributes, start_time)
 
-    def sampled_parent(self, headers: Mapping[str, str]) -> Any:
+    def sampled_parent(self, headers: Mapping[str, str]) -> ParentContext | None:
         """Return the context that headers carry where it is sampled, else None."""
-        if TRACEPARENT not in headers:
-            return None
-        context = self.propagator.extract(headers)
-        return context if self.span_context(context).trace_flags.sampled else None
-
-    def span_context(self, context: Any) -> Any:
-        """Return the identifiers of a context's span; they are invalid where it has none."""
-        return self.api.get_current_span(context).get_span_context()
-
-    def inject(self, span: Span, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return headers with the context of a span."""
-        carrier = dict(headers)
-        self.propagator.inject(carrier, self.api.set_span_in_context(span))
-        return carrier
+        parent = self.spans.parse_context(headers[TRACEPARENT], headers.get(TRACESTATE, ""))
+        return parent if parent is not None and parent.is_sampled else None
 
 
 def configure(settings: Settings, process: str, **attributes: str) -> None:
@@ -109,8 +83,11 @@ def configure(settings: Settings, process: str, **attributes: str) -> None:
     if not settings.telemetry.otlp_endpoint or _tracer is not None:
         return
     named = {f"torchrelay.{name}": value for name, value in attributes.items() if value}
-    _tracer = _Tracer(settings, process, named)
-    _tracer.api.set_tracer_provider(_tracer.provider)
+    try:
+        _tracer = _Tracer(settings, process, named)
+    except ImportError as error:
+        cure = f"traces need a package that is not installed ({error}): pip install 'torchrelay[otel]'"
+        raise ConfigurationError("telemetry.otlp_endpoint", cure) from None
 
 
 def shutdown() -> None:
@@ -126,7 +103,7 @@ def take_dropped() -> tuple[str, int]:
     return ("", 0) if _tracer is None else (_tracer.process, _tracer.processor.take_dropped())
 
 
-def begin_request(method: str, path: str, headers: dict[str, str], request_id: str) -> Span | None:
+def begin_request(method: str, path: str, headers: dict[str, str], request_id: str) -> RequestSpan | None:
     """Start the span of a request that a protocol received, and enter its context into ``headers``.
 
     A request with a context is traced where that is sampled, another one by ``telemetry.trace_sampling``.
@@ -135,40 +112,40 @@ def begin_request(method: str, path: str, headers: dict[str, str], request_id: s
     tracer = _tracer
     if tracer is None:
         return None
-    context = None
-    if parent := headers.get(TRACEPARENT):
-        if parent.endswith(_NOT_SAMPLED):
+    parent = None
+    if traceparent := headers.get(TRACEPARENT):
+        if traceparent.endswith(_NOT_SAMPLED):
             return None
-        context = tracer.propagator.extract(headers)
-        if not tracer.span_context(context).is_valid:  # as without one: W3C Trace Context, 3.2.2
-            context = None
-    if context is not None:
-        if not tracer.span_context(context).trace_flags.sampled:
+        # An invalid context is as none: W3C Trace Context, 3.2.2
+        parent = tracer.spans.parse_context(traceparent, headers.get(TRACESTATE, ""))
+    if parent is not None:
+        if not parent.is_sampled:
             return None
     elif random.random() >= tracer.ratio or method == "GET" or path.split("/", 2)[1:2][0] in _PROBES:
         return None
-    attributes = {"torchrelay.request_id": request_id}
-    span = tracer.start(f"{method} {path}", context, "SERVER", attributes=attributes)
-    headers |= tracer.inject(span, headers)
+    span = tracer.start(f"{method} {path}", "SERVER", parent, {"torchrelay.request_id": request_id})
+    headers[TRACEPARENT] = span.traceparent
     return span
 
 
 def begin(
     request: InferenceRequest, name: str = "", kind: Kind = "INTERNAL"
-) -> tuple[InferenceRequest, Span | None]:
+) -> tuple[InferenceRequest, RequestSpan | None]:
     """Start a span for a traced request; return the request with the span's context, and the span.
 
     The name is by default that of the process: gateway or replica.
     """
     tracer = _tracer
-    if tracer is None or (parent := tracer.sampled_parent(request.headers)) is None:
+    if tracer is None or TRACEPARENT not in request.headers:
+        return request, None
+    if (parent := tracer.sampled_parent(request.headers)) is None:
         return request, None
     attributes = {"torchrelay.model": request.model, "torchrelay.request_id": request.request_id}
-    span = tracer.start(name or tracer.process, parent, kind, attributes=attributes)
-    return replace(request, headers=tracer.inject(span, request.headers)), span
+    span = tracer.start(name or tracer.process, kind, parent, attributes)
+    return request.with_headers({**request.headers, TRACEPARENT: span.traceparent}), span
 
 
-def begin_call(traceparent: str, name: str) -> tuple[dict[str, str], Span | None]:
+def begin_call(traceparent: str, name: str) -> tuple[dict[str, str], RequestSpan | None]:
     """Start a span for an HTTP request that this server sends, as a webhook.
 
     ``traceparent`` is the context of its cause, empty for none. Returns that of the span, as headers to send,
@@ -177,25 +154,34 @@ def begin_call(traceparent: str, name: str) -> tuple[dict[str, str], Span | None
     tracer = _tracer
     if tracer is None or (parent := tracer.sampled_parent({TRACEPARENT: traceparent})) is None:
         return {}, None
-    span = tracer.start(name, parent, "CLIENT")
-    return tracer.inject(span, {}), span
+    span = tracer.start(name, "CLIENT", parent, {})
+    return {TRACEPARENT: span.traceparent}, span
 
 
-def end(span: Span, error: BaseException | str | None = None, **attributes: Any) -> None:
-    """End a span. ``error`` is an exception or a reason; the attributes' names get the prefix torchrelay."""
-    tracer = _tracer
-    for name, value in attributes.items():
+def end(
+    span: RequestSpan,
+    error: BaseException | str | None = None,
+    attributes: Mapping[str, str | int] | None = None,
+    **named: str | int,
+) -> None:
+    """End a span. ``error`` is an exception or a reason.
+
+    ``attributes`` have the names of OpenTelemetry's conventions; the ``named`` get the prefix torchrelay.
+    """
+    if not span.is_recording():
+        return
+    if attributes is not None:
+        span.attributes.update(attributes)
+    for name, value in named.items():
         if value not in ("", None):
-            span.set_attribute(f"torchrelay.{name}", value)
-    if error and tracer is not None:
-        reason = error if isinstance(error, str) else _error_type(error)
-        span.set_attribute("error.type", reason)
-        span.set_status(tracer.api.Status(tracer.api.StatusCode.ERROR, reason))
+            span.attributes[f"torchrelay.{name}"] = value
+    if error:
+        span.fail(error if isinstance(error, str) else _error_type(error))
     span.end()
 
 
 @contextmanager
-def ended(span: Span | None) -> Iterator[None]:
+def ended(span: RequestSpan | None) -> Iterator[None]:
     """End a span at the end of the block, with the error that leaves it; None is no span."""
     try:
         yield
@@ -207,7 +193,7 @@ def ended(span: Span | None) -> Iterator[None]:
         end(span)
 
 
-def end_with(span: Span, on_done: Callable[[Any], None]) -> Callable[[Any], None]:
+def end_with(span: RequestSpan, on_done: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a callback that ends a span before it passes the outcome on."""
 
     def complete(outcome: Any) -> None:
@@ -220,8 +206,12 @@ def end_with(span: Span, on_done: Callable[[Any], None]) -> Callable[[Any], None
 def record(request: InferenceRequest, name: str, started_at: float, ended_at: float) -> None:
     """Record a span that has ended already; the times are those of ``time.monotonic``."""
     tracer = _tracer
-    if tracer is not None and (parent := tracer.sampled_parent(request.headers)) is not None:
-        tracer.start(name, parent, "INTERNAL", started_at).end(_to_nanoseconds(ended_at))
+    if tracer is None or TRACEPARENT not in request.headers:
+        return
+    if (parent := tracer.sampled_parent(request.headers)) is not None:
+        offset = time.time_ns() - int(time.monotonic() * 1e9)
+        span = tracer.start(name, "INTERNAL", parent, {}, offset + int(started_at * 1e9))
+        span.end(offset + int(ended_at * 1e9))
 
 
 def has_traced(requests: Iterable[InferenceRequest]) -> bool:
@@ -233,36 +223,33 @@ def has_traced(requests: Iterable[InferenceRequest]) -> bool:
     return False
 
 
-@contextmanager
-def batch(requests: Sequence[InferenceRequest], ref: ModelRef) -> Iterator[None]:
-    """Make the span of a batch the current one in the block, where a request of it is traced.
+def batch(requests: Sequence[InferenceRequest], ref: ModelRef) -> AbstractContextManager[Any]:
+    """Return a context manager in which the span of a batch is the current one.
 
-    It belongs to the trace of the first such request, and links to all of them.
+    The span belongs to the trace of the first traced request, and links to all of them. No span is started
+    where no request is traced.
     """
     tracer = _tracer
-    parents = []
-    if tracer is not None:
-        parents = [parent for r in requests if (parent := tracer.sampled_parent(r.headers)) is not None]
-    if tracer is None or not parents:
-        yield
-        return
+    if tracer is None:
+        return nullcontext()
+    traced = (request.headers for request in requests if TRACEPARENT in request.headers)
+    parents = [parent for headers in traced if (parent := tracer.sampled_parent(headers)) is not None]
+    if not parents:
+        return nullcontext()
     attributes = {
         "torchrelay.model": ref.name,
         "torchrelay.version": ref.version,
         "torchrelay.batch_size": len(requests),
     }
-    links = [tracer.api.Link(tracer.span_context(parent)) for parent in parents]
-    span = tracer.start("batch", parents[0], "INTERNAL", links=links, attributes=attributes)
-    with tracer.api.use_span(span, end_on_exit=True, record_exception=False):
-        yield
+    span = tracer.start("batch", "INTERNAL", parents[0], attributes)
+    span.link_to(parents)
+    return tracer.spans.CurrentSpan(span, records_exceptions=False)
 
 
-def attach(span: Span) -> None:
+def attach(span: RequestSpan) -> None:
     """Make a span the current one of this asyncio task, so that its log records have the trace's id."""
-    from opentelemetry import context
-
     if _tracer is not None:
-        context.attach(_tracer.api.set_span_in_context(span))
+        _tracer.contexts.attach(_tracer.api.set_span_in_context(span))
 
 
 def current_trace_id() -> str:
@@ -275,77 +262,3 @@ def current_trace_id() -> str:
 
 def _error_type(error: BaseException) -> str:
     return error.reason if isinstance(error, RelayError) else type(error).__name__
-
-
-def _to_nanoseconds(monotonic: float) -> int:
-    """Return the Unix time of a moment of the monotonic clock."""
-    return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)
-
-
-def _create_exporter(settings: Settings) -> Any:
-    """Return the OTLP exporter of the settings.
-
-    Its headers and certificates are those of OpenTelemetry's environment variables.
-    """
-    telemetry = settings.telemetry
-    endpoint, timeout = telemetry.otlp_endpoint, telemetry.otlp_timeout
-    try:
-        if telemetry.otlp_protocol == "http":
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-            url = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
-            return HttpExporter(url, timeout=timeout)
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-        return GrpcExporter(endpoint, insecure=not endpoint.startswith("https"), timeout=int(timeout) or 1)
-    except ImportError as error:
-        cure = f"traces need a package that is not installed ({error}): pip install 'torchrelay[otel]'"
-        raise ConfigurationError("telemetry.otlp_endpoint", cure) from None
-
-
-def _create_processor(exporter: Any) -> Any:
-    """Return a span processor that exports in a thread and counts the spans that it drops."""
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
-
-    # Their messages repeat for each batch; the counter and our own warning replace them.
-    for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-    class Processor(BatchSpanProcessor):
-        """The library's processor, with the number of lost spans."""
-
-        def __init__(self) -> None:
-            self._dropped = 0
-            self._warned_at = -_WARNING_PERIOD_S
-            self._size = self._default_max_queue_size()
-            export = exporter.export
-
-            def count_failures(spans: Sequence[Any]) -> Any:
-                result = export(spans)
-                if result is not SpanExportResult.SUCCESS:
-                    self.count_dropped(len(spans))
-                return result
-
-            exporter.export = count_failures
-            super().__init__(exporter, self._size)
-
-        def on_end(self, span: Any) -> None:
-            if len(self._batch_processor._queue) >= self._size:
-                self.count_dropped(1)
-            super().on_end(span)
-
-        def count_dropped(self, spans: int) -> None:
-            self._dropped += spans
-            if time.monotonic() - self._warned_at > _WARNING_PERIOD_S:
-                self._warned_at = time.monotonic()
-                message = "The OTLP collector accepts no spans: %d are dropped, and requests continue"
-                log.warning(message, spans)
-
-        def take_dropped(self) -> int:
-            dropped, self._dropped = self._dropped, 0
-            return dropped
-
-        def close(self) -> None:
-            self._batch_processor.shutdown(timeout_millis=_SHUTDOWN_MS)
-
-    return Processor()

@@ -136,7 +136,7 @@ async def _measure_traces(name: str, connections: int, requests: int) -> float:
                 before = sum(_thread_seconds().values())
                 await load.run(_TURN)
                 if tracer is not None:  # the export belongs to the turn
-                    tracer.provider.force_flush()
+                    tracer.processor.force_flush()
                 seconds.append(sum(_thread_seconds().values()) - before)
             differences.append((seconds[1] - seconds[0]) / _TURN * 1e6)
     return statistics.median(differences)

@@ -339,10 +339,9 @@ class ServiceAdapter:
         if self._count is not None:
             self._count(code.name)
         if call.span is not None:
-            call.span.set_attribute("rpc.system", "grpc")
-            call.span.set_attribute("rpc.grpc.status_code", code.value[0])
+            attributes = {"rpc.system": "grpc", "rpc.grpc.status_code": code.value[0]}
             error = None if code is _OK else code.name
-            tracing.end(call.span, error, model=call.model, version=call.version)
+            tracing.end(call.span, error, attributes, model=call.model, version=call.version)
         log = self._access_log
         if log is None:
             return
