@@ -51,7 +51,8 @@ from tests.wire_client import RecordingTransport, connect, use_callbacks
 
 _STAGES = ("parse and admit", "respond and record", "handler thread", "access log", "total")
 _PATHS = (("tasks", False, False), ("callbacks", True, False), ("callbacks, with a key", True, True))
-_TURN = 10_000  # requests: an export has 400 spans, as in a server
+_PART = 200  # requests in a row with traces, or without: the load of other programs falls on both alike
+_EXPORT_PARTS = 50  # parts with traces between two exports: 400 spans, as in a server
 _KEY = "0123456789abcdef"
 _SOURCES = Path(__file__).parent / "models"
 
@@ -104,7 +105,8 @@ def measure(
 def measure_traces(name: str, connections: int, requests: int, share: float) -> float:
     """Return the CPU time in microseconds that traces of a share of the requests add to each.
 
-    Half of the requests run with tracing and half without, in turns. A collector runs in another process.
+    Half of the requests run with tracing and half without, in short turns; the tenth with the largest
+    difference and that with the smallest are left out. A collector runs in another process.
     """
     context = multiprocessing.get_context("spawn")
     endpoint, end = context.Queue(), context.Event()
@@ -127,19 +129,25 @@ def _collect(endpoint: Any, end: Any) -> None:
 
 async def _measure_traces(name: str, connections: int, requests: int) -> float:
     tracer = tracing._tracer
-    differences = []
+    assert tracer is not None
+    differences, export = [], 0.0
     async with _loaded(name, connections, True, False) as load:
         await load.run(requests // 10)
-        for _ in range(requests // (2 * _TURN)):
-            seconds = []
-            for tracing._tracer in (None, tracer):
+        for part in range(requests // (2 * _PART)):
+            seconds = {}
+            for is_on in (True, False) if part % 2 else (False, True):
+                tracing._tracer = tracer if is_on else None
                 before = sum(_thread_seconds().values())
-                await load.run(_TURN)
-                if tracer is not None:  # the export belongs to the turn
-                    tracer.processor.force_flush()
-                seconds.append(sum(_thread_seconds().values()) - before)
-            differences.append((seconds[1] - seconds[0]) / _TURN * 1e6)
-    return statistics.median(differences)
+                await load.run(_PART)
+                seconds[is_on] = sum(_thread_seconds().values()) - before
+            differences.append(seconds[True] - seconds[False])
+            if part % _EXPORT_PARTS == _EXPORT_PARTS - 1:
+                before = sum(_thread_seconds().values())
+                tracer.processor.force_flush()
+                export += sum(_thread_seconds().values()) - before
+        tracing._tracer = tracer
+    trimmed = sorted(differences)[len(differences) // 10 : -len(differences) // 10]
+    return statistics.mean(trimmed) / _PART * 1e6 + export / len(differences) / _PART * 1e6
 
 
 def measure_capture(name: str, connections: int, requests: int, share: float) -> tuple[float, float]:

@@ -163,6 +163,8 @@ def test_a_batch_links_to_its_traced_requests_and_has_the_stages(process: Traced
         assert tracing.current_trace_id() == traced[0][1].trace_id
         start = stage_spans()
         assert start is not None
+        with start("preprocess") as span:
+            assert isinstance(span, RequestSpan)
         with pytest.raises(ValueError, match="wrong"), start("inference"):
             raise ValueError("wrong")
         author = trace.get_tracer("author")
