@@ -54,7 +54,7 @@ def line_plot(
                 "symbol": "diamond",
                 "symbolSize": 20,
                 "itemStyle": {"color": _CHOSEN, "borderColor": "#fff", "borderWidth": 1},
-                "label": {"show": True, "formatter": "chosen", "position": "top", "color": _CHOSEN},
+                "label": {"show": True, "formatter": "chosen", "position": "right", "color": _CHOSEN},
                 "data": [list(chosen)],
                 "z": 5,
             }
@@ -80,7 +80,13 @@ def bar_plot(
     *,
     is_logarithmic: bool = False,
 ) -> dict[str, Any]:
-    """Return grouped horizontal bars: for each name of ``values`` one bar at each of ``names``."""
+    """Return horizontal bars: for each name of ``values`` one bar at each of ``names``.
+
+    On a logarithmic axis, where a bar has no origin, they are points.
+    """
+    kind: dict[str, Any] = {"type": "bar", "barMaxWidth": 28}
+    if is_logarithmic:
+        kind = {"type": "scatter", "symbolSize": 14}
 
     def drawn(value: float | None) -> float | None:
         return value if value is not None and _is_drawn((0.0, value), is_logarithmic) else None
@@ -101,10 +107,7 @@ def bar_plot(
             "inverse": True,
             "axisLabel": {"width": 270, "overflow": "truncate", "interval": 0},
         },
-        "series": [
-            {"name": name, "type": "bar", "barMaxWidth": 28, "data": [drawn(v) for v in data]}
-            for name, data in values.items()
-        ],
+        "series": [{**kind, "name": name, "data": [drawn(v) for v in data]} for name, data in values.items()],
     }
 
 

@@ -20,6 +20,7 @@ from serve_app.tuning.tuner import CONCURRENCY
 
 _FAINT_SERIES = 12  # other candidates in the plot of latencies, the best first
 _MIB = 2**20
+_LEAST_DIFFERENCE = 1e-8  # in the plot of the accuracy: float32 has no smaller one
 
 
 @dataclass(frozen=True)
@@ -226,15 +227,24 @@ def _accuracy_sections(result: TuningResult) -> list[ReportSection]:
     plot = None
     if others:
         bars = {
-            "largest difference": [variant["largest"] for variant in others],
-            "1 − lowest cosine": [max(0.0, 1 - variant["cosine"]) for variant in others],
+            "largest difference": [_drawn_difference(variant["largest"]) for variant in others],
+            "1 − lowest cosine": [_drawn_difference(1 - variant["cosine"]) for variant in others],
         }
-        plot = bar_plot([v["name"] for v in others], bars, "difference from plain", is_logarithmic=True)
+        plot = bar_plot(
+            [v["name"] for v in others],
+            bars,
+            "difference from plain (1e-8 or less is drawn at 1e-8)",
+            is_logarithmic=True,
+        )
     text = (
         "Outputs for the samples, compared with the plain model's. Variants outside of the tolerance, and "
         "those whose model is slower at every batch size, are not tried on the server."
     )
     return [ReportSection("Accuracy", text, ReportTable(columns, rows), plot)]
+
+
+def _drawn_difference(value: float | None) -> float | None:
+    return None if value is None else max(value, _LEAST_DIFFERENCE)
 
 
 def _trial_table(trials: Sequence[Trial], outcome: SearchOutcome) -> ReportTable:
