@@ -53,6 +53,7 @@ _STAGES = ("parse and admit", "respond and record", "handler thread", "access lo
 _PATHS = (("tasks", False, False), ("callbacks", True, False), ("callbacks, with a key", True, True))
 _PART = 200  # requests in a row with traces, or without: the load of other programs falls on both alike
 _EXPORT_PARTS = 50  # parts with traces between two exports: 400 spans, as in a server
+_TURN = 10_000  # requests of a turn with capture
 _KEY = "0123456789abcdef"
 _SOURCES = Path(__file__).parent / "models"
 
