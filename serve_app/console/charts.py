@@ -35,9 +35,9 @@ def time_series(
             }
         )
     return {
-        **_base(title),
+        **_base(title, unit),
         "xAxis": {"type": "time", "axisLabel": {"color": _TEXT, "hideOverlap": True}},
-        "yAxis": _value_axis(unit),
+        "yAxis": _value_axis(),
         "legend": {"show": len(series) > 1, "bottom": 0, "textStyle": {"color": _TEXT}, "data": list(series)},
         "series": drawn,
     }
@@ -48,13 +48,13 @@ def bars(
 ) -> dict[str, Any]:
     """Return a bar plot of each series over ``names``."""
     return {
-        **_base(title),
+        **_base(title, unit),
         "xAxis": {
             "type": "category",
             "data": list(names),
             "axisLabel": {"color": _TEXT, "hideOverlap": True},
         },
-        "yAxis": _value_axis(unit),
+        "yAxis": _value_axis(),
         "legend": {"show": len(series) > 1, "bottom": 0, "textStyle": {"color": _TEXT}},
         "series": [
             {"name": name, "type": "bar", "data": list(values), "itemStyle": {"color": color}}
@@ -112,25 +112,20 @@ def update(chart: ui.echart, options: dict[str, Any]) -> None:
     chart.update()
 
 
-def _base(title: str) -> dict[str, Any]:
+def _base(title: str, unit: str = "") -> dict[str, Any]:
+    text = ", ".join(filter(None, (title, unit)))
     return {
         "animation": False,
-        "title": {
-            "text": title,
-            "left": 0,
-            "textStyle": {"fontSize": 14, "color": _TEXT, "fontWeight": "normal"},
-        },
-        "grid": {"left": 8, "right": 16, "top": 48, "bottom": 32, "containLabel": True},
+        "title": {"text": text, "left": 0, "textStyle": _TITLE},
+        "grid": {"left": 8, "right": 16, "top": 40, "bottom": 32, "containLabel": True},
         "tooltip": {"trigger": "axis", "confine": True},
     }
 
 
-def _value_axis(unit: str) -> dict[str, Any]:
+def _value_axis() -> dict[str, Any]:
     return {
         "type": "value",
-        "name": unit,
         "scale": False,
-        "nameTextStyle": {"color": _TEXT, "align": "left"},
         "axisLabel": {"color": _TEXT},
         "splitLine": {"lineStyle": {"color": "#8884"}},
     }

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 from parts import ROOT, Load, Server
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
@@ -26,7 +27,7 @@ from sklearn.datasets import load_digits
 EXAMPLES = ("04_two_versions", "05_ab_test", "06_canary", "07_shadow")
 SIZE = {"width": 1280, "height": 800}
 MAX_BYTES = 200_000
-_SETTLE_MS = 2500  # for plots and tables to be filled
+_SETTLE_MS = 3500  # for plots and tables to be filled
 PAGES = {
     "overview": "/",
     "model": "/models/digits",
@@ -40,6 +41,19 @@ PAGES = {
 }
 
 
+IMAGE = ROOT / "examples/01_first_model/three.png"
+
+
+class ImageLoad(Load):
+    """A load of images."""
+
+    async def _one(self, client: httpx.AsyncClient) -> None:
+        body = IMAGE.read_bytes()
+        while not self._stop.is_set():
+            response = await client.post(self.url, content=body, headers={"content-type": "image/png"})
+            self.answers[response.status_code, ""] += 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images/console")
@@ -48,7 +62,7 @@ def main() -> None:
     with running_server() as server, sync_playwright() as playwright:
         prepare(server)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        with Load(f"{server.url}/predictions/digits", 2):
+        with ImageLoad(f"{server.url}/predictions/digits", 2):
             for scheme in ("light", "dark"):
                 context = browser.new_context(viewport=SIZE, color_scheme=scheme)  # type: ignore[arg-type]
                 take_all(context.new_page(), server, scheme, options.out)
@@ -87,10 +101,22 @@ def prepare(server: Server) -> None:
     steps = {"first": {"model": "digits"}, "second": {"model": "digits"}, "last": {"model": "headlines"}}
     steps["last"]["inputs"] = {"history": "first", "other": "second"}  # type: ignore[assignment]
     server.management.post("/workflows", json={"name": "twice", "steps": steps})
-    image = (ROOT / "examples/01_first_model/three.png").read_bytes()
+    image = IMAGE.read_bytes()
     for _ in range(5):
         server.client.submit_async("digits", image, "image/png")
+    roll_back(server)
     server.client.set_traffic("headlines", {"versions": {"1.0": 8000, "2.0": 2000}})
+
+
+def roll_back(server: Server) -> None:
+    """Roll out the version of the example that fails one request in ten."""
+    server.client.set_default("estimate", "1.0")
+    server.client.scale("estimate", "2.0", min_worker=1, synchronous=True)
+    plan = {"to": "2.0", "steps": [10, 25, 50, 100], "bake_s": 10, "min_calls": 20}
+    server.client.start_rollout("estimate", plan)
+    flat = {"district": "harbour", "area": 70}
+    while server.client.rollout("estimate")["state"] in ("starting", "running"):
+        server.http.post("/predictions/estimate", json=flat)
 
 
 def run(script: str, environment: dict[str, str]) -> None:
@@ -113,10 +139,11 @@ def take_all(page: Page, server: Server, scheme: str, out: Path) -> None:
         save(page, out / f"{name}-{scheme}.png")
     page.goto(f"{origin}/experiments")
     page.get_by_role("link", name="personal headlines").click()
+    page.get_by_text("The arms' sizes").wait_for()
     page.wait_for_timeout(_SETTLE_MS)
     save(page, out / f"experiment-{scheme}.png")
     page.goto(f"{origin}/models/digits/try")
-    page.get_by_label("Choose the image").set_input_files(ROOT / "examples/01_first_model/three.png")
+    page.get_by_label("Choose the image").set_input_files(IMAGE)
     page.get_by_role("button", name="Send").click()
     page.wait_for_timeout(_SETTLE_MS)
     save(page, out / f"try-{scheme}.png")

@@ -66,7 +66,7 @@ class _Model:
             if model == self._model
         }
         if attribute == "rate":
-            return charts.time_series("Requests per second", "1/s", series)
+            return charts.time_series("Requests per second", "", series)
         return charts.time_series("99th percentile latency", "ms", series)
 
 

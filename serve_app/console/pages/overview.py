@@ -168,7 +168,7 @@ class _Overview:
             "requests": [(moment, round(each.rate, 2)) for moment, each in history],
             "errors": [(moment, round(each.error_rate, 2)) for moment, each in history],
         }
-        return charts.time_series("Requests per second", "1/s", series)
+        return charts.time_series("Requests per second", "", series)
 
     def _latency_options(self) -> dict[str, Any]:
         history = self._metrics.history
