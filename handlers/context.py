@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 # The TorchServe release whose handler contract this is; archives compare against it.
@@ -134,6 +135,17 @@ class Context:
         self._processors = [None] * min(len(headers), len(parameters))
         self.stopping_criteria = None
         self._emit = emit
+
+    @property
+    def model_dir(self) -> Path:
+        """The folder of the archive's files."""
+        return Path(str(self.system_properties["model_dir"]))
+
+    @property
+    def device(self) -> str:
+        """The device of this replica: ``cuda:0``, or ``cpu``."""
+        gpu = self.system_properties.get("gpu_id")
+        return "cpu" if gpu is None else f"cuda:{gpu}"
 
     @property
     def request_processor(self) -> list[RequestProcessor] | None:

@@ -10,9 +10,9 @@ import torch
 
 from handlers import tasks
 from handlers.base import BaseHandler
-from handlers.builtin.vision import apply_pixel_limit
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain import attributions
+from handlers.images import apply_pixel_limit
 from handlers.loading import device
 from handlers.optimize import compile
 from handlers.tasks.base import ImageTask, TaskInput, TextTask, extract_explanation_fields

@@ -173,15 +173,29 @@ def _make_entry(module: ModuleType, place: object, attribute: str) -> LoadedHand
     if callable(member):
         return LoadedHandler(member)
     if attribute not in ("", "handle"):
-        near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise HandlerLoadError(f"{place}: there is no function or class {attribute!r} in it.{hint}")
+        raise _missing_member(module, place, attribute)
     return _make_instance(_find_handler_class(module, place), place)
+
+
+def select_model_class(module: ModuleType, place: object, attribute: str = "") -> type:
+    """Return the model class of a module, by its name or the default one. Raises HandlerLoadError."""
+    if not attribute:
+        return _find_handler_class(module, place)
+    member = getattr(module, attribute, None)
+    if not inspect.isclass(member):
+        raise _missing_member(module, place, attribute)
+    return member
+
+
+def _missing_member(module: ModuleType, place: object, attribute: str) -> HandlerLoadError:
+    near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return HandlerLoadError(f"{place}: there is no function or class {attribute!r} in it.{hint}")
 
 
 def _find_handler_class(module: ModuleType, place: object) -> type:
     """Return the one class in the file with a ``handle`` method, leaving out classes that another one
-    extends.
+    extends; where there is none, the model class.
     """
     classes = list_classes_from_module(module)
     candidates = [
@@ -201,19 +215,23 @@ def _find_handler_class(module: ModuleType, place: object) -> type:
             f"can be the handler. Name it: handler={Path(str(place)).name}:{names[0]}, at registration or "
             "in the manifest."
         )
+    from handlers.model_interface import find_model_class  # late: it needs pydantic
+
+    if (model_class := find_model_class(module, place)) is not None:
+        return model_class
     others = [cls.__name__ for cls in classes]
-    present = f" The classes in it ({', '.join(others)}) have no handle method." if others else ""
+    present = f" The classes in it ({', '.join(others)}) have none of these methods." if others else ""
     raise HandlerLoadError(
-        f"{place}: there is no handler in it.{present} Define a function handle(data, context), or a class "
-        "with initialize(context) and handle(data, context)."
+        f"{place}: there is no handler in it.{present} Define a class with predict(request), a function "
+        "handle(data, context), or a class with initialize(context) and handle(data, context)."
     )
 
 
 def _make_instance(cls: type, place: object) -> LoadedHandler:
     if not callable(getattr(cls, "handle", None)):
-        raise HandlerLoadError(
-            f"{place}: the class {cls.__name__} has no method handle(data, context). Define one."
-        )
+        from handlers.model_class import create_handler  # late: it needs pydantic
+
+        return LoadedHandler(instance=create_handler(cls))
     try:
         instance = cls()
     except MemoryError:

@@ -13,6 +13,7 @@ from types import ModuleType
 from handlers import extras
 from handlers.errors import HandlerLoadError
 from handlers.loading import archive_packages
+from handlers.loading.code_reload import find_line
 
 _archive_directories: set[Path] = set()  # added in this process; a server adds one
 
@@ -63,7 +64,9 @@ def load_module(file: Path) -> ModuleType:
         if imported is None:
             sys.modules.pop(file.stem, None)
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, MemoryError):
-            raise HandlerLoadError(format_import_error(file, error)) from error
+            raise HandlerLoadError(
+                format_import_error(find_line(error, file.parent) or file, error)
+            ) from error
         raise
     return module
 

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from handlers.builtin.vision import ToRGB, decode_base64, open_image
+from handlers.builtin.vision import ToRGB
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain import attributions
 from handlers.explain.attributions import ExplanationOptions
+from handlers.images import decode_base64, open_image
 
 MAX_EXPLANATIONS = 16  # of one request: each costs as much as a request of its own
 _RGB = ToRGB()

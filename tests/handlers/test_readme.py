@@ -59,6 +59,7 @@ PHOTOGRAPH = [[[channel] * 8] * 8 for channel in (0.0, 2.0, 1.0)]  # a tensor al
 # Each file of the guide: the bodies of a batch, and the values returned for them.
 FILES: dict[str, tuple[list[Any], list[Any]]] = {
     "lengths": (["four", ""], [4, 0]),
+    "spam": (["win a prize", "hello"], [{"spam": True}, {"spam": False}]),
     "greeter": (["world"], ["Hello, world"]),
     "digits": ([[0.1, 0.7, 0.2]], [{"digit": 1}]),
     "likeliest": ([PHOTOGRAPH], [{"1": pytest.approx(0.6652, abs=1e-4)}]),

@@ -118,7 +118,7 @@ def test_an_unknown_name_in_the_file_gets_a_suggestion(archive: Archive) -> None
 
 
 def test_a_named_class_without_handle_is_an_error(archive: Archive) -> None:
-    with pytest.raises(HandlerLoadError, match=r"the class Notes has no method handle"):
+    with pytest.raises(HandlerLoadError, match=r"the class Notes has no method predict"):
         handlers.load("handler:Notes", archive(handler="class Notes:\n    pass"), {})
 
 
@@ -221,7 +221,7 @@ def test_modules_of_an_earlier_archive_are_not_reused(tmp_path: Path) -> None:
 def test_an_import_failure_keeps_the_files_own_traceback(archive: Archive) -> None:
     directory = archive(handler="def boom():\n    return 1 / 0\n\nboom()")
     with pytest.raises(
-        HandlerLoadError, match=r"handler\.py: importing it failed with ZeroDivisionError"
+        HandlerLoadError, match=r"handler\.py, line 2: importing it failed with ZeroDivisionError"
     ) as raised:
         handlers.load("handler", directory, {})
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
