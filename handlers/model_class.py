@@ -66,6 +66,11 @@ class ModelClassHandler:
         self.signature = interface.signature
         self.schemas = interface.schemas
 
+    @property
+    def model_class(self) -> type:
+        """The class that is served now."""
+        return self._cls
+
     def initialize(self, context: Any) -> None:
         self._context = context
         self._model = _create_model(self._cls)

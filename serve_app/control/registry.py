@@ -210,4 +210,5 @@ def _version_route(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -
         stateful=spec.sequence_batching,
         graph=spec.graph,
         signature=spec.signature or status.signature,
+        schemas=status.schemas,
     )

@@ -72,6 +72,7 @@ class HealthTracker:
         self._start_seconds: dict[ModelRef, float] = {}
         self._signatures: dict[ModelRef, Signature] = {}
         self._input_types: dict[ModelRef, str] = {}
+        self._schemas: dict[ModelRef, Mapping[str, Any] | None] = {}
 
     def update(
         self,
@@ -130,6 +131,7 @@ class HealthTracker:
             self._measure_start(ref, phase, now),
             self._signatures.get(ref),
             self._input_types.get(ref, ""),
+            self._schemas.get(ref),
         )
 
     def _count_crashes(self, ref: ModelRef, observed: ObservedApp, previous: ObservedApp, now: float) -> None:
@@ -156,9 +158,16 @@ class HealthTracker:
             self._start_seconds[ref] = now - since
         return self._start_seconds.get(ref, 0.0)
 
-    def set_signature(self, ref: ModelRef, signature: Signature | None, input_type: str = "") -> None:
-        """Store inputs, outputs and the input's media type, as the handler of a ready replica declares."""
+    def set_signature(
+        self,
+        ref: ModelRef,
+        signature: Signature | None,
+        input_type: str = "",
+        schemas: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Store inputs, outputs, the input's media type and the schemas that a replica's handler declares."""
         self._input_types[ref] = input_type
+        self._schemas[ref] = schemas
         if signature is not None:
             self._signatures[ref] = signature
         else:

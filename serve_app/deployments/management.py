@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -353,11 +354,18 @@ class Management:
         self._reconcile_loop.record_crashes(deaths)
         self._reconcile_loop.trigger()
 
-    async def offers(self, ref: ModelRef, digest: str, signature: Signature | None, input_type: str) -> None:
-        """Record the signature and the input's media type that the handler of a ready replica declares."""
+    async def offers(
+        self,
+        ref: ModelRef,
+        digest: str,
+        signature: Signature | None,
+        input_type: str,
+        schemas: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record the signature, media type and schemas that the handler of a ready replica declares."""
         with contextlib.suppress(NotFound):  # removed meanwhile
             if find_version(self._state.registry, ref.name, ref.version).digest == digest:
-                self._health.set_signature(ref, signature, input_type)
+                self._health.set_signature(ref, signature, input_type, schemas)
                 self._reconcile_loop.trigger()
 
     async def stage(self, ref: ModelRef, stage: Stage) -> None:

@@ -38,11 +38,10 @@ from serve_app.errors import RelayError, ReplicaDied, StartFailed
 from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.http import ray_bypass
 from serve_app.protocols.http_app import inference_app
-from serve_app.runtime.batching.async_batcher import AsyncBatcher
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
-from serve_app.runtime.batching.continuous_batcher import ContinuousBatcher
 from serve_app.runtime.batching.interface import RequestBatcher
+from serve_app.runtime.batching.row_batcher import create_row_batcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.runtime.handler_thread import HandlerThread
@@ -229,7 +228,7 @@ class ModelReplica:
         self._executor = self._group or runner
         self._batcher = self._create_batcher(runner)
         self._management_client.on_connect = lambda: management.offers.remote(
-            spec.ref, spec.digest, runner.signature, runner.input_type
+            spec.ref, spec.digest, runner.signature, runner.input_type, runner.schemas
         )
         if self._group is not None:
             self._group_watch = loop.create_task(self._exit_with_group(self._group))
@@ -274,33 +273,10 @@ class ModelReplica:
 
     def _create_row_batcher(self, runner: Runner) -> RequestBatcher:
         spec = self._spec
-        limits: dict[str, Any] = {
-            "handler_thread": self._handler_thread,
-            "queue_size": spec.job_queue_size,
-            "response_timeout": spec.response_timeout,
-            "on_hung": self._exit_hung,
-            "signature": runner.signature,
-        }
-        if runner.loop is not None:
-            return AsyncBatcher(runner.run_async, runner.loop, spec.ref, self._meters, **limits)
-        if spec.continuous_batching:
-            # Twice as many where there are sequences: a request to a running stream needs a place beside it.
-            size = spec.batch_size * (2 if spec.sequence_batching else 1)
-            limits |= {"max_batch_size": size, "max_batch_delay": spec.max_batch_delay}
-            return ContinuousBatcher(self._executor.run, spec.ref, self._meters, **limits)
-        batcher = Batcher(
-            self._executor.run,
-            spec.ref,
-            self._meters,
-            prepare=runner.prepare,
-            max_batch_size=spec.batch_size,
-            max_batch_delay=spec.max_batch_delay,
-            retries=spec.retries,
-            use_job_ticket=spec.use_job_ticket,
-            bucket_by_length=spec.bucket_by_length,
-            **limits,
+        batcher = create_row_batcher(
+            runner, self._executor.run, spec, self._meters, self._handler_thread, self._exit_hung
         )
-        if spec.batcher == "ray":
+        if spec.batcher == "ray" and isinstance(batcher, Batcher):
             return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
         return batcher
 

@@ -167,6 +167,7 @@ class ModelStatus:
     start_seconds: float = 0.0  # from none to the first that was ready, when that was last seen
     signature: Signature | None = None  # what its handler says that it takes and gives
     input_type: str = ""  # the media type of its input, where its handler declares one
+    schemas: Mapping[str, Any] | None = None  # the JSON schemas of input and output, of a model class
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from serve_app.domain.access import AccessTable
 from serve_app.domain.model import Phase
@@ -33,6 +34,9 @@ class VersionRoute:
     stateful: bool = False  # its requests belong to sequences
     graph: WorkflowGraph | None = None  # of a workflow, whose replicas, if any, run its functions
     signature: Signature | None = None  # from the model-config.yaml or the handler, where they have one
+    schemas: Mapping[str, Any] | None = (
+        None  # the JSON schemas of input and output, where the handler has them
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,9 +182,9 @@ class ModelConfig:
         for key, value in raw.items():
             if key not in known:
                 near = (
-                    did_you_mean(key, [*known, *_HANDLERS_KEYS], cutoff=0.9) if isinstance(key, str) else None
+                    did_you_mean(key, [*known, *HANDLER_KEYS], cutoff=0.9) if isinstance(key, str) else None
                 )
-                if near is not None and key not in _HANDLERS_KEYS:
+                if near is not None and key not in HANDLER_KEYS:
                     raise ConfigurationError(where, f"unknown key {key!r}; did you mean {near!r}?")
                 continue
             entry = known[key]
@@ -205,7 +205,7 @@ class ModelConfig:
 
 
 # Keys of TorchServe's handlers, so a near miss of one of these is an error as well.
-_HANDLERS_KEYS = (
+HANDLER_KEYS = (
     "handler",
     "pt2",
     "optimize",

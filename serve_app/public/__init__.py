@@ -15,19 +15,27 @@ if TYPE_CHECKING:
     from handlers.builtin.text import TextHandler as TextHandler
     from handlers.builtin.vision import VisionHandler as VisionHandler
     from handlers.context import Context as Context
+    from handlers.errors import HandlerLoadError as HandlerLoadError
     from handlers.errors import PredictionException as PredictionException
+    from handlers.model_class import model as model
     from handlers.onnx_model import OnnxModel as OnnxModel
     from serve_app.client import *  # noqa: F403
     from serve_app.client.errors import *  # noqa: F403
+    from serve_app.local import local as local
+    from serve_app.local import local_async as local_async
 
 _CLIENT = "serve_app.client"  # all of its names are public
 _HANDLERS = {
     "BaseHandler": "handlers.base",
     "Context": "handlers.context",
+    "HandlerLoadError": "handlers.errors",
     "OnnxModel": "handlers.onnx_model",
     "PredictionException": "handlers.errors",
     "TextHandler": "handlers.builtin.text",
     "VisionHandler": "handlers.builtin.vision",
+    "local": "serve_app.local",
+    "local_async": "serve_app.local",
+    "model": "handlers.model_class",
 }
 
 

@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 import handlers
 from handlers import profiling
 from handlers.context import Context
@@ -46,6 +48,7 @@ _NO_SPAN = nullcontext()
 # Seconds that a thread may keep the interpreter from another that waits for it. With Python's 5 ms the
 # author's thread, which lets go of it at every operation of torch, is kept waiting by a busy event loop.
 _SWITCH_INTERVAL_S = 0.001
+_MAX_SCHEMA_BYTES = 1 << 15  # of a version; every replica and gateway has those of all versions
 _LOG_REPEAT_S = 60.0  # seconds after which a traceback that stays the same is logged in full once more
 
 
@@ -87,6 +90,7 @@ class Runner:
         self._tensor_codec = TensorRowCodec(decoded=settings.decode_input_request)
         self.signature: Signature | None = spec.signature  # that of the handler where the archive has none
         self.input_type = ""  # the media type of a row that the handler declares
+        self.schemas: Mapping[str, Any] | None = None  # the JSON schemas that a model class declares
         self._handle: Callable[[list[dict[str, Any]], Context], Any] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an asynchronous handler; set by ``load``
         self._check: Callable[[], Coroutine[Any, Any, None]] | None = None  # of an asynchronous handler
@@ -102,32 +106,19 @@ class Runner:
         spec = self._spec
         return bool(self._manifest) or spec.graph is not None or spec.config.get("trusted") is True
 
-    def load(self) -> None:
+    def load(self, entry: handlers.LoadedHandler | None = None) -> None:
         """Import the handler and let it load its model. Raises StartFailed or StartOutOfMemory.
 
         From here on the process belongs to the model: archives can import TorchServe's names too, the working
-        directory is the archive's, and threads switch more often.
+        directory is the archive's, and threads switch more often. ``entry`` is a handler of this process
+        itself, which stays as it is.
         """
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         available = _available_cores()  # before the model's threads are pinned to some of them
         try:
-            torchserve_names.install()
-            runs_code = self._runs_code()
-            if runs_code:  # a child process that runs a module imports from its working directory first
-                os.chdir(self._directory)
-            pinned = self._spec.config.get("pin", self._pin and self._gpu is None)
-            if (number := thread_limits.intra_op_threads(self._spec, available, pinned)) is not None:
-                thread_limits.set_threads(number)
-                if pinned:
-                    cpu_affinity.pin(number, self._spec.ref.app)
-            else:
-                thread_limits.apply_environment()
-            thread_limits.limit_tokenizers()
-            if self._gpu is not None and 0 < self._spec.num_gpus < 1:
-                from handlers.loading import device  # torch, which most processes of CPU models never import
-
-                device.limit_gpu_memory(self._gpu, self._spec.num_gpus)
-            entry = handlers.load(self._spec.handler, self._directory, self._manifest, runs_code)
+            if entry is None:
+                runs_code = self._runs_code()
+                self._prepare_process(available, runs_code)
+                entry = handlers.load(self._spec.handler, self._directory, self._manifest, runs_code)
             if entry.is_async:
                 self.loop = asyncio.new_event_loop()
                 self.loop.run_until_complete(_initialize(entry, self._context))
@@ -151,6 +142,24 @@ class Runner:
             self._execution_class = BatchExecution  # an asynchronous handler streams by itself
         if (self._prepare_row is not None or self._measure_length is not None) and self.loop is None:
             self._prepare_pool = ThreadPoolExecutor(available, thread_name_prefix="prepare")
+
+    def _prepare_process(self, available: int, runs_code: bool) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        torchserve_names.install()
+        if runs_code:  # a child process that runs a module imports from its working directory first
+            os.chdir(self._directory)
+        pinned = self._spec.config.get("pin", self._pin and self._gpu is None)
+        if (number := thread_limits.intra_op_threads(self._spec, available, pinned)) is not None:
+            thread_limits.set_threads(number)
+            if pinned:
+                cpu_affinity.pin(number, self._spec.ref.app)
+        else:
+            thread_limits.apply_environment()
+        thread_limits.limit_tokenizers()
+        if self._gpu is not None and 0 < self._spec.num_gpus < 1:
+            from handlers.loading import device  # torch, which most processes of CPU models never import
+
+            device.limit_gpu_memory(self._gpu, self._spec.num_gpus)
 
     @property
     def prepare(self) -> Callable[[InferenceRequest], Future[Any]] | None:
@@ -287,6 +296,7 @@ class Runner:
         """
         input_type = getattr(handler, "input_type", "")
         self.input_type = input_type if isinstance(input_type, str) else ""
+        self.schemas = _limit_schemas(getattr(handler, "schemas", None))
         if self.signature is None:
             try:
                 offered = getattr(handler, "signature", None)
@@ -420,6 +430,12 @@ async def _initialize(entry: handlers.LoadedHandler, context: Context) -> None:
     future = entry.initialize(context)
     if inspect.isawaitable(future):
         await future
+
+
+def _limit_schemas(schemas: Any) -> Mapping[str, Any] | None:
+    """Return a handler's schemas, unless they are too large for the routing table."""
+    is_small = isinstance(schemas, Mapping) and len(orjson.dumps(schemas)) <= _MAX_SCHEMA_BYTES
+    return schemas if is_small else None
 
 
 def _available_cores() -> int:

@@ -54,9 +54,10 @@ def test_loading_then_ready(health: HealthTracker) -> None:
 
 def test_what_a_handler_offers_is_known_until_it_offers_something_else(health: HealthTracker) -> None:
     signature = Signature((TensorSpec("x", "FP32", (-1,)),))
-    health.set_signature(SPEC.ref, signature)
+    health.set_signature(SPEC.ref, signature, "text/plain", {"input": {}})
     health.update(WANT, app("a"), {})
-    assert health.statuses[SPEC.ref].signature is signature
+    status = health.statuses[SPEC.ref]
+    assert (status.signature, status.input_type, status.schemas) == (signature, "text/plain", {"input": {}})
     health.update({}, {}, app("a"))  # it sleeps, and is asked about all the same
     health.update(WANT, app("a"), {})
     assert health.statuses[SPEC.ref].signature is signature

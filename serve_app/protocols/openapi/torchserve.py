@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain.async_prediction import (
     AsyncListParameters,
@@ -45,6 +45,7 @@ class OpenAPIDocument(TypedDict):
     openapi: str
     info: dict[str, Any]
     paths: dict[str, Any]
+    components: NotRequired[dict[str, Any]]
 
 
 def describe_api(id: str, errors: tuple[int, ...] = (), query: type | None = None) -> Endpoint:

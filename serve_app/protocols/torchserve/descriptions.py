@@ -77,6 +77,11 @@ class ModelDescription(TypedDict):
     jobQueueStatus: JobQueueStatus
     autoscaling: NotRequired[Annotated[dict[str, Any], documented("The autoscaling policy.")]]
     inputType: NotRequired[Annotated[str, documented("The media type of an input, such as image/*.")]]
+    schemas: NotRequired[
+        Annotated[
+            dict[str, Any], documented("mediaType and JSON schema of input and output, of a model class.")
+        ]
+    ]
     handler: NotRequired[Annotated[str, documented("The built-in handler, or the archive's own file.")]]
     task: NotRequired[Annotated[str, documented("The task of a Hugging Face folder.")]]
     customizedMetadata: NotRequired[Annotated[dict[str, Any], documented("With customized=true.")]]
@@ -193,6 +198,8 @@ def describe_version(description: VersionDescription) -> ModelDescription:
         document["autoscaling"] = autoscaling.write(spec.scaling)
     if status.input_type:
         document["inputType"] = status.input_type
+    if status.schemas is not None:
+        document["schemas"] = dict(status.schemas)
     if spec.handler:
         document["handler"] = spec.handler
     if task := spec.config.get("task"):

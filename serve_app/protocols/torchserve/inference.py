@@ -215,8 +215,8 @@ class InferenceRoutes:
         """Send the model's response to ``inputs``, or else to ``query`` and the request's body."""
         exchange.model, exchange.version = model, version or ""
         if exchange.method == "OPTIONS":
-            self._plane.find_version(model, version)
-            return await errors.send_json(exchange, openapi.describe_model(model))
+            route = self._plane.find_version(model, version)
+            return await errors.send_json(exchange, openapi.describe_model(model, route.schemas))
         auth.require_model(exchange, model)
         headers = exchange.headers
         if inputs is None:

@@ -10,6 +10,7 @@ The documents have the parts in place of the references, as TorchServe's have.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,32 @@ METRICS = _document(_INFO, "metrics")
 BOTH = _document(_INFO, *_INFERENCE, *_MANAGEMENT, "metrics", "inference_extensions", *_MANAGEMENT_EXTENSIONS)
 
 
-def describe_model(model: str) -> Json:
+def describe_model(model: str, schemas: Mapping[str, Any] | None = None) -> Json:
     """Return the document of a model's routes on the inference port.
 
     Its first path, ``/prediction/{model}``, is TorchServe's spelling, which no server answers; the paths of
-    ``/predictions`` and ``/explanations`` are ours.
+    ``/predictions`` and ``/explanations`` are ours. ``schemas`` are those of a model class; with them the
+    document is one of OpenAPI 3.1, whose schemas are JSON Schema.
     """
     document = _document({"title": f"RESTful API for: {model}"}, "model")
-    return {**document, "paths": _fill(document["paths"], model)}
+    document["paths"] = _fill(document["paths"], model)
+    if schemas is not None:
+        document["openapi"] = "3.1.0"
+        for path in (f"/predictions/{model}", f"/predictions/{model}/{{model_version}}"):
+            operation = document["paths"][path]["post"]
+            operation["requestBody"] = {"required": True, "content": _content(schemas, "input", document)}
+            content = _content(schemas, "output", document)
+            operation["responses"]["200"] = {"description": "The result.", "content": content}
+    return document
+
+
+def _content(schemas: Mapping[str, Any], side: str, document: Json) -> Json:
+    """Return the content of a request or response; the definitions of its schema become components."""
+    text = orjson.dumps(schemas[side]["schema"])
+    schema = orjson.loads(text.replace(b'"#/$defs/', f'"#/components/schemas/{side}.'.encode()))
+    components = document.setdefault("components", {}).setdefault("schemas", {})
+    components |= {f"{side}.{name}": definition for name, definition in schema.pop("$defs", {}).items()}
+    return {schemas[side]["mediaType"] or "*/*": {"schema": schema}}
 
 
 def _fill(value: Any, model: str) -> Any:

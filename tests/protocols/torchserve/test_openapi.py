@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from openapi_spec_validator import OpenAPIV30SpecValidator
+from openapi_spec_validator import OpenAPIV30SpecValidator, OpenAPIV31SpecValidator
 
 import serve_app
 from serve_app.domain import workflow_graph
@@ -242,3 +242,25 @@ def test_a_descriptions_fields_are_those_of_the_schema(management) -> None:
     schema = answer["content"]["application/json"]["schema"]["items"]
     assert set(schema["required"]) <= set(result)
     assert {key for key in schema["properties"] if not key.startswith("lastError")} <= set(result)
+
+
+SCHEMAS = {
+    "input": {
+        "mediaType": "application/json",
+        "schema": {"$ref": "#/$defs/Point", "$defs": {"Point": {"type": "object"}}},
+    },
+    "output": {"mediaType": "", "schema": {"type": "number"}},
+}
+
+
+def test_the_document_of_a_model_class_has_its_schemas(inference) -> None:
+    versions = {"1.0": VersionRoute("1.0", "ready", 1, schemas=SCHEMAS)}
+    app = inference(table=RoutingTable(1, {"m": ModelRoute("1.0", versions)}, startup_complete=True))
+    document = json.loads(app("OPTIONS", "/predictions/m").body)
+    operation = document["paths"]["/predictions/m"]["post"]
+    body = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/input.Point"}
+    assert document["components"]["schemas"] == {"input.Point": {"type": "object"}}
+    assert operation["responses"]["200"]["content"] == {"*/*": {"schema": {"type": "number"}}}
+    found = [type(error).__name__ for error in OpenAPIV31SpecValidator(document).iter_errors()]
+    assert set(found) <= {"DuplicateOperationIDError"}
