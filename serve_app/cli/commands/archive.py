@@ -20,6 +20,7 @@ from serve_app.model_store.archiver import (
     WrittenArchive,
     make,
 )
+from serve_app.model_store.class_archive import ClassFile, class_recipe
 
 
 def file_option(*names: str, help: str) -> Any:
@@ -27,11 +28,21 @@ def file_option(*names: str, help: str) -> Any:
 
 
 def archive(
-    model_name: Annotated[str, typer.Option(help="The model's name; the archive is MODEL_NAME.mar.")],
-    version: Annotated[str, typer.Option("-v", "--version", help="The model's version.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A file with a model class: model.py or model.py:ClassName."),
+    ] = None,
+    model_name: Annotated[
+        str | None,
+        typer.Option(help="The model's name; the archive is MODEL_NAME.mar. By default the stem of MODEL."),
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option("-v", "--version", help="The model's version; 1.0 for a MODEL.")
+    ] = None,
     handler: Annotated[
-        str, typer.Option(help="A built-in handler, or a file: handler.py or handler.py:function.")
-    ],
+        str | None,
+        typer.Option(help="A built-in handler, or a file: handler.py or handler.py:function."),
+    ] = None,
     serialized_file: Annotated[str | None, file_option(help="Weights, TorchScript or ONNX.")] = None,
     model_file: Annotated[str | None, file_option(help="The model's class, for eager weights.")] = None,
     extra_files: Annotated[
@@ -57,11 +68,19 @@ def archive(
         typer.Option(metavar="KEY", help="An elliptic curve key in PEM; the signature is ARCHIVE.sig."),
     ] = None,
 ) -> None:
-    """Make a model archive, with the options of torch-model-archiver."""
+    """Make the archive of a model class, or one with the options of torch-model-archiver."""
+    if model is None:
+        options = {"--model-name": model_name, "--version": version, "--handler": handler}
+        for option in [option for option, value in options.items() if value is None]:
+            raise typer.BadParameter(
+                "it is missing; name it, or a file with a model class", param_hint=option
+            )
+    elif handler is not None or model_file is not None:
+        raise typer.BadParameter("the model class is the handler; leave out --handler and --model-file")
     recipe = ArchiveRecipe(
-        model_name=model_name,
-        version=version,
-        handler=handler,
+        model_name=model_name or Path((model or "").partition(":")[0]).stem,
+        version=version or "1.0",
+        handler=handler or "",
         serialized_file=serialized_file,
         model_file=model_file,
         extra_files=extra_files,
@@ -73,10 +92,18 @@ def archive(
         config_file=config_file,
     )
     with archiver_errors():
-        made = make(recipe)
-        print_archive(made, f"{model_name} {version}")
+        made = make(recipe) if model is None else _make_of_class(model, recipe)
+        print_archive(made, f"{recipe.model_name} {recipe.version}")
         if sign is not None:
             print(f"{_sign(made.path, sign).name}: its signature")
+
+
+def _make_of_class(model: str, recipe: ArchiveRecipe) -> WrittenArchive:
+    """Write the archive of a model class. Raises ArchiverError."""
+    file = ClassFile.parse(model)
+    description = file.inspect()
+    with class_recipe(file, recipe, description) as complete:
+        return make(complete)
 
 
 def _sign(archive: Path, key: Path) -> Path:
