@@ -21,15 +21,17 @@ from serve_app.cli.commands.experiment import experiment_app
 from serve_app.cli.commands.keys import keys_app
 from serve_app.cli.commands.migrate import migrate
 from serve_app.cli.commands.models import models_app
+from serve_app.cli.commands.new import new
 from serve_app.cli.commands.optimize import optimize
 from serve_app.cli.commands.rollout import rollout_app
+from serve_app.cli.commands.serve import serve
 from serve_app.cli.commands.shadow import shadow
 from serve_app.cli.commands.traffic import traffic
 from serve_app.cli.commands.tune import tune
 from serve_app.cli.commands.workflow import workflow_app
 from serve_app.cli.errors import StartError, require_server
 from serve_app.cli.terminal import console, errors, fail
-from serve_app.cli.torchserve_flags import TorchServeFlags, default_config, state_dir
+from serve_app.cli.torchserve_flags import DEV_CONFIG, TorchServeFlags, default_config, state_dir
 from serve_app.loadgen.command import bench
 
 if TYPE_CHECKING:
@@ -173,6 +175,7 @@ def stop(
     """Stop the server that `torchrelay start` left running here."""
     if config is None:
         generated = [state_dir(os.environ, Path.cwd(), fresh) / "app.yaml" for fresh in (False, True)]
+        generated.append(Path(DEV_CONFIG))
         configs = [path for path in (_CONFIG, *generated) if path.is_file()] or [default_config(_CONFIG.name)]
     else:
         configs = [config]
@@ -200,6 +203,8 @@ def status(
         raise typer.Exit(2)
 
 
+app.command("serve")(serve)
+app.command("new")(new)
 app.command("bench")(bench)
 app.command("migrate")(migrate)
 app.command("archive")(archive)

@@ -48,8 +48,13 @@ def version_table(client: Client) -> Table:
     return table
 
 
-def wait_until_ready(server: ServerProcess, console: Console, timeout: float) -> None:
-    """Show how the models load, until all of them are ready or have failed. Raises StartError."""
+def wait_until_ready(
+    server: ServerProcess, console: Console, timeout: float, show_models: bool = True
+) -> None:
+    """Show how the models load, until all of them are ready or have failed. Raises StartError.
+
+    ``show_models``: print the table of the models at the end.
+    """
     spinner = Spinner("dots", "Starting Ray …")
     with (
         server.client(timeout=2) as client,
@@ -65,7 +70,8 @@ def wait_until_ready(server: ServerProcess, console: Console, timeout: float) ->
                 spinner.update(text="Starting Ray …")
                 live.update(spinner)
         try:
-            console.print(version_table(client))
+            if show_models:
+                console.print(version_table(client))
         except ServerError as error:  # it requires a key that is not known here
             console.print(f"Its models are not shown here: {error}", highlight=False)
 

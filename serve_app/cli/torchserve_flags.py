@@ -17,6 +17,7 @@ from serve_app.cli.errors import StartError
 from serve_app.errors import ConfigurationError
 
 _FILE = "config.properties"
+DEV_CONFIG = ".torchrelay/app.yaml"  # of `torchrelay serve`, in the working directory
 
 
 @dataclass(frozen=True)
