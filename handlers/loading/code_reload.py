@@ -28,7 +28,10 @@ _NOT_OURS = ("site-packages", "dist-packages", "__pycache__", "node_modules")
 
 @dataclasses.dataclass(frozen=True)
 class ReloadReport:
-    """The outcome of a reload: one line of the report file."""
+    """The outcome of a reload: one line of the report file.
+
+    ``revision`` identifies the change, which every replica reports.
+    """
 
     ok: bool
     seconds: float = 0.0
@@ -36,6 +39,7 @@ class ReloadReport:
     kept: list[str] = dataclasses.field(default_factory=list)
     pid: int = dataclasses.field(default_factory=os.getpid)
     time: float = dataclasses.field(default_factory=time.time)
+    revision: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +84,9 @@ class CodeReloader:
             raise_interrupt=False,
         )
         self._report(ReloadReport(True, message="watching"))
-        for _ in changes:
-            self._report(self.reload())
+        for changed in changes:
+            revision = max(_modification_time(path) for _, path in changed)
+            self._report(dataclasses.replace(self.reload(), revision=revision))
 
     def reload(self) -> ReloadReport:
         """Load the source and serve its class; return the outcome."""
@@ -184,6 +189,13 @@ def _fresh_modules(folder: Path, archive: Path) -> Iterator[None]:
         raise
     finally:
         sys.dont_write_bytecode = writes_bytecode
+
+
+def _modification_time(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:  # it was removed
+        return 0
 
 
 def _is_own(path: Path, folder: Path) -> bool:

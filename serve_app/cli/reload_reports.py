@@ -31,7 +31,7 @@ class ReloadReports:
     def _run(self) -> None:
         last: tuple[Any, ...] = ()
         for report in read_reports(self._file, self._ended.wait):
-            key = report["ok"], report["message"], round(report["time"], 0), report["kept"]
+            key = report["revision"], report["ok"], report["message"]
             if key != last and report["message"] != "watching":
                 self._print(report)
             last = key

@@ -79,17 +79,18 @@ def test_reports_of_several_replicas_are_printed_once(tmp_path: Path) -> None:
     output = StringIO()
     file = tmp_path / "reports"
     reports = ReloadReports(file, Console(file=output, width=200))
-    line = '{"ok": %s, "seconds": 0.25, "message": "%s", "kept": %s, "pid": 1, "time": 1.0}\n'
+    line = '{"ok": %s, "seconds": 0.25, "message": "%s", "kept": %s, "pid": 1, "time": 1.0, "revision": %d}\n'
     with file.open("a") as lines:
-        lines.write(line % ("true", "watching", "[]"))
-        lines.write(2 * (line % ("true", "", '["weights"]')))
-        lines.write(line % ("false", "model.py, line 3: SyntaxError: invalid syntax", "[]"))
+        lines.write(line % ("true", "watching", "[]", 0))
+        lines.write(2 * (line % ("true", "", '["weights"]', 1)))
+        lines.write(line % ("true", "", '["weights"]', 2))
+        lines.write(line % ("false", "model.py, line 3: SyntaxError: invalid syntax", "[]", 3))
     deadline = time.monotonic() + 30
     while "line 3" not in output.getvalue():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     reports.close()
-    assert output.getvalue().count("Reloaded in 0.25 s, with weights kept") == 1
+    assert output.getvalue().count("Reloaded in 0.25 s, with weights kept") == 2
     assert "Not reloaded" in output.getvalue()
     assert "watching" not in output.getvalue()
 
