@@ -111,6 +111,15 @@ def test_a_start_without_the_server_prints_the_pip_command(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_doctor_of_the_core_names_the_missing_extra(core: CleanEnvironment, tmp_path: Path) -> None:
+    shown = core.run("torchrelay", "doctor", "--json", cwd=tmp_path)
+    assert shown.returncode == 1, shown.stderr
+    checks = {(check["section"], check["name"]): check for check in json.loads(shown.stdout)["checks"]}
+    assert checks["extras", "server"]["state"] == "failed"
+    assert checks["extras", "server"]["fix"] == "pip install 'torchrelay[server]'"
+    assert checks["engines", "torch"]["state"] == "absent"
+
+
 def test_a_handler_without_torch_raises_the_pip_command(core: CleanEnvironment, tmp_path: Path) -> None:
     refused = core.run("python", "-c", "from torchrelay import BaseHandler", cwd=tmp_path)
     assert refused.stderr.splitlines()[-1] == (

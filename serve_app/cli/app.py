@@ -17,6 +17,7 @@ from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.audit import audit
 from serve_app.cli.commands.console import console as console_command
 from serve_app.cli.commands.drift import drift
+from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.experiment import experiment_app
 from serve_app.cli.commands.keys import keys_app
 from serve_app.cli.commands.migrate import migrate
@@ -215,6 +216,7 @@ app.command("shadow")(shadow)
 app.command("drift")(drift)
 app.command("audit")(audit)
 app.command("console")(console_command)
+app.command("doctor")(doctor)
 
 
 @app.command()

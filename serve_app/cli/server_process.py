@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from serve_app.cli import haproxy_runtime, haproxy_tls
+from serve_app.cli import haproxy_runtime, haproxy_tls, server_ports
 from serve_app.cli.errors import StartError
 from serve_app.cli.process_status import CHECK_PERIOD, environment, is_alive, wait_for_end
 from serve_app.client import NO_RETRIES, Client
@@ -382,35 +381,17 @@ class ServerProcess:
             raise StartError(f"{self.config}: {error}") from None
 
     def _check_ports(self, env: dict[str, str]) -> None:
-        m, g = self.settings.management, self.settings.grpc
-        ports = {
-            self._http[1]: (self._http[0], self._setting_name("http_options.port")),
-            m.port: (m.host, self._setting_name("management.port")),
-            m.metrics_port: (m.metrics_host, self._setting_name("management.metrics_port")),
-            g.port: (g.host, self._setting_name("grpc.port")),
-            g.management_port: (g.management_host, self._setting_name("grpc.management_port")),
-        }
+        ports = server_ports.list_ports(self._http, self.settings, self._setting_name)
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
             for name in haproxy_runtime.PORTS.keys() & env.keys():
                 ports[int(env[name])] = ("0.0.0.0", f"{name} in {self._env}")
-        ports.pop(0, None)  # no listener
         for port, (host, setting) in ports.items():
             deadline = time.monotonic() + _PORT_RELEASE_TIMEOUT
-            while (error := _cannot_bind(host, port)) is not None:
+            while (error := server_ports.bind_error(host, port)) is not None:
                 owner = describe_port_owner(port)
                 if owner or time.monotonic() > deadline:
                     raise StartError(f"Port {port}: {error}{owner}. End that process, or change {setting}.")
                 time.sleep(0.1)
-
-
-def _cannot_bind(host: str, port: int) -> str | None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror
-    return None
 
 
 def _address(host: str, port: int, secure: bool = False) -> str:

@@ -1,0 +1,83 @@
+"""``torchrelay doctor``: what this machine can run, and how to fix what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from serve_app import __version__
+from serve_app.cli.machine_checks import MachineCheck, check_machine
+from serve_app.cli.terminal import console, fail
+from serve_app.cli.torchserve_flags import default_config
+from serve_app.errors import ConfigurationError
+from serve_app.settings import Settings, load
+
+_CONFIG = Path("configs/app.yaml")
+_COLORS = {"ok": "green", "absent": "dim", "warning": "yellow", "failed": "red"}
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="The application whose ports are checked, as for `start`.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what this machine can run: devices, engines, codecs, extras, ports and limits, each with a fix.
+
+    The exit code is 1 where a check fails, so that no server starts here, and 0 otherwise.
+    """
+    http, settings = _read_config(config or (_CONFIG if _CONFIG.is_file() else default_config(_CONFIG.name)))
+    checks = list(check_machine(http, settings, os.environ))
+    is_ready = not any(check.state == "failed" for check in checks)
+    if as_json:
+        document = [dataclasses.asdict(check) for check in checks]
+        console.print_json(data={"version": __version__, "ready": is_ready, "checks": document})
+    else:
+        console.print(_table(checks))
+        for check in checks:
+            if check.fix:
+                line = f"[{_COLORS[check.state]}]{check.name}[/]: {escape(check.fix)}"
+                console.print(line, highlight=False, soft_wrap=True)
+        console.print(
+            "A server starts here." if is_ready else "No server starts here until the red lines are fixed.",
+            style="green" if is_ready else "red",
+        )
+    if not is_ready:
+        raise typer.Exit(1)
+
+
+def _read_config(file: Path) -> tuple[tuple[str, int], Settings]:
+    """Return the inference address and the settings of an app.yaml; exit where it is invalid."""
+    try:
+        document: Any = yaml.safe_load(file.read_text())
+        http = document.get("http_options") or {}
+        address = (str(http.get("host", "127.0.0.1")), int(http.get("port", 8000)))
+        return address, load(document["applications"][0].get("args"), str(file))
+    except OSError as error:
+        fail(f"{file}: {error.strerror}; pass an app.yaml")
+    except ConfigurationError as error:
+        fail(str(error))
+    except (yaml.YAMLError, AttributeError, IndexError, KeyError, TypeError, ValueError):
+        fail(f"{file}: not a configuration of `serve run`, with http_options and applications")
+
+
+def _table(checks: Iterable[MachineCheck]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("", "check", "state", "found"):
+        table.add_column(name, no_wrap=name != "found", overflow="fold")
+    section = ""
+    for check in checks:
+        title = check.section if check.section != section else ""
+        section = check.section
+        color = _COLORS[check.state]
+        table.add_row(title, escape(check.name), f"[{color}]{check.state}", escape(check.found))
+    return table
