@@ -66,6 +66,9 @@ class RuntimeSettings(_Section):
     default_response_timeout: int = 120  # seconds
     default_startup_timeout: int = 120  # seconds
     job_queue_size: int = 100  # rows, in each replica
+    batcher: Literal["torchrelay", "ray"] = (
+        "torchrelay"  # ray: @serve.batch; a model-config.yaml has precedence
+    )
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
     max_response_size: int = 0  # bytes of one row's answer; 0: no limit

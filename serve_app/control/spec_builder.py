@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 from serve_app.domain import limits
 from serve_app.domain.model import ModelRef, ModelSpec, Registration
@@ -14,7 +14,7 @@ from serve_app.errors import BadRequest, ConfigurationError
 from serve_app.model_store.manifest import Manifest
 from serve_app.model_store.model_config import ModelConfig
 from serve_app.model_store.workflow_archive import WorkflowModel
-from serve_app.settings import Settings, VersionSettings
+from serve_app.settings import RuntimeSettings, Settings, VersionSettings
 
 FUNCTIONS = "handlers.loading.workflow_functions:WorkflowFunctions"  # the handler of a workflow's functions
 RUNTIMES = ("python", "python3", "LSP")
@@ -32,8 +32,17 @@ _COMBINED_KEYS = {
     "response_timeout",
     "startup_timeout",
     "autoscaling",
+    "batcher",
 }
 _FILE_KEYS = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(ModelSpec)} - _COMBINED_KEYS
+
+# Keys of model-config.yaml that @serve.batch cannot serve -> the fields of ModelConfig, and why.
+_WITHOUT_RAY = {
+    "sequenceBatching": ("sequence_batching", "a batch takes one row of each sequence"),
+    "continuousBatching": ("continuous_batching", "rows join and leave a running batch"),
+    "useJobTicket": ("use_job_ticket", "a row is taken only where the model is idle"),
+    "bucket_by_length": ("bucket_by_length", "a batch is chosen among all waiting rows"),
+}
 
 # Defaults of a stateful model; times in milliseconds.
 _SEQUENCE_DEFAULTS = {"sequence_max_idle": 60_000, "max_num_sequence": 100, "max_sequence_job_queue_size": 16}
@@ -73,6 +82,7 @@ def build_spec(
     min_workers, max_workers = _workers(registration, config, version_settings, settings, at_startup)
     options: dict[str, Any] = {
         "job_queue_size": defaults.job_queue_size,
+        "batcher": _batcher(config, defaults, place),
         "num_cpus": defaults.num_cpus,
         "num_gpus": _gpus(config, defaults.num_gpus),
         **{key: getattr(config, key) for key in _FILE_KEYS if getattr(config, key) is not None},
@@ -192,6 +202,17 @@ def _gpus(config: ModelConfig, default: float) -> float:
     if config.parallel_type == "custom" and config.parallel_level is not None:
         return float(config.parallel_level)
     return default
+
+
+def _batcher(config: ModelConfig, defaults: RuntimeSettings, place: str) -> Literal["torchrelay", "ray"]:
+    """Return the batcher of the file, else of the settings. Raises ConfigurationError where it cannot be."""
+    batcher = config.batcher or defaults.batcher
+    for key, (name, reason) in _WITHOUT_RAY.items() if batcher == "ray" else ():
+        if getattr(config, name):
+            source = "batcher: ray" if config.batcher else "runtime.batcher: ray in the settings"
+            remedy = "write batcher: torchrelay into this file"
+            raise ConfigurationError(place, f"{key}: {reason}; {source} selects @serve.batch. {remedy}")
+    return batcher
 
 
 def _ranks(config: ModelConfig) -> int:

@@ -46,6 +46,7 @@ from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.host import malloc
+from serve_app.runtime.row_batcher import create_row_batcher
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing
@@ -276,9 +277,14 @@ class ModelReplica:
         batcher = create_row_batcher(
             runner, self._executor.run, spec, self._meters, self._handler_thread, self._exit_hung
         )
-        if spec.batcher == "ray" and isinstance(batcher, Batcher):
-            return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
-        return batcher
+        if spec.batcher != "ray":
+            return batcher
+        if not isinstance(batcher, Batcher):
+            reason = "the handler is asynchronous and runs each row by itself, so @serve.batch cannot be used"
+            raise StartFailed(
+                spec.name, spec.version, f"{reason}; write batcher: torchrelay into model-config.yaml"
+            )
+        return RayBatcher(batcher, spec.ref, spec.batch_size, spec.max_batch_delay, spec.job_queue_size)
 
     def _report_stage(self, stage: Stage) -> None:
         """Report the stage of this start to Management; nothing depends on it."""

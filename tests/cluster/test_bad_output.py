@@ -113,6 +113,20 @@ def together(server: Server, model: str, gate: Path, words: list[str]) -> list[t
         return [answer.result() for answer in answers]
 
 
+ASYNCHRONOUS = """
+async def handle(data, context):
+    return [None if row is None else "done" for row in data]
+"""
+
+
+def test_rays_batcher_refuses_an_asynchronous_handler(server: Server, tmp_path: Path) -> None:
+    config = {"minWorkers": 1, "batcher": "ray"}
+    refused = server.register(make_archive(tmp_path, "asynchronous", ASYNCHRONOUS, config=config))
+    assert refused.status_code == 500, refused.text
+    assert "the handler is asynchronous" in refused.text
+    assert "write batcher: torchrelay into model-config.yaml" in refused.text
+
+
 def test_rays_batcher_batches_and_fails_rows_alone(server: Server, tmp_path: Path) -> None:
     config = {"minWorkers": 1, "batchSize": 8, "maxBatchDelay": 2000, "batcher": "ray"}
     assert server.register(make_archive(tmp_path, "rays", ODD, config=config)).status_code == 200

@@ -140,7 +140,6 @@ class TestSpecFrom:
             jobQueueSize: 7
             deviceType: gpu
             deviceIds: [1, 2]
-            batcher: ray
             num_cpus: 0
             num_gpus: 0.5
             retries: false
@@ -168,10 +167,34 @@ class TestSpecFrom:
         assert (one.max_num_sequence, one.max_sequence_job_queue_size) == (5, 6)
         assert (one.max_retry_timeout, one.client_timeout, one.job_queue_size) == (9, 50, 7)
         assert (one.device_type, one.device_ids) == ("gpu", (1, 2))
-        assert (one.batcher, one.num_cpus, one.num_gpus, one.retries) == ("ray", 0.0, 0.5, False)
+        assert (one.num_cpus, one.num_gpus, one.retries) == (0.0, 0.5, False)
         assert (one.fast_path, one.max_ongoing_requests, one.max_concurrent_requests) == ("oip", 12, 3)
         assert one.config["handler"] == {"mapping": {0: "cat"}}
         assert one.config["deviceIds"] == [1, 2]
+
+    def test_the_batcher_of_the_file_has_precedence_over_the_settings(self):
+        every = {"runtime": {"batcher": "ray"}}
+        assert made().batcher == "torchrelay"
+        assert made("batcher: ray").batcher == "ray"
+        assert made(settings=every).batcher == "ray"
+        assert made("batcher: torchrelay", every).batcher == "torchrelay"
+        assert made("tensor_parallel: 2", every).batcher == "ray"
+
+    @pytest.mark.parametrize(
+        "key", ["sequenceBatching", "continuousBatching", "useJobTicket", "bucket_by_length"]
+    )
+    def test_rays_batcher_refuses_what_it_cannot_serve(self, key):
+        every = {"runtime": {"batcher": "ray"}}
+        manifest = {"config_file": "model-config.yaml"}
+        with pytest.raises(ConfigurationError) as refused:
+            made(f"{key}: true", every, manifest=manifest)
+        assert str(refused.value).startswith(f"m.mar/model-config.yaml: {key}: ")
+        assert "runtime.batcher: ray in the settings selects @serve.batch" in str(refused.value)
+        assert "write batcher: torchrelay" in str(refused.value)
+        with pytest.raises(ConfigurationError, match="; batcher: ray selects"):
+            made(f"{key}: true\nbatcher: ray", manifest=manifest)
+        assert made(f"{key}: true\nbatcher: torchrelay", every).batcher == "torchrelay"
+        assert made(f"{key}: false", every).batcher == "ray"
 
     def test_each_rank_of_a_sharded_model_claims_whole_gpus(self):
         config = "tensor_parallel: 2\npipeline_parallel: 3\nplacement_strategy: SPREAD"
