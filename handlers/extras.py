@@ -19,6 +19,7 @@ _EXTRAS = {
     "onnx": "export",
     "onnxruntime": "onnx",
     "onnxscript": "export",
+    "pandas": "batch",
     "psutil": "server",
     "psycopg": "postgres",
     "pyarrow": "parquet",

@@ -15,6 +15,7 @@ from serve_app.cli import progress
 from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, Inference, ManagementUrl, Token
 from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.audit import audit
+from serve_app.cli.commands.batch import batch
 from serve_app.cli.commands.console import console as console_command
 from serve_app.cli.commands.drift import drift
 from serve_app.cli.commands.doctor import doctor
@@ -217,6 +218,7 @@ app.command("drift")(drift)
 app.command("audit")(audit)
 app.command("console")(console_command)
 app.command("doctor")(doctor)
+app.command("batch")(batch)
 
 
 @app.command()

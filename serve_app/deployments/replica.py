@@ -46,7 +46,6 @@ from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.host import malloc
-from serve_app.runtime.row_batcher import create_row_batcher
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing

@@ -115,7 +115,7 @@ def together(server: Server, model: str, gate: Path, words: list[str]) -> list[t
 
 ASYNCHRONOUS = """
 async def handle(data, context):
-    return [None if row is None else "done" for row in data]
+    return ["done" for row in data or ()]
 """
 
 

@@ -6,22 +6,18 @@ import dataclasses
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import yaml
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
 from serve_app import __version__
+from serve_app.cli.app_config import read_config
 from serve_app.cli.machine_checks import MachineCheck, check_machine
-from serve_app.cli.terminal import console, fail
-from serve_app.cli.torchserve_flags import default_config
-from serve_app.errors import ConfigurationError
-from serve_app.settings import Settings, load
+from serve_app.cli.terminal import console
 
-_CONFIG = Path("configs/app.yaml")
 _COLORS = {"ok": "green", "absent": "dim", "warning": "yellow", "failed": "red"}
 
 
@@ -35,7 +31,7 @@ def doctor(
 
     The exit code is 1 where a check fails, so that no server starts here, and 0 otherwise.
     """
-    http, settings = _read_config(config or (_CONFIG if _CONFIG.is_file() else default_config(_CONFIG.name)))
+    http, settings = read_config(config)
     checks = list(check_machine(http, settings, os.environ))
     is_ready = not any(check.state == "failed" for check in checks)
     if as_json:
@@ -53,21 +49,6 @@ def doctor(
         )
     if not is_ready:
         raise typer.Exit(1)
-
-
-def _read_config(file: Path) -> tuple[tuple[str, int], Settings]:
-    """Return the inference address and the settings of an app.yaml; exit where it is invalid."""
-    try:
-        document: Any = yaml.safe_load(file.read_text())
-        http = document.get("http_options") or {}
-        address = (str(http.get("host", "127.0.0.1")), int(http.get("port", 8000)))
-        return address, load(document["applications"][0].get("args"), str(file))
-    except OSError as error:
-        fail(f"{file}: {error.strerror}; pass an app.yaml")
-    except ConfigurationError as error:
-        fail(str(error))
-    except (yaml.YAMLError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-        fail(f"{file}: not a configuration of `serve run`, with http_options and applications")
 
 
 def _table(checks: Iterable[MachineCheck]) -> Table:

@@ -1,0 +1,1 @@
+"""Batch prediction: blocks of an input, their rows and results, without Ray."""

@@ -1,0 +1,153 @@
+"""A batch prediction on Ray Data: tasks read blocks, actors predict them, tasks write the results."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.data
+from ray.exceptions import RayError
+
+from serve_app.batch_prediction.blocks import BatchInputError, Format, InputBlock, read_block
+from serve_app.batch_prediction.predictor import BlockPredictor
+from serve_app.batch_prediction.results import ResultFolder
+from serve_app.domain.model import ModelSpec
+from serve_app.errors import StartFailed
+from serve_app.model_store.archive import unpack
+from serve_app.model_store.atomic_dir import temporary_dir
+from serve_app.net import private_files
+from serve_app.runtime.package_envs import PackageEnvs
+from serve_app.runtime.secret_env import hide_secrets
+from serve_app.settings import Settings
+
+_IO_CPUS = 0.25  # of a task that reads or writes
+_MAX_RESTARTS = 2  # of a process that predicts; a row that crashes it ends the job then
+
+
+class BatchJobFailed(Exception):
+    """An error of the whole job; blocks that are done stay."""
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """A model, the options of the file systems, and the place of the results."""
+
+    spec: ModelSpec
+    directory: Path  # of the unpacked archive, on this machine
+    archive: Path  # the packed one, for other machines of a cluster
+    settings: Settings
+    column: str | None
+    output: str
+    format: Format
+    input_options: Mapping[str, Any]
+    output_options: Mapping[str, Any]
+    concurrency: int
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """A block whose results are written."""
+
+    rows: int
+    errors: int
+
+
+def run_batch_job(job: BatchJob, blocks: Sequence[InputBlock]) -> Iterator[BlockReport]:
+    """Predict ``blocks`` and yield a report of each, in any order.
+
+    It runs on the cluster of RAY_ADDRESS, else on this machine alone. Raises BatchJobFailed.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    folder = private_files.get_ray_directory() if address is None else None
+    options = {"_temp_dir": str(folder), "include_dashboard": False} if folder is not None else {}
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
+    try:
+        yield from _report_blocks(job, blocks, is_remote=address is not None)
+    except RayError as error:
+        raise BatchJobFailed(_describe(error)) from error
+    finally:
+        ray.shutdown()
+
+
+def _report_blocks(job: BatchJob, blocks: Sequence[InputBlock], is_remote: bool) -> Iterator[BlockReport]:
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    packed = ray.put(job.archive.read_bytes()) if is_remote else None
+    actor_options = {"num_cpus": job.spec.num_cpus, "num_gpus": job.spec.num_gpus or None}
+    items = [{"block": pickle.dumps(block)} for block in blocks]
+    results = (
+        ray.data.from_items(items, override_num_blocks=len(items))
+        .map(_read_rows, fn_args=(job.column, dict(job.input_options)), num_cpus=_IO_CPUS)
+        .map(
+            BlockPredictorActor,
+            fn_constructor_args=(job.spec, str(job.directory), job.settings, packed),
+            compute=ray.data.ActorPoolStrategy(size=job.concurrency),
+            max_restarts=_MAX_RESTARTS,
+            max_task_retries=_MAX_RESTARTS,
+            **{name: value for name, value in actor_options.items() if value is not None},
+        )
+        .map(_write_results, fn_args=(job.output, job.format, dict(job.output_options)), num_cpus=_IO_CPUS)
+    )
+    for report in results.iter_rows():
+        yield BlockReport(report["rows"], report["errors"])
+
+
+def _read_rows(item: dict[str, Any], column: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    rows = read_block(pickle.loads(item["block"]), column, options)
+    return {"block": item["block"], "rows": pickle.dumps(rows)}
+
+
+class BlockPredictorActor:
+    """The model in a process of Ray's; its archive is unpacked where the driver's directory is missing."""
+
+    def __init__(
+        self, spec: ModelSpec, directory: str, settings: Settings, packed: ray.ObjectRef | None
+    ) -> None:
+        private_files.restrict_umask()
+        folder = Path(directory)
+        if packed is not None and not folder.is_dir():
+            folder = self._unpack(spec, ray.get(packed), settings)
+        if spec.requirements:
+            environments = PackageEnvs(settings.state_dir / "environments", settings.runtime)
+            environments.activate(spec.name, folder, spec.requirements, spec.digest)
+        hide_secrets(settings)
+        self._predictor = BlockPredictor(spec, folder, settings, 0 if ray.get_gpu_ids() else None)
+
+    def _unpack(self, spec: ModelSpec, content: bytes, settings: Settings) -> Path:
+        self._unpacked = temporary_dir(private_files.get_runtime_directory())  # as long as this process
+        folder = self._unpacked.__enter__()
+        archive = folder / Path(spec.url).name
+        archive.write_bytes(content)
+        return unpack(archive, folder / "model", settings.store)
+
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        results = self._predictor.predict(pickle.loads(item["rows"]))
+        return {"block": item["block"], "results": pickle.dumps(results)}
+
+
+def _write_results(
+    item: dict[str, Any], output: str, format: Format, options: dict[str, Any]
+) -> dict[str, Any]:
+    block: InputBlock = pickle.loads(item["block"])
+    results = pickle.loads(item["results"])
+    ResultFolder(output, format, options).write_part(block.index, block.file, results)
+    return {"rows": block.rows, "errors": sum(bool(result.reason) for result in results)}
+
+
+def _describe(error: BaseException) -> str:
+    """Return the cause of an error of Ray's: the model's failed start, an unreadable input, or its text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, StartFailed):
+            return f"{cause}\n{cause.detail}"
+        if isinstance(cause, BatchInputError):
+            return str(cause)
+        cause = cause.__cause__
+    return str(error).strip()
