@@ -100,7 +100,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
             self.model = self._load_torch_export_aot_compile(self.model_pt_path)
         else:
             file = Path(self.model_pt_path) if self.model_pt_path else None
-            self.model = weights.load(file, self.device, self._is_trusted())
+            self.model = weights.load(file, self.device, self._is_trusted(), self.model_yaml_config)
         if isinstance(self.model, torch.nn.Module):
             self.model.to(self.device)
             self.model.eval()

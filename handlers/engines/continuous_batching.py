@@ -285,11 +285,14 @@ class ContinuousBatching:
                 stream.outputs.put_nowait(str(error or "it has ended"))
 
 
-def cache_sizes(model: Any, options: Mapping[str, Any], ranks: int = 1) -> dict[str, int]:
+def cache_sizes(
+    model: Any, options: Mapping[str, Any], ranks: int = 1, memory: float | None = None
+) -> dict[str, int]:
     """Return ``num_blocks``, ``page_size`` and ``max_batch_tokens`` from the options or from the free memory.
 
     The default cache holds eight requests of the model's context (at most 4,096 tokens), within a quarter of
-    the free memory on a CPU and 60 % on a GPU. Each of ``ranks`` keeps only its own heads' part of a token.
+    the free memory on a CPU and 60 % on a GPU, or ``memory`` bytes. Each of ``ranks`` keeps only its own
+    heads' part of a token.
     """
     sizes = {key: options[key] for key in ("num_blocks", "page_size", "max_batch_tokens") if key in options}
     for key, value in sizes.items():
@@ -305,13 +308,19 @@ def cache_sizes(model: Any, options: Mapping[str, Any], ranks: int = 1) -> dict[
         config = model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None) or _MAX_DEFAULT_CONTEXT
         desired = _DEFAULT_CONCURRENCY * math.ceil(min(context, _MAX_DEFAULT_CONTEXT) / page)
-        affordable = int(_cache_memory(model.device) / (page * _bytes_per_token(model, config) / ranks))
+        memory = _cache_memory(model.device) if memory is None else memory
+        affordable = int(memory / (page * _bytes_per_token(model, config) / ranks))
         if affordable < 1:
             raise HandlerLoadError(
                 "There is no memory left for the tokens of a single page: give the model more."
             )
         sizes["num_blocks"] = min(desired, affordable)
     return sizes
+
+
+def cache_bytes(free: int, remaining: int | None) -> float:
+    """Return the bytes of a cache on a GPU with ``free`` bytes, of which a share has ``remaining``."""
+    return _CACHE_MEMORY_SHARE["cuda"] * (free if remaining is None else min(free, remaining))
 
 
 def _bytes_per_token(model: Any, config: Any) -> int:
@@ -324,7 +333,7 @@ def _bytes_per_token(model: Any, config: Any) -> int:
 def _cache_memory(target: torch.device) -> float:
     """Return how many bytes of ``target`` the cache may take."""
     if target.type == "cuda":
-        return _CACHE_MEMORY_SHARE["cuda"] * torch.cuda.mem_get_info(target)[0]
+        return cache_bytes(torch.cuda.mem_get_info(target)[0], device.remaining_gpu_bytes(target))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # they share this machine's memory
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return _CACHE_MEMORY_SHARE["cpu"] / local_ranks * free

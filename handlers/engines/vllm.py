@@ -9,6 +9,8 @@ from typing import Any
 
 from handlers.engines.engine import GenerationChunk, GenerationRequest, Logprob, validate_request
 from handlers.errors import HandlerLoadError, PredictionException
+from handlers.loading import device
+from handlers.loading.gpu_budget import GpuBudget
 
 
 class VLLM:
@@ -44,10 +46,8 @@ class VLLM:
                 "or "
                 "take engine: {name: transformers}."
             ) from error
-        arguments = options.get("arguments") or {}
-        if not isinstance(arguments, Mapping):
-            raise HandlerLoadError(f"model-config.yaml: engine.arguments is {arguments!r}; it is a mapping.")
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, "model": str(folder)}))
+        arguments = engine_arguments(folder, options.get("arguments") or {}, device.get_budget())
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         config = engine.model_config
         return cls(engine, config.max_model_len, config.get_vocab_size())
 
@@ -102,6 +102,25 @@ class VLLM:
 
     async def shutdown(self) -> None:
         self._engine.shutdown()
+
+
+def engine_arguments(folder: Path, arguments: Any, budget: GpuBudget | None) -> dict[str, Any]:
+    """Return vLLM's arguments: those of model-config.yaml, with the model and the limit on a shared GPU.
+
+    vLLM allocates in processes of its own, so ``gpu_memory_utilization`` is its only limit.
+    """
+    if not isinstance(arguments, Mapping):
+        raise HandlerLoadError(f"model-config.yaml: engine.arguments is {arguments!r}; it is a mapping.")
+    made = {**arguments, "model": str(folder)}
+    if budget is None:
+        return made
+    requested = made.setdefault("gpu_memory_utilization", budget.fraction)
+    if not isinstance(requested, (int, float)) or requested > budget.fraction:
+        raise HandlerLoadError(
+            f"model-config.yaml: engine.arguments.gpu_memory_utilization is {requested!r}, and num_gpus: "
+            f"{budget.share:g} allows {budget.fraction:g} of the GPU. Take it out, or raise num_gpus."
+        )
+    return made
 
 
 def _convert_logprobs(completion: Any, count: int | None) -> list[Logprob]:

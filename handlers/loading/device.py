@@ -8,15 +8,34 @@ import os
 
 import torch
 
+from handlers.loading.gpu_budget import GpuBudget, compute_budget
+
+_budget: GpuBudget | None = None  # of this process
+
 
 def limit_gpu_memory(gpu_id: int, fraction: float) -> None:
     """Limit this process to a fraction of a GPU's memory, so that it cannot exhaust its neighbours' memory.
 
-    ``fraction`` is above 0 and at most 1. Only torch's own allocator respects it: memory that other libraries
-    allocate is not counted.
+    ``fraction`` is above 0 and below 1. It limits torch's allocator, and from now on ``get_budget`` returns
+    the limit for ONNX Runtime, the generation cache and vLLM. Memory of other libraries is not limited.
     """
+    global _budget
     if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(fraction, gpu_id)
+        _budget = compute_budget(fraction, torch.cuda.get_device_properties(gpu_id).total_memory)
+        if _budget is not None:
+            torch.cuda.set_per_process_memory_fraction(_budget.fraction, gpu_id)
+
+
+def get_budget() -> GpuBudget | None:
+    """Return the limit of this process on its GPU; None where it shares no GPU."""
+    return _budget
+
+
+def remaining_gpu_bytes(target: torch.device) -> int | None:
+    """Return the bytes of the limit that torch has not reserved; None where there is no limit."""
+    if _budget is None or target.type != "cuda":
+        return None
+    return _budget.remaining(torch.cuda.memory_reserved(target))
 
 
 def select_device(gpu_id: int | None) -> torch.device:

@@ -52,10 +52,16 @@ def load_eager(model_file: Path, weights: Path | None, trusted: bool = False) ->
     return model
 
 
-def load(weights: Path | None, device: torch.device, trusted: bool = False) -> Any:
+def load(
+    weights: Path | None,
+    device: torch.device,
+    trusted: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Any:
     """Return the whole model that ``weights`` holds, on ``device``, for an archive without a modelFile.
 
-    Only a ``trusted`` file may run code as it is read.
+    Only a ``trusted`` file may run code as it is read. ``config`` is the archive's model-config.yaml, whose
+    ``onnx`` selects the execution providers of a graph.
     """
     if weights is None:
         raise HandlerLoadError(
@@ -70,10 +76,13 @@ def load(weights: Path | None, device: torch.device, trusted: bool = False) -> A
             "belong to. Archive the model with --model-file model.py, or as a file that holds the whole "
             f"model ({whole})."
         )
-    return read(_check_exists(weights, "weights file", "--serialized-file"), device, trusted)
+    file = _check_exists(weights, "weights file", "--serialized-file")
+    return read(file, device, trusted, config)
 
 
-def load_torchscript(weights: Path, device: torch.device, trusted: bool = False) -> torch.jit.ScriptModule:
+def load_torchscript(
+    weights: Path, device: torch.device, trusted: bool = False, config: Mapping[str, Any] | None = None
+) -> torch.jit.ScriptModule:
     """Return a TorchScript model on ``device``."""
     _check_exists(weights, "weights file", "--serialized-file")
     try:
@@ -86,7 +95,9 @@ def load_torchscript(weights: Path, device: torch.device, trusted: bool = False)
         raise HandlerLoadError(f"{weights}: {pickle_scan.NOT_TORCHSCRIPT}") from error
 
 
-def load_exported(weights: Path, device: torch.device, trusted: bool) -> Callable[..., Any]:
+def load_exported(
+    weights: Path, device: torch.device, trusted: bool, config: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """Return a model that torch.export saved, or that AOTInductor compiled for this kind of device.
 
     The file's content decides which of the two it is.
@@ -140,21 +151,24 @@ def _load_compiled(weights: Path, device: torch.device, targets: set[str]) -> Ca
     return model
 
 
-def load_onnx(weights: Path, device: torch.device, trusted: bool = False) -> Any:
+def load_onnx(
+    weights: Path, device: torch.device, trusted: bool = False, config: Mapping[str, Any] | None = None
+) -> Any:
     """Return an ONNX graph in ONNX Runtime, as ``handlers.onnx_model.OnnxModel``."""
     try:
         from handlers.onnx_model import OnnxModel  # imported late: few models need ONNX Runtime
     except ModuleNotFoundError as error:
         raise HandlerLoadError(format_import_error(str(weights), error)) from error
 
-    return OnnxModel(weights, device)
+    return OnnxModel(weights, device, config)
 
 
 class WeightsFormat(NamedTuple):
     """The readers of files of one suffix; None where the format cannot hold a state dict or a model."""
 
     read_state: Callable[[Path, bool], Mapping[str, torch.Tensor]] | None  # with a modelFile; (path, trusted)
-    read_model: Callable[[Path, torch.device, bool], Any] | None  # without one; (path, device, trusted)
+    # without one; (path, device, trusted, model-config.yaml)
+    read_model: Callable[[Path, torch.device, bool, Mapping[str, Any] | None], Any] | None
 
 
 def _has_same_types(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> bool:

@@ -94,7 +94,7 @@ class OptimizationOptions:
         of an ONNX graph. Raises HandlerLoadError for options that do not apply to the model.
         """
         if file is not None and file.suffix == ".onnx":
-            return self._quantize_onnx(file, device)
+            return self._quantize_onnx(model, file, device)
         if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
             raise HandlerLoadError(
                 f"model-config.yaml: optimize: {self} is for models that PyTorch runs from their class, and "
@@ -122,7 +122,7 @@ class OptimizationOptions:
             model.compile(**self.compile)  # in place: it keeps its class and attributes
         return model
 
-    def _quantize_onnx(self, file: Path, device: torch.device) -> Any:
+    def _quantize_onnx(self, model: Any, file: Path, device: torch.device) -> Any:
         if self != OptimizationOptions(quantize="int8"):
             raise HandlerLoadError(
                 f"model-config.yaml: optimize: {self}: to an ONNX graph quantize: int8 alone applies. Take "
@@ -130,11 +130,9 @@ class OptimizationOptions:
                 "out; the number format of a graph is chosen as it is exported."
             )
         _require_cpu(device)
-        from handlers.onnx_model import OnnxModel  # late: it imports onnxruntime
-
         with tempfile.TemporaryDirectory(prefix="int8-") as directory:
             quantize_graph(file, Path(directory) / file.name)
-            return OnnxModel(Path(directory) / file.name, device)
+            return model.with_graph(Path(directory) / file.name)
 
 
 _KEYS = ("compile", "dtype", "quantize", "channels_last")

@@ -65,7 +65,7 @@ def run_batch_job(job: BatchJob, blocks: Sequence[InputBlock]) -> Iterator[Block
     """
     address = os.environ.get("RAY_ADDRESS")
     folder = private_files.get_ray_directory() if address is None else None
-    options = {"_temp_dir": str(folder), "include_dashboard": False} if folder is not None else {}
+    options = {"_temp_dir": str(folder / "ray"), "include_dashboard": False} if folder is not None else {}
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
     try:

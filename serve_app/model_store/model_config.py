@@ -212,6 +212,7 @@ HANDLER_KEYS = (
     "accuracy",
     "explain",
     "micro_batching",
+    "onnx",
     "pippy",
     "deepspeed",
     "engine",

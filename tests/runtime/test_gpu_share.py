@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from handlers.loading import device
 from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.errors import HandlerOutOfMemory
 
@@ -23,13 +25,16 @@ Make = Callable[..., Any]
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "gpu_id", "capped"), [(0.25, 0, [(0.25, 0)]), (1.0, 0, []), (2.0, 0, []), (0.25, None, [])]
+    ("num_gpus", "gpu_id", "capped"), [(0.25, 0, [(0.2187, 0)]), (1.0, 0, []), (2.0, 0, []), (0.25, None, [])]
 )
 def test_only_a_part_is_capped(
     make_runner: Make, monkeypatch: pytest.MonkeyPatch, num_gpus: float, gpu_id: int | None, capped: list[Any]
 ) -> None:
     reported: list[Any] = []
+    monkeypatch.setattr(device, "_budget", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(total_memory=16 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *result: reported.append(result)
     )

@@ -17,6 +17,7 @@ from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import weights
 from handlers.onnx_model import OnnxModel
+from handlers.onnx_providers import select_providers
 
 pytestmark = pytest.mark.integration
 
@@ -192,6 +193,55 @@ def test_a_missing_gpu_is_an_error(tmp_path: Path) -> None:
     onnx.save(make_linear(), tmp_path / "model.onnx")
     with pytest.raises(HandlerLoadError, match=r"is to run on cuda:0, .*onnxruntime-gpu.*deviceType: cpu"):
         weights.load(tmp_path / "model.onnx", torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"providers": ["tensort"]}, "there is no provider 'tensort'; did you mean 'tensorrt'?"),
+        ({"providers": ["tensorrt"]}, "has no tensorrt, it has cpu. Install onnxruntime-gpu"),
+        ({"providers": ["openvino"]}, "has no openvino, it has cpu. Install onnxruntime-openvino"),
+        ({"providers": "cpu"}, "write {providers: [NAME, …]}"),
+        ({"provider": ["cpu"]}, "write {providers: [NAME, …]}"),
+        ({"providers": []}, "write {providers: [NAME, …]}"),
+        ({"providers": [{"cpu": 3}]}, "write a name, or {NAME: {OPTION: value}}"),
+    ],
+)
+def test_a_provider_that_is_not_there_is_an_error(tmp_path: Path, block: Any, message: str) -> None:
+    onnx.save(make_linear(), tmp_path / "model.onnx")
+    with pytest.raises(HandlerLoadError) as refused:
+        weights.load(tmp_path / "model.onnx", CPU, config={"onnx": block})
+    assert str(refused.value).startswith("model-config.yaml: onnx")
+    assert message in str(refused.value)
+
+
+def test_providers_of_the_configuration_are_used(tmp_path: Path) -> None:
+    onnx.save(make_linear(), tmp_path / "model.onnx")
+    for name in ("cpu", "CPUExecutionProvider", {"cpu": {"use_arena": "0"}}):
+        net = weights.load(tmp_path / "model.onnx", CPU, config={"onnx": {"providers": [name]}})
+        assert net.provider == "CPUExecutionProvider"
+        assert net.with_graph(tmp_path / "model.onnx").provider == "CPUExecutionProvider"
+
+
+def test_a_provider_for_gpus_needs_one() -> None:
+    available = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
+    config = {"onnx": {"providers": [{"tensorrt": {"trt_fp16_enable": True}}, "cuda"]}}
+    with pytest.raises(HandlerLoadError, match="tensorrt needs a GPU, and this replica has none"):
+        select_providers(config, "cpu", 0, available)
+    assert select_providers(config, "cuda", 1, available) == [
+        ("TensorrtExecutionProvider", {"device_id": 1, "trt_fp16_enable": True}),
+        ("CUDAExecutionProvider", {"device_id": 1}),
+    ]
+
+
+@pytest.mark.gpu
+def test_tensors_on_the_gpu_are_read_in_place(tmp_path: Path) -> None:
+    onnx.save(make_linear(), tmp_path / "model.onnx")
+    net = weights.load(tmp_path / "model.onnx", torch.device("cuda", 0))
+    rows = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
+    bound = net(rows.cuda())
+    assert bound.device.type == "cpu"
+    assert torch.allclose(bound, net(rows))
 
 
 def test_damaged_files_are_rejected(tmp_path: Path) -> None:
