@@ -13,9 +13,9 @@ from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
 from serve_app.errors import InvalidInput, RelayError
 from serve_app.model_store.manifest import Manifest
+from serve_app.runtime.batching.row_batcher import create_row_batcher
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.host import malloc
-from serve_app.runtime.row_batcher import create_row_batcher
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
@@ -41,7 +41,7 @@ class BlockPredictor:
         self._handler_thread.submit(runner.warm_up).result()
         self._loop = asyncio.new_event_loop()
         self._batcher = create_row_batcher(
-            spec, runner, runner.run, Meters(), self._handler_thread, self._on_hung
+            runner, runner.run, spec, Meters(), self._handler_thread, self._on_hung
         )
 
     def predict(self, rows: Sequence[BatchRow]) -> list[RowResult]:

@@ -17,8 +17,8 @@ from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.audit import audit
 from serve_app.cli.commands.batch import batch
 from serve_app.cli.commands.console import console as console_command
-from serve_app.cli.commands.drift import drift
 from serve_app.cli.commands.doctor import doctor
+from serve_app.cli.commands.drift import drift
 from serve_app.cli.commands.experiment import experiment_app
 from serve_app.cli.commands.keys import keys_app
 from serve_app.cli.commands.migrate import migrate

@@ -131,7 +131,7 @@ def _require_packages() -> None:
     except StartError as error:
         fail(str(error))
     if missing := [package for package in _EXTRA_PACKAGES if not extras.is_installed(package)]:
-        command = extras.install_command(missing[0])
+        command = extras.install_command(_EXTRA_PACKAGES[0])
         fail(f"Ray Data needs {', '.join(missing)}, not installed in this environment: {command}")
 
 
