@@ -13,6 +13,7 @@ _EXTRAS = {
     "gcsfs": "gcs",
     "httptools": "server",
     "huggingface_hub": "hf",
+    "llguidance": "llm",
     "mii": "mii",
     "model_signing": "signing",
     "nicegui": "server",

@@ -13,7 +13,7 @@ from typing import Any
 from handlers import engines
 from handlers.builtin.llm_request import PARAMETERS, ParsedRequest, parse_request
 from handlers.distributed.degrees import degrees, layout
-from handlers.engines import openai, openai_response
+from handlers.engines import openai, openai_response, tool_calls
 from handlers.engines.detokenizer import Detokenizer
 from handlers.engines.engine import Engine, GenerationRequest, Logprob, SamplingParams
 from handlers.errors import HandlerLoadError, PredictionException
@@ -146,7 +146,7 @@ class LanguageModel:
         if request.stream:
             context.set_response_content_type(index, openai.EVENT_STREAM)
 
-        tool_calls: dict[int, list[Any]] = {}
+        calls: dict[int, list[Any]] = {}
 
         async def generate_choice(number: int) -> GenerationResult:
             prompt = prompts[number // request.n]
@@ -166,13 +166,13 @@ class LanguageModel:
             if result.finish_reason == "abort":
                 raise PredictionException("The model is being unloaded: send the request again.", 503)
             if request.tools:
-                text, tool_calls[number] = self._parse_tool_calls(prompt, result, request)
+                text, calls[number] = self._parse_tool_calls(prompt, result, request)
                 result = replace(result, text=text, rest=text)
             else:
                 result = replace(result, text=echo + result.text, rest=echo + result.rest)
             if request.stream:
                 events = response.finish_events(
-                    number, result.rest, result.logprobs, result.finish_reason, tool_calls.get(number, ())
+                    number, result.rest, result.logprobs, result.finish_reason, calls.get(number, ())
                 )
                 context.emit(index, events)
             return result
@@ -187,9 +187,7 @@ class LanguageModel:
         if request.stream:
             return response.done_events(usage)
         choices = [
-            response.build_choice(
-                i, result.text, result.logprobs, result.finish_reason, tool_calls.get(i, ())
-            )
+            response.build_choice(i, result.text, result.logprobs, result.finish_reason, calls.get(i, ()))
             for i, result in enumerate(results)
         ]
         return response.build(choices, usage)
@@ -201,10 +199,10 @@ class LanguageModel:
         if not self.tokenizer.chat_template:
             hint = f"archive a tokenizer with one, or use {openai.COMPLETIONS}"
             raise PredictionException(f"This model's tokenizer has no chat template: {hint}.", 400)
-        if request.tools and getattr(self.tokenizer, "response_template", None) is None:
+        if request.tools and not request.forced_call and tool_calls.find_format(self.tokenizer) is None:
             raise PredictionException(
                 "tools: this model has no format for tool calls. Set transformers' response_template in "
-                "tokenizer_config.json.",
+                'tokenizer_config.json, or force a call by "tool_choice": "required".',
                 400,
             )
         try:
@@ -224,12 +222,12 @@ class LanguageModel:
         self, prompt: list[int], result: GenerationResult, request: openai.CompletionRequest
     ) -> tuple[str, list[Any]]:
         """Return the text and the tool calls of a result; an incomplete call is returned as text."""
+        if request.forced_call is not None:
+            calls = tool_calls.parse_forced(result.text, request.forced_call)
+            return "" if calls else result.text, calls
         output = result.text if request.stops else list(result.ids)
-        try:
-            parsed = self.tokenizer.parse_response(output, prefix=list(prompt), tools=list(request.tools))
-            return openai_response.convert_tool_calls(parsed)
-        except (ValueError, KeyError, TypeError):
-            return result.text, []
+        text, calls = tool_calls.parse_text(self.tokenizer, prompt, output, request.tools)
+        return result.text if text is None else text, calls
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -367,9 +365,8 @@ def _read_generation_config(folder: Path, tokenizer: Any) -> tuple[SamplingParam
         )
     ends = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
     ends = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
-    if not config.do_sample:
-        return SamplingParams(), ends
-    values = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
-    return SamplingParams(
-        **{"temperature": 1.0, **{key: value for key, value in values.items() if value is not None}}
-    ), ends
+    values = {"repetition_penalty": config.repetition_penalty}
+    if config.do_sample:
+        values |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        values["temperature"] = 1.0 if config.temperature is None else config.temperature
+    return SamplingParams(**{key: value for key, value in values.items() if value is not None}), ends

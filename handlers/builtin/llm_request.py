@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from handlers.engines.engine import SamplingParams
+from handlers.engines.request_fields import (
+    PENALTIES,
+    STRUCTURED_OUTPUT_FIELDS,
+    parse_logit_bias,
+    parse_structured_output,
+)
 from handlers.errors import PredictionException
 
-PARAMETERS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream")
+PARAMETERS = (
+    *("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream"),
+    *PENALTIES,
+    "logit_bias",
+    *STRUCTURED_OUTPUT_FIELDS,
+)
 _MAX_STOP_STRINGS = 16
 _SYNONYMS = {"inputs": "prompt", "max_tokens": "max_new_tokens"}
 
@@ -84,6 +95,12 @@ def _parse_sampling(values: Mapping[str, Any], default: SamplingParams) -> Sampl
         _parse_number(values, "top_k", int, default.top_k, 0, None),
         _parse_number(values, "top_p", float, default.top_p, 0, 1),
         _parse_number(values, "seed", int, default.seed, 0, 2**63 - 1),
+        **{
+            name: _parse_number(values, name, float, getattr(default, name), *limits)
+            for name, limits in PENALTIES.items()
+        },
+        logit_bias=parse_logit_bias(values.get("logit_bias")),
+        structured_output=parse_structured_output(values),
     )
 
 

@@ -34,6 +34,7 @@ from handlers.engines.engine import (
     SamplingParams,
     validate_request,
 )
+from handlers.engines.structured_output import GrammarCompiler, invalid_output
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import device
 
@@ -77,12 +78,13 @@ class ContinuousBatching:
 
     OPTIONS = ("num_blocks", "page_size", "max_batch_tokens", "dtype")
 
-    def __init__(self, model: Any, sizes: Mapping[str, int], sharded: bool = False) -> None:
+    def __init__(self, folder: Path, model: Any, sizes: Mapping[str, int], sharded: bool = False) -> None:
         self.model = model
         self.sharded = sharded
         self.sizes = dict(sizes)
         self.capacity = 0
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._grammars = GrammarCompiler(folder, self.vocab_size)
         self._token_queues: dict[str, _TokenQueue] = {}
         self._manager: Any = None
         self._sampler: Any = None
@@ -108,7 +110,8 @@ class ContinuousBatching:
             ) from error
         if tensor_parallel == 1:
             model.to(device.select_device(gpu_id))
-        engine = cls(model.eval(), cache_sizes(model, options, tensor_parallel), tensor_parallel > 1)
+        sizes = cache_sizes(model, options, tensor_parallel)
+        engine = cls(folder, model.eval(), sizes, tensor_parallel > 1)
         try:
             await engine._ensure_running()
         except PredictionException as error:
@@ -126,6 +129,9 @@ class ContinuousBatching:
         validate_request(request, self.vocab_size, self.capacity)
         if request.id in self._token_queues:
             raise ValueError(f"a request {request.id!r} is under way already: give each an id of its own")
+        output_format = request.sampling.structured_output
+        if output_format is not None:  # invalid ones must not reach the loop
+            await asyncio.to_thread(self._grammars.compile, output_format, request.stop_token_ids)
         stream = await self._submit(request)
         try:
             while True:
@@ -144,7 +150,10 @@ class ContinuousBatching:
                 logprobs = stream.logprobs[stream.sent : stream.sent + len(tokens)]
                 stream.sent += len(tokens)
                 if output.is_finished():
+                    failure = self._sampler.find_failure(request.id)
                     self._forget(stream)
+                    if output_format is not None and failure is not None:
+                        raise invalid_output(output_format, failure)
                     stopped = bool(tokens) and tokens[-1] in request.stop_token_ids
                     yield GenerationChunk(tokens, "stop" if stopped else "length", logprobs)
                     return
@@ -249,7 +258,7 @@ class ContinuousBatching:
         )
         attention.enable(self.model)
         processors = manager.logit_processor
-        self._sampler = Sampler()
+        self._sampler = Sampler(self._grammars.compile)
         processors.logits_processor.append(self._sampler)
         processors.tensors_required += 1
         processors.supported_keys["sampling"] = SamplingParams

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from handlers.errors import PredictionException
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """A format that constrains the generated text.
+
+    ``value`` is a JSON Schema (``json``), a regular expression, or a JSON list of texts (``choice``), each as
+    a text; ``json_object`` has none. Errors name the request's ``field``.
+    """
+
+    kind: Literal["json", "json_object", "regex", "choice"]
+    value: str = ""
+    field_name: str = field(default="response_format", compare=False)
 
 
 @dataclass(frozen=True)
@@ -16,7 +29,9 @@ class SamplingParams:
     ``temperature`` 0 is greedy decoding; ``top_k`` 0 and ``top_p`` 1 sample from all tokens. The same
     ``seed`` yields the same tokens whatever else is in the batch; None draws a new seed each time.
     ``logprobs`` requests the log-probability of each token and of that many most likely tokens; None requests
-    neither.
+    neither. ``presence_penalty`` and ``frequency_penalty`` are subtracted from the logits of generated
+    tokens, once and by their count. ``repetition_penalty`` divides the positive logits of the tokens of
+    prompt and output, and multiplies the negative ones. ``logit_bias`` holds (token, addend) pairs.
     """
 
     temperature: float = 0.0
@@ -24,6 +39,15 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    structured_output: StructuredOutput | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,11 @@ def validate_request(request: GenerationRequest, vocab_size: int, capacity: int)
     if invalid is not None:
         raise PredictionException(
             f"{invalid!r} is no token of this model: its ids are 0 to {vocab_size - 1}.", 400
+        )
+    invalid = next((t for t, _ in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
+    if invalid is not None:
+        raise PredictionException(
+            f"logit_bias: {invalid} is no token of this model: its ids are 0 to {vocab_size - 1}.", 400
         )
     if request.max_new_tokens < 1:
         raise PredictionException(f"max_new_tokens is {request.max_new_tokens}; it is 1 or more.", 400)

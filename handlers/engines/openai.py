@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from handlers.engines.engine import SamplingParams
+from handlers.engines.engine import SamplingParams, StructuredOutput
+from handlers.engines.request_fields import (
+    PENALTIES,
+    STRUCTURED_OUTPUT_FIELDS,
+    parse_logit_bias,
+    parse_structured_output,
+)
+from handlers.engines.tool_calls import ForcedCall, parse_tools
 from handlers.errors import PredictionException
 
 MODELS = "v1/models"
@@ -36,18 +43,21 @@ _COMMON_FIELDS = {
     "max_tokens",
     "stream",
     "stream_options",
+    "logit_bias",
+    *PENALTIES,
+    *STRUCTURED_OUTPUT_FIELDS,
 }
 _FIELDS = {
     COMPLETIONS: _COMMON_FIELDS | {"prompt", "logprobs", "echo"},
     CHAT: _COMMON_FIELDS
-    | {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice"},
+    | {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice"}
+    | {"parallel_tool_calls"},
 }
 # Fields without an effect on responses.
 _IGNORED_FIELDS = {
     "user",
     "metadata",
     "moderation",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -59,15 +69,11 @@ _IGNORED_FIELDS = {
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": (),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -94,6 +100,7 @@ class CompletionRequest:
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    forced_call: ForcedCall | None = None
 
     @property
     def chat(self) -> bool:
@@ -128,6 +135,10 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
     n = _number(body, "n", int, 1, 1, _MAX_CHOICES)
     parsed = _parse_chat(body) if path == CHAT else _parse_completion(body)
     logprobs = parsed.pop("logprobs")
+    penalties = {
+        field: _number(body, field, float, getattr(default, field), *limits)
+        for field, limits in PENALTIES.items()
+    }
     if n * (1 if path == CHAT else len(parsed["prompts"])) > _MAX_CHOICES:
         raise PredictionException(
             f"n times the prompts is at most {_MAX_CHOICES}: send several requests.", 400
@@ -145,6 +156,9 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
             _number(body, "top_p", float, default.top_p, 0, 1),
             _number(body, "seed", int, default.seed, -(2**63), 2**63 - 1),
             logprobs,
+            **penalties,
+            logit_bias=parse_logit_bias(body.get("logit_bias")),
+            structured_output=_select_output(body, parsed),
         ),
         _parse_stops(body.get("stop")),
         n,
@@ -180,12 +194,29 @@ def _parse_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise PredictionException('messages is a list: [{"role": "user", "content": "Hello"}].', 400)
+    tools, forced_call = parse_tools(
+        body, "parallel_tool_calls" not in body or _flag(body, "parallel_tool_calls")
+    )
     return {
         "messages": tuple(_parse_message(index, message) for index, message in enumerate(messages)),
         "max_new_tokens": _number(body, limit_field, int, None, 1, None),
         "logprobs": (top_logprobs or 0) if with_logprobs else None,
-        "tools": _parse_tools(body),
+        "tools": tools,
+        "forced_call": forced_call,
     }
+
+
+def _select_output(body: Mapping[str, Any], parsed: Mapping[str, Any]) -> StructuredOutput | None:
+    """Return the format of the text: the requested one, or that of the forced tool call."""
+    output = parse_structured_output(body)
+    if output is None:
+        forced_call = parsed.get("forced_call")
+        return None if forced_call is None else forced_call.output
+    if parsed.get("tools"):
+        raise PredictionException(
+            f'{output.field_name} together with tools is not served: set "tool_choice": "none".', 400
+        )
+    return output
 
 
 def _parse_message(index: int, message: Any) -> dict[str, Any]:
@@ -227,17 +258,6 @@ def _parse_text_part(where: str, part: Any) -> str:
             f"{where}.content has a part of type {kind!r}, and this model reads texts.", 400
         )
     return text
-
-
-def _parse_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PredictionException("tools is a list of objects.", 400)
-    if choice not in ("auto", "none"):
-        raise PredictionException(
-            'tool_choice is "auto" or "none": the model cannot be made to call a tool.', 400
-        )
-    return tuple(tools) if choice == "auto" else ()
 
 
 def _parse_body(row: Mapping[str, Any]) -> Mapping[str, Any]:

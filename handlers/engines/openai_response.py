@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,31 +13,6 @@ from handlers.engines.engine import Logprob
 from handlers.engines.openai import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
-
-_TOOL_CALL_REASONS: dict[str | None, str] = {
-    "stop": "tool_calls"
-}  # the finish_reason of a choice with tool calls
-
-
-def convert_tool_calls(message: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text and the tool calls of a message that a tokenizer has parsed.
-
-    Raises KeyError and TypeError for a malformed call.
-    """
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = function.get("arguments", {})
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append(
-            {
-                "id": f"call_{uuid.uuid4().hex}",
-                "type": "function",
-                "function": {"name": function["name"], "arguments": arguments},
-            }
-        )
-    return message.get("content") or "", calls
 
 
 def list_models(name: str) -> dict[str, Any]:
@@ -79,14 +53,14 @@ class CompletionResponse:
         reason: str | None,
         calls: Sequence[Any] = (),
     ) -> dict[str, Any]:
-        """Build a choice of a response without a stream; ``calls`` come from ``convert_tool_calls``."""
+        """Build a choice of a response without a stream; ``calls`` come from ``tool_calls.py``."""
         entries = self._build_logprobs(index, logprobs)
         if not self._request.chat:
             return {"index": index, "text": text, "logprobs": entries, "finish_reason": reason}
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": list(calls)}
-            reason = _TOOL_CALL_REASONS.get(reason, reason)
+            reason = self._convert_reason(reason)
         return {"index": index, "message": message, "logprobs": entries, "finish_reason": reason}
 
     def text_event(self, index: int, text: str, logprobs: Sequence[Logprob]) -> bytes:
@@ -113,13 +87,19 @@ class CompletionResponse:
         if calls:
             delta = {"tool_calls": [{"index": position, **call} for position, call in enumerate(calls)]}
             events += self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-            reason = _TOOL_CALL_REASONS.get(reason, reason)
+            reason = self._convert_reason(reason)
         empty: dict[str, Any] = {"delta": {}} if self._request.chat else {"text": ""}
         return events + self._event({"index": index, **empty, "logprobs": None, "finish_reason": reason})
 
     def done_events(self, usage: Mapping[str, int]) -> bytes:
         """Build the last events of a stream."""
         return (self._event(usage=dict(usage)) if self._request.include_usage else b"") + DONE
+
+    def _convert_reason(self, reason: str | None) -> str | None:
+        """Return the finish reason of a choice with tool calls; OpenAI's is ``stop`` for a named tool."""
+        forced_call = self._request.forced_call
+        is_named = forced_call is not None and forced_call.name is not None
+        return "tool_calls" if reason == "stop" and not is_named else reason
 
     def _event(self, *choices: dict[str, Any], usage: dict[str, int] | None = None) -> bytes:
         event: dict[str, Any] = {**self._frame, "object": self._chunk_object, "choices": list(choices)}

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
-from handlers.engines.engine import Logprob, SamplingParams
+from handlers.engines.engine import Logprob, SamplingParams, StructuredOutput
+from handlers.engines.structured_output import allowed_tokens
 
 _GREEDY = SamplingParams()
+
+
+class _Row(NamedTuple):
+    """A request whose next token is sampled."""
+
+    state: Any  # transformers' RequestState
+    sampling: SamplingParams
+
+    @property
+    def id(self) -> str:
+        return self.state.request_id
+
+    @property
+    def position(self) -> int:
+        """The number of tokens before the next one, also of a request that was preempted."""
+        return len(self.state.initial_tokens) + self.state.generated_len()
+
+    @property
+    def generated(self) -> list[int]:
+        """The generated tokens; after a preemption, the older ones are at the end of the initial tokens."""
+        prompt_length = self.state._true_initial_tokens or len(self.state.initial_tokens)
+        return self.state.initial_tokens[prompt_length:] + self.state.generated_tokens
 
 
 class Sampler(ContinuousBatchingLogitsProcessor):
@@ -17,45 +41,50 @@ class Sampler(ContinuousBatchingLogitsProcessor):
 
     Greedy requests cost nothing and stay exact. Other tokens are sampled from the request's seed and the
     token's position, so they are the same whatever else is in the batch, and on every rank. The engine adds a
-    seed to requests without one.
+    seed to requests without one. ``compile_output`` returns the matcher of a structured output and its end
+    tokens.
     """
 
     supported_kwargs: dict[str, type] = {"sampling": SamplingParams}
     ignored_kwargs: tuple[str, ...] = ()
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[str, int, SamplingParams]] = []
+    def __init__(self, compile_output: Callable[[StructuredOutput, Iterable[int]], Any]) -> None:
+        self._rows: list[_Row] = []
         self._recorded: dict[str, list[Logprob]] = {}
+        self._compile_output = compile_output
+        self._failures: dict[str, str] = {}
 
     def record_logprobs(self, request_id: str) -> list[Logprob]:
         """Return a list that grows by each token's Logprob before the loop outputs the token."""
         return self._recorded.setdefault(request_id, [])
 
+    def find_failure(self, request_id: str) -> str | None:
+        """Return the reason for which a request's text had to end before it matched its format."""
+        return self._failures.get(request_id)
+
     def forget(self, request_id: str) -> None:
         self._recorded.pop(request_id, None)
+        self._failures.pop(request_id, None)
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
         self._rows = [
-            (
-                row.state.request_id,
-                _position(row.state),
-                row.state.logit_processor_kwargs.get("sampling", _GREEDY),
-            )
+            _Row(row.state, row.state.logit_processor_kwargs.get("sampling", _GREEDY))
             for row in requests_with_new_token
         ]
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        for index, (request_id, position, sampling) in enumerate(self._rows):
-            token = None
-            recorded = self._recorded.get(request_id)
+        for index, row in enumerate(self._rows):
+            token, sampling = None, row.sampling
+            recorded = self._recorded.get(row.id)
             logprobs = None if recorded is None else scores[index].float().log_softmax(-1)
+            self._adjust(scores[index], row)
             if sampling.temperature > 0:
                 generator = torch.Generator(scores.device)
-                generator.manual_seed(hash((sampling.seed, position)))
+                generator.manual_seed(hash((sampling.seed, row.position)))
                 token = _sample(scores[index], sampling, generator)
             if recorded is not None and logprobs is not None:
                 chosen = scores[index].argmax() if token is None else token
@@ -65,10 +94,44 @@ class Sampler(ContinuousBatchingLogitsProcessor):
                 scores[index, token] = 0.0
         return scores
 
+    def _adjust(self, scores: torch.Tensor, row: _Row) -> None:
+        """Apply the request's penalties, logit bias and structured output to its scores, in place."""
+        if row.sampling.has_penalties:
+            _penalize(scores, row)
+        if row.sampling.logit_bias:
+            tokens, biases = zip(*row.sampling.logit_bias)
+            scores[list(tokens)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+        if row.sampling.structured_output is not None:
+            matcher = self._advance_matcher(row, row.sampling.structured_output)
+            scores.masked_fill_(~allowed_tokens(matcher, len(scores), scores.device), float("-inf"))
+            if matcher.is_error():  # it allows the end tokens only
+                self._failures[row.id] = matcher.get_error()
 
-def _position(state: Any) -> int:
-    """Return how many tokens precede the next one, also for a request that was preempted."""
-    return len(state.initial_tokens) + state.generated_len()
+    def _advance_matcher(self, row: _Row, output: StructuredOutput) -> Any:
+        """Return the request's matcher after all generated tokens.
+
+        The state keeps it, because ranks other than 0 are not informed of the end of a request.
+        """
+        matcher, consumed = getattr(row.state, "output_matcher", (None, 0))
+        if matcher is None:
+            matcher = self._compile_output(output, row.state._eos_token_ids)
+        generated = row.generated
+        matcher.consume_tokens(generated[consumed:])
+        row.state.output_matcher = matcher, len(generated)
+        return matcher
+
+
+def _penalize(scores: torch.Tensor, row: _Row) -> None:
+    """Apply the penalties as vLLM does: that of repetitions counts the prompt, the others do not."""
+    sampling, generated = row.sampling, row.generated
+    if sampling.repetition_penalty != 1:
+        tokens = torch.tensor(row.state.initial_tokens + row.state.generated_tokens, device=scores.device)
+        values = scores[tokens]
+        penalty = sampling.repetition_penalty
+        scores[tokens] = torch.where(values > 0, values / penalty, values * penalty)
+    if generated:
+        counts = torch.bincount(torch.tensor(generated, device=scores.device), minlength=len(scores))
+        scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
 def _to_logprob(logprobs: torch.Tensor, token: torch.Tensor, sampling: SamplingParams) -> Logprob:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
-from handlers.engines.engine import GenerationChunk, GenerationRequest, Logprob, validate_request
+from handlers.engines.engine import (
+    GenerationChunk,
+    GenerationRequest,
+    Logprob,
+    StructuredOutput,
+    validate_request,
+)
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import device
 from handlers.loading.gpu_budget import GpuBudget
@@ -69,6 +76,11 @@ class VLLM:
                 top_p=sampling.top_p,
                 seed=sampling.seed,
                 logprobs=sampling.logprobs,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                logit_bias=dict(sampling.logit_bias) or None,
+                structured_outputs=_convert_structured_output(sampling.structured_output),
                 max_tokens=request.max_new_tokens,
                 stop_token_ids=list(request.stop_token_ids),
                 detokenize=False,
@@ -121,6 +133,18 @@ def engine_arguments(folder: Path, arguments: Any, budget: GpuBudget | None) -> 
             f"{budget.share:g} allows {budget.fraction:g} of the GPU. Take it out, or raise num_gpus."
         )
     return made
+
+
+def _convert_structured_output(output: StructuredOutput | None) -> Any:
+    """Return vLLM's StructuredOutputsParams."""
+    if output is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if output.kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    value = json.loads(output.value) if output.kind == "choice" else output.value
+    return StructuredOutputsParams(**{output.kind: value})
 
 
 def _convert_logprobs(completion: Any, count: int | None) -> list[Logprob]:

@@ -215,7 +215,8 @@ def test_fields_without_effect_are_accepted(model: ServedModel) -> None:
         "store": False,
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
-        "logit_bias": None,
+        "logit_bias": {},
+        "repetition_penalty": 1,
     }
     ignored |= {
         "response_format": {"type": "text"},
@@ -273,17 +274,43 @@ def test_fields_without_effect_are_accepted(model: ServedModel) -> None:
         (openai.CHAT, {"messages": HELLO, "logprobs": 1}, "logprobs is 1; it is true or false"),
         (
             openai.CHAT,
-            {"messages": HELLO, "tools": [{"type": "function"}]},
+            {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]},
             "this model has no format for tool calls",
         ),
         (openai.CHAT, {"messages": HELLO, "tools": 5}, "tools is a list of objects"),
-        (openai.CHAT, {"messages": HELLO, "tool_choice": "required"}, 'tool_choice is "auto" or "none"'),
         (
             openai.CHAT,
-            {"messages": HELLO, "response_format": {"type": "json_object"}},
-            "response_format is not served",
+            {"messages": HELLO, "parallel_tool_calls": 1},
+            "parallel_tool_calls is 1; it is true or",
         ),
-        (openai.CHAT, {"messages": HELLO, "prompt": "a"}, "'prompt' is not known here: there are logprobs"),
+        (
+            openai.CHAT,
+            {"messages": HELLO, "presence_penalty": 2.1},
+            "presence_penalty is 2.1; it is a number",
+        ),
+        (
+            openai.CHAT,
+            {"messages": HELLO, "frequency_penalty": "1"},
+            "frequency_penalty is '1'; it is a numbe",
+        ),
+        (
+            openai.CHAT,
+            {"messages": HELLO, "repetition_penalty": 0},
+            "repetition_penalty is 0; it is a number ",
+        ),
+        (
+            openai.CHAT,
+            {"messages": HELLO, "logit_bias": [5]},
+            "logit_bias is an object of up to 1024 token ids",
+        ),
+        (openai.CHAT, {"messages": HELLO, "logit_bias": {"a": 1}}, "logit_bias has 'a': 1; it is a token id"),
+        (openai.CHAT, {"messages": HELLO, "logit_bias": {"5": 101}}, "a number from -100 to 100"),
+        (
+            openai.CHAT,
+            {"messages": HELLO, "logit_bias": {"999": 1}},
+            "logit_bias: 999 is no token of this mod",
+        ),
+        (openai.CHAT, {"messages": HELLO, "prompt": "a"}, "'prompt' is not known here: there are fre"),
         (openai.CHAT, {"messages": HELLO, "model": 5}, "model is 5; it is a text"),
         (openai.CHAT, {"messages": HELLO, "max_tokens": 999}, "the limit is 256"),
         (

@@ -11,6 +11,7 @@ from served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 
 from handlers.engines import openai
 from handlers.engines.engine import SamplingParams
+from handlers.errors import PredictionException
 
 pytestmark = pytest.mark.integration
 
@@ -66,6 +67,22 @@ def make_reciting_model(folder: Path, *words: str) -> ServedModel:
         model.lm_head.weight.copy_(10 * torch.eye(size).roll(1, dims=0))  # each word's successor
     model.save_pretrained(folder)
     return ServedModel(folder)
+
+
+def test_hermes_calls_need_no_response_template(tmp_path: Path) -> None:
+    call = ("<tool_call>", '{"name":', '"f",', '"arguments":', '{"a":', '"7"}}', "</tool_call>")
+    model = make_reciting_model(tmp_path, "Sure.", *call)
+    tokenizer = model.entry.instance.tokenizer
+    tokenizer.response_template = None
+    tokenizer.chat_template += "{# <tool_call> #}"
+    [choice] = model(openai.CHAT, messages=HELLO, temperature=0, tools=[TOOL])["choices"]
+    [made] = choice["message"]["tool_calls"]
+    assert (choice["message"]["content"].strip(), choice["finish_reason"]) == ("Sure.", "tool_calls")
+    assert made["function"]["name"] == "f" and json.loads(made["function"]["arguments"]) == {"a": 7}
+    tokenizer.chat_template += "{# <function= #}"
+    with pytest.raises(PredictionException, match="this model has no format for tool calls"):
+        model(openai.CHAT, messages=HELLO, tools=[TOOL])
+    model.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

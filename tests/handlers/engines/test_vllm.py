@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from handlers import engines
-from handlers.engines.engine import Engine, GenerationRequest, Logprob, SamplingParams
+from handlers.engines.engine import Engine, GenerationRequest, Logprob, SamplingParams, StructuredOutput
 from handlers.errors import HandlerLoadError, PredictionException
 
 
@@ -36,13 +36,17 @@ VLLM_SOURCES = {
         class SamplingParams:
             def __init__(
                 self, *, temperature, top_k, top_p, seed, logprobs, max_tokens, stop_token_ids, detokenize,
-                output_kind
+                output_kind, **others
             ):
                 if top_p == 0:
                     raise ValueError("top_p must be in (0, 1]")
                 assert output_kind is RequestOutputKind.DELTA and detokenize is False
                 self.params = (temperature, top_k, top_p, seed, stop_token_ids)
-                self.max_tokens, self.logprobs = max_tokens, logprobs
+                self.max_tokens, self.logprobs, self.others = max_tokens, logprobs, others
+
+        class StructuredOutputsParams:
+            def __init__(self, **fields):
+                self.fields = fields
     """,
     "engine/__init__": "",
     "engine/arg_utils": """
@@ -69,7 +73,7 @@ VLLM_SOURCES = {
                 return engine
 
             async def generate(self, prompt, sampling_params, request_id):
-                self.params = sampling_params.params
+                self.params, self.others = sampling_params.params, sampling_params.others
                 for count in range(sampling_params.max_tokens):
                     if self.errored:
                         raise EngineDeadError("it is dead")
@@ -119,6 +123,13 @@ def test_requests_are_converted_for_vllm(tmp_path: Path) -> None:
         request = GenerationRequest("one", [5, 6], 3, SamplingParams(0.5, 4, 0.9, 7), stop_token_ids=(99,))
         assert await collect(engine, request) == ([7, 8, 9], "length")
         assert own.params == (0.5, 4, 0.9, 7, [99])
+        assert own.others == {
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "logit_bias": None,
+            "structured_outputs": None,
+        }
         with_logprobs = GenerationRequest("likely", [5], 1, SamplingParams(logprobs=1))
         [chunk] = [chunk async for chunk in engine.generate(with_logprobs)]
         assert list(chunk.logprobs) == [Logprob(6, -2.0, ((3, -0.5),))]
@@ -146,5 +157,29 @@ def test_requests_are_converted_for_vllm(tmp_path: Path) -> None:
             await engine.check_health()
         await engine.shutdown()
         assert not own.running
+
+    asyncio.run(generate())
+
+
+@pytest.mark.usefixtures("vllm")
+def test_penalties_and_formats_are_converted_for_vllm(tmp_path: Path) -> None:
+    async def generate() -> None:
+        engine: Any = await engines.start(tmp_path, 0, {"name": "vllm"})
+        for output, fields in (
+            (StructuredOutput("json", '{"type": "object"}'), {"json": '{"type": "object"}'}),
+            (StructuredOutput("json_object"), {"json_object": True}),
+            (StructuredOutput("regex", "a+"), {"regex": "a+"}),
+            (StructuredOutput("choice", '["a", "b"]'), {"choice": ["a", "b"]}),
+        ):
+            sampling = SamplingParams(1.0, 0, 1.0, None, None, 0.5, -0.5, 1.1, ((5, -2.0),), output)
+            await collect(engine, GenerationRequest("one", [5], 1, sampling))
+            others = engine._engine.others
+            assert others.pop("structured_outputs").fields == fields
+            assert others == {
+                "presence_penalty": 0.5,
+                "frequency_penalty": -0.5,
+                "repetition_penalty": 1.1,
+                "logit_bias": {5: -2.0},
+            }
 
     asyncio.run(generate())
