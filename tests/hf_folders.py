@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import handlers
 from handlers.context import Context, Row
@@ -72,6 +72,33 @@ def save_llama(folder: Path, dtype: torch.dtype | None = None, **config: Any) ->
         transformers.LlamaConfig(**{**sizes, **heads, "eos_token_id": None, **config})
     )
     model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def save_byte_llama(folder: Path) -> Path:
+    """Save an untrained Llama whose tokens are bytes, with an end token and a context of 256 tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "<end>"])}, merges=[])
+    )
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>").save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.5,  # large enough that the tokens of an answer vary
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -38,6 +38,7 @@ _ALIASES = {
     "ner": "token-classification",
     "sentence-similarity": "sentence-embedding",
     "sentiment-analysis": "text-classification",
+    "text-ranking": "text-classification",
 }
 
 # The suffix of an architecture's name -> its task; the longest match counts.

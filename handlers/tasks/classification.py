@@ -9,17 +9,30 @@ import torch
 
 from handlers.explain import attributions
 from handlers.explain.attributions import ExplanationOptions
-from handlers.tasks.base import COUNT, ImageTask, TaskInput, TextTask, one_of, output_index, to_cpu_float32
+from handlers.tasks.base import (
+    COUNT,
+    FLAG,
+    ImageTask,
+    TaskInput,
+    TextTask,
+    one_of,
+    output_index,
+    to_cpu_float32,
+)
 
 _FUNCTIONS = one_of("softmax", "sigmoid", "none")
 
 
 class TextClassification(TextTask):
-    """A text classifier that answers ``{"label", "score"}``, or the ``top_k`` best of them as a list."""
+    """A text classifier that answers ``{"label", "score"}``, or the ``top_k`` best of them as a list.
+
+    With ``tokens: true``, each has the number of ``tokens`` that the model read. Cross-encoders have one
+    label.
+    """
 
     auto_class = "AutoModelForSequenceClassification"
     accepts_pairs = True
-    parameters = {"top_k": COUNT, "function_to_apply": _FUNCTIONS}
+    parameters = {"top_k": COUNT, "function_to_apply": _FUNCTIONS, "tokens": FLAG}
     default_target = 0
 
     def explain(self, model: Any, example: TaskInput, options: ExplanationOptions) -> Any:
@@ -30,10 +43,14 @@ class TextClassification(TextTask):
         )
 
     def postprocess(self, output: Any, encoded: Any, examples: Sequence[TaskInput]) -> list[Any]:
-        return [
-            ranked[0] if "top_k" not in example.parameters else ranked
-            for example, ranked in zip(examples, _rank_labels(output.logits, self.config, examples, 1))
-        ]
+        answers: list[Any] = []
+        for index, ranked in enumerate(_rank_labels(output.logits, self.config, examples, 1)):
+            parameters = examples[index].parameters
+            if parameters.get("tokens"):
+                count = int(encoded["attention_mask"][index].sum())
+                ranked = [{**answer, "tokens": count} for answer in ranked]
+            answers.append(ranked if "top_k" in parameters else ranked[0])
+        return answers
 
 
 class ImageClassification(ImageTask):
@@ -52,7 +69,7 @@ def _rank_labels(
     """Return the ``top_k`` best labels of each row."""
     scores = to_cpu_float32(logits)
     functions = {"multi_label_classification": "sigmoid", "regression": "none"}
-    default_function = functions.get(config.problem_type or "")
+    default_function = functions.get(config.problem_type or "") or _cross_encoder_function(config)
     default_function = default_function or ("sigmoid" if config.num_labels == 1 else "softmax")
     ranked = []
     for row, example in zip(scores, examples):
@@ -63,3 +80,11 @@ def _rank_labels(
         pairs = zip(best.indices.tolist(), best.values.tolist())
         ranked.append([{"label": config.id2label[index], "score": score} for index, score in pairs])
     return ranked
+
+
+def _cross_encoder_function(config: Any) -> str | None:
+    """Return the function that sentence-transformers has stored with its CrossEncoder, if any."""
+    settings = getattr(config, "sentence_transformers", None) or {}
+    name = settings.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
+    functions = {"Identity": "none", "Sigmoid": "sigmoid"}
+    return functions.get(str(name).rpartition(".")[2])

@@ -37,7 +37,7 @@ from serve_app.errors import InvalidArchive
 from serve_app.model_store import archive, workflow_archive
 from serve_app.model_store.manifest import Manifest
 from serve_app.model_store.model_config import ModelConfig
-from serve_app.protocols.openai import embeddings
+from serve_app.protocols.openai import embeddings, ranking
 from serve_app.protocols.openinference import binary_codec, conversion, generate
 from serve_app.protocols.torchserve import form_data
 from serve_app.torchserve_config import parser, translator
@@ -106,8 +106,9 @@ def openinference_json(data: bytes) -> None:
         generate.parse_request("m", None, document, True)
     except REFUSALS:
         pass
-    with contextlib.suppress(REFUSALS):
-        embeddings.parse_request(binary_codec.parse_json_object(body))
+    for parse in (embeddings.parse_request, ranking.parse_score, ranking.parse_rerank):
+        with contextlib.suppress(REFUSALS):
+            parse(binary_codec.parse_json_object(body))
 
 
 @target([b"%d\n" % len(orjson.dumps(_RAW)) + orjson.dumps(_RAW) + b"ab", b"0\nabc"], _TENSOR_TOKENS, 8192)

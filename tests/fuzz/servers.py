@@ -30,7 +30,14 @@ from tests.protocol_fakes import FakeBackend, FakeControlAPI, echo, send_request
 _PATHS = (
     *("/predictions/m", "/predictions/m/1.0", "/explanations/m", "/v1/models/m:predict", "/invocations"),
     *("/v2/models/m/infer", "/v2/models/m/generate", "/v2/models/m/generate_stream", "/v2/models/m"),
-    *("/v2/repository/index", "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models"),
+    *(
+        "/v2/repository/index",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/models",
+    ),
     *("/v2/models/stats", "/ping", "/", "/api-description", "/openapi.json", "/docs", "/predictions/../x"),
     *("/models", "/models/m", "/models/m/1.0", "/models/m/1.0/set-default", "/workflows", "/workflows/w"),
     *("/v2/health/ready", "/wfpredict/w", "/metrics", "/predictions//", "/predictions/%00", "/nowhere"),

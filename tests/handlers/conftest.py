@@ -66,31 +66,6 @@ def deterministic() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny untrained Llama whose tokens are bytes, with a context of 256 tokens."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from hf_folders import save_byte_llama
 
-    folder = tmp_path_factory.mktemp("language_model")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = Tokenizer(
-        models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "<end>"])}, merges=[])
-    )
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>").save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.5,  # large enough that the tokens of an answer vary
-        bos_token_id=None,
-        eos_token_id=256,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_byte_llama(tmp_path_factory.mktemp("language_model"))

@@ -66,6 +66,13 @@ class EmbeddingRequest:
     inputs: tuple[str, ...]
     base64: bool
 
+    @property
+    def rows(self) -> list[tuple[InputPart, ...]]:
+        return [build_inputs(text) for text in self.inputs]
+
+    def encode(self, model: str, responses: Sequence[InferenceResponse]) -> bytes:
+        return encode_response(self, model, responses)
+
 
 def parse_request(body: Mapping[str, Any]) -> EmbeddingRequest:
     """Parse a body. Raises InvalidField."""
@@ -127,7 +134,7 @@ def check_response(response: InferenceResponse) -> None:
 async def reject_stream(stream: ResponseStream, model: str) -> NoReturn:
     """Close a stream. Always raises InvalidField."""
     await stream.aclose()
-    raise InvalidField(f"Model {model} answers with a stream, which is no embedding.", "model")
+    raise InvalidField(f"Model {model} answers a text with a stream instead of numbers.", "model")
 
 
 def _parse_vector(body: bytes, model: str) -> tuple[list[float], int]:

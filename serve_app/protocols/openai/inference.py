@@ -1,12 +1,12 @@
-"""OpenAI's API over the data plane: models, completions, chat completions and embeddings."""
+"""OpenAI's API over the data plane: models, completions, chat completions, embeddings and ranking."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import orjson
 from typing_extensions import NotRequired, TypedDict
@@ -30,13 +30,13 @@ from serve_app.protocols.http.exchange import (
     version_headers,
 )
 from serve_app.protocols.http.sse import EVENT_STREAM, KeepAlive
-from serve_app.protocols.openai import embeddings, errors
+from serve_app.protocols.openai import embeddings, errors, ranking
 from serve_app.protocols.openai.errors import InvalidField
 from serve_app.settings import Settings
 
 Route = Callable[[HttpExchange], Awaitable[None]]
 
-_MIN_CONCURRENT_TEXTS = 16  # of one request, even if the model's batches are smaller
+_MIN_CONCURRENT_ROWS = 16  # of one request, even if the model's batches are smaller
 _NO_BUFFERING = (b"x-accel-buffering", b"no")
 
 
@@ -78,6 +78,15 @@ class OpenAIModelList(TypedDict):
     models: Annotated[list[str], documented("The ids, as in KServe's first protocol.")]
 
 
+class RowsRequest(Protocol):
+    """A parsed request of several rows, whose responses become one."""
+
+    @property
+    def rows(self) -> list[tuple[InputPart, ...]]: ...
+
+    def encode(self, model: str, responses: Sequence[InferenceResponse]) -> bytes: ...
+
+
 class OpenAIRoutes:
     """The routes of OpenAI's API.
 
@@ -115,6 +124,10 @@ class OpenAIRoutes:
                 return self._generate
             case ["embeddings"]:
                 return self._embed
+            case ["rerank"]:
+                return self._rerank
+            case ["score"]:
+                return self._score
             case ["models"]:
                 return self._list_models
             case ["models", id] if not id.endswith((":predict", ":explain")):
@@ -197,19 +210,31 @@ class OpenAIRoutes:
                 document = errors.to_document(error, exchange.request_id, self._shown)
                 yield b"data: %b\n\n" % orjson.dumps(document)
 
-    # Embeddings
+    # Embeddings and ranking
 
     async def _embed(self, exchange: HttpExchange) -> None:
+        await self._answer_rows(exchange, embeddings.parse_request)
+
+    async def _rerank(self, exchange: HttpExchange) -> None:
+        await self._answer_rows(exchange, ranking.parse_rerank)
+
+    async def _score(self, exchange: HttpExchange) -> None:
+        await self._answer_rows(exchange, ranking.parse_score)
+
+    async def _answer_rows(
+        self, exchange: HttpExchange, parse: Callable[[Mapping[str, Any]], RowsRequest]
+    ) -> None:
         body = await exchange.read_body(self._limit)
         document = await large_body.parse_body(body, parse_object, body)
         model, version = self.authorize_model(exchange, document)
-        embedding_request = embeddings.parse_request(document)
+        rows_request = parse(document)
+        rows = rows_request.rows
         request = self.build_request(exchange, model, version, ())
-        admission = self._plane.admit_key(exchange.grant, len(embedding_request.inputs))
+        admission = self._plane.admit_key(exchange.grant, len(rows))
         disconnect_check = exchange.cancel_on_disconnect()
         try:
-            responses = await self._infer_texts(request, embedding_request.inputs)
-            body = embeddings.encode_response(embedding_request, document["model"], responses)
+            responses = await self._infer_rows(request, rows)
+            body = rows_request.encode(document["model"], responses)
             if admission is not None:
                 admission.add_tokens(count_tokens(body))
         finally:
@@ -220,24 +245,23 @@ class OpenAIRoutes:
         headers = [JSON, *version_headers(responses[0])]
         await exchange.send_response(200, headers, body)
 
-    async def _infer_texts(
-        self, request: InferenceRequest, texts: tuple[str, ...]
+    async def _infer_rows(
+        self, request: InferenceRequest, rows: Sequence[tuple[InputPart, ...]]
     ) -> list[InferenceResponse]:
-        """Return the response to each text, all from one version.
+        """Return the response to each row, all from one version.
 
         Enough requests to fill two of the model's batches run concurrently.
         """
         model, version = request.model, request.version
         version_route = self._plane.find_version(model, version)
         concurrency = min(
-            version_route.job_queue_size, max(_MIN_CONCURRENT_TEXTS, 2 * version_route.max_batch_size)
+            version_route.job_queue_size, max(_MIN_CONCURRENT_ROWS, 2 * version_route.max_batch_size)
         )
         responses: dict[int, InferenceResponse] = {}
-        remaining = iter(enumerate(texts))
+        remaining = iter(enumerate(rows))
 
-        async def infer(index: int, text: str) -> None:
+        async def infer(index: int, inputs: tuple[InputPart, ...]) -> None:
             request_id = uuid4() if index else request.request_id
-            inputs = embeddings.build_inputs(text)
             response = await self._plane.infer(
                 replace(request, version=version, inputs=inputs, request_id=request_id)
             )
@@ -247,22 +271,20 @@ class OpenAIRoutes:
             responses[index] = response
 
         async def infer_remaining() -> None:
-            for index, text in remaining:
-                await infer(index, text)
+            for index, inputs in remaining:
+                await infer(index, inputs)
 
         if version is None and self._plane.splits_traffic(model):
             # The first response selects the version of all.
             await infer(*next(remaining))
             version = responses[0].version
-        tasks = [
-            asyncio.ensure_future(infer_remaining()) for _ in range(max(1, min(concurrency, len(texts))))
-        ]
+        tasks = [asyncio.ensure_future(infer_remaining()) for _ in range(max(1, min(concurrency, len(rows))))]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return [responses[index] for index in range(len(texts))]
+        return [responses[index] for index in range(len(rows))]
 
     # Requests
 

@@ -1,4 +1,4 @@
-"""OpenAI's API: models, completions, chat completions, embeddings."""
+"""OpenAI's API: models, completions, chat completions, embeddings, and the ranking of texts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from serve_app.protocols.openai.inference import (
     OpenAIModel,
     OpenAIModelList,
 )
+from serve_app.protocols.openai.ranking import RerankBody, RerankList, ScoreBody, ScoreList
 from serve_app.protocols.openapi.endpoints import (
     API,
     NO_CONTENT,
@@ -52,6 +53,15 @@ OPENAI = API(
             "Create the embedding of each text.",
             EmbeddingsBody,
             json(EmbeddingList, from_model=True),
+        ),
+        "/v1/rerank": _inference(
+            "rerank",
+            "Rank documents by their relevance to a query.",
+            RerankBody,
+            json(RerankList, from_model=True),
+        ),
+        "/v1/score": _inference(
+            "score", "Score pairs of texts.", ScoreBody, json(ScoreList, from_model=True)
         ),
     },
 )

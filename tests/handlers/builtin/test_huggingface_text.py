@@ -44,6 +44,26 @@ def test_text_classification_equals_the_pipeline(tmp_path: Path) -> None:
     assert len(item) == 1, "with top_k, the value is a list"
 
 
+def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
+    folder = save_bert("BertForSequenceClassification", tmp_path, num_labels=1)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    encoded = make_tokenizer()([SHORT] * 3, TEXTS, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**encoded).logits[:, 0]
+    rows = [{"text": SHORT, "text_pair": text, "parameters": {"tokens": True}} for text in TEXTS]
+    answers = ServedFolder(folder, task="text-ranking")(*rows)
+    assert [answer["score"] for answer in answers] == pytest.approx(logits.sigmoid().tolist(), abs=1e-5)
+    assert [answer["tokens"] for answer in answers] == encoded["attention_mask"].sum(1).tolist()
+    config = json.loads((folder / "config.json").read_text())
+    for field in (
+        {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+        {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **field}))
+        answers = ServedFolder(folder)(*rows)
+        assert [answer["score"] for answer in answers] == pytest.approx(logits.tolist(), abs=1e-5)
+
+
 def test_a_folder_is_quantized_if_configured(tmp_path: Path) -> None:
     folder = save_bert("BertForSequenceClassification", tmp_path, num_labels=3)
     plain, int8 = ServedFolder(folder)(*TEXTS), ServedFolder(folder, optimize={"quantize": "int8"})(*TEXTS)

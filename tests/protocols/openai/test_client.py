@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import socket
 import sys
@@ -45,7 +46,7 @@ class ServedModel:
     """The version 1.0 of a model in a handler thread; ``batches`` are the sizes of its batches."""
 
     def __init__(self, name: str, folder: Path, handler: str, config: dict[str, Any]) -> None:
-        self.name, self.batches = name, []
+        self.name, self.folder, self.batches = name, folder, []
         spec = ModelSpec(name, "1.0", "url", "", "", batch_size=4, config=config)
         manifest = {"model": {"modelName": name, "modelVersion": "1.0", "handler": handler}}
         self.runner = Runner(spec, folder, manifest, RuntimeSettings())
@@ -78,10 +79,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     switch_interval, threads = sys.getswitchinterval(), torch.get_num_threads()
     torch.set_num_threads(1)
     poet, sentences = llama(tmp_path_factory.mktemp("poet")), bert(tmp_path_factory.mktemp("sentences"))
+    ranker = bert(tmp_path_factory.mktemp("ranker"), transformers.BertForSequenceClassification, num_labels=1)
+    topics = bert(tmp_path_factory.mktemp("topics"), transformers.BertForSequenceClassification, num_labels=3)
     engine = {"num_blocks": 32, "page_size": 16, "max_batch_tokens": 64}
     served_models = [
         ServedModel("poet", poet, "llm", {"engine": engine}),
         ServedModel("sentences", sentences, "huggingface", {"task": "sentence-embedding"}),
+        ServedModel("ranker", ranker, "huggingface", {"task": "text-ranking"}),
+        ServedModel("topics", topics, "huggingface", {}),
     ]
     served = {model.name: model for model in served_models}
     listener = socket.create_server(("127.0.0.1", 0))
@@ -137,7 +142,7 @@ def llama(folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=256, initializer_range=0.5, bos_token_id=None, eos_token_id=256,
     )  # fmt: skip
     with torch.random.fork_rng():
@@ -146,23 +151,25 @@ def llama(folder: Path) -> Path:
     return folder
 
 
-def bert(folder: Path) -> Path:
+def bert(folder: Path, model: Any = transformers.BertModel, **options: Any) -> Path:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]
     tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()
     tokens.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
     ).save_pretrained(folder)
     config = transformers.BertConfig(
         vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, initializer_range=0.8,
+        max_position_embeddings=32, initializer_range=0.8, **options,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        transformers.BertModel(config).save_pretrained(folder)
+        model(config).save_pretrained(folder)
     return folder
 
 
@@ -173,7 +180,7 @@ def client(server: Any) -> Iterator[openai.OpenAI]:
 
 
 def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["poet", "sentences"]
+    assert [model.id for model in client.models.list()] == ["poet", "ranker", "sentences", "topics"]
     assert client.models.retrieve("poet:1.0").id == "poet:1.0"
     with pytest.raises(openai.NotFoundError) as missing:
         client.models.retrieve("none")
@@ -267,6 +274,50 @@ def test_embeddings_share_batches(server: Any, client: openai.OpenAI) -> None:
     assert alone.data[0].embedding == pytest.approx(plain.data[2].embedding, abs=1e-5)
 
 
+def test_documents_are_ranked_by_a_cross_encoder(server: Any, client: openai.OpenAI) -> None:
+    query, documents = "cats hunt", ["banks lend money", "mice", "cats hunt mice", "money", "lend"]
+    served = server[1]["ranker"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(served.folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(served.folder)
+    encoded = tokenizer([query] * 5, documents, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**encoded).logits[:, 0].sigmoid().tolist()
+    tokens = int(encoded["attention_mask"].sum())
+    served.batches.clear()
+    body = {"model": "ranker", "text_1": query, "text_2": documents}
+    scored: Any = client.post("/score", body=body, cast_to=object)
+    assert [row["score"] for row in scored["data"]] == pytest.approx(expected, abs=1e-5)
+    assert scored["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert sum(served.batches) == 5 and max(served.batches) > 1, "rows share batches"
+    body = {"model": "ranker:1.0", "query": query, "documents": documents, "top_n": 3}
+    ranked: Any = client.post("/rerank", body=body, cast_to=object)
+    best = sorted(range(5), key=lambda index: -expected[index])[:3]
+    assert [row["index"] for row in ranked["results"]] == best
+    assert [row["document"]["text"] for row in ranked["results"]] == [documents[index] for index in best]
+    assert ranked["results"][0]["relevance_score"] == pytest.approx(max(expected), abs=1e-5)
+    for other in ("topics", "sentences"):
+        with pytest.raises(openai.BadRequestError, match=r"cross-encoder|text_pair"):
+            client.post("/rerank", body={**body, "model": other}, cast_to=object)
+
+
+def test_a_text_is_constrained_by_a_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    params: Any = {"model": "poet", "messages": HELLO, "max_tokens": 150, "response_format": response_format}
+    chat = client.chat.completions.create(**params, seed=1)
+    assert chat.choices[0].finish_reason == "stop"
+    assert set(json.loads(chat.choices[0].message.content or "")) == {"ok"}
+    chunks = client.chat.completions.create(**params, seed=1, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == chat.choices[0].message.content
+    response_format["json_schema"]["schema"] = {"type": "none"}
+    with pytest.raises(
+        openai.BadRequestError, match=r"response_format\.json_schema\.schema: Invalid type: none"
+    ):
+        client.chat.completions.create(**params)
+
+
 def test_invalid_requests_are_rejected(client: openai.OpenAI) -> None:
     for error_class, code, param, body in (
         (openai.NotFoundError, "model_not_found", "model", {"model": "none"}),
@@ -276,7 +327,7 @@ def test_invalid_requests_are_rejected(client: openai.OpenAI) -> None:
             openai.BadRequestError,
             "handler_rejected",
             None,
-            {"model": "poet", "tools": [{"type": "function"}]},
+            {"model": "poet", "tools": [{"type": "function", "function": {"name": "f"}}]},
         ),
     ):
         with pytest.raises(error_class) as raised:

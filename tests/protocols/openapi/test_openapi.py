@@ -251,6 +251,8 @@ async def echo(call: InferenceRequest) -> InferenceResponse:
     """Return tensors unchanged, and valid bodies for OpenAI's API."""
     if "embeddings" in call.headers.get("url_path", ""):
         return InferenceResponse(b"[0.5]", "application/json", version="1.0")
+    if call.headers.get("url_path", "").endswith(("rerank", "score")):
+        return InferenceResponse(b'{"score": 0.5, "tokens": 3}', "application/json", version="1.0")
     tensors_ = [part for part in call.inputs if (part.content_type or "").startswith("application/x-tensor;")]
     if tensors_:
         arrays = [
