@@ -12,6 +12,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from serve_app.console.layout import View
+from serve_app.domain.schema_example import example_value
 
 InputKind = Literal["image", "text", "json", "audio", "tensors", "file", "chat"]
 KINDS: tuple[InputKind, ...] = get_args(InputKind)
@@ -46,10 +47,21 @@ async def detect_kind(view: View, model: str) -> tuple[InputKind, dict[str, Any]
     described: list[dict[str, Any]] = []
     if view.session.has_right("observe"):
         described = await view.load(view.client.describe(model)) or []
-    first = described[0] if described else {}
+    return select_kind(metadata, described[0] if described else {})
+
+
+def select_kind(metadata: dict[str, Any], first: dict[str, Any]) -> tuple[InputKind, dict[str, Any]]:
+    """Return the kind of the input that a version's description has, and its metadata.
+
+    The metadata of a model class has the JSON schema of its input as ``schema``.
+    """
     task, handler = first.get("task", ""), first.get("handler", "")
     if task in _CHAT_TASKS or handler in ("llm", "causal_lm"):
         return "chat", metadata
+    input_schema = (first.get("schemas") or {}).get("input")
+    if input_schema is not None and input_schema["mediaType"] in ("application/json", "text/plain"):
+        kind: InputKind = "json" if input_schema["mediaType"] == "application/json" else "text"
+        return kind, {**metadata, "schema": input_schema["schema"]}
     family = first.get("inputType", "").partition("/")[0]
     if task.startswith(("image-", "object-")) or family == "image":
         return "image", metadata
@@ -116,8 +128,7 @@ class InputForm:
             self._picker = FilePicker(f"Choose {'a file' if kind == 'file' else f'the {kind}'}", accept)
         elif kind != "chat":
             label = {"text": "Text", "json": "JSON", "tensors": "Open Inference request (JSON)"}[kind]
-            value = json.dumps(example_tensors(metadata), indent=2) if kind == "tensors" else ""
-            self._text = ui.textarea(label, value=value or ("{}" if kind == "json" else "")).classes("w-full")
+            self._text = ui.textarea(label, value=example_text(kind, metadata)).classes("w-full")
             self._text.props("outlined autogrow input-style='font-family: monospace'")
 
     def read(self) -> RequestContent:
@@ -135,6 +146,15 @@ class InputForm:
         except ValueError as error:
             raise ValueError(f"This is not JSON: {error}") from None
         return RequestContent(text.encode(), "application/json")
+
+
+def example_text(kind: InputKind, metadata: dict[str, Any]) -> str:
+    """Return the text that a form begins with."""
+    if kind == "tensors":
+        return json.dumps(example_tensors(metadata), indent=2)
+    if kind == "json":
+        return json.dumps(example_value(metadata.get("schema", {"type": "object"})), indent=2)
+    return ""
 
 
 def example_tensors(metadata: dict[str, Any]) -> dict[str, Any]:

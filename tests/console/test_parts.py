@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from serve_app.console import formats
 from serve_app.console.code_samples import CodeSamples
-from serve_app.console.forms import RequestContent, example_tensors
+from serve_app.console.forms import RequestContent, example_tensors, example_text, select_kind
 from serve_app.console.pages.overview import count_replicas
 from serve_app.console.pages.traffic import balance, to_basis_points
 from serve_app.console.pages.workflows import list_edges, place_steps
@@ -103,6 +103,21 @@ def test_curl_and_python_code_send_the_form(
 def test_code_reads_the_key_from_a_variable() -> None:
     code = CodeSamples("http://s", "m", "", "json", None, True).by_language()
     assert all("TORCHRELAY_TOKEN" in code[language] for language in ("curl", "Python"))
+
+
+def test_a_model_class_has_the_form_of_its_annotation() -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    tensors = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}]}
+    described = {"inputType": "application/json"}
+    described["schemas"] = {"input": {"mediaType": "application/json", "schema": schema}}
+    kind, metadata = select_kind(tensors, described)
+    assert kind == "json"
+    assert json.loads(example_text(kind, metadata)) == {"text": "text"}
+    described["schemas"] = {"input": {"mediaType": "text/plain", "schema": {}}}
+    assert select_kind(tensors, described)[0] == "text"
+    described = {"schemas": {"input": {"mediaType": "image/*", "schema": {}}}, "inputType": "image/*"}
+    assert select_kind({}, described)[0] == "image"
+    assert select_kind(tensors, {})[0] == "tensors"
 
 
 def test_example_tensors_have_the_shape_of_the_signature() -> None:
