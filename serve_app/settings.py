@@ -18,6 +18,7 @@ from serve_app.domain import limits, validation
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain.access import KeyLimits
 from serve_app.domain.key_settings import JwtSettings, KeySettings
+from serve_app.domain.renamed_settings import reject_renamed
 from serve_app.errors import BadRequest, ConfigurationError
 
 MIB = 1 << 20
@@ -403,35 +404,11 @@ class Settings(_Section):
         return self.control.database_url or f"sqlite:///{self.state_dir / 'registry.db'}"
 
 
-# Keys of earlier versions, with the key that replaces each.
-RENAMED = {
-    "asynchronous": "async_predictions",
-    "async_predictions.keep": "async_predictions.retention_s",
-    "async_predictions.patience": "async_predictions.max_queue_time_s",
-    "async_predictions.inline": "async_predictions.inline_max_bytes",
-    "async_predictions.webhook_pause": "async_predictions.webhook_backoff",
-    "inference.short_hops": "inference.unix_sockets",
-    "inference.also_management": "inference.serve_management",
-    "inference.also_metrics": "inference.serve_metrics",
-    "inference.late_answer": "inference.late_response",
-    "management.also_metrics": "management.serve_metrics",
-}
-
-
-def _reject_renamed(mapping: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigurationError with the new key when ``mapping`` has a key of an earlier version."""
-    for old, new in RENAMED.items():
-        section, _, key = old.partition(".")
-        values = mapping.get(section)
-        if section in mapping and (not key or (isinstance(values, Mapping) and key in values)):
-            raise ConfigurationError(where, f"the setting {old} is now called {new}; rename it")
-
-
 def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings:
     """Parse settings from a plain mapping. Raises ConfigurationError, which names key, place and remedy."""
     value = dict(mapping) if isinstance(mapping, Mapping) else mapping or {}
     if isinstance(value, dict):
-        _reject_renamed(value, where)
+        reject_renamed(value, where)
     try:
         settings = validation.read(Settings, value, secret_paths=(("auth", "keys"),))
         limits.check_settings(settings)

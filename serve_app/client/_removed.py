@@ -13,12 +13,10 @@ _METHODS = {
         "config",
         "generate",
         "generate_stream",
-        "infer",
         "load",
         "metadata",
         "model_ready",
         "repository",
-        "statistics",
         "unload",
     ),
     "the package openai with base_url='http://HOST:PORT/v1'": (

@@ -37,7 +37,7 @@ def test_unknown_names() -> None:
 @pytest.mark.parametrize(
     ("method", "replacement"),
     [
-        ("infer", "tritonclient.http or tritonclient.grpc"),
+        ("repository", "tritonclient.http or tritonclient.grpc"),
         ("chat", "the package openai with base_url='http://HOST:PORT/v1'"),
         ("connect", "the package websockets"),
     ],

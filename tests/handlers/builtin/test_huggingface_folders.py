@@ -139,6 +139,7 @@ def test_every_task_has_a_class_and_a_description(tmp_path: Path) -> None:
         "parameters": {
             "top_k": "a whole number from 1",
             "function_to_apply": "one of softmax, sigmoid, none",
+            "tokens": "true or false",
         },
         "architecture": ["BertForSequenceClassification"],
     }
