@@ -14,6 +14,7 @@ from serve_app.domain import drift
 from serve_app.domain.drift import to_weighted
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
+SAMPLES = st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=60)  # SciPy's p-value divides by zero below
 
 
 def index_of(reference, current) -> float:
@@ -35,7 +36,7 @@ def test_an_empty_bin_is_smoothed() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(NUMBERS, NUMBERS)
+@given(SAMPLES, SAMPLES)
 def test_the_statistic_is_that_of_scipy(first: list[float], second: list[float]) -> None:
     statistic = drift.ks_statistic(to_weighted(first), to_weighted(second))
     assert statistic == pytest.approx(stats.ks_2samp(first, second, method="asymp").statistic, abs=1e-12)
