@@ -40,8 +40,10 @@ class Collector(services.TraceServiceServicer):
     accepts: threading.Event
     spans: list[ReceivedSpan] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
+    called: threading.Event = field(default_factory=threading.Event)  # set by the first export
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802  (gRPC's name)
+        self.called.set()
         self.accepts.wait()
         for resource in request.resource_spans:
             process = _attributes(resource.resource.attributes)["torchrelay.process"]

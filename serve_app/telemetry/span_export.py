@@ -109,9 +109,10 @@ class SpanProcessor(BatchSpanProcessor):
 
     def add(self, span: RequestSpan | ReadableSpan) -> None:
         """Queue a span that has ended, in place of the oldest one where the queue is full."""
-        if len(self._batch_processor._queue) >= self._size:
-            self.count_dropped(1)
+        is_full = len(self._batch_processor._queue) >= self._size
         self._batch_processor.emit(span)  # type: ignore[arg-type]
+        if is_full:  # logged afterwards: the export thread could empty the queue meanwhile
+            self.count_dropped(1)
 
     def count_dropped(self, spans: int) -> None:
         self._dropped += spans
