@@ -112,6 +112,16 @@ def test_a_batch_mixes_formats_and_free_texts(model: ServedModel) -> None:
     assert re.fullmatch("[0-9]{5}", results[1]["text"]) and results[2]["text"] in ("left", "right")
 
 
+def test_preempted_texts_keep_their_format(model: ServedModel) -> None:
+    """Four requests of 150 tokens do not fit into the cache of 512 at once."""
+    row = {"prompt": "Hello, hello, hello, hello", "max_new_tokens": 200, "guided_regex": "([a-z][0-9]){75}"}
+    context = model.context("")
+    context.begin(list("abcd"), [{}] * 4, [{}] * 4)
+    results = model.loop.run_until_complete(model.entry([{"body": row} for _ in range(4)], context))
+    assert {result["finish_reason"] for result in results} == {"stop"}
+    assert all(re.fullmatch("([a-z][0-9]){75}", result["text"]) for result in results)
+
+
 def test_stop_strings_end_a_constrained_text(model: ServedModel) -> None:
     params = {"prompt": "Hello", "max_tokens": 50, "temperature": 0, "guided_choice": ["one two three"]}
     [choice] = model(openai.COMPLETIONS, **params, stop=" three")["choices"]
