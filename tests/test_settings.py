@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from serve_app.domain.renamed_settings import RENAMED
-from serve_app.settings import Settings, load
 from serve_app.errors import ConfigurationError
+from serve_app.settings import Settings, load
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED))
