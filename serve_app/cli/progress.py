@@ -134,6 +134,7 @@ def print_addresses(
     rows = {
         "inference": server.inference,
         "management": server.management,
+        **({"console": f"{server.management}/ui"} if server.settings.console.enabled else {}),
         "metrics": server.metrics,
         **(
             {"gRPC": ", ".join(f"{name} {address}" for name, address in server.grpc.items())}
