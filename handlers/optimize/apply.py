@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from handlers import extras
 from handlers.errors import HandlerLoadError
+from handlers.optimize import graph_optimization
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class OptimizationOptions:
     dtype: str | None = None
     quantize: str | None = None
     channels_last: bool = False
+    fuse: bool = False  # operators of an ONNX graph
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OptimizationOptions | None:
@@ -59,11 +60,14 @@ class OptimizationOptions:
             raise _invalid(".quantize", block["quantize"], "int8")
         if block.get("channels_last", False) not in (True, False):
             raise _invalid(".channels_last", block["channels_last"], "true or false")
+        if block.get("fuse", False) not in (True, False):
+            raise _invalid(".fuse", block["fuse"], "true or false")
         options = cls(
             _compile_arguments(block.get("compile")),
             block.get("dtype"),
             block.get("quantize"),
             bool(block.get("channels_last")),
+            bool(block.get("fuse")),
         )
         if options.quantize and (options.dtype or options.compile is not None):
             other = "dtype" if options.dtype else "compile"
@@ -94,7 +98,7 @@ class OptimizationOptions:
         of an ONNX graph. Raises HandlerLoadError for options that do not apply to the model.
         """
         if file is not None and file.suffix == ".onnx":
-            return self._quantize_onnx(model, file, device)
+            return self._optimize_graph(model, file, device)
         if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
             raise HandlerLoadError(
                 f"model-config.yaml: optimize: {self} is for models that PyTorch runs from their class, and "
@@ -102,6 +106,11 @@ class OptimizationOptions:
                 f"{type(model).__name__}. Archive the class and its state dict (--model-file model.py), or "
                 "take "
                 "optimize out; torchrelay optimize makes a graph of an archive whose class is there."
+            )
+        if self.fuse:
+            raise HandlerLoadError(
+                "model-config.yaml: optimize.fuse is for ONNX graphs, and this model is a class. Take it "
+                "out, or make a graph by torchrelay optimize."
             )
         if self.quantize:
             model = _quantize_linear(model, device)
@@ -122,20 +131,24 @@ class OptimizationOptions:
             model.compile(**self.compile)  # in place: it keeps its class and attributes
         return model
 
-    def _quantize_onnx(self, model: Any, file: Path, device: torch.device) -> Any:
-        if self != OptimizationOptions(quantize="int8"):
+    def _optimize_graph(self, model: Any, file: Path, device: torch.device) -> Any:
+        """Return the ONNX graph of ``file`` fused, and in another number format."""
+        if self.compile is not None or self.channels_last or self.dtype == "bfloat16":
             raise HandlerLoadError(
-                f"model-config.yaml: optimize: {self}: to an ONNX graph quantize: int8 alone applies. Take "
-                "the rest "
-                "out; the number format of a graph is chosen as it is exported."
+                f"model-config.yaml: optimize: {self}: to an ONNX graph fuse, dtype: float16 and quantize: "
+                "int8 apply. Take the rest out."
             )
-        _require_cpu(device)
-        with tempfile.TemporaryDirectory(prefix="int8-") as directory:
-            quantize_graph(file, Path(directory) / file.name)
-            return model.with_graph(Path(directory) / file.name)
+        if self.quantize:
+            _require_cpu(device)
+        with tempfile.TemporaryDirectory(prefix="graph-") as directory:
+            output = Path(directory) / file.name
+            graph_optimization.optimize_graph(
+                file, output, fuse=self.fuse, number_format=self.quantize or self.dtype
+            )
+            return model.with_graph(output)
 
 
-_KEYS = ("compile", "dtype", "quantize", "channels_last")
+_KEYS = ("compile", "dtype", "quantize", "channels_last", "fuse")
 
 
 def warmup_batch_sizes(batch_size: int) -> list[int]:
@@ -194,30 +207,6 @@ def _quantize_linear(model: torch.nn.Module, device: torch.device) -> torch.nn.M
         elif isinstance(module, torch.nn.TransformerEncoder):
             module.use_nested_tensor = False
     return model
-
-
-def quantize_graph(graph: Path, output: Path) -> None:
-    """Write the ONNX graph of the file ``graph`` with int8 weights per channel to ``output``.
-
-    Its activations are quantized batch by batch.
-    """
-    try:
-        import onnx
-        from onnxruntime.quantization import QuantType, quantize_dynamic
-    except ModuleNotFoundError as error:
-        raise HandlerLoadError(
-            f"{graph}: int8 quantization of an ONNX graph needs {error.name}, which is not installed where "
-            f"the model runs: {extras.install_command(error.name or 'onnx')}; or quantize the archive "
-            "beforehand with `torchrelay optimize`."
-        ) from error
-    model = onnx.load(graph)
-    del model.graph.value_info[:]  # the exporter's shapes of intermediate values do not fit int8 nodes
-    clean = output.with_name("clean.onnx")
-    onnx.save(model, clean)
-    try:
-        quantize_dynamic(clean, output, per_channel=True, weight_type=QuantType.QInt8)
-    finally:
-        clean.unlink()
 
 
 def _require_cpu(device: torch.device) -> None:

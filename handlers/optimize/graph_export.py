@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from handlers.loading import weights
 
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
+_TRACING_OPSET = 17  # the newest of the exporter by tracing
 
 
 def example_inputs(model: Any, calls: list[tuple[Args, Kwargs]]) -> tuple[Args, Kwargs]:
@@ -47,6 +48,35 @@ def export_onnx(model: torch.nn.Module, args: Args, kwargs: Kwargs, file: Path) 
             verbose=False,
             optimize=True,
         )
+
+
+def export_fusable_onnx(model: torch.nn.Module, args: Args, kwargs: Kwargs, file: Path) -> None:
+    """Export the model by tracing, with eager attention: ONNX Runtime fuses these operators only."""
+    arguments = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # the exporter warns about itself
+        output = model(*args, **kwargs)
+        if attention is not None:
+            model.set_attn_implementation("eager")
+        try:
+            torch.onnx.export(
+                model,
+                args,
+                str(file),
+                kwargs=kwargs,
+                dynamo=False,
+                opset_version=_TRACING_OPSET,
+                input_names=names,
+                output_names=list(output) if isinstance(output, Mapping) else None,
+                dynamic_axes={
+                    name: {axis: f"{name}_{axis}" for axis in range(arguments[name].dim())} for name in names
+                },
+            )
+        finally:
+            if attention is not None:
+                model.set_attn_implementation(attention)
 
 
 def _export_torchscript(model: torch.nn.Module, args: Args, kwargs: Kwargs, file: Path) -> None:

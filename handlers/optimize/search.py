@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from handlers.base import BaseHandler
 from handlers.context import Context, Row
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.optimize import graph_export
-from handlers.optimize.apply import quantize_graph
+from handlers.optimize.graph_optimization import optimize_graph
+from handlers.optimize.labelled_samples import LabelledSamples, read_labelled_samples
+from handlers.optimize.task_metric import TaskMetric, predicted_label
 from handlers.optimize.tolerance_gate import OutputDifference, Tolerance, compare_outputs, output_tensors
 
 MANIFEST = "MAR-INF/MANIFEST.json"
@@ -45,6 +47,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "channels-last": ({"channels_last": True}, ""),
     "onnx": ({}, "model.onnx"),
     "onnx-int8": ({"quantize": "int8"}, "model.onnx"),
+    "onnx-fp16": ({"dtype": "float16"}, "model.onnx"),
+    "onnx-fused": ({"fuse": True}, "model.onnx"),
+    "onnx-fused-fp16": ({"fuse": True, "dtype": "float16"}, "model.onnx"),
     "torchscript": ({}, "model.pt"),
     "export": ({}, "model.pt2"),
     "aotinductor": ({}, "model.pt2"),
@@ -68,6 +73,8 @@ class SearchJob:
     tolerance: Tolerance
     variants: Sequence[str]
     rounds: int = 7
+    metric: TaskMetric | None = None
+    labels: Path | None = None  # of the metric
 
 
 @dataclass
@@ -82,6 +89,7 @@ class LoadedVariant:
     inputs: dict[int, Any]
     output: Any
     difference: OutputDifference
+    score: float | None = None  # the metric of the task
     seconds: dict[int, list[float]] = field(default_factory=dict)
 
     def median(self, size: int) -> float:
@@ -95,16 +103,19 @@ def run_search(job: SearchJob, report_progress: Callable[[str], None]) -> dict[s
     fails.
     """
     rows = _read_rows(job.samples)
+    labelled = None
+    if job.metric is not None and job.labels is not None:
+        labelled = read_labelled_samples(job.labels, job.samples, rows)
     sizes = sorted({1, job.batch_size})
     report_progress(PLAIN)
-    plain = _load_variant(job, PLAIN, rows, sizes, None)
+    plain = _load_variant(job, PLAIN, rows, sizes, None, labelled)
     variants, failed = [plain], {}
     for name in job.variants:
         if name == PLAIN:
             continue
         report_progress(name)
         try:
-            variants.append(_load_variant(job, name, rows, sizes, plain))
+            variants.append(_load_variant(job, name, rows, sizes, plain, labelled))
         except MemoryError:
             raise
         except Exception as error:  # models raise all kinds of errors
@@ -136,7 +147,12 @@ def run_search(job: SearchJob, report_progress: Callable[[str], None]) -> dict[s
 
 
 def _load_variant(
-    job: SearchJob, name: str, rows: list[Row], sizes: list[int], plain: LoadedVariant | None
+    job: SearchJob,
+    name: str,
+    rows: list[Row],
+    sizes: list[int],
+    plain: LoadedVariant | None,
+    labelled: LabelledSamples | None = None,
 ) -> LoadedVariant:
     optimize, graph = VARIANTS[name]
     directory = job.work / name
@@ -176,7 +192,23 @@ def _load_variant(
             raise HandlerLoadError(f"{name}: {len(answers)} answers to {size} rows.")
     output = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
     difference = _compare(plain.output if plain is not None else output, output, job.tolerance)
-    return LoadedVariant(name, directory, manifest, config, handler, inputs, output, difference)
+    score = None
+    if job.metric is not None and labelled is not None:
+        score = _evaluate(job.metric, handler, labelled, sizes[-1])
+        if plain is not None and plain.score is not None and difference.is_within_tolerance:
+            difference = replace(difference, violation=job.metric.find_violation(plain.score, score))
+    return LoadedVariant(name, directory, manifest, config, handler, inputs, output, difference, score)
+
+
+def _evaluate(metric: TaskMetric, handler: BaseHandler, samples: LabelledSamples, size: int) -> float:
+    """Return the metric of the handler's answers to the labelled samples, in batches of ``size``."""
+    predicted: list[Any] = []
+    for start in range(0, len(samples.rows), size):
+        batch = list(samples.rows[start : start + size])
+        with _batch_context(handler, len(batch)):
+            answers = handler.postprocess(handler.inference(handler.preprocess(batch)))
+        predicted += map(predicted_label, answers)
+    return metric.evaluate(predicted, samples.labels)
 
 
 def _load_handler(
@@ -241,7 +273,8 @@ def _write_configuration(directory: Path, manifest: dict[str, Any], config: dict
 def _add_tolerance_gate(job: SearchJob, plain: LoadedVariant, variant: LoadedVariant) -> None:
     """Add ``accuracy:`` to a variant: the job's tolerance, and the model's inputs of this search."""
     calls = _record_calls(plain)
-    if len(calls) != 1:
+    limits = {key: value for key, value in vars(job.tolerance).items() if value is not None}
+    if len(calls) != 1 or not limits:  # a metric alone needs labels, which the model's inputs do not have
         return
     args, kwargs = calls[0]
     inputs = args[0] if len(args) == 1 and not kwargs else None if args else dict(kwargs)
@@ -250,9 +283,7 @@ def _add_tolerance_gate(job: SearchJob, plain: LoadedVariant, variant: LoadedVar
         return  # a file of samples cannot hold such inputs
     (variant.directory / _SAMPLES_FILE).unlink(missing_ok=True)  # it may be a hard link to the archive's
     torch.save(pytree.tree_map(torch.clone, inputs), variant.directory / _SAMPLES_FILE)
-    variant.config["accuracy"] = {"samples": _SAMPLES_FILE} | {
-        k: v for k, v in vars(job.tolerance).items() if v is not None
-    }
+    variant.config["accuracy"] = {"samples": _SAMPLES_FILE} | limits
     _write_configuration(variant.directory, variant.manifest, variant.config)
 
 
@@ -261,12 +292,17 @@ def _write_graph(job: SearchJob, plain: LoadedVariant, file: Path, name: str) ->
     model, calls = plain.handler.model, _record_calls(plain)
     if not file.name.endswith(".onnx"):
         return graph_export.EXPORTERS[name](model, *graph_export.example_inputs(model, calls), file)
-    exported = job.work / "exported" / file.name
+    options = VARIANTS[name][0]
+    fuse = bool(options.get("fuse"))
+    exported = job.work / ("exported-fusable" if fuse else "exported") / file.name
     if not exported.is_file():
-        exported.parent.mkdir()
-        graph_export.export_onnx(model, *graph_export.example_inputs(model, calls), exported)
-    if name == "onnx-int8":
-        quantize_graph(exported, file)
+        exported.parent.mkdir(exist_ok=True)
+        export = graph_export.export_fusable_onnx if fuse else graph_export.export_onnx
+        export(model, *graph_export.example_inputs(model, calls), exported)
+    if options:
+        number_format = options.get("quantize") or options.get("dtype")
+        config = getattr(model, "config", None)
+        optimize_graph(exported, file, fuse=fuse, number_format=number_format, config=config)
     else:  # copied, because ONNX rejects linked files as unsafe
         shutil.copytree(exported.parent, file.parent, dirs_exist_ok=True)
     return None
@@ -324,6 +360,7 @@ def _figures(variant: LoadedVariant, sizes: list[int]) -> dict[str, Any]:
         "mib": round(_weight_bytes(variant) / 2**20, 2),
         "largest": difference.max_difference if math.isfinite(difference.max_difference) else None,
         "cosine": difference.min_cosine,
+        "metric": variant.score,
         "outside": difference.violation,
     }
 
@@ -343,7 +380,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _parse_job(document: Mapping[str, Any]) -> SearchJob:
+    metric = TaskMetric.from_config(document.get("metric") or {})
     return SearchJob(
+        metric=metric,
+        labels=Path(document["labels"]) if document.get("labels") else None,
         directory=Path(document["directory"]),
         work=Path(document["work"]),
         manifest=document["manifest"],
@@ -351,7 +391,7 @@ def _parse_job(document: Mapping[str, Any]) -> SearchJob:
         handler=document["handler"],
         samples=[Path(file) for file in document["samples"]],
         batch_size=document["batch_size"],
-        tolerance=Tolerance.from_config(document["tolerance"]),
+        tolerance=Tolerance.from_config({**document["tolerance"], "metric": metric and metric.name}),
         variants=document["variants"],
         rounds=document["rounds"],
     )

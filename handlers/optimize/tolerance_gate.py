@@ -14,10 +14,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from handlers.errors import HandlerLoadError
+from handlers.optimize.task_metric import TaskMetric, predicted_classes
 
 # The inputs of one call: a tensor, or tensors by the names of forward's arguments; each row is a sample.
 Inputs = Any
-_KEYS = ("samples", "rtol", "atol", "cosine")
+_KEYS = ("samples", "rtol", "atol", "cosine", "metric", "labels", "max_drop")
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,12 @@ class Tolerance:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Tolerance:
-        """Parse ``accuracy:``; rtol and atol are both 0.01 by default. Raises HandlerLoadError."""
-        values = {key: _to_number(value) for key, value in values.items()}
+        """Parse ``accuracy:``; rtol and atol are both 0.01 by default, and unlimited beside a metric.
+
+        Raises HandlerLoadError.
+        """
+        has_metric = values.get("metric") is not None
+        values = {key: _to_number(values.get(key)) for key in ("rtol", "atol", "cosine")}
         for key in ("rtol", "atol", "cosine"):
             value = values.get(key)
             maximum = 1 if key == "cosine" else math.inf
@@ -44,7 +49,7 @@ class Tolerance:
                     f"model-config.yaml: accuracy.{key} is {value!r}; write a number from 0."
                 )
         if all(values.get(key) is None for key in ("rtol", "atol", "cosine")):
-            return cls(0.01, 0.01)
+            return cls() if has_metric else cls(0.01, 0.01)
         rtol, atol = values.get("rtol"), values.get("atol")
         if (rtol is None) != (atol is None):  # one of the two defaults to 0
             rtol, atol = rtol or 0.0, atol or 0.0
@@ -119,9 +124,18 @@ def output_tensors(output: Any) -> list[torch.Tensor]:
 class ToleranceGate:
     """The ``accuracy:`` block of model-config.yaml: sample inputs of the archive, and a tolerance."""
 
-    def __init__(self, file: str, inputs: Inputs, tolerance: Tolerance) -> None:
+    def __init__(
+        self,
+        file: str,
+        inputs: Inputs,
+        tolerance: Tolerance,
+        metric: TaskMetric | None = None,
+        labels: Sequence[Any] = (),
+    ) -> None:
         self.inputs = inputs
         self.tolerance = tolerance
+        self._metric = metric
+        self._labels = labels
         self._file = file
         self._reference: Any = None
 
@@ -154,8 +168,20 @@ class ToleranceGate:
                 raise HandlerLoadError(f"model-config.yaml: accuracy has no key {key!r}; {hint}")
         name = block["samples"]
         inputs = _load_samples(_archive_file(directory, name), input_dtype)
+        metric = TaskMetric.from_config(block)
+        labels: list[Any] = []
+        if metric is not None:
+            inputs, labels = _split_labels(inputs, block.get("labels"), directory, name)
         inputs = pytree.tree_map(lambda tensor: tensor.to(device), inputs)
-        return cls(name, inputs, Tolerance.from_config(block))
+        return cls(name, inputs, Tolerance.from_config(block), metric, labels)
+
+    def _evaluate(self, output: Any) -> float:
+        """Return the metric of a model's first output that has a row for each label."""
+        assert self._metric is not None
+        for tensor in output_tensors(output):
+            if tensor.dim() and len(tensor) == len(self._labels):
+                return self._metric.evaluate(predicted_classes(tensor), self._labels)
+        raise HandlerLoadError("model-config.yaml: accuracy.metric: no output has a row for each label.")
 
     def record_reference(self, model: Any) -> None:
         """Store the plain ``model``'s outputs for the samples."""
@@ -163,7 +189,15 @@ class ToleranceGate:
 
     def check(self, model: Any, options: object) -> OutputDifference:
         """Compare the optimized ``model``; raise HandlerLoadError where it is outside of the tolerance."""
-        difference = compare_outputs(self._reference, run_model(model, self.inputs), self.tolerance)
+        output = run_model(model, self.inputs)
+        difference = compare_outputs(self._reference, output, self.tolerance)
+        if self._metric is not None:
+            plain, optimized = (self._evaluate(found) for found in (self._reference, output))
+            if violation := self._metric.find_violation(plain, optimized):
+                raise HandlerLoadError(
+                    f"model-config.yaml: with optimize: {options} the model loses accuracy on {self._file}: "
+                    f"{violation}. Take that option out of optimize, or raise accuracy.max_drop."
+                )
         if not difference.is_within_tolerance:
             raise HandlerLoadError(
                 f"model-config.yaml: with optimize: {options} the model is outside of accuracy "
@@ -174,6 +208,30 @@ class ToleranceGate:
                 "accuracy."
             )
         return difference
+
+
+def _split_labels(inputs: Inputs, file: Any, directory: Path, samples: str) -> tuple[Inputs, list[Any]]:
+    """Return the inputs without labels, and the class of each row.
+
+    The labels are those of the JSON list in the archive's ``file``, or the samples' own entry ``labels``.
+    """
+    if file is not None:
+        try:
+            labels = json.loads(_archive_file(directory, str(file)).read_bytes())
+        except ValueError as error:
+            raise HandlerLoadError(f"{file}: the labels are not JSON: {error}") from error
+    else:
+        own = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        labels = own.tolist() if own is not None else None
+        if own is not None:
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    rows = len(next(iter(inputs.values())) if isinstance(inputs, Mapping) and inputs else inputs)
+    if not isinstance(labels, list) or len(labels) != rows:
+        raise HandlerLoadError(
+            f"model-config.yaml: accuracy.metric needs the class of each of the {rows} rows of {samples}: a "
+            "JSON list in a file of the archive that accuracy.labels names, or labels beside the inputs."
+        )
+    return inputs, labels
 
 
 def _to_number(value: Any) -> Any:

@@ -20,6 +20,7 @@ from serve_app.model_store.model_config import ModelConfig
 
 VARIANTS = (
     "plain", "bfloat16", "int8", "compile", "compile-bfloat16", "channels-last", "onnx", "onnx-int8",
+    "onnx-fp16", "onnx-fused", "onnx-fused-fp16",
     "torchscript", "export", "aotinductor",
 )  # fmt: skip
 _NOISE = 1.05  # two medians of the same model differ by so much

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import handlers
 from handlers.context import Context
 from handlers.optimize import search
 from handlers.optimize.search import VARIANTS
+from handlers.optimize.task_metric import TaskMetric
 from handlers.optimize.tolerance_gate import Tolerance
 from serve_app.cli import variant_search
 from serve_app.cli.app import app
@@ -297,3 +299,24 @@ def test_model_of_the_server_keeps_name_task_and_versions(tmp_path: Path, senten
     model = {"modelName": "sentences", "modelVersion": "1.2", "handler": "huggingface"}
     assert json.loads(manifest)["model"] == {**model, "configFile": "model-config.yaml"}
     assert yaml.safe_load(config)["task"] == "feature-extraction"
+
+
+def test_a_metric_on_labelled_samples_replaces_the_tolerance(archive: Path, tmp_path: Path) -> None:
+    answers = load_archive(archive, tmp_path / "plain")[2]
+    lines = [{"input": row, "label": answer.index(max(answer))} for row, answer in zip(ROWS, answers)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    metric = TaskMetric("accuracy", 0.0)
+    job = _job(archive, tmp_path, "onnx-fp16")
+    job = replace(
+        job,
+        variants=["onnx-fp16", "onnx-fused"],
+        metric=metric,
+        labels=tmp_path / "rows.jsonl",
+        tolerance=Tolerance(),
+    )
+    found = search.run_search(job, lambda doing: None)
+    assert {row["name"]: row["metric"] for row in found["variants"]} == {"plain": 1.0, "onnx-fp16": 1.0}
+    assert found["variants"][1]["mib"] < 0.6 * found["variants"][0]["mib"]
+    assert "no attention, layer norm or activation to fuse" in found["failed"]["onnx-fused"]
+    refused = run(str(archive), "--output", str(tmp_path), "--metric", "f1")
+    assert refused.exit_code == 1 and "--metric and --labels go together" in refused.output

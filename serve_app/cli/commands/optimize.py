@@ -57,6 +57,18 @@ def optimize(
     ] = None,
     atol: Annotated[float | None, typer.Option(help="The absolute tolerance.")] = None,
     cosine: Annotated[float | None, typer.Option(help="The minimum cosine of a row.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="accuracy or f1: compare variants by it, on the samples of --labels.")
+    ] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Lines of {input, label} as .jsonl, or JSON with the samples' labels."
+        ),
+    ] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="The allowed loss of the metric; by default 0.01.")
+    ] = None,
     variants: Annotated[str, typer.Option("--try", metavar="A,B,…", help="The variants to try.")] = ",".join(
         VARIANTS
     ),
@@ -74,6 +86,10 @@ def optimize(
 ) -> None:
     """Time an archive's model in other number formats, compiled and as a graph; write the fastest variant."""
     names = parse_variants(variants)
+    if (metric is None) != (labels is None):
+        fail("--metric and --labels go together; pass both.")
+    if labels is not None and not labels.is_file():
+        fail(f"There is no file {labels}.")
     if not output.is_dir():
         fail(f"{output} is not a folder; create it, or choose another one with --output.")
     archive, served = find_archive(model, model_store, CliClient(management, token))
@@ -109,6 +125,8 @@ def optimize(
             "handler": manifest.handler,
             "samples": find_samples(directory, config, sample or [], "--sample"),
             "batch_size": batch_size or config.batch_size or 8,
+            "metric": {"metric": metric, "max_drop": max_drop} if metric else {},
+            "labels": str(labels.resolve()) if labels else None,
             "tolerance": parse_tolerance(config, rtol, atol, cosine),
             "variants": names,
             "rounds": rounds,
@@ -160,6 +178,9 @@ def table(title: str, results: dict[str, Any]) -> Table:
         made.add_column("\n×", justify="right", no_wrap=True)
     for name in ("weights\nMiB", "off by\nat most", "lowest\ncosine"):
         made.add_column(name, justify="right", no_wrap=True)
+    has_metric = any(row.get("metric") is not None for row in results["variants"])
+    if has_metric:
+        made.add_column("metric", justify="right", no_wrap=True)
     made.add_column("ok")
     plain = results["variants"][0]["ms"]
     for row in results["variants"]:
@@ -168,5 +189,6 @@ def table(title: str, results: dict[str, Any]) -> Table:
             cells += [f"{row['ms'][size]:.2f}", f"{plain[size] / row['ms'][size]:.2f}"]
         cells += [f"{row['mib']:.1f}"]
         cells += ["not finite" if row["largest"] is None else f"{row['largest']:.2g}", f"{row['cosine']:.5f}"]
+        cells += [f"{row['metric']:.4f}"] if has_metric else []
         made.add_row(*cells, "[red]no" if row["outside"] else "[green]yes")
     return made

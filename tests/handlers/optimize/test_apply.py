@@ -255,7 +255,9 @@ def test_an_onnx_graph_can_be_quantized(archive: Any, begin: Any) -> None:
     assert answers == approximately(expected, 0.1) and answers != approximately(expected, 1e-5)
     with pytest.raises(HandlerLoadError, match="outside of accuracy"):
         load({"quantize": "int8"}, 1e-6)
-    with pytest.raises(HandlerLoadError, match="to an ONNX graph quantize: int8 alone applies"):
+    with pytest.raises(
+        HandlerLoadError, match="to an ONNX graph fuse, dtype: float16 and quantize: int8 apply"
+    ):
         load({"dtype": "bfloat16"}, 0.1)
 
 
