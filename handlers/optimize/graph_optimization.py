@@ -87,10 +87,19 @@ def quantize_graph(graph: Path, output: Path) -> None:
             output,
             per_channel=True,
             weight_type=QuantType.QInt8,
+            reduce_range=not _has_vnni(),
             extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},  # of values of fused operators
         )
     finally:
         clean.unlink()
+
+
+def _has_vnni() -> bool:
+    """Return whether this processor sums products of 8 bits without saturation; others need 7-bit weights."""
+    try:
+        return "_vnni" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def convert_to_float16(graph: Path, output: Path) -> None:
