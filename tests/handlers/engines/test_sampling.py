@@ -97,14 +97,14 @@ def test_logit_bias_forces_and_forbids_tokens(model: ServedModel) -> None:
 
 
 def test_a_preempted_request_keeps_its_penalties(model: ServedModel) -> None:
-    """Four requests of 150 tokens do not fit into the cache of 512 at once."""
+    """Six requests of 150 tokens do not fit into the cache of 512 at once."""
     fields = {"max_new_tokens": 150, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
-    alone = model("", prompt=PROMPT, **fields)["text"]
+    bodies = [{"prompt": f"{number} words", **fields} for number in range(6)]
+    alone = [model("", **body)["text"] for body in bodies]
     context = model.context("")
-    context.begin(list("abcd"), [{}] * 4, [{}] * 4)
-    rows = [{"body": {"prompt": PROMPT, **fields}} for _ in range(4)]
-    results = model.loop.run_until_complete(model.entry(rows, context))
-    assert [result["text"] for result in results] == [alone] * 4
+    context.begin(list("abcdef"), [{}] * 6, [{}] * 6)
+    results = model.loop.run_until_complete(model.entry([{"body": body} for body in bodies], context))
+    assert [result["text"] for result in results] == alone
 
 
 def test_the_folder_sets_the_default_repetition_penalty(language_model: Path, tmp_path: Path) -> None:

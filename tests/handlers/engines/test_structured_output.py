@@ -113,11 +113,12 @@ def test_a_batch_mixes_formats_and_free_texts(model: ServedModel) -> None:
 
 
 def test_preempted_texts_keep_their_format(model: ServedModel) -> None:
-    """Four requests of 150 tokens do not fit into the cache of 512 at once."""
-    row = {"prompt": "Hello, hello, hello, hello", "max_new_tokens": 200, "guided_regex": "([a-z][0-9]){75}"}
+    """Six requests of 150 tokens do not fit into the cache of 512 at once."""
+    fields = {"max_new_tokens": 200, "guided_regex": "([a-z][0-9]){75}"}
     context = model.context("")
-    context.begin(list("abcd"), [{}] * 4, [{}] * 4)
-    results = model.loop.run_until_complete(model.entry([{"body": row} for _ in range(4)], context))
+    context.begin(list("abcdef"), [{}] * 6, [{}] * 6)
+    rows = [{"body": {"prompt": f"{number} words", **fields}} for number in range(6)]
+    results = model.loop.run_until_complete(model.entry(rows, context))
     assert {result["finish_reason"] for result in results} == {"stop"}
     assert all(re.fullmatch("([a-z][0-9]){75}", result["text"]) for result in results)
 
