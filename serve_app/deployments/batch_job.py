@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 import ray
 import ray.data
 from ray.exceptions import RayError
+from ray.util.annotations import RayDeprecationWarning
 
 from serve_app.batch_prediction.blocks import BatchInputError, Format, InputBlock, read_block
 from serve_app.batch_prediction.predictor import BlockPredictor
 from serve_app.batch_prediction.results import ResultFolder
 from serve_app.domain.model import ModelSpec
-from serve_app.errors import StartFailed
+from serve_app.errors import RelayError
 from serve_app.model_store.archive import unpack
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.net import private_files
@@ -71,7 +73,7 @@ def run_batch_job(job: BatchJob, blocks: Sequence[InputBlock]) -> Iterator[Block
     try:
         yield from _report_blocks(job, blocks, is_remote=address is not None)
     except RayError as error:
-        raise BatchJobFailed(_describe(error)) from error
+        raise BatchJobFailed(str(error).strip()) from error
     finally:
         ray.shutdown()
 
@@ -81,6 +83,8 @@ def _report_blocks(job: BatchJob, blocks: Sequence[InputBlock], is_remote: bool)
     context.enable_progress_bars = False
     packed = ray.put(job.archive.read_bytes()) if is_remote else None
     actor_options = {"num_cpus": job.spec.num_cpus, "num_gpus": job.spec.num_gpus or None}
+    # Ray 2.60 deprecates every way to limit restarts, and has no other one yet.
+    warnings.filterwarnings("ignore", "`ray_remote_args_fn` is deprecated", RayDeprecationWarning)
     items = [{"block": pickle.dumps(block)} for block in blocks]
     results = (
         ray.data.from_items(items, override_num_blocks=len(items))
@@ -89,29 +93,46 @@ def _report_blocks(job: BatchJob, blocks: Sequence[InputBlock], is_remote: bool)
             BlockPredictorActor,
             fn_constructor_args=(job.spec, str(job.directory), job.settings, packed),
             compute=ray.data.ActorPoolStrategy(size=job.concurrency),
-            max_restarts=_MAX_RESTARTS,
-            max_task_retries=_MAX_RESTARTS,
+            ray_remote_args_fn=_restart_options,
             **{name: value for name, value in actor_options.items() if value is not None},
         )
         .map(_write_results, fn_args=(job.output, job.format, dict(job.output_options)), num_cpus=_IO_CPUS)
     )
     for report in results.iter_rows():
+        if report["failure"]:
+            raise BatchJobFailed(report["failure"])
         yield BlockReport(report["rows"], report["errors"])
 
 
+def _restart_options() -> dict[str, int]:
+    return {"max_restarts": _MAX_RESTARTS, "max_task_retries": _MAX_RESTARTS}
+
+
 def _read_rows(item: dict[str, Any], column: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    rows = read_block(pickle.loads(item["block"]), column, options)
-    return {"block": item["block"], "rows": pickle.dumps(rows)}
+    try:
+        rows = read_block(pickle.loads(item["block"]), column, options)
+    except BatchInputError as error:
+        return {"block": item["block"], "rows": b"", "failure": str(error)}
+    return {"block": item["block"], "rows": pickle.dumps(rows), "failure": ""}
 
 
 class BlockPredictorActor:
-    """The model in a process of Ray's; its archive is unpacked where the driver's directory is missing."""
+    """The model in a process of Ray's; its archive is unpacked where the driver's directory is missing.
+
+    A failed start is the result of each block: an exception of this constructor would lose its traceback.
+    """
 
     def __init__(
         self, spec: ModelSpec, directory: str, settings: Settings, packed: ray.ObjectRef | None
     ) -> None:
         private_files.restrict_umask()
-        folder = Path(directory)
+        self._failure = ""
+        try:
+            self._start(spec, Path(directory), settings, packed)
+        except RelayError as error:
+            self._failure = f"{error}\n{getattr(error, 'detail', '')}".strip()
+
+    def _start(self, spec: ModelSpec, folder: Path, settings: Settings, packed: ray.ObjectRef | None) -> None:
         if packed is not None and not folder.is_dir():
             folder = self._unpack(spec, ray.get(packed), settings)
         if spec.requirements:
@@ -128,26 +149,18 @@ class BlockPredictorActor:
         return unpack(archive, folder / "model", settings.store)
 
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
-        results = self._predictor.predict(pickle.loads(item["rows"]))
-        return {"block": item["block"], "results": pickle.dumps(results)}
+        failure = item["failure"] or self._failure
+        results = [] if failure else self._predictor.predict(pickle.loads(item["rows"]))
+        return {"block": item["block"], "results": pickle.dumps(results), "failure": failure}
 
 
 def _write_results(
     item: dict[str, Any], output: str, format: Format, options: dict[str, Any]
 ) -> dict[str, Any]:
     block: InputBlock = pickle.loads(item["block"])
+    if item["failure"]:
+        return {"rows": 0, "errors": 0, "failure": item["failure"]}
     results = pickle.loads(item["results"])
     ResultFolder(output, format, options).write_part(block.index, block.file, results)
-    return {"rows": block.rows, "errors": sum(bool(result.reason) for result in results)}
-
-
-def _describe(error: BaseException) -> str:
-    """Return the cause of an error of Ray's: the model's failed start, an unreadable input, or its text."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, StartFailed):
-            return f"{cause}\n{cause.detail}"
-        if isinstance(cause, BatchInputError):
-            return str(cause)
-        cause = cause.__cause__
-    return str(error).strip()
+    errors = sum(bool(result.reason) for result in results)
+    return {"rows": block.rows, "errors": errors, "failure": ""}
