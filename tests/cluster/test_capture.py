@@ -122,7 +122,8 @@ def test_only_the_shifted_feature_drifts_and_a_restart_keeps_the_reference(
     assert server.metric("torchrelay_drift_ks", **labels) > 0.3
     assert server.metric("torchrelay_drift_psi", **{**labels, "feature": "input.height"}) < 0.25
     assert server.metric("torchrelay_captured_requests_total", model="people") == 920
-    assert "people--1.0: major drift of input.age" in (server.home / "logs/ts_log.log").read_text()
+    log = server.home / "logs/ts_log.log"  # which is written twice a second
+    server.wait(lambda: "people--1.0: major drift of input.age" in log.read_text(), 30, "the log")
 
     before = drift()["reference"]
     server.stop()
