@@ -31,9 +31,12 @@ __all__ = ["over_http"]
 _WAIT_MS = 15_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """Return a headless browser; skip where Debian's package chromium is not installed."""
+    """Return a headless browser; skip where Debian's package chromium is not installed.
+
+    Playwright runs an event loop in this thread, in which other modules could not call ``asyncio.run``.
+    """
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("chromium is not installed")
