@@ -16,6 +16,7 @@ from nicegui import background_tasks, ui
 
 from serve_app._version import __version__
 from serve_app.client import AsyncClient, AuthenticationError, ServerError, TransportError
+from serve_app.console.live_metrics import LiveMetrics
 from serve_app.console.sessions import Session, SessionStore
 
 T = TypeVar("T")
@@ -72,6 +73,14 @@ class View:
     @property
     def client(self) -> AsyncClient:
         return self.session.client
+
+    @property
+    def metrics(self) -> LiveMetrics:
+        """The metrics of the session's server, which its pages share."""
+        if "metrics" not in self.session.cache:
+            self.session.cache["metrics"] = LiveMetrics(self.client)
+        metrics: LiveMetrics = self.session.cache["metrics"]
+        return metrics
 
     @property
     def may_manage(self) -> bool:
@@ -252,9 +261,9 @@ def _build_frame(view: View, request: Request, path: str) -> ui.column:
                     item.props('aria-current="page"')
         ui.space()
         with ui.element("nav").props('aria-label="API"'):
-            ui.link(
-                "API: inference", "/docs" if not view.prefix else f"{view.prefix.rpartition('/')[0]}/docs"
-            )
+            # Behind the management port its page has the same host, else that of the server.
+            origin = view.prefix.removesuffix("/ui") if view.prefix else view.session.addresses.management
+            ui.link("API documentation", f"{origin}/docs")
         ui.label(f"Version {__version__}").classes("note")
     menu.on_click(drawer.toggle)
     return ui.column().classes("content").props('role="main"')

@@ -10,7 +10,6 @@ from nicegui import ui
 from serve_app.console import charts, formats
 from serve_app.console.components import badge, confirm, heading, set_rows, table, text_block
 from serve_app.console.layout import View, console_page, run_in_page
-from serve_app.console.pages.overview import live_metrics
 from serve_app.console.register_dialog import StartProgress
 
 
@@ -26,7 +25,7 @@ class _Model:
     def __init__(self, view: View, model: str) -> None:
         self._view = view
         self._model = model
-        self._metrics = live_metrics(view)
+        self._metrics = view.metrics
         self._shape: Any = None  # of the versions, which are built again when it changes
         self._versions: dict[str, _Version] = {}
         with ui.element("div").classes("columns"):

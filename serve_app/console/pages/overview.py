@@ -11,20 +11,11 @@ from nicegui import ui
 from serve_app.console import charts, formats
 from serve_app.console.components import figures, heading, set_rows, table
 from serve_app.console.layout import View, console_page
-from serve_app.console.live_metrics import LiveMetrics
 from serve_app.console.register_dialog import open_dialog
 
 _PAGE_SIZE = 50
 _LIST_INTERVAL_S = 10.0
 _CONCURRENT_REQUESTS = 8
-
-
-def live_metrics(view: View) -> LiveMetrics:
-    """Return the metrics of the session's server, which its pages share."""
-    metrics = view.session.cache.get("metrics")
-    if metrics is None:
-        metrics = view.session.cache["metrics"] = LiveMetrics(view.client)
-    return metrics
 
 
 @console_page("/", "Overview")
@@ -38,7 +29,7 @@ class _Overview:
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self._metrics = live_metrics(view)
+        self._metrics = view.metrics
         self._names: list[dict[str, Any]] = []
         self._listed_at = 0.0
         self._replicas: dict[tuple[str, str], str] = {}  # by state and node, of the shown versions

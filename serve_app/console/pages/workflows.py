@@ -9,7 +9,6 @@ from nicegui import ui
 from serve_app.console import charts, formats
 from serve_app.console.components import heading, set_rows, table
 from serve_app.console.layout import View, console_page
-from serve_app.console.pages.overview import live_metrics
 
 
 @console_page("/workflows", "Workflows")
@@ -46,7 +45,7 @@ class _WorkflowPage:
 
     def __init__(self, view: View, name: str) -> None:
         self._view, self._name = view, name
-        self._metrics = live_metrics(view)
+        self._metrics = view.metrics
         with ui.row().classes("items-center"):
             heading(name)
             view.link("Try it", f"/models/{name}/try")
