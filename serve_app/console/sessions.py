@@ -39,7 +39,7 @@ class ServerAddresses:
 
 @dataclass
 class Session:
-    """One user's client, the rights of the key, and values that the pages keep between requests."""
+    """A user's client, the rights of the key, and values that the pages keep between requests."""
 
     client: AsyncClient
     addresses: ServerAddresses

@@ -60,7 +60,7 @@ def experiment(view: View, id: str) -> None:
 
 
 class _ExperimentPage:
-    """One experiment."""
+    """The page of one experiment."""
 
     def __init__(self, view: View, id: str) -> None:
         self._view, self._id = view, id
