@@ -39,6 +39,9 @@ ACCESS = AccessTable(
     )
 )
 
+# The tables that the migrations from 0004_tenants on create.
+LATER_TABLES = ("torchrelay_api_keys", "torchrelay_result_history", "torchrelay_drift_windows")
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
@@ -102,7 +105,8 @@ def test_rows_of_an_earlier_schema_have_no_owner(start: Callable[..., Server], t
     revision = importlib.import_module("serve_app.control.persistence.migrations.versions.0004_tenants")
     with before.database.transaction() as connection:
         connection.exec_driver_sql("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner")
-        connection.exec_driver_sql("DROP TABLE torchrelay_api_keys")
+        for table in LATER_TABLES:
+            connection.exec_driver_sql(f"DROP TABLE {table}")
         connection.exec_driver_sql(f"UPDATE torchrelay_schema SET version_num = '{revision.down_revision}'")
     server = start(table=build_table(access=ACCESS))
     assert server("GET", f"{location}/result", headers=bearer("ops")).body == b"x"
