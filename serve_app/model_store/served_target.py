@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from handlers import tasks
+from handlers.errors import HandlerLoadError
 from handlers.loading import pickle_scan
 from handlers.loading.class_inspection import ClassDescription
 from serve_app.domain.validation import did_you_mean
@@ -28,6 +30,7 @@ class ServedTarget:
     name: str
     trusted: bool = False
     url: str = ""
+    handler: str = ""  # in place of the target's own
     path: Path | None = None  # an archive, or a folder that is a model
     class_file: ClassFile | None = None
     description: ClassDescription = field(default_factory=ClassDescription)
@@ -75,8 +78,23 @@ def read_target(
     model_file: str | None = None,
     extra_files: str | None = None,
     trusted: bool = False,
+    handler: str = "",
 ) -> ServedTarget:
-    """Return the checked target. Raises ArchiverError with the place and the remedy."""
+    """Return the checked target. Raises ArchiverError with the place and the remedy.
+
+    A folder of a causal language model has the handler ``llm`` where ``handler`` names no other.
+    """
+    served = _read(target, name, model_file, extra_files, trusted)
+    if not handler:
+        return served
+    if served.class_file is not None or served.weights is not None:
+        raise ArchiverError(f"{target} has its own handler; --handler is for archives and model folders")
+    return replace(served, handler=handler)
+
+
+def _read(
+    target: str, name: str, model_file: str | None, extra_files: str | None, trusted: bool
+) -> ServedTarget:
     if target.startswith("hf://"):
         repository = target.removeprefix("hf://").partition("@")[0].rstrip("/")
         return ServedTarget(name or repository.rpartition("/")[2], trusted, url=target)
@@ -111,8 +129,10 @@ def _read_class(
 
 def _read_folder(folder: Path, name: str, extra_files: str | None, trusted: bool) -> ServedTarget:
     name = name or folder.name
-    if (folder / MANIFEST).is_file() or is_model_folder(folder):
+    if (folder / MANIFEST).is_file():
         return ServedTarget(name, trusted, path=folder)
+    if is_model_folder(folder):
+        return ServedTarget(name, trusted, path=folder, handler=_default_handler(folder, trusted))
     if (folder / _DEFAULT_FILE).is_file():
         return _read_class(ClassFile(folder / _DEFAULT_FILE), name, extra_files, whole_folder=True)
     raise ArchiverError(
@@ -121,12 +141,20 @@ def _read_folder(folder: Path, name: str, extra_files: str | None, trusted: bool
     )
 
 
+def _default_handler(folder: Path, trusted: bool) -> str:
+    """Return ``llm`` for a language model, which then streams and has OpenAI's API; else empty."""
+    try:
+        return "llm" if tasks.select_task(folder, None, trusted) == "text-generation" else ""
+    except HandlerLoadError:  # the registration reports it
+        return ""
+
+
 def _read_weights(
     file: Path, name: str, model_file: str | None, extra_files: str | None, trusted: bool
 ) -> ServedTarget:
     if file.suffix == ".safetensors" and model_file is None:
         if is_model_folder(file.parent):
-            return ServedTarget(name or file.parent.name, trusted, path=file.parent)
+            return _read_folder(file.parent, name, extra_files, trusted)
         raise ArchiverError(
             f"{file} has weights without their class, and no config.json is beside it; name the file of the "
             "class with --model-file, or write a model.py whose setup loads it"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hf_folders import save_bert, save_byte_llama
 from parts import free_port
 from rich.console import Console
 from typer.testing import CliRunner
@@ -20,6 +21,8 @@ from typer.testing import CliRunner
 from serve_app.cli.app import app
 from serve_app.cli.commands.serve import build_curl
 from serve_app.cli.reload_reports import ReloadReports
+from serve_app.model_store.archiver import ArchiverError
+from serve_app.model_store.served_target import read_target
 
 MODEL = """
 from pydantic import BaseModel
@@ -42,6 +45,21 @@ def test_the_curl_command_has_an_example() -> None:
     text = build_curl("http://h/m", {"input": {"mediaType": "text/plain", "schema": {}}})
     assert text == "curl http://h/m -H 'content-type: text/plain' -d 'some text'"
     assert build_curl("http://h/m", None) == "curl http://h/m -T FILE"
+    assert build_curl("http://h/m", None, "text/plain").endswith("-d 'some text'")
+    assert build_curl("http://h/m", None, "image/*") == "curl http://h/m -T IMAGE"
+    assert '{"prompt": "Once upon a time", "max_new_tokens": 32}' in build_curl("http://h/m", None, "", "llm")
+
+
+@pytest.mark.integration
+def test_a_folder_of_a_language_model_gets_openai_api(tmp_path: Path) -> None:
+    language_model = save_byte_llama(tmp_path / "llama")
+    assert read_target(str(language_model)).handler == "llm"
+    assert read_target(str(language_model / "model.safetensors")).handler == "llm"
+    assert read_target(str(language_model), handler="causal_lm").handler == "causal_lm"
+    assert read_target(str(save_bert("BertModel", tmp_path / "bert"))).handler == ""
+    (tmp_path / "model.py").write_text(MODEL)
+    with pytest.raises(ArchiverError, match="--handler is for archives and model folders"):
+        read_target(str(tmp_path / "model.py"), handler="llm")
 
 
 @pytest.mark.integration

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from serve_app.cli.dev_server import DevServer
 
 _PORT = 8080
+_LANGUAGE_MODELS = ("llm", "causal_lm")
 
 
 def serve(
@@ -43,6 +44,10 @@ def serve(
     port: Annotated[
         int, typer.Option(help="The inference port; management and metrics have the two after it.")
     ] = _PORT,
+    handler: Annotated[
+        str,
+        typer.Option(help="The handler of an archive or a folder; language models have llm by default."),
+    ] = "",
     model_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="The class of weights that are a state dict.")
     ] = None,
@@ -64,7 +69,7 @@ def serve(
     """
     try:
         require_server()
-        served = read_target(target, name, model_file, extra_files, trusted)
+        served = read_target(target, name, model_file, extra_files, trusted, handler)
         if reload and not served.description.class_name:
             raise ArchiverError(f"--reload {target}: only a Python file with a model class can be reloaded")
         from serve_app.cli.dev_server import DevServer  # late: it needs the extra `server`
@@ -89,14 +94,14 @@ def _start(served: ServedTarget, dev_server: DevServer, reload: bool, timeout: f
         server.start()
         progress.wait_until_ready(server, console, timeout, show_models=False)
         with server.client(timeout=timeout) as client:
-            _register(client, served, url)
+            input_type = _register(client, served, url)
     except KeyboardInterrupt:
         server.stop()
         raise typer.Exit(130) from None
     except ServerError as error:
         server.stop()
         fail("\n".join(filter(None, (str(error), error.detail))))
-    _print_addresses(served, server.inference, server.management, str(server.log))
+    _print_addresses(served, server.inference, server.management, input_type, str(server.log))
     with _reports(report):
         code = server.wait()
     if code:
@@ -114,25 +119,28 @@ def _add(served: ServedTarget, inference: str, management: str, store: Path, rel
     with CliClient(management, "", inference) as client:
         version = _next_version(client, served.name)
         url = served.write(store, version, report)
-        _register(client, served, url)
+        input_type = _register(client, served, url)
         if version != "1.0":
             client.set_default(served.name, version)
-    _print_addresses(served, inference, management)
+    _print_addresses(served, inference, management, input_type)
     if report is not None:
         with _reports(report), contextlib.suppress(KeyboardInterrupt):
             typer.prompt("Watching; Enter ends it", default="", show_default=False)
 
 
-def _register(client: Client, served: ServedTarget, url: str) -> None:
+def _register(client: Client, served: ServedTarget, url: str) -> str:
+    """Register the model and return the media type of its input; empty where it is unknown."""
     progress.register(
         client,
         console,
         url,
         model_name=served.name,
         initial_workers=1,
+        handler=served.handler or None,
         trusted=served.trusted or None,
         synchronous=True,
     )
+    return client.describe(served.name)[0].get("inputType") or ""
 
 
 def _is_live() -> bool:
@@ -166,25 +174,36 @@ def _reports(file: Path | None) -> Iterator[None]:
         reports.close()
 
 
-def _print_addresses(served: ServedTarget, inference: str, management: str, log: str = "") -> None:
+def _print_addresses(
+    served: ServedTarget, inference: str, management: str, input_type: str, log: str = ""
+) -> None:
     url = f"{inference}/predictions/{served.name}"
     console.print(f"\n[bold green]Torchrelay serves {escape(served.name)}.[/bold green] Ctrl-C ends it.")
     rows = {"URL": url, "console": f"{management}/ui", "API": f"{inference}/docs", "log": log}
+    if served.handler in _LANGUAGE_MODELS:
+        rows = {"URL": url, "OpenAI": f"{inference}/v1", **rows}
     for title, value in rows.items():
         if value:
             console.print(f"  {title:<9} {value}", highlight=False, soft_wrap=True)
     console.print("\nTry it:")
-    line = f"  {build_curl(url, served.schemas)}\n"
+    line = f"  {build_curl(url, served.schemas, input_type, served.handler)}\n"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def build_curl(url: str, schemas: Mapping[str, Any] | None) -> str:
-    """Return a curl command with an example of the model's input."""
+def build_curl(url: str, schemas: Mapping[str, Any] | None, input_type: str = "", handler: str = "") -> str:
+    """Return a curl command with an example of the model's input.
+
+    ``input_type`` is its media type where the model has no ``schemas``.
+    """
     side = (schemas or {}).get("input", {})
-    media_type = side.get("mediaType", "")
-    if media_type == "application/json":
-        body = json.dumps(example_value(side["schema"]))
-        return f"curl {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
+    media_type = side.get("mediaType", input_type)
+    body = None
+    if handler in _LANGUAGE_MODELS:
+        body = {"prompt": "Once upon a time", "max_new_tokens": 32}
+    elif media_type == "application/json" and "schema" in side:
+        body = example_value(side["schema"])
+    if body is not None:
+        return f"curl {url} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
     if media_type == "text/plain":
         return f"curl {url} -H 'content-type: text/plain' -d 'some text'"
-    return f"curl {url} -T FILE"
+    return f"curl {url} -T {'IMAGE' if media_type == 'image/*' else 'FILE'}"
