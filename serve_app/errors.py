@@ -208,10 +208,11 @@ class WorkflowExists(RelayError, reason="workflow_exists", fields=("workflow", "
 
 
 class Conflict(RelayError, reason="conflict"):
-    """A change that conflicts with an active policy, experiment, rollout or workflow.
+    """A change that conflicts with an active policy, experiment, rollout or workflow."""
 
-    The message names it, and the remedy.
-    """
+
+class InsufficientResources(Conflict, reason="insufficient_resources"):
+    """A version that no node of the cluster can hold."""
 
 
 class ExperimentNotFound(NotFound, reason="experiment_not_found", fields=("id",)):
@@ -319,8 +320,7 @@ class DeadlineExceeded(RelayError, reason="deadline", fields=("model", "seconds"
 class CannotMeetDeadline(DeadlineExceeded, fields=("model", "seconds", "predicted", "remaining")):
     """A request that is rejected at once because its response would miss the deadline.
 
-    ``predicted``: seconds until the response, from the latency of earlier batches. ``remaining``: seconds
-    until the deadline.
+    ``predicted``: seconds until the response, by earlier batches; ``remaining``: until the deadline.
     """
 
     _estimate = "about {predicted:.3g} s are needed and {remaining:.3g} s are left"

@@ -83,7 +83,7 @@ class RuntimeSettings(_Section):
     header_key_sequence_id: str = "ts_request_sequence_id"
     header_key_sequence_start: str = "ts_request_sequence_start"
     header_key_sequence_end: str = "ts_request_sequence_end"
-    num_cpus: float = 0.001  # Ray CPUs a replica claims, for placement; 0.1 allowed 20 replicas on two cores
+    num_cpus: float = 0.0  # Ray CPUs that a replica claims, for placement
     num_gpus: float = 0.0
     pin: bool = False  # replicas without a GPU compute on cores of their own
     install_py_dep_per_model: bool = False  # install each archive's requirements.txt for its replicas alone
@@ -121,6 +121,8 @@ class ControlSettings(_Section):
     database_url: str = ""  # empty: SQLite in state_dir
     reconcile_period: Annotated[float, pydantic.Field(gt=0)] = 2.0  # seconds
     acknowledge_timeout: float = 5.0  # seconds to wait until every live reader has a change
+    # the largest nodes that Ray's node autoscaler may add, as resources by a name; empty: no autoscaler
+    node_types: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     controller_memory_limit: Annotated[int, pydantic.Field(ge=0)] = 1024  # MiB; 0: none
     enable_model_api: bool = True
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serve_app.client import Client, ServerError, TransportError
+from serve_app.domain.resources import format_amount
 
 if TYPE_CHECKING:
     from serve_app.cli.server_process import ServerProcess
@@ -112,17 +113,21 @@ def _describe_stage(stage: str, details: dict[str, Any]) -> str:
     if stage == "installing":
         return f"Installing: {details.get('line', '')[:60]}"
     if stage == "starting" and "waiting_for" in details:
-        resources = details["waiting_for"].items()
-        return f"Waiting for {', '.join(_describe_shortage(name, shortage) for name, shortage in resources)}"
+        shortages = [_describe_shortage(name, value) for name, value in details["waiting_for"].items()]
+        waiting = f"Waiting for {', '.join(shortages)}"
+        node_type = details.get("node_type")
+        return f"{waiting}; the node autoscaler adds a node of type {node_type}" if node_type else waiting
     texts = {"accepted": "Registering", "starting": "Starting workers", "warming": "Warming up"}
     return texts.get(stage, stage.capitalize())
 
 
 def _describe_shortage(resource: str, shortage: dict[str, Any]) -> str:
-    required = f"{shortage['wanted']:g} {resource}"
+    required = f"{format_amount(resource, shortage['wanted'])} {resource}"
     if shortage.get("placement") != "STRICT_PACK":
-        return f"{required} ({shortage['free']:g} free)"
-    machines = ", ".join(f"{address} {free:g}" for address, free in shortage["machines"].items())
+        return f"{required} ({format_amount(resource, shortage['free'])} free)"
+    machines = ", ".join(
+        f"{address} {format_amount(resource, free)}" for address, free in shortage["machines"].items()
+    )
     return f"{required} on one machine (free: {machines})"
 
 

@@ -90,7 +90,7 @@ class ArchiveIngestor:
             archive=stored.uri,
             settings=settings,
             at_startup=at_startup,
-        ).with_(signed_by=signature.signed_by)
+        ).with_(signed_by=signature.signed_by, archive_bytes=stored.size)
         if manifest.requirements_file is not None and not spec.requirements:
             cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
             log.warning("%s: its %s is not installed; %s", source, manifest.requirements_file, cure)

@@ -18,7 +18,8 @@ from serve_app.control import registry_changes
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.lifecycle_events import EventHistory, EventLog
-from serve_app.control.reconcile_loop import ReconcileLoop
+from serve_app.control.placement_check import find_node_type
+from serve_app.control.reconcile_loop import PLACEMENT_REPORT_S, ReconcileLoop
 from serve_app.control.registry import find_version, is_workflow
 from serve_app.control.state import StateStore
 from serve_app.domain import limits
@@ -51,7 +52,6 @@ log = logging.getLogger("torchrelay.models")
 # Sends a ``describe`` request to one of the replicas of a version.
 DescribeHandler = Callable[[ModelRef, VersionRoute], Awaitable[InferenceResponse | ResponseStream]]
 
-_PLACEMENT_REPORT_S = 2.0  # seconds without a place after which an event names the missing resources
 _MAX_LINE_LENGTH = 300  # characters of an installer's line in an event
 
 
@@ -96,6 +96,7 @@ class ModelService:
             if not matches(spec.name, registration.allowed_models):
                 raise ModelNotAllowed(spec.name)
             registry_changes.register(state.registry, spec)  # refused before anything is installed for it
+            await self._reconcile_loop.check_placement(spec)
             await self.install_requirements(spec, history)
             while self._reconcile_loop.is_draining(spec.ref):
                 await self._reconcile_loop.wait_for_round()
@@ -141,6 +142,7 @@ class ModelService:
             )
             spec = find_version(after, ref.name, ref.version)
             self._check_scale(spec)
+            await self._reconcile_loop.check_placement(spec)
             self._reconcile_loop.reset_backoff(ref)
             await state.commit(after)
         history = self._events.open(ref.name, version=ref.version, workers=spec.min_workers)
@@ -343,10 +345,12 @@ class ModelService:
     async def _report_missing_resources(self, history: EventHistory, spec: ModelSpec) -> None:
         """Append an event with the resources that a version without a place waits for."""
         # Resources that a replica has just been given count as not free.
-        if time.time() - history.events[-1].time < _PLACEMENT_REPORT_S:
+        if time.time() - history.events[-1].time < PLACEMENT_REPORT_S:
             return
         if missing := await self._reconcile_loop.find_missing_resources(spec):
-            self._events.append(history, "starting", workers=spec.min_workers, waiting_for=missing)
+            node_type = find_node_type(spec, self._settings.control.node_types)
+            details = {"node_type": node_type} if node_type else {}
+            self._events.append(history, "starting", workers=spec.min_workers, waiting_for=missing, **details)
 
 
 def _advice(spec: ModelSpec) -> str:

@@ -1,4 +1,7 @@
-"""Checks of replicas against the cluster: how many it holds, and which resources a replica lacks."""
+"""Checks of replicas against the cluster: how many it holds, and which resources a replica lacks.
+
+Machines and node types are mappings from a name to resources as Ray counts them; memory is in bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from serve_app.control.registry import DesiredState
 from serve_app.domain.model import ModelSpec
+from serve_app.domain.resources import format_amount
 
 _MAX_LISTED = 8  # machines, those with the most free resources first
 _FIX = "Free resources, add a node, or require less"
@@ -44,8 +48,7 @@ def _limit(state: DesiredState, running: int, machines: Mapping[str, Mapping[str
 
 def count_fitting(spec: ModelSpec, machines: Mapping[str, Mapping[str, float]]) -> int:
     """Return the number of replicas of a version that the cluster holds if it runs nothing else."""
-    claims = (("CPU", spec.num_cpus), ("GPU", spec.num_gpus), ("memory", _MIN_RANK_BYTES))
-    needs = {kind: amount for kind, amount in claims if amount > 0}
+    needs = {**_claims(spec), "memory": max(_MIN_RANK_BYTES, spec.claimed_memory)}
     ranks = [
         min(floor((resources.get(kind, 0) + _ROUNDING) / amount) for kind, amount in needs.items())
         for resources in machines.values()
@@ -53,6 +56,37 @@ def count_fitting(spec: ModelSpec, machines: Mapping[str, Mapping[str, float]]) 
     if spec.ranks == 1 or spec.placement_strategy != "STRICT_PACK":
         return sum(ranks) // spec.ranks
     return sum(count // spec.ranks for count in ranks)
+
+
+def find_impossible(
+    spec: ModelSpec,
+    machines: Mapping[str, Mapping[str, float]],
+    node_types: Mapping[str, Mapping[str, float]],
+) -> dict[str, dict[str, Any]]:
+    """Return the resources of a replica that no machine has, free or not, and no node type; else nothing.
+
+    The result is as that of ``find_missing``.
+    """
+    if not find_missing(spec, machines) or find_node_type(spec, node_types):
+        return {}
+    return find_missing(spec, {**machines, **{f"node type {name}": node_types[name] for name in node_types}})
+
+
+def find_node_type(spec: ModelSpec, node_types: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the name of a node type whose nodes hold a replica, or its ranks one by one; else nothing."""
+    on_one_node = (
+        spec
+        if spec.placement_strategy == "STRICT_PACK"
+        else spec.with_(tensor_parallel=1, pipeline_parallel=1)
+    )
+    fitting = (name for name in node_types if not find_missing(on_one_node, {name: node_types[name]}))
+    return next(fitting, "")
+
+
+def _claims(spec: ModelSpec) -> dict[str, float]:
+    """Return the resources that each rank claims."""
+    claims = {"CPU": spec.num_cpus, "GPU": spec.num_gpus, "memory": spec.claimed_memory}
+    return {kind: amount for kind, amount in claims.items() if amount > 0}
 
 
 def find_missing(spec: ModelSpec, free: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
@@ -63,7 +97,7 @@ def find_missing(spec: ModelSpec, free: Mapping[str, Mapping[str, float]]) -> di
     several machines, ``placement`` is the placement strategy of the ranks, ``machines`` the free amount of
     each, and ``more`` the number of machines that are left out.
     """
-    needs = {kind: amount for kind, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)) if amount > 0}
+    needs = _claims(spec)
     placement = spec.placement_strategy if spec.ranks > 1 else "STRICT_PACK"
 
     def fits(kinds: Collection[str]) -> bool:
@@ -97,12 +131,34 @@ def _summarize(
     return summary
 
 
-def explain(spec: ModelSpec, missing: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the missing resources and the fix, as the end of a sentence about the version."""
+def explain_impossible(spec: ModelSpec, missing: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return an error for a version that no machine can hold, with the amounts of each."""
+    name = f"{spec.name} {spec.version}"
+    parts = []
+    for kind, summary in missing.items():
+        nodes = summary.get("machines", {"the only node": summary["free"]})
+        listed = ", ".join(f"{node} has {format_amount(kind, nodes[node])}" for node in nodes)
+        more = f", and {summary['more']} others have less" if "more" in summary else ""
+        count = f"{spec.ranks} × " if spec.ranks > 1 else ""
+        parts.append(f"{count}{format_amount(kind, summary['wanted'] / spec.ranks)} {kind} ({listed}{more})")
+    return (
+        f"No node of the cluster can hold a replica of {name}, which requires {' and '.join(parts)}. "
+        "Require less, or add a larger node; nodes that an autoscaler adds are declared in control.node_types"
+    )
+
+
+def explain(spec: ModelSpec, missing: Mapping[str, Mapping[str, Any]], node_type: str = "") -> str:
+    """Return the missing resources and the fix, as the end of a sentence about the version.
+
+    ``node_type`` is the type of the nodes that the node autoscaler adds for it.
+    """
+    if node_type:
+        return f"{explain(spec, missing)}; the node autoscaler adds a node of type {node_type}"
     replica = "a replica" if spec.ranks == 1 else f"a replica of {spec.ranks} ranks"
     if not any("machines" in summary for summary in missing.values()):
         requested = "; ".join(
-            f"{summary['wanted']:g} {kind} required, {summary['free']:g} free"
+            f"{format_amount(kind, summary['wanted'])} {kind} required, "
+            f"{format_amount(kind, summary['free'])} free"
             for kind, summary in missing.items()
         )
         return f"the cluster lacks resources for {replica} ({requested}). {_FIX}"
@@ -118,9 +174,12 @@ def explain(spec: ModelSpec, missing: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _describe(spec: ModelSpec, kind: str, summary: Mapping[str, Any]) -> str:
     count = f"{spec.ranks} × " if spec.ranks > 1 else ""
-    machines = ", ".join(f"{address} {amount:g}" for address, amount in summary["machines"].items())
+    machines = ", ".join(
+        f"{address} {format_amount(kind, amount)}" for address, amount in summary["machines"].items()
+    )
     more = f", and no more on {summary['more']} others" if "more" in summary else ""
     where = {"STRICT_PACK": " on one machine", "STRICT_SPREAD": f" on {spec.ranks} machines"}.get(
         summary["placement"], ""
     )
-    return f"{count}{summary['wanted'] / spec.ranks:g} {kind}{where}; free: {machines}{more}"
+    wanted = format_amount(kind, summary["wanted"] / spec.ranks)
+    return f"{count}{wanted} {kind}{where}; free: {machines}{more}"

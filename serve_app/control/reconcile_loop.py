@@ -18,7 +18,7 @@ from serve_app.control.registry import DesiredState, desired_states
 from serve_app.control.replica_health import PLACEMENT_TIMEOUT_S, HealthTracker, ObservedApp
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ScalingProgress
-from serve_app.errors import StartFailed
+from serve_app.errors import InsufficientResources, StartFailed
 from serve_app.settings import Settings
 from serve_app.telemetry import crash_reports
 from serve_app.telemetry.crash_reports import CrashReport
@@ -28,6 +28,7 @@ log = logging.getLogger("torchrelay.reconcile_loop")
 T = TypeVar("T")
 
 _BUSY_PERIOD = 0.25  # seconds between rounds while something is starting or stopping
+PLACEMENT_REPORT_S = 2.0  # seconds without a place after which the missing resources are reported
 
 
 class ReconcileLoop:
@@ -61,6 +62,7 @@ class ReconcileLoop:
         # The last observation while something moved, and when it last changed.
         self._last_snapshot: Mapping[str, object] = {}
         self._changed_at = 0.0
+        self._unplaced_since: dict[ModelRef, float] = {}  # versions with a replica without a place
         self._trigger = asyncio.Event()
         self._round_ended = asyncio.Event()
 
@@ -181,10 +183,18 @@ class ReconcileLoop:
     async def find_missing_resources(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
         """Return the resources that a version without a place requests and that are not free, by kind."""
         observed = self._observed.get(spec.ref.app)
-        if observed is None or sum(worker.pid > 0 for worker in observed.workers) >= spec.min_workers:
+        if observed is None or not observed.unplaced:
             return {}
         free = await self.run_in_serve_thread(self._reconciler.get_free_resources)
-        return placement_check.find_missing(spec, free)
+        return placement_check.find_missing(spec.with_(memory=observed.memory), free)
+
+    async def check_placement(self, spec: ModelSpec) -> None:
+        """Raise InsufficientResources where no node can ever hold a replica of ``spec``."""
+        if spec.max_workers == 0:
+            return
+        machines = await self.run_in_serve_thread(self._reconciler.get_total_resources)
+        if missing := placement_check.find_impossible(spec, machines, self._settings.control.node_types):
+            raise InsufficientResources(placement_check.explain_impossible(spec, missing))
 
     def record_crashes(
         self, crashes: Iterable[CrashReport], desired: Mapping[str, DesiredState] | None = None
@@ -214,6 +224,7 @@ class ReconcileLoop:
         observed = await self.run_in_serve_thread(self._reconciler.observe)
         crashes = await asyncio.to_thread(crash_reports.collect_reports, self._settings.crash_reports_dir)
         self.record_crashes(crashes, desired)
+        self._health.waiting = await self._explain_waiting(desired, observed)
         self._update_health(desired, observed)
         startable = {app: state for app, state in desired.items() if self._health.may_start(state.spec.ref)}
         result = await self.run_in_serve_thread(self._reconciler.act, startable, observed)
@@ -243,6 +254,31 @@ class ReconcileLoop:
             )
             if self._health.record_shortage(desired[app].spec.ref, note):
                 log.warning("%s: %s", app, note)
+
+    async def _explain_waiting(
+        self, desired: Mapping[str, DesiredState], observed: Mapping[str, ObservedApp]
+    ) -> dict[ModelRef, str]:
+        """Return what versions wait for whose replicas have had no place for some seconds."""
+        unplaced = {
+            desired[app].spec.ref: (desired[app].spec, current)
+            for app, current in observed.items()
+            if app in desired and current.unplaced
+        }
+        now = time.monotonic()
+        self._unplaced_since = {ref: self._unplaced_since.get(ref, now) for ref in unplaced}
+        # Resources that a replica has just been given count as not free.
+        waiting = [ref for ref, since in self._unplaced_since.items() if now - since >= PLACEMENT_REPORT_S]
+        if not waiting:
+            return {}
+        free = await self.run_in_serve_thread(self._reconciler.get_free_resources)
+        reasons = {}
+        for ref in waiting:
+            spec, current = unplaced[ref]
+            claiming = spec.with_(memory=current.memory)
+            if missing := placement_check.find_missing(claiming, free):
+                node_type = placement_check.find_node_type(claiming, self._settings.control.node_types)
+                reasons[ref] = placement_check.explain(claiming, missing, node_type)
+        return reasons
 
     def _has_changed_lately(self, observed: Mapping[str, ObservedApp]) -> bool:
         """Return whether anything has changed within the placement timeout.

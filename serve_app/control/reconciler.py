@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 OURS = "torchrelay"  # the key in user_config that marks an application of this server
 ATTEMPT = "attempt"
+MEMORY = "memory"
 
 # A replica whose route or settings change is UPDATING for a moment, and one that a new controller has found
 # again is RECOVERING; both execute requests meanwhile.
@@ -42,6 +43,7 @@ class DeployAction:
     route: str | None
     attempt: int = 0  # a rolling update that Serve gave up goes on only when something differs: this number
     scaling: Mapping[str, Any] | None = None
+    memory: int = 0  # bytes that each rank claims
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def plan(
     runs, and loses it when it scales to zero: without a replica the gateway answers, and can wait or return
     that the model is loading. A route moves in two waves, because Serve refuses a route that is still in use.
     ``autoscaling_config`` returns the autoscaler's configuration of a version, given whether the autoscaler
-    manages the version already; it then determines the number of replicas.
+    manages the version already; it then determines the number of replicas. A changed claim of memory would
+    restart the replicas, so the claim changes only with their code.
     """
     unwanted = [app for app, s in observed.items() if app not in desired and s.status != "DELETING"]
     first: list[DeployAction | DeleteAction] = [DeleteAction(app) for app in unwanted]
@@ -80,16 +83,19 @@ def plan(
         )
         scaling = autoscaling_config(state.spec, current is not None and current.scaling is not None)
         attempt = current.attempt + (current.status == "DEPLOY_FAILED") if current is not None else 0
+        config = user_config(state)
+        keeps_replicas = current is not None and current.config.get("code") == config.get("code")
+        memory = current.memory if current is not None and keeps_replicas else state.spec.claimed_memory
         is_unchanged = (
             current is not None
             and current.route == route
             and _has_desired_scale(current, state, scaling)
-            and current.config == user_config(state)
+            and current.config == config
             and current.attempt == attempt
         )
         if not is_unchanged:
             wave = second if route and route_owners.get(route, app) != app else first
-            wave.append(DeployAction(state, route, attempt, scaling))
+            wave.append(DeployAction(state, route, attempt, scaling, memory))
     return [wave for wave in (first, second) if wave]
 
 
@@ -139,6 +145,16 @@ def _deploy(targets: Sequence[serve.RunTarget], problems: dict[str, str]) -> Non
             _attempt(target.name, problems, serve.run_many, [target], **waits)
 
 
+def _name_by_address(nodes: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return values of nodes, which are by id, by address; several nodes may run on one machine."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    named: dict[str, dict[str, float]] = {}
+    for node, value in nodes.items():
+        address = addresses.get(node, node)
+        named[f"{address} ({node[:6]})" if address in named else address] = value
+    return named
+
+
 def _list_machines() -> dict[str, dict[str, float]]:
     """Return the resources of each live node, free or not, by its id."""
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
@@ -170,12 +186,13 @@ class Reconciler:
                         app=name,
                         route=app["route_prefix"],
                         replicas=deployment["target_num_replicas"],
-                        config={key: value for key, value in user_config.items() if key != ATTEMPT},
+                        config={k: value for k, value in user_config.items() if k not in (ATTEMPT, MEMORY)},
                         attempt=user_config.get(ATTEMPT, 0),
                         status=str(getattr(app["status"], "value", app["status"])),
                         message=explain_message(deployment["message"] or app["message"] or ""),
                         workers=tuple(_to_replica_info(r) for r in deployment["replicas"]),
                         scaling=config.get("autoscaling_config"),
+                        memory=user_config.get(MEMORY, 0),
                     )
         return observed
 
@@ -191,14 +208,12 @@ class Reconciler:
         }
 
     def get_free_resources(self) -> dict[str, dict[str, float]]:
-        """Return each machine's free CPUs, GPUs and other resources, by its address."""
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        free: dict[str, dict[str, float]] = {}
-        for node, resources in available_resources_per_node().items():
-            address = addresses.get(node, node)
-            # Several nodes may run on one machine.
-            free[f"{address} ({node[:6]})" if address in free else address] = resources
-        return free
+        """Return each node's free CPUs, GPUs, memory and other resources, by its address."""
+        return _name_by_address(available_resources_per_node())
+
+    def get_total_resources(self) -> dict[str, dict[str, float]]:
+        """Return each live node's resources, free or not, by its address."""
+        return _name_by_address(_list_machines())
 
     def act(self, desired: Mapping[str, DesiredState], observed: Mapping[str, ObservedApp]) -> ActResult:
         """Execute the actions of ``plan``; an action that fails does not keep the others from execution."""

@@ -81,6 +81,19 @@ def apply_archive(registry: Registry, spec: ModelSpec, default: bool = False) ->
     return _with_version(registry, spec)
 
 
+def record_memory(registry: Registry, ref: ModelRef, digest: str, memory: int) -> Registry:
+    """Store the measured bytes of a replica of the archive ``digest``; the largest measurement is kept.
+
+    Replicas that share the pages of their weights measure less. The same registry is returned where the
+    version is gone, or the bytes are less than a tenth above the stored ones.
+    """
+    record = registry.models.get(ref.name)
+    spec = record.versions.get(ref.version) if record is not None else None
+    if spec is None or spec.digest != digest or memory <= spec.memory * 1.1:
+        return registry
+    return _with_version(registry, spec.with_(memory=memory))
+
+
 def unregister(registry: Registry, name: str, version: str | None) -> tuple[Registry, ModelRef]:
     """Remove a version (None: the default one); a model is removed with its last version.
 

@@ -35,10 +35,16 @@ class ObservedApp:
     message: str
     workers: tuple[ReplicaInfo, ...]  # alive, ready or not
     scaling: Mapping[str, Any] | None = None  # the autoscaler's configuration; None without autoscaling
+    memory: int = 0  # bytes that each rank of a replica claims
 
     @property
     def running(self) -> int:
         return sum(worker.ready for worker in self.workers)
+
+    @property
+    def unplaced(self) -> int:
+        """Return the number of requested replicas without a process."""
+        return max(0, self.replicas - sum(worker.pid > 0 for worker in self.workers))
 
     @property
     def failed(self) -> bool:
@@ -73,6 +79,7 @@ class HealthTracker:
         self._signatures: dict[ModelRef, Signature] = {}
         self._input_types: dict[ModelRef, str] = {}
         self._schemas: dict[ModelRef, Mapping[str, Any] | None] = {}
+        self.waiting: Mapping[ModelRef, str] = {}  # what versions with replicas without a place wait for
 
     def update(
         self,
@@ -132,6 +139,7 @@ class HealthTracker:
             self._signatures.get(ref),
             self._input_types.get(ref, ""),
             self._schemas.get(ref),
+            self.waiting.get(ref, ""),
         )
 
     def _count_crashes(self, ref: ModelRef, observed: ObservedApp, previous: ObservedApp, now: float) -> None:

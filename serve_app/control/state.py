@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from serve_app.control import registry_changes
 from serve_app.control.api_keys import ApiKeys
 from serve_app.control.audit import AuditTrail
 from serve_app.control.persistence.database import Database
@@ -13,6 +14,7 @@ from serve_app.control.registry import Registry, build_routing_table
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.domain.audit import AuditRecord
+from serve_app.domain.model import ModelRef
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.errors import InProgress, Unavailable
 
@@ -104,6 +106,17 @@ class StateStore:
         except InProgress as late:
             return str(late)
         return ""
+
+    async def record_memory(self, ref: ModelRef, digest: str, memory: int) -> None:
+        """Store the measured bytes of a replica; no reader of the routing table needs them.
+
+        Raises Unavailable where they could not be stored.
+        """
+        async with self.write_lock:
+            after = registry_changes.record_memory(self.registry, ref, digest, memory)
+            if after is not self.registry:
+                await asyncio.to_thread(self._database.save, self.registry, after)
+                self.registry = after
 
     async def renew_key(self, kind: str) -> None:
         """Replace one of TorchServe's keys, and return once every live reader refuses the old one."""

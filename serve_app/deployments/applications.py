@@ -6,7 +6,7 @@ import os
 import warnings
 from typing import Any
 
-from serve_app.control.reconciler import ATTEMPT, DeployAction
+from serve_app.control.reconciler import ATTEMPT, MEMORY, DeployAction
 from serve_app.deployments import replica_options
 from serve_app.deployments.fork_worker import PRELOAD
 from serve_app.deployments.names import GATEWAY, HEAD_RESOURCE, MANAGEMENT
@@ -36,20 +36,24 @@ def model_application(settings: Settings, action: DeployAction) -> Any:
             max_queued_requests=-1,  # the batcher's own limit applies first, with the protocol's own error
             max_surge_percent=100,  # new replicas start before old ones stop: an update refuses no request
             max_constructor_retry_count=3,
-            user_config={**replica_options.user_config(settings, action.desired), ATTEMPT: action.attempt},
-            ray_actor_options=_actor_options(spec),
-            **replica_options.placement_options(spec),
+            user_config={
+                **replica_options.user_config(settings, action.desired),
+                ATTEMPT: action.attempt,
+                MEMORY: action.memory,
+            },
+            ray_actor_options=_actor_options(spec, action.memory),
+            **replica_options.placement_options(spec, action.memory),
         )
     deployment._version = replica_options.code_version(spec, settings)
     return deployment.bind(spec, settings.without_secrets())
 
 
-def _actor_options(spec: ModelSpec) -> dict[str, Any]:
+def _actor_options(spec: ModelSpec, memory: int) -> dict[str, Any]:
     """Return the options of a replica's actor; the fork server, where there is one, starts it with torch.
 
     A version with packages of its own may need another release of torch or of another preloaded package.
     """
-    options: dict[str, Any] = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus}
+    options = replica_options.actor_resources(spec, memory)
     if SOCKET in os.environ:
         options["runtime_env"] = {"env_vars": {PRELOAD: "none" if spec.requirements else "model"}}
     return options

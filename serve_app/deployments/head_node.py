@@ -16,6 +16,7 @@ from typing import Any
 from serve_app.net.fork_client import SOCKET
 
 _DESCRIPTORS = 65536  # as `ray.init` raises the limit
+_MEMORY_SHARE = 0.9  # of the machine's memory, for the claims of replicas; Ray's default is what is free now
 
 
 def main() -> None:
@@ -33,6 +34,7 @@ def main() -> None:
 
 def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> Any:
     """Start Ray's processes, which end with this process, and return Ray's handle of them."""
+    from ray._common.utils import get_system_memory
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -49,6 +51,7 @@ def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> Any:
 
     ensure_token_if_auth_enabled({}, create_token_if_missing=True)
     parameters = RayParams(
+        memory=int(_MEMORY_SHARE * get_system_memory()),
         include_dashboard=False,
         include_log_monitor=False,
         no_monitor=True,

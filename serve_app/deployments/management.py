@@ -361,12 +361,20 @@ class Management:
         signature: Signature | None,
         input_type: str,
         schemas: Mapping[str, Any] | None = None,
+        memory: int = 0,
     ) -> None:
-        """Record the signature, media type and schemas that the handler of a ready replica declares."""
+        """Record what a ready replica declares and uses.
+
+        These are the signature, media type and schemas of its handler, and the bytes of its process.
+        """
         with contextlib.suppress(NotFound):  # removed meanwhile
             if find_version(self._state.registry, ref.name, ref.version).digest == digest:
                 self._health.set_signature(ref, signature, input_type, schemas)
                 self._reconcile_loop.trigger()
+        try:
+            await self._state.record_memory(ref, digest, memory)
+        except Unavailable as error:
+            log.warning("the memory of %s could not be stored: %s", ref.app, error)
 
     async def stage(self, ref: ModelRef, stage: Stage) -> None:
         """Record the stage that a starting replica has reached."""

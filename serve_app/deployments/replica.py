@@ -46,6 +46,7 @@ from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.host import malloc
+from serve_app.runtime.host.memory import measure_process_memory
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing
@@ -227,8 +228,9 @@ class ModelReplica:
             raise StartFailed(spec.name, spec.version, reason) from None
         self._executor = self._group or runner
         self._batcher = self._create_batcher(runner)
+        memory = await asyncio.to_thread(measure_process_memory)
         self._management_client.on_connect = lambda: management.offers.remote(
-            spec.ref, spec.digest, runner.signature, runner.input_type, runner.schemas
+            spec.ref, spec.digest, runner.signature, runner.input_type, runner.schemas, memory
         )
         if self._group is not None:
             self._group_watch = loop.create_task(self._exit_with_group(self._group))

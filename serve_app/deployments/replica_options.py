@@ -25,6 +25,8 @@ TUNABLE_FIELDS = (
 )
 # Fields that no replica reads.
 _EXTERNAL_FIELDS = (
+    "archive_bytes",
+    "memory",
     "min_workers",
     "max_workers",
     "autoscaling",
@@ -127,11 +129,17 @@ def drain_timeout(spec: ModelSpec) -> float:
     return max(10.0, spec.response_timeout + 5.0) if spec.scaling is not None else 10.0
 
 
-def placement_options(spec: ModelSpec) -> dict[str, Any]:
+def actor_resources(spec: ModelSpec, memory: int) -> dict[str, Any]:
+    """Return the resources that the actor of a replica claims; ``memory`` in bytes."""
+    claims = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus}
+    return {**claims, "memory": memory} if memory else claims
+
+
+def placement_options(spec: ModelSpec, memory: int) -> dict[str, Any]:
     """Return the placement group of a sharded version: a bundle for each rank, the replica in the first."""
     if spec.ranks == 1:
         return {}
-    resources = {"CPU": spec.num_cpus, "GPU": spec.num_gpus}
+    resources = {"CPU": spec.num_cpus, "GPU": spec.num_gpus, "memory": memory}
     bundle = {kind: amount for kind, amount in resources.items() if amount} or {"CPU": _MIN_CPU}
     return {
         "placement_group_bundles": [bundle] * spec.ranks,

@@ -77,8 +77,10 @@ class ModelSpec:
     retries: bool = True  # a failed batch is run again in halves; rows of a dead replica go to another
     bucket_by_length: bool = False  # rows of similar length run together
     use_job_ticket: bool = False  # a row is taken only where the model is idle
-    num_cpus: float = 0.001
+    num_cpus: float = 0.0
     num_gpus: float = 0.0
+    archive_bytes: int = 0
+    memory: int = 0  # bytes of a replica's process after its warm-up; 0: not measured yet
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
@@ -91,8 +93,13 @@ class ModelSpec:
     config: Mapping[str, Any] = field(default_factory=dict)  # model-config.yaml, whole, for the handler
 
     @property
+    def claimed_memory(self) -> int:
+        """Return the bytes that each rank claims at its start: as measured, else the archive's size."""
+        return self.memory or self.archive_bytes
+
+    @property
     def ranks(self) -> int:
-        """The processes that one replica is; each of them claims ``num_cpus`` and ``num_gpus``."""
+        """Return the processes of one replica; each claims ``num_cpus``, ``num_gpus`` and the memory."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
@@ -168,6 +175,7 @@ class ModelStatus:
     signature: Signature | None = None  # what its handler says that it takes and gives
     input_type: str = ""  # the media type of its input, where its handler declares one
     schemas: Mapping[str, Any] | None = None  # the JSON schemas of input and output, of a model class
+    waiting_for: str = ""  # the resources that replicas without a place wait for
 
 
 @dataclass(frozen=True, slots=True)

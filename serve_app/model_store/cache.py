@@ -38,6 +38,7 @@ class CachedArchive:
     digest: str  # sha256 of the archive's bytes, in hex
     uri: str  # where other nodes download it
     directory: Path  # where it is unpacked on this node
+    size: int  # bytes of the archive
 
 
 class ArchiveCache:
@@ -94,7 +95,7 @@ class ArchiveCache:
             move_into_place(stored, self._archives / digest)
             _sync(self._archives)
         (archive,) = (self._archives / digest).iterdir()
-        return CachedArchive(digest, archive.as_uri(), directory)
+        return CachedArchive(digest, archive.as_uri(), directory, archive.stat().st_size)
 
     def open(self, uri: str, digest: str, progress: OnProgress | None = None) -> Path:
         """Return the unpacked directory of a digest on this node, downloaded from ``uri`` if necessary.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from parts import ECHO, Server, make_archive, says
+from ray._private.utils import get_num_cpus
 from rich.console import Console
 
 from serve_app.cli import progress
@@ -204,19 +206,52 @@ def test_a_failure_is_reported_with_its_traceback_without_waiting(server: Server
 
 
 def test_what_a_model_without_a_place_waits_for_is_reported(server: Server, tmp_path: Path) -> None:
-    archive = make_archive(tmp_path, "large", says("x"), config={"num_gpus": 1000})
+    config = {"num_cpus": get_num_cpus()}
+    assert server.register(make_archive(tmp_path, "first", says("x"), config=config)).status_code == 200
+    archive = make_archive(tmp_path, "second", says("x"), config=config)
     assert server.register(archive, synchronous="false").status_code == 202
 
     def waiting() -> Any:
-        with server.management.stream("GET", "/models/large/events") as answer:
+        with server.management.stream("GET", "/models/second/events") as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: ") and "waiting_for" in line:
                     return json.loads(line.removeprefix("data: "))["waiting_for"]
 
-    assert waiting() == {"GPU": {"wanted": 1000.0, "free": 0.0}}
-    server.management.delete("/models/large")
-    stage, result = follow(server, "large")[-1]
+    assert waiting() == {"CPU": {"wanted": float(config["num_cpus"]), "free": 0.0}}
+    described = server.wait(lambda: server.management.get("/models/second").json()[0].get("waitingFor"))
+    assert described.startswith("the cluster lacks resources for a replica")
+    server.management.delete("/models/second")
+    stage, result = follow(server, "second")[-1]
     assert (stage, result["reason"]) == ("failed", "removed")
+    server.management.delete("/models/first")
+
+
+def test_what_no_node_can_hold_is_refused(server: Server, tmp_path: Path) -> None:
+    archive = make_archive(tmp_path, "large", says("x"), config={"num_gpus": 1000})
+    refused = server.register(archive)
+    assert (refused.status_code, refused.json()["message"]) == (
+        409,
+        "No node of the cluster can hold a replica of large 1.0, which requires 1000 GPU (the only node "
+        "has 0). Require less, or add a larger node; nodes that an autoscaler adds are declared in "
+        "control.node_types",
+    )
+    assert server.management.get("/models/large").status_code == 404
+    assert server.register(archive, initial_workers=0).status_code == 200
+    assert server.management.put("/models/large", params={"min_worker": 1}).status_code == 409
+    assert server.management.get("/models/large").json()[0]["minWorkers"] == 0
+    server.management.delete("/models/large")
+
+
+def test_the_memory_of_a_replica_is_measured_for_its_next_start(server: Server, tmp_path: Path) -> None:
+    handler = "KEPT = b'x' * (50 << 20)\n" + says("x")
+    archive = make_archive(tmp_path, "heavy", handler, files={"weights.bin": os.urandom(1 << 20)})
+    assert server.register(archive, initial_workers=0).status_code == 200
+    estimated = server.management.get("/models/heavy").json()[0]["memory"]
+    assert 1 << 20 < estimated < 2 << 20  # the archive's size
+    scale = {"min_worker": 1, "synchronous": "true"}
+    assert server.management.put("/models/heavy", params=scale).status_code == 200
+    server.wait(lambda: server.management.get("/models/heavy").json()[0]["memory"] > 50 << 20)
+    server.management.delete("/models/heavy")
 
 
 def test_the_command_shows_it_and_says_the_answer(server: Server, tmp_path: Path) -> None:

@@ -91,6 +91,42 @@ def test_in_words(asks: dict[str, Any], free: dict[str, dict[str, float]], words
     )
 
 
+GIB = 1 << 30
+NODES = {"10.0.0.1": {"CPU": 8.0, "memory": 4.0 * GIB}, "10.0.0.2": {"CPU": 8.0, "memory": 2.5 * GIB}}
+LARGE = ModelSpec("m", "1.0", "m.mar", "d" * 64, "file:///m.mar", max_workers=1, archive_bytes=8 * GIB)
+
+
+def test_a_replica_that_no_machine_can_hold_is_named_with_the_amounts_of_each() -> None:
+    impossible = placement_check.find_impossible(LARGE, NODES, {})
+    assert placement_check.explain_impossible(LARGE, impossible) == (
+        "No node of the cluster can hold a replica of m 1.0, which requires 8 GiB memory "
+        "(10.0.0.1 has 4 GiB, 10.0.0.2 has 2.5 GiB). "
+        "Require less, or add a larger node; nodes that an autoscaler adds are declared in control.node_types"
+    )
+    ranks = LARGE.with_(tensor_parallel=2, memory=3 * GIB)
+    text = placement_check.explain_impossible(ranks, placement_check.find_impossible(ranks, NODES, {}))
+    assert "requires 2 × 3 GiB memory (10.0.0.1 has 4 GiB, 10.0.0.2 has 2.5 GiB)" in text
+
+
+def test_a_measurement_replaces_the_size_of_the_archive() -> None:
+    assert placement_check.find_impossible(LARGE.with_(memory=3 * GIB), NODES, {}) == {}
+    assert placement_check.find_impossible(LARGE.with_(archive_bytes=0), NODES, {}) == {}
+
+
+def test_a_node_type_of_the_autoscaler_holds_what_no_machine_does() -> None:
+    types = {"small": {"CPU": 2.0, "memory": 1.0 * GIB}, "large": {"CPU": 16.0, "memory": 64.0 * GIB}}
+    assert placement_check.find_impossible(LARGE, NODES, types) == {}
+    assert placement_check.find_node_type(LARGE, types) == "large"
+    spread = LARGE.with_(tensor_parallel=16, placement_strategy="SPREAD")
+    assert placement_check.find_impossible(spread, NODES, types) == {}
+    packed = LARGE.with_(tensor_parallel=16)
+    [memory] = placement_check.find_impossible(packed, NODES, types).values()
+    assert memory["machines"]["node type large"] == 64 * GIB
+    text = placement_check.explain(LARGE, placement_check.find_missing(LARGE, NODES), "large")
+    assert "requires 8 GiB memory on one machine; free: 10.0.0.1 4 GiB, 10.0.0.2 2.5 GiB" in text
+    assert text.endswith("; the node autoscaler adds a node of type large")
+
+
 def test_of_many_machines_those_with_most_free_are_named() -> None:
     free = {f"10.0.0.{number}": {"GPU": number / 100} for number in range(20)}
     spec = replace(SPEC, num_cpus=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from ray import serve
 
@@ -155,9 +157,24 @@ def test_no_more_replicas_are_requested_than_the_cluster_holds_and_a_margin() ->
     assert limited(claiming, running=30) == (30, 30)  # running replicas stay
 
 
-def test_the_default_claim_leaves_room_for_more_than_20_replicas_on_two_cores() -> None:
+def test_by_default_memory_alone_limits_the_replicas_of_a_machine() -> None:
     spec = want("1", "/m").spec.with_(num_cpus=RuntimeSettings().num_cpus)
-    assert count_fitting(spec, {"node": {**MACHINE, "memory": 2.0**40}}) == 2000
+    machine = {"node": {**MACHINE, "memory": 2.0**40}}
+    assert count_fitting(spec, machine) == 4096
+    assert count_fitting(spec.with_(memory=2**30), machine) == 1024
+
+
+def test_a_claim_of_memory_changes_only_with_the_code_of_the_replicas() -> None:
+    state = want("1", "/m")
+    [[first]] = steps([DesiredState(state.spec.with_(archive_bytes=10), "/m")], [])
+    assert isinstance(first, DeployAction) and first.memory == 10
+    measured = DesiredState(state.spec.with_(archive_bytes=10, memory=300), "/m")
+    current = replace(have("1", "/m"), memory=10)
+    assert steps([measured], [current]) == []
+    [[scaled]] = steps([want("1", "/m", 3)], [current])
+    assert isinstance(scaled, DeployAction) and scaled.memory == 10
+    [[updated]] = steps([measured], [replace(current, config={"code": "of an earlier release"})])
+    assert isinstance(updated, DeployAction) and updated.memory == 300
 
 
 def test_the_margin_is_requested_also_where_nothing_fits() -> None:

@@ -44,8 +44,9 @@ SPEC = ModelSpec(
 LATENCY = Autoscaling(policy="latency", target_p95_ms=40.0, downscale_to_zero_delay_s=7.0)
 
 
-def deployment(spec: ModelSpec = SPEC, before: bool = False):
-    action = DeployAction(DesiredState(spec, None), None, scaling=autoscaling_config(spec, before))
+def deployment(spec: ModelSpec = SPEC, before: bool = False, memory: int = 0):
+    scaling = autoscaling_config(spec, before)
+    action = DeployAction(DesiredState(spec, None), None, scaling=scaling, memory=memory)
     return model_application(Settings(), action)._bound_deployment
 
 
@@ -53,6 +54,7 @@ def test_a_version_claims_its_fractions_and_rolls_without_a_hole() -> None:
     found = deployment()
     assert found.name == "m--1.0"
     assert found.ray_actor_options == {"num_cpus": 0.5, "num_gpus": 0.25}
+    assert deployment(memory=300).ray_actor_options == {"num_cpus": 0.5, "num_gpus": 0.25, "memory": 300}
     assert found.num_replicas == 2
     config = found._deployment_config
     assert (config.max_surge_percent, config.max_queued_requests) == (100, -1)
@@ -63,6 +65,9 @@ def test_a_sharded_version_claims_a_bundle_for_each_rank() -> None:
     found = deployment(SPEC.with_(tensor_parallel=2, pipeline_parallel=2, num_gpus=1.0))
     assert found._replica_config.placement_group_bundles == [{"CPU": 0.5, "GPU": 1.0}] * 4
     assert found._replica_config.placement_group_strategy == "STRICT_PACK"
+    claiming = deployment(SPEC.with_(tensor_parallel=2, num_gpus=1.0), memory=300)
+    bundle = {"CPU": 0.5, "GPU": 1.0, "memory": 300}
+    assert claiming._replica_config.placement_group_bundles == [bundle] * 2
     spread = deployment(SPEC.with_(pipeline_parallel=3, num_cpus=0, num_gpus=0, placement_strategy="SPREAD"))
     assert spread._replica_config.placement_group_bundles == [{"CPU": 0.001}] * 3
     assert spread._replica_config.placement_group_strategy == "SPREAD"

@@ -85,6 +85,10 @@ class ModelDescription(TypedDict):
     handler: NotRequired[Annotated[str, documented("The built-in handler, or the archive's own file.")]]
     task: NotRequired[Annotated[str, documented("The task of a Hugging Face folder.")]]
     customizedMetadata: NotRequired[Annotated[dict[str, Any], documented("With customized=true.")]]
+    memory: NotRequired[
+        Annotated[int, documented("The bytes of memory that the next worker claims.", minimum=0)]
+    ]
+    waitingFor: NotRequired[Annotated[str, documented("What workers without a place wait for.")]]
     lastError: NotRequired[Annotated[str, documented("The last error that ended a worker or its start.")]]
     lastErrorTime: NotRequired[Annotated[str, _UTC]]
 
@@ -208,6 +212,10 @@ def describe_version(description: VersionDescription) -> ModelDescription:
         document["customizedMetadata"] = (
             description.metadata if isinstance(description.metadata, dict) else {}
         )
+    if spec.claimed_memory:
+        document["memory"] = spec.claimed_memory
+    if status.waiting_for:
+        document["waitingFor"] = status.waiting_for
     if status.last_error:
         document["lastError"] = status.last_error
         if status.error_time:

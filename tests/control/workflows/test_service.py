@@ -75,9 +75,7 @@ READING = {"name": "reading", "steps": {"a": {"model": "m:1.0"}, "b": {"model": 
 
 
 class Serve:
-    """Ray Serve's part: applications run as soon as they should, except those that are
-    ``broken``.
-    """
+    """Ray Serve's part: applications run as soon as they should, except those that are ``broken``."""
 
     def __init__(self, health: HealthTracker) -> None:
         self.apps: dict[str, DesiredState] = {}
@@ -96,6 +94,9 @@ class Serve:
                 spec, StartFailed(spec.name, spec.version, f"Traceback of {app}")
             )
         return ActResult(steps, {}, {})
+
+    def get_total_resources(self) -> dict[str, dict[str, float]]:
+        return {"10.0.0.1": {"CPU": 2.0, "memory": 2.0**34}}
 
     def list_replicas(self, states: tuple[str, ...] = ()) -> set[str]:
         return set()
