@@ -129,7 +129,7 @@ class HealthTracker:
             self._count_crashes(ref, observed, previous, now)
         phase = self._phase(ref, running, idle)
         last_error, error_time = self._last_errors.get(ref, ("", 0.0))
-        self.statuses[ref] = ModelStatus(
+        status = ModelStatus(
             phase,
             running,
             last_error,
@@ -141,6 +141,8 @@ class HealthTracker:
             self._schemas.get(ref),
             self.waiting.get(ref, ""),
         )
+        if status != self.statuses.get(ref):  # an unchanged one stays the same object: see TableBuilder
+            self.statuses[ref] = status
 
     def _count_crashes(self, ref: ModelRef, observed: ObservedApp, previous: ObservedApp, now: float) -> None:
         """Count ready replicas that disappeared without an update or a scale-down."""

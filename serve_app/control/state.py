@@ -10,7 +10,7 @@ from serve_app.control import registry_changes
 from serve_app.control.api_keys import ApiKeys
 from serve_app.control.audit import AuditTrail
 from serve_app.control.persistence.database import Database
-from serve_app.control.registry import Registry, build_routing_table
+from serve_app.control.registry import Registry, TableBuilder
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.domain.audit import AuditRecord
@@ -56,7 +56,7 @@ class StateStore:
         self._keys = keys
         self._acknowledgement = acknowledgement
         self._on_change = on_change
-        self._sequence_header = sequence_header
+        self._table_builder = TableBuilder(sequence_header)
 
     @property
     def table(self) -> RoutingTable:
@@ -130,13 +130,8 @@ class StateStore:
         """Publish the present routing table where it differs from the last one."""
         healthy = {spec.ref: self._health.is_healthy(spec) for spec in self.registry}
         current = self._publisher.table
-        table = build_routing_table(
-            self.registry,
-            self._health.statuses,
-            healthy,
-            current.generation,
-            self.startup_complete,
-            self._sequence_header,
+        table = self._table_builder.build(
+            self.registry, self._health.statuses, healthy, current.generation, self.startup_complete
         )
         access = self._keys.access if self._keys is not None else None
         table = replace(table, access=access, on_loopback=self.on_loopback)

@@ -1,7 +1,8 @@
 """Publishing of the routing table to its readers by long poll.
 
 Every gateway and replica holds one long poll here. A poll names the generation that its reader applies, so
-the publisher knows when a change is applied everywhere. The same poll carries the reader's metric samples, so
+the publisher knows when a change is applied everywhere, and answers with the difference from that generation
+where it still has it. The same poll carries the reader's metric samples, so
 that a scrape is as fresh as the response to a sample request.
 """
 
@@ -13,11 +14,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from serve_app.domain.routing_table import RoutingTable
+from serve_app.domain.routing_table import RoutingTable, TableDelta
 from serve_app.telemetry.metrics import MetricsAggregator, MetricsReport
 
 Nudge = Literal["samples"]  # a request for the reader's samples
 
+_KEPT_TABLES = 16  # earlier tables; they share the rows that have not changed
 _LIVENESS_CHECK_S = 0.25  # seconds for which a slow reader is waited for before its process is looked up
 
 
@@ -47,13 +49,18 @@ class TablePublisher:
         self._poll_timeout = poll_timeout
         self._on_publish = on_publish
         self._readers: dict[str, _TableReader] = {}
+        self._earlier: dict[int, RoutingTable] = {}  # by generation, the oldest first
+        self._deltas: dict[int, TableDelta] = {}  # to the present table, by the generation before
         self._collection = 0
         self._reader_changed = asyncio.Event()
 
     async def poll(
         self, source: str, generation: int, samples: MetricsReport | None
-    ) -> RoutingTable | Nudge | None:
-        """Answer a long poll with the next table, a request for samples, or None after the timeout."""
+    ) -> RoutingTable | TableDelta | Nudge | None:
+        """Answer a long poll: the next table or its difference, a request for samples, or None.
+
+        A poll without news ends after the timeout with a request for samples.
+        """
         reader = self._readers.setdefault(source, _TableReader())
         reader.generation, reader.last_seen = generation, time.monotonic()
         if samples is not None:
@@ -71,7 +78,7 @@ class TablePublisher:
                 return "samples"
         reader.last_seen = time.monotonic()
         if self.table.generation != generation:
-            return self.table
+            return self._find_delta(generation) or self.table
         return "samples" if reader.collection != self._collection else None
 
     def expect_readers(self, sources: set[str]) -> None:
@@ -89,10 +96,20 @@ class TablePublisher:
 
     def publish(self, table: RoutingTable) -> None:
         """Replace the table; every waiting reader receives it at once."""
+        self._earlier[self.table.generation] = self.table
+        if len(self._earlier) > _KEPT_TABLES:
+            del self._earlier[next(iter(self._earlier))]
+        self._deltas.clear()
         self.table = table
         self._on_publish(table)
         for reader in self._readers.values():
             reader.wake.set()
+
+    def _find_delta(self, generation: int) -> TableDelta | None:
+        """Return the difference of the present table from that of a generation, where that is kept."""
+        if generation not in self._deltas and generation in self._earlier and generation:
+            self._deltas[generation] = TableDelta.between(self._earlier[generation], self.table)
+        return self._deltas.get(generation)
 
     def next_generation(self) -> int:
         """Return a number above every earlier one, also before a restart: milliseconds since the epoch."""

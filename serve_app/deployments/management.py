@@ -61,7 +61,7 @@ from serve_app.domain.access import KeyDemand, KeyShare
 from serve_app.domain.audit import Actor
 from serve_app.domain.model import ModelRef, Stage
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
-from serve_app.domain.routing_table import RoutingTable, VersionRoute
+from serve_app.domain.routing_table import RoutingTable, TableDelta, VersionRoute
 from serve_app.domain.signature import Signature
 from serve_app.errors import NotFound, StartFailed, Unavailable
 from serve_app.net import tls
@@ -306,7 +306,7 @@ class Management:
 
     async def poll(
         self, source: str, generation: int, samples: MetricsReport | None
-    ) -> RoutingTable | Nudge | None:
+    ) -> RoutingTable | TableDelta | Nudge | None:
         """Answer a reader's long poll; see ``control/table_publisher.py``."""
         return await self._table_publisher.poll(source, generation, samples)
 

@@ -17,7 +17,7 @@ from serve_app.dataplane.experiment_collector import replay
 from serve_app.dataplane.key_limits import SHARE_PERIOD_S, KeyLimiter
 from serve_app.deployments.actor_classes import bound_actor_classes
 from serve_app.deployments.names import MANAGEMENT, SERVER
-from serve_app.domain.routing_table import RoutingTable
+from serve_app.domain.routing_table import RoutingTable, TableDelta
 from serve_app.protocols.http import json_web_tokens
 from serve_app.telemetry.metrics import Meters, MetricsReport
 
@@ -166,7 +166,9 @@ class ManagementClient:
                 is_connected = True
                 self.on_connect()
             samples = self._collect_samples() if answer == "samples" else None
-            if isinstance(answer, RoutingTable):
+            if isinstance(answer, TableDelta):
+                self._reader.update(answer.apply(self._reader.table))
+            elif isinstance(answer, RoutingTable):
                 self._reader.update(answer)
 
     async def _exchange_shares(self, limiter: KeyLimiter) -> None:

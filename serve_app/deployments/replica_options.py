@@ -11,7 +11,7 @@ from serve_app import __version__
 from serve_app.control.registry import DesiredState
 from serve_app.deployments.names import SERVER
 from serve_app.domain.autoscaling import with_defaults
-from serve_app.domain.model import ModelSpec
+from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.settings import Settings
 
 # Fields that a running replica takes over without a restart; they travel in user_config.
@@ -68,6 +68,9 @@ def code_version(spec: ModelSpec, settings: Settings) -> str:
     Ray Serve restarts every replica at every redeploy unless the version is pinned. With the version pinned
     it does not compare init arguments, so the digest covers all of them.
     """
+    known = _code_versions.get(spec.ref)
+    if known is not None and known[0] is spec and known[1] is settings:
+        return known[2]
     excluded = TUNABLE_FIELDS + _EXTERNAL_FIELDS
     fields = {name: value for name, value in dataclasses.asdict(spec).items() if name not in excluded}
     sections = {
@@ -76,7 +79,16 @@ def code_version(spec: ModelSpec, settings: Settings) -> str:
         if section not in _MANAGEMENT_SETTINGS
     }
     content = json.dumps([__version__, fields, sections], sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    if len(_code_versions) >= _MAX_CODE_VERSIONS:
+        _code_versions.clear()
+    _code_versions[spec.ref] = (spec, settings, digest)
+    return digest
+
+
+# Each round of the reconcile loop needs the digest of every version, which takes 0.6 ms; specs are frozen.
+_code_versions: dict[ModelRef, tuple[ModelSpec, Settings, str]] = {}
+_MAX_CODE_VERSIONS = 100_000
 
 
 def user_config(settings: Settings, desired: DesiredState) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.domain.access import AccessTable
@@ -59,3 +59,35 @@ class RoutingTable:
     startup_complete: bool = False  # every version loaded at startup is ready or has failed
     access: AccessTable | None = None  # None: no key is required
     on_loopback: bool = False  # the inference port is reachable from its own machine only
+
+
+@dataclass(frozen=True, slots=True)
+class TableDelta:
+    """The difference between the table of the generation ``base`` and a later one."""
+
+    base: int
+    rest: RoutingTable  # the later table without its models, and without access rules that have not changed
+    changed: Mapping[str, ModelRoute]
+    removed: tuple[str, ...]
+    keeps_access: bool
+
+    @classmethod
+    def between(cls, before: RoutingTable, after: RoutingTable) -> TableDelta:
+        """Return the difference of two tables; rows that are the same object have not changed."""
+        known = before.models
+        keeps_access = before.access is after.access
+        return cls(
+            before.generation,
+            replace(after, models={}, access=None if keeps_access else after.access),
+            {name: row for name, row in after.models.items() if known.get(name) is not row},
+            tuple(known.keys() - after.models.keys()),
+            keeps_access,
+        )
+
+    def apply(self, table: RoutingTable) -> RoutingTable:
+        """Return the later table; ``table`` is that of the generation ``base``."""
+        models = {**table.models, **self.changed}
+        for name in self.removed:
+            del models[name]
+        access = table.access if self.keeps_access else self.rest.access
+        return replace(self.rest, models=models, access=access)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.control.registry import Registry, build_routing_table, desired_states
+from serve_app.control.registry import Registry, TableBuilder, desired_states
 from serve_app.control.registry_changes import (
     apply_archive,
     apply_declared_policy,
@@ -69,7 +69,7 @@ class TestSetPolicy:
             "weighted", NINETY_TEN, allocation=BucketAllocation((9000, BUCKET_COUNT), ("1.0", "2.0"))
         )
         assert whole.models["other"].policy == TrafficPolicy()
-        assert build_routing_table(whole, {}, {}, 1, True).models["m"].policy == policy
+        assert TableBuilder().build(whole, {}, {}, 1, True).models["m"].policy == policy
 
     def test_the_fewest_callers_move_from_the_default_and_from_a_policy(self):
         weights = {"2.0": 1000, "1.0": 9000}

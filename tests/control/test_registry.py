@@ -8,7 +8,7 @@ import pytest
 from serve_app.control.registry import (
     ModelRecord,
     Registry,
-    build_routing_table,
+    TableBuilder,
     desired_states,
     find_version,
 )
@@ -261,7 +261,7 @@ class TestTable:
     def test_carries_what_the_data_plane_needs(self):
         one = spec(min_workers=1, batch_size=8, job_queue_size=7, client_timeout=50, retries=False)
         ready = ModelStatus("ready", replicas=2, last_error="it was killed, once")
-        made = build_routing_table(
+        made = TableBuilder().build(
             registry(one), {one.ref: ready}, {one.ref: False}, generation=4, startup_complete=True
         )
         assert (made.generation, made.startup_complete) == (4, True)
@@ -276,18 +276,18 @@ class TestTable:
         assert (row.max_batch_size, row.job_queue_size, row.client_timeout, row.retries) == (8, 7, 50, False)
         failed = ModelStatus("failed", last_error="no such file")
         row = version_router.select_version(
-            build_routing_table(registry(one), {one.ref: failed}, {}, 5, True), InferenceRequest("m")
+            TableBuilder().build(registry(one), {one.ref: failed}, {}, 5, True), InferenceRequest("m")
         ).route
         assert row.last_error == "no such file"
 
     @pytest.mark.parametrize("loaded", [True, False])
     def test_tells_what_start_up_loaded(self, loaded):
-        made = build_routing_table(registry(spec(loaded_at_startup=loaded)), {}, {}, 1, True)
+        made = TableBuilder().build(registry(spec(loaded_at_startup=loaded)), {}, {}, 1, True)
         assert version_router.select_version(made, InferenceRequest("m")).route.loaded_at_startup is loaded
 
     def test_follows_default_and_policy(self):
         whole, _ = set_default(registry(spec(), spec(version="2.0")), "m", "2.0")
-        made = build_routing_table(whole, {}, {}, 1, False)
+        made = TableBuilder().build(whole, {}, {}, 1, False)
         assert version_router.select_version(made, InferenceRequest("m")).route.version == "2.0"
         assert version_router.select_version(made, InferenceRequest("m", "1.0")).route.version == "1.0"
         assert made.models["m"].policy == TrafficPolicy()
@@ -306,10 +306,25 @@ class TestTable:
     )
     def test_a_requested_version_without_replicas_is_loading(self, workers, status, phase):
         one = spec(min_workers=workers)
-        made = build_routing_table(registry(one), {one.ref: status} if status else {}, {}, 1, False)
+        made = TableBuilder().build(registry(one), {one.ref: status} if status else {}, {}, 1, False)
         row = version_router.select_version(made, InferenceRequest("m")).route
         assert (row.phase, row.replicas, row.healthy, row.replica_ids) == (phase, 0, True, ())
 
+    def test_rows_of_unchanged_models_stay_the_same_objects(self):
+        both, builder = registry(spec(), spec("n")), TableBuilder()
+        statuses = {one.ref: ModelStatus("ready", 1) for one in both}
+        first = builder.build(both, statuses, {}, 1, True)
+        failed = {**statuses, ModelRef("n", "1.0"): ModelStatus("failed")}
+        second = builder.build(both, failed, {}, 2, True)
+        assert second.models["m"] is first.models["m"]
+        assert second.models["n"].versions["1.0"].phase == "failed"
+        third = builder.build(register(both, spec(version="2.0")), failed, {}, 3, True)
+        assert set(third.models["m"].versions) == {"1.0", "2.0"}
+        assert third.models["n"] is second.models["n"]
+        fourth = builder.build(both, failed, {ModelRef("n", "1.0"): False}, 4, True)
+        assert fourth.models == {**first.models, "n": fourth.models["n"]}
+        assert not fourth.models["n"].versions["1.0"].healthy
+
     def test_crosses_processes(self):
-        made = build_routing_table(registry(spec(), spec("n")), {}, {}, 1, False)
+        made = TableBuilder().build(registry(spec(), spec("n")), {}, {}, 1, False)
         assert pickle.loads(pickle.dumps(made)) == made

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.domain.access import AccessTable
-from serve_app.domain.routing_table import RoutingTable
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, TableDelta, VersionRoute
 from serve_app.telemetry.metrics import Meters, MetricsAggregator
 
 
@@ -22,10 +23,11 @@ def everybody(*sources: str):
 
 
 class Reader:
-    """A reader as deployments/link.py is one, on the same event loop."""
+    """A reader like ManagementClient, on the same event loop."""
 
     def __init__(self, publisher: TablePublisher, source: str) -> None:
         self.publisher, self.source, self.meters, self.table = publisher, source, Meters(), RoutingTable()
+        self.deltas: list[TableDelta] = []
         self.task = asyncio.create_task(self.run())
 
     async def run(self) -> None:
@@ -33,7 +35,10 @@ class Reader:
         while True:
             answer = await self.publisher.poll(self.source, self.table.generation, samples)
             samples = self.meters.report() if answer == "samples" else None
-            if isinstance(answer, RoutingTable):
+            if isinstance(answer, TableDelta):
+                self.deltas.append(answer)
+                self.table = answer.apply(self.table)
+            elif isinstance(answer, RoutingTable):
                 self.table = answer
 
 
@@ -48,6 +53,42 @@ def test_a_change_is_in_force_when_every_reader_has_it() -> None:
             assert {r.table.generation for r in readers} == {publisher.table.generation}
         for reader in readers:
             reader.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_reader_receives_only_the_rows_that_changed() -> None:
+    row, access = ModelRoute("1.0", {"1.0": VersionRoute("1.0", "ready", 1)}), AccessTable({})
+    changed = ModelRoute("2.0", row.versions)
+    tables = [
+        {"a": row, "b": row},
+        {"a": row, "b": changed},
+        {"a": row, "c": row},
+        {},
+        {"d": row},
+    ]
+
+    async def main() -> None:
+        publisher = TablePublisher(MetricsAggregator())
+        reader = Reader(publisher, "r")
+        await asyncio.sleep(0)
+        for models in tables:
+            generation = publisher.next_generation()
+            publisher.publish(RoutingTable(generation, models, bool(models), access, on_loopback=True))
+            await publisher.wait_until_applied(1.0, everybody("r"))
+            assert reader.table == publisher.table
+        assert [(set(d.changed), set(d.removed)) for d in reader.deltas] == [
+            ({"b"}, set()),
+            ({"c"}, {"b"}),
+            (set(), {"a", "c"}),
+            ({"d"}, set()),
+        ]
+        assert all(delta.rest.access is None for delta in reader.deltas)
+        publisher.publish(replace(publisher.table, generation=publisher.next_generation(), access=None))
+        await publisher.wait_until_applied(1.0, everybody("r"))
+        assert reader.table.access is None
+        assert isinstance(await publisher.poll("new", 0, None), RoutingTable)
+        reader.task.cancel()
 
     asyncio.run(main())
 

@@ -14,8 +14,8 @@ from serve_app.control.experiments.registry_changes import stop as stop_experime
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import (
     Registry,
+    TableBuilder,
     active_split,
-    build_routing_table,
     desired_states,
     find_version,
 )
@@ -191,7 +191,7 @@ class TestEnd:
             "header": "x-version",
             "labels": {"stable": "1.0"},
         }
-        assert version_router.sole_version(build_routing_table(after, {}, {}, 1, True).models["m"]) == "2.0"
+        assert version_router.sole_version(TableBuilder().build(after, {}, {}, 1, True).models["m"]) == "2.0"
 
     def test_a_shadow_of_another_stays(self, models):
         shadowed = set_policy(
