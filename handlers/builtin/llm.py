@@ -24,7 +24,7 @@ _DEFAULT_NEW_TOKENS = 256  # where neither the request nor the configuration has
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """The result of a request; ``prompt_tokens`` and ``new_tokens`` are counts.
+    """The result of a request; ``prompt_tokens``, ``cached_tokens`` and ``new_tokens`` are counts.
 
     ``ids`` are the generated tokens without the one that ends the text. ``rest`` and ``logprobs`` are the
     part that was not streamed.
@@ -35,6 +35,7 @@ class GenerationResult:
     rest: str
     logprobs: Sequence[Logprob]
     prompt_tokens: int
+    cached_tokens: int | None  # of the prompt; None where the engine does not report it
     new_tokens: int
     finish_reason: str | None
 
@@ -183,7 +184,7 @@ class LanguageModel:
         finally:
             for task in tasks:
                 task.cancel()
-        usage = _count_usage(map(len, prompts), results)
+        usage = _count_usage(map(len, prompts), results, request.n)
         if request.stream:
             return response.done_events(usage)
         choices = [
@@ -250,13 +251,15 @@ class LanguageModel:
         request = GenerationRequest(f"{uuid.uuid4()}", prompt, count, parsed.sampling, self.end_tokens)
         detokenizer = Detokenizer(self._decode, parsed.stops)
         timings = _RequestTimings(context, index, self.engine)
-        finish_reason = None
+        finish_reason: str | None = None
+        cached_tokens: int | None = None
         logprobs: list[Logprob] = []
         ids: list[int] = []
         chunks = self.engine.generate(request)
         try:
             async for chunk in chunks:
                 timings.record_tokens(len(chunk.tokens))
+                cached_tokens = chunk.cached_tokens
                 ids += chunk.tokens
                 text = detokenizer.push(chunk.tokens)
                 logprobs += [logprob for logprob in chunk.logprobs if logprob.token not in self.end_tokens]
@@ -269,26 +272,40 @@ class LanguageModel:
         finally:
             await chunks.aclose()  # frees the request's cache if it has not finished
         rest = detokenizer.finish()
-        timings.finish(len(prompt))
+        timings.finish(len(prompt), cached_tokens)
         if detokenizer.stopped:
             finish_reason = "stop"
         if ids and ids[-1] in self.end_tokens:
             ids = ids[:-1]
         return GenerationResult(
-            ids, detokenizer.text, rest, logprobs, len(prompt), timings.tokens, finish_reason
+            ids,
+            detokenizer.text,
+            rest,
+            logprobs,
+            len(prompt),
+            cached_tokens,
+            timings.tokens,
+            finish_reason,
         )
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _count_usage(prompt_lengths: Iterable[int], results: Iterable[GenerationResult]) -> dict[str, int]:
+def _count_usage(
+    prompt_lengths: Iterable[int], results: Sequence[GenerationResult], choices: int = 1
+) -> dict[str, Any]:
+    """Return the token counts of a response with so many ``choices`` of each prompt."""
     prompt_tokens, new_tokens = sum(prompt_lengths), sum(result.new_tokens for result in results)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
     }
+    cached = [result.cached_tokens for result in results[::choices] if result.cached_tokens is not None]
+    if cached:
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+    return usage
 
 
 class _RequestTimings:
@@ -313,9 +330,12 @@ class _RequestTimings:
                     self._metrics.add_percent("CacheUse", percent, self._index)
         self.tokens += tokens
 
-    def finish(self, prompt_tokens: int) -> None:
+    def finish(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         if self._metrics is None:
             return
+        if cached_tokens is not None:
+            self._metrics.add_counter("PrefixCacheQueries", prompt_tokens, self._index)
+            self._metrics.add_counter("PrefixCacheHits", cached_tokens, self._index)
         self._metrics.add_counter("PromptTokens", prompt_tokens, self._index)
         self._metrics.add_counter("GeneratedTokens", self.tokens, self._index)
         seconds = time.perf_counter() - (self._first_token_at or self._started_at)

@@ -32,6 +32,7 @@ from handlers.engines.engine import (
     GenerationRequest,
     Logprob,
     SamplingParams,
+    read_prefix_caching,
     validate_request,
 )
 from handlers.engines.structured_output import GrammarCompiler, invalid_output
@@ -53,6 +54,7 @@ class _TokenQueue:
     manager: Any
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     sent: int = 0
+    cached_tokens: int | None = None  # of the prompt; None before the look-up, and without prefix caching
     logprobs: list[Logprob] = field(default_factory=list)  # of all tokens so far, if requested
 
 
@@ -73,15 +75,24 @@ class ContinuousBatching:
     With several ranks, each rank has this engine, and only rank 0's ``generate`` is called.
 
     ``start`` loads the model. Options: ``num_blocks`` and ``page_size`` (tokens), whose product is the token
-    capacity of the cache for all requests; ``max_batch_tokens`` per step; ``dtype`` (``float32`` ...).
+    capacity of the cache for all requests; ``max_batch_tokens`` per step; ``dtype`` (``float32`` ...);
+    ``prefix_caching``, true by default.
     """
 
-    OPTIONS = ("num_blocks", "page_size", "max_batch_tokens", "dtype")
+    OPTIONS = ("num_blocks", "page_size", "max_batch_tokens", "dtype", "prefix_caching")
 
-    def __init__(self, folder: Path, model: Any, sizes: Mapping[str, int], sharded: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Any,
+        sizes: Mapping[str, int],
+        sharded: bool = False,
+        prefix_caching: bool = True,
+    ) -> None:
         self.model = model
         self.sharded = sharded
         self.sizes = dict(sizes)
+        self.prefix_caching = prefix_caching
         self.capacity = 0
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self._grammars = GrammarCompiler(folder, self.vocab_size)
@@ -98,6 +109,7 @@ class ContinuousBatching:
         """Load the model and start its loop, on each of ``tensor_parallel`` ranks at the same time."""
         import transformers
 
+        prefix_caching = read_prefix_caching(options)
         load_options: dict[str, Any] = {"dtype": options.get("dtype", "auto"), "local_files_only": True}
         load_options["trust_remote_code"] = False
         if tensor_parallel > 1:
@@ -111,7 +123,7 @@ class ContinuousBatching:
         if tensor_parallel == 1:
             model.to(device.select_device(gpu_id))
         sizes = cache_sizes(model, options, tensor_parallel)
-        engine = cls(folder, model.eval(), sizes, tensor_parallel > 1)
+        engine = cls(folder, model.eval(), sizes, tensor_parallel > 1, prefix_caching)
         try:
             await engine._ensure_running()
         except PredictionException as error:
@@ -155,9 +167,11 @@ class ContinuousBatching:
                     if output_format is not None and failure is not None:
                         raise invalid_output(output_format, failure)
                     stopped = bool(tokens) and tokens[-1] in request.stop_token_ids
-                    yield GenerationChunk(tokens, "stop" if stopped else "length", logprobs)
+                    yield GenerationChunk(
+                        tokens, "stop" if stopped else "length", logprobs, stream.cached_tokens
+                    )
                     return
-                yield GenerationChunk(tokens, None, logprobs)
+                yield GenerationChunk(tokens, None, logprobs, stream.cached_tokens)
         finally:
             self._cancel(stream)
 
@@ -202,6 +216,7 @@ class ContinuousBatching:
                 streaming=True,
                 eos_token_id=list(request.stop_token_ids),
                 sampling=sampling,
+                cache_salt=request.cache_salt,
             )
             if accepted is not None:
                 return stream
@@ -241,7 +256,7 @@ class ContinuousBatching:
     async def _start_loop(self) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        from handlers.engines import attention
+        from handlers.engines import attention, prefix_cache
         from handlers.engines.sampler import Sampler
 
         if self._manager is not None:
@@ -252,6 +267,7 @@ class ContinuousBatching:
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1),
             continuous_batching_config=ContinuousBatchingConfig(
                 **self.sizes,
+                allow_block_sharing=self.prefix_caching,
                 auto_switch_to_flash=False,  # true would search the hub for kernels
                 use_cuda_graph=False,  # a graph would repeat the same random numbers
             ),
@@ -261,8 +277,10 @@ class ContinuousBatching:
         self._sampler = Sampler(self._grammars.compile)
         processors.logits_processor.append(self._sampler)
         processors.tensors_required += 1
-        processors.supported_keys["sampling"] = SamplingParams
+        processors.supported_keys |= {"sampling": SamplingParams, "cache_salt": str}
         processors.do_processing = True
+        if self.prefix_caching:
+            prefix_cache.install(manager, self._record_lookup)
         if not manager.is_tp_driver:
             manager._wake_up_loop = _NoWaitEvent()
         threading.Thread(target=self._watch, args=(manager, asyncio.get_running_loop()), daemon=True).start()
@@ -276,6 +294,12 @@ class ContinuousBatching:
         self.sizes["num_blocks"] = config.num_blocks  # the allocated number may be lower than the option
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.capacity = min(config.num_blocks * config.page_size, context or math.inf)
+
+    def _record_lookup(self, id: str, cached_tokens: int) -> None:
+        """Store how much of a prompt was cached; on the loop's thread, before its first step."""
+        stream = self._token_queues.get(id)  # ranks other than 0 have none
+        if stream is not None:
+            stream.cached_tokens = cached_tokens
 
     def _watch(self, manager: Any, loop: asyncio.AbstractEventLoop) -> None:
         """Run the loop; when it ends, fail its open streams, as it misses requests of its last moment."""

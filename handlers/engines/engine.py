@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from handlers.errors import PredictionException
+from handlers.errors import HandlerLoadError, PredictionException
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,17 @@ class Logprob:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request with a unique ``id``; generation stops after any of ``stop_token_ids``."""
+    """A request with a unique ``id``; generation stops after any of ``stop_token_ids``.
+
+    Requests share cached prefixes only with requests of the same ``cache_salt``.
+    """
 
     id: str
     prompt: Sequence[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,14 @@ class GenerationChunk:
     """A chunk of new ``tokens``.
 
     Only the last chunk has a ``finish_reason``: ``stop``, ``length`` or ``abort``. ``logprobs`` has one entry
-    per token where the request asks for them.
+    per token where the request asks for them. ``cached_tokens`` is how many tokens of the prompt were in the
+    cache, or None where the engine does not report it.
     """
 
     tokens: list[int]
     finish_reason: str | None = None
     logprobs: Sequence[Logprob] = ()
+    cached_tokens: int | None = None
 
 
 class Engine(Protocol):
@@ -119,6 +125,14 @@ class Engine(Protocol):
     async def shutdown(self) -> None:
         """Abort all requests and free the memory. The engine accepts no requests afterwards."""
         ...
+
+
+def read_prefix_caching(options: Mapping[str, Any]) -> bool:
+    """Return the option ``prefix_caching``. Raises HandlerLoadError."""
+    value = options.get("prefix_caching", True)
+    if type(value) is not bool:
+        raise HandlerLoadError(f"model-config.yaml: engine.prefix_caching is {value!r}; it is true or false.")
+    return value
 
 
 def validate_request(request: GenerationRequest, vocab_size: int, capacity: int) -> None:

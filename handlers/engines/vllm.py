@@ -13,6 +13,7 @@ from handlers.engines.engine import (
     GenerationRequest,
     Logprob,
     StructuredOutput,
+    read_prefix_caching,
     validate_request,
 )
 from handlers.errors import HandlerLoadError, PredictionException
@@ -21,9 +22,12 @@ from handlers.loading.gpu_budget import GpuBudget
 
 
 class VLLM:
-    """An engine that runs vLLM's ``AsyncLLM``; the option ``arguments`` holds its ``AsyncEngineArgs``."""
+    """An engine that runs vLLM's ``AsyncLLM``; the option ``arguments`` holds its ``AsyncEngineArgs``.
 
-    OPTIONS = ("arguments",)
+    ``prefix_caching`` is vLLM's ``enable_prefix_caching``.
+    """
+
+    OPTIONS = ("arguments", "prefix_caching")
 
     def __init__(self, engine: Any, capacity: int, vocab_size: int) -> None:
         self.capacity = capacity
@@ -54,6 +58,8 @@ class VLLM:
                 "take engine: {name: transformers}."
             ) from error
         arguments = engine_arguments(folder, options.get("arguments") or {}, device.get_budget())
+        if "prefix_caching" in options:
+            arguments.setdefault("enable_prefix_caching", read_prefix_caching(options))
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         config = engine.model_config
         return cls(engine, config.max_model_len, config.get_vocab_size())
@@ -68,7 +74,9 @@ class VLLM:
 
         validate_request(request, self.vocab_size, self.capacity)
         sampling = request.sampling
-        prompt = {"prompt_token_ids": list(request.prompt)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt
         try:
             params = SamplingParams(
                 temperature=sampling.temperature,
@@ -93,6 +101,7 @@ class VLLM:
                         list(completion.token_ids),
                         completion.finish_reason,
                         _convert_logprobs(completion, sampling.logprobs),
+                        output.num_cached_tokens,
                     )
         except Exception as error:  # vLLM's own error classes are not RuntimeErrors
             if self._engine.errored:

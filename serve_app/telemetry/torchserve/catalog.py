@@ -109,6 +109,8 @@ GENERATION = (
     MetricFamily("PromptTokens", "counter", "count", _HANDLER),
     MetricFamily("GeneratedTokens", "counter", "count", _HANDLER),
     MetricFamily("CacheUse", "gauge", "percent", _HANDLER),
+    MetricFamily("PrefixCacheQueries", "counter", "count", _HANDLER),
+    MetricFamily("PrefixCacheHits", "counter", "count", _HANDLER),
 )
 BUILT_IN = (*PROFILE, *GENERATION)  # present with any metrics.yaml
 

@@ -96,6 +96,7 @@ def test_a_response_has_text_and_usage(language_model: Path) -> None:
         expected = generate_greedily(language_model, "Roses are red", 40)
         answer = await model.json(prompt="Roses are red", max_new_tokens=40)
         usage = {"prompt_tokens": 13, "completion_tokens": 40, "total_tokens": 53}
+        usage["prompt_tokens_details"] = {"cached_tokens": 0}
         assert answer == {"text": expected, "usage": usage, "finish_reason": "length"}
         tokens = model.entry.instance.tokenizer.encode("Roses are red")
         for row in (
@@ -305,10 +306,13 @@ def test_metrics_are_recorded(language_model: Path) -> None:
         "PromptTokens",
         "GeneratedTokens",
         "TokensPerSecond",
+        "PrefixCacheQueries",
+        "PrefixCacheHits",
     }
     assert (values["PromptTokens"], values["GeneratedTokens"]) == (13, 30)
     assert 0 < values["TimeToFirstToken"] < 60_000
     assert values["TokensPerSecond"] > 0
+    assert (values["PrefixCacheQueries"], values["PrefixCacheHits"]) == (13, 0)
     assert values["CacheUse"] in (0.0, 3.12, 6.25, 9.38), "of 32 pages, at the first tokens"
 
 

@@ -52,7 +52,12 @@ def test_a_completion(model: ServedModel) -> None:
         "object": "text_completion",
         "model": "m:2",
         "choices": [{"index": 0, "text": native["text"], "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 13, "completion_tokens": 20, "total_tokens": 33},
+        "usage": {
+            "prompt_tokens": 13,
+            "completion_tokens": 20,
+            "total_tokens": 33,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 
@@ -68,7 +73,7 @@ def test_a_chat(model: ServedModel) -> None:
     assert (response["object"], response["model"], response["usage"]) == (
         "chat.completion",
         "poet",
-        native["usage"],
+        {**native["usage"], "prompt_tokens_details": {"cached_tokens": 32}},  # from the completion
     )
     message = {"role": "assistant", "content": native["choices"][0]["text"], "refusal": None}
     assert response["choices"] == [
@@ -80,6 +85,14 @@ def test_a_chat(model: ServedModel) -> None:
         ]
         == response["choices"]
     ), "as bytes, and with the old name of the limit"
+
+
+def test_usage_counts_the_cached_tokens_of_each_prompt(model: ServedModel) -> None:
+    prompts = ["a" * 40, "b" * 70]
+    for cached in (0, 32 + 64):  # whole pages of 16 tokens
+        usage = model(openai.COMPLETIONS, prompt=prompts, max_tokens=2, n=2)["usage"]
+        assert usage["prompt_tokens"] == 110
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
 def test_prompts_are_texts_or_token_ids(model: ServedModel) -> None:
@@ -113,6 +126,7 @@ def test_choices_differ_and_follow_their_seed(model: ServedModel) -> None:
 def test_a_stream_has_the_text_of_the_object(model: ServedModel, path: str) -> None:
     params: dict[str, Any] = {"messages": HELLO} if path == openai.CHAT else {"prompt": ["Hello", "you"]}
     params |= {"max_tokens": 40, "temperature": 0, "n": 2}
+    model(path, **params)  # so that both others find its prompt in the cache
     complete = model(path, **params)
     events = model.events(path, **params, stream_options={"include_usage": True})
     assert {event["id"] for event in events} == {events[0]["id"]}

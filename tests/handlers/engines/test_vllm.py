@@ -74,6 +74,7 @@ VLLM_SOURCES = {
 
             async def generate(self, prompt, sampling_params, request_id):
                 self.params, self.others = sampling_params.params, sampling_params.others
+                self.cache_salt = prompt.get("cache_salt")
                 for count in range(sampling_params.max_tokens):
                     if self.errored:
                         raise EngineDeadError("it is dead")
@@ -83,7 +84,7 @@ VLLM_SOURCES = {
                     if sampling_params.logprobs is not None:
                         values = {token: SimpleNamespace(logprob=-2.0), 3: SimpleNamespace(logprob=-0.5)}
                         completion.logprobs = [values]
-                    yield SimpleNamespace(outputs=[completion])
+                    yield SimpleNamespace(outputs=[completion], num_cached_tokens=16)
 
             async def abort(self, request_id):
                 self.aborted.append(request_id)
@@ -133,6 +134,9 @@ def test_requests_are_converted_for_vllm(tmp_path: Path) -> None:
         with_logprobs = GenerationRequest("likely", [5], 1, SamplingParams(logprobs=1))
         [chunk] = [chunk async for chunk in engine.generate(with_logprobs)]
         assert list(chunk.logprobs) == [Logprob(6, -2.0, ((3, -0.5),))]
+        assert (chunk.cached_tokens, own.cache_salt) == (16, None)
+        await collect(engine, GenerationRequest("adapter", [5], 1, cache_salt="poet"))
+        assert own.cache_salt == "poet"
         await engine.abort("one")
         assert own.aborted == ["one"]
         await engine.check_health()
@@ -183,3 +187,11 @@ def test_penalties_and_formats_are_converted_for_vllm(tmp_path: Path) -> None:
             }
 
     asyncio.run(generate())
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("value", [True, False])
+def test_prefix_caching_is_passed_to_vllm(tmp_path: Path, value: bool) -> None:
+    options = {"name": "vllm", "prefix_caching": value}
+    engine: Any = asyncio.run(engines.start(tmp_path, 0, options))
+    assert engine._engine.args.others == {"enable_prefix_caching": value}
