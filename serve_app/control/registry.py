@@ -94,7 +94,8 @@ def desired_states(registry: Registry) -> dict[str, DesiredState]:
     """Return the applications that should run, by name: every version that has workers, with its route.
 
     The default version owns its model's own route while it takes all of the model's traffic; otherwise that
-    route is the gateway's, and the version keeps to its explicit one.
+    route is the gateway's, and the version keeps to its explicit one. A version that is routed by prefix has
+    no route of its own, because the gateways choose its replicas.
     """
     return {
         spec.ref.app: DesiredState(spec, _route(registry, name, spec))
@@ -105,7 +106,7 @@ def desired_states(registry: Registry) -> dict[str, DesiredState]:
 
 
 def _route(registry: Registry, name: str, spec: ModelSpec) -> str | None:
-    if spec.graph is not None:
+    if spec.graph is not None or spec.routed_by_prefix:
         return None
     record = registry.models[name]
     route = ModelRoute(record.default, {}, record.policy, active_split(registry, name))
@@ -247,6 +248,7 @@ def _version_route(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -
         loaded_at_startup=spec.loaded_at_startup,
         wake_timeout=float(spec.startup_timeout) if spec.min_workers == 0 < spec.max_workers else 0.0,
         stateful=spec.sequence_batching,
+        routing="prefix" if spec.routed_by_prefix else "load",
         graph=spec.graph,
         signature=spec.signature or status.signature,
         schemas=status.schemas,

@@ -11,12 +11,13 @@ from serve_app.domain import limits
 from serve_app.domain.model import ModelRef, ModelSpec, Registration
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import BadRequest, ConfigurationError
-from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.manifest import Manifest, handler_module
 from serve_app.model_store.model_config import ModelConfig
 from serve_app.model_store.workflow_archive import WorkflowModel
 from serve_app.settings import RuntimeSettings, Settings, VersionSettings
 
 FUNCTIONS = "handlers.loading.workflow_functions:WorkflowFunctions"  # the handler of a workflow's functions
+_PREFIX_CACHING_HANDLERS = ("llm",)
 RUNTIMES = ("python", "python3", "LSP")
 
 # A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.
@@ -33,6 +34,7 @@ _COMBINED_KEYS = {
     "startup_timeout",
     "autoscaling",
     "batcher",
+    "routing",
 }
 _FILE_KEYS = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(ModelSpec)} - _COMBINED_KEYS
 
@@ -83,6 +85,7 @@ def build_spec(
     options: dict[str, Any] = {
         "job_queue_size": defaults.job_queue_size,
         "batcher": _batcher(config, defaults, place),
+        "routing": config.routing or _default_routing(registration.handler or manifest.handler, config),
         "num_cpus": defaults.num_cpus,
         "num_gpus": _gpus(config, defaults.num_gpus),
         **{key: getattr(config, key) for key in _FILE_KEYS if getattr(config, key) is not None},
@@ -213,6 +216,14 @@ def _batcher(config: ModelConfig, defaults: RuntimeSettings, place: str) -> Lite
             remedy = "write batcher: torchrelay into this file"
             raise ConfigurationError(place, f"{key}: {reason}; {source} selects @serve.batch. {remedy}")
     return batcher
+
+
+def _default_routing(handler: str, config: ModelConfig) -> Literal["load", "prefix"]:
+    """Return the routing of a version whose file has none: by prefix where the handler caches prefixes."""
+    engine = config.raw.get("engine")
+    if handler_module(handler) not in _PREFIX_CACHING_HANDLERS or config.sequence_batching:
+        return "load"
+    return "load" if isinstance(engine, dict) and engine.get("prefix_caching") is False else "prefix"
 
 
 def _ranks(config: ModelConfig) -> int:

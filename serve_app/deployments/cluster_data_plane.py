@@ -5,6 +5,7 @@ from __future__ import annotations
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
 from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.deployments.management_client import ReportQueue
+from serve_app.deployments.prefix_router import PrefixRouter
 from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter, sequence_headers
 from serve_app.settings import Settings
@@ -27,7 +28,7 @@ def create_data_plane(
     plane = DataPlane(
         reader,
         meters,
-        clients,
+        PrefixRouter(reader, clients),
         None if local is None else (local.ref, local.backend),
         wake=clients.wake,
         mirror=mirror,

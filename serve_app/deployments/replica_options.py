@@ -34,7 +34,8 @@ _EXTERNAL_FIELDS = (
     "archive",
     "loaded_at_startup",
     "max_retry_timeout",
-    "max_concurrent_requests",  # published in the routing table
+    "max_concurrent_requests",  # published in the routing table, as the next
+    "routing",
     "graph",
 )
 # Settings that only Management and the gateway read: a new key must not restart every model.

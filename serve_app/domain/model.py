@@ -87,6 +87,7 @@ class ModelSpec:
     max_ongoing_requests: int = 0  # 0: as many as the queue and two batches hold
     max_concurrent_requests: int = 0  # of all its replicas together; 0: no limit
     fast_path: Literal["torchserve", "oip"] = "torchserve"
+    routing: Literal["load", "prefix"] = "load"  # by which a replica is chosen for a request
     loaded_at_startup: bool = False
     autoscaling: Autoscaling | None = None  # what was said of it; None: nothing
     graph: WorkflowGraph | None = None  # of a workflow, whose own workers run its functions alone
@@ -134,6 +135,11 @@ class ModelSpec:
     def has_no_workers(self) -> bool:
         """Return whether it has no workers and needs some; a workflow without functions needs none."""
         return self.max_workers == 0 and (self.graph is None or bool(self.handler))
+
+    @property
+    def routed_by_prefix(self) -> bool:
+        """Return whether gateways choose the replica by a request's prefix; one replica needs no choice."""
+        return self.routing == "prefix" and max(self.min_workers, self.max_workers) > 1
 
     @property
     def default_route(self) -> str:

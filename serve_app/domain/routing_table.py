@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from serve_app.domain.access import AccessTable
 from serve_app.domain.model import Phase
@@ -32,6 +32,7 @@ class VersionRoute:
     loaded_at_startup: bool = False
     wake_timeout: float = 0.0  # seconds that a request waits for a version at zero replicas
     stateful: bool = False  # its requests belong to sequences
+    routing: Literal["load", "prefix"] = "load"  # by which a replica is chosen
     graph: WorkflowGraph | None = None  # of a workflow, whose replicas, if any, run its functions
     signature: Signature | None = None  # from the model-config.yaml or the handler, where they have one
     schemas: Mapping[str, Any] | None = (

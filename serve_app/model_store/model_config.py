@@ -122,6 +122,7 @@ class ModelConfig:
     retries: bool | None = _own_key(_FLAG)
     bucket_by_length: bool | None = _own_key(_FLAG)
     fast_path: Literal["torchserve", "oip"] | None = _own_key(_one_of("torchserve", "oip"))
+    routing: Literal["load", "prefix"] | None = _own_key(_one_of("load", "prefix"))
     max_ongoing_requests: int | None = _own_key(_integer(0))
     max_concurrent_requests: int | None = _own_key(_integer(0), "maxConcurrentRequests")
     samples: tuple[str, ...] | None = _own_key(_list("a list of file names", str))
@@ -197,6 +198,10 @@ class ModelConfig:
                         where, str(error) or f"{key}: {value!r} must be {description}"
                     ) from None
                 log.warning("%s: %s: %r is ignored, it must be %s", where, key, value, description)
+        if values.get("routing") == "prefix" and values.get("sequence_batching"):
+            raise ConfigurationError(
+                where, "routing and sequenceBatching: the sequence selects the replica; remove one"
+            )
         if values.get("tensors") and values.get("envelope"):
             raise ConfigurationError(
                 where, "tensors and envelope: a model of tensors needs no envelope; remove one"

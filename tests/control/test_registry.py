@@ -241,6 +241,16 @@ class TestDesired:
             "/v2/models/m/versions/2.0",
         ]
 
+    @pytest.mark.parametrize(("workers", "routing"), [(2, "prefix"), (1, "prefix"), (2, "load")])
+    def test_the_gateways_own_the_routes_of_replicas_that_they_choose_by_prefix(self, workers, routing):
+        whole = registry(spec(min_workers=workers, routing=routing))
+        by_prefix = (workers, routing) == (2, "prefix")
+        assert [one.route for one in desired_states(whole).values()] == [
+            None if by_prefix else "/predictions/m"
+        ]
+        row = build_routing_table(whole, {}, {}, 1, True).models["m"].versions["1.0"]
+        assert row.routing == ("prefix" if by_prefix else "load")
+
     def test_a_policy_that_divides_the_traffic_sends_every_version_to_its_own_route(self):
         record = registry(spec(min_workers=1)).models["m"]
         weights = {"1.0": 9000, "2.0": 1000}

@@ -180,6 +180,16 @@ class TestSpecFrom:
         assert made("batcher: torchrelay", every).batcher == "torchrelay"
         assert made("tensor_parallel: 2", every).batcher == "ray"
 
+    def test_routing_is_by_prefix_where_the_handler_caches_prefixes(self):
+        llm = {"handler": "llm"}
+        assert made().routing == "load"
+        assert made(manifest=llm).routing == made(handler="llm").routing == "prefix"
+        assert made("engine: {prefix_caching: false}", manifest=llm).routing == "load"
+        assert made("engine: {prefix_caching: true}", manifest=llm).routing == "prefix"
+        assert made("sequenceBatching: true", manifest=llm).routing == "load"
+        assert made("routing: load", manifest=llm).routing == "load"
+        assert made("routing: prefix").routing == "prefix"
+
     @pytest.mark.parametrize(
         "key", ["sequenceBatching", "continuousBatching", "useJobTicket", "bucket_by_length"]
     )

@@ -100,6 +100,7 @@ def test_what_only_a_new_replica_can_take_over_changes_the_version(change) -> No
         {"max_workers": 3, "autoscaling": LATENCY},
         {"url": "x"},
         {"max_concurrent_requests": 5},
+        {"routing": "prefix"},
     ],
 )
 def test_what_a_running_replica_takes_over_does_not(change) -> None:

@@ -26,6 +26,7 @@ def test_every_key_is_read():
         num_gpus: 0.25
         retries: false
         fast_path: oip
+        routing: prefix
         max_ongoing_requests: 7
         maxConcurrentRequests: 4
         samples: [a.json]
@@ -41,7 +42,7 @@ def test_every_key_is_read():
     assert (config.device_ids, config.use_venv, config.torchrun) == ((0, 1), True, {"nproc-per-node": 2})
     assert (config.batcher, config.num_cpus, config.num_gpus, config.retries) == ("ray", 1.0, 0.25, False)
     assert (config.fast_path, config.max_ongoing_requests, config.samples) == ("oip", 7, ("a.json",))
-    assert config.max_concurrent_requests == 4
+    assert (config.max_concurrent_requests, config.routing) == (4, "prefix")
     assert config.trusted is True
     assert config.raw["handler"] == {"anything": "at all"} and config.raw["minWorkers"] == 0
     assert config.response_timeout is None and config.startup_timeout is None
@@ -77,6 +78,7 @@ def test_a_wrong_value_of_torchserves_is_ignored_with_a_warning(line, caplog):
         "samples: one.json", "samples: [1]",
         "trusted: 'no'", "profile: 3", "profile: {active: 0}", "task: [ner]", "batcher: [ray]",
         "tensor_parallel: 0", "pipeline_parallel: two", "placement_strategy: strict_pack",
+        "routing: random",
     ],
 )  # fmt: skip
 def test_a_wrong_value_of_ours_is_refused(line):
@@ -131,3 +133,9 @@ def test_aliases_that_blow_up_are_refused():
     for text in (laughs, "a: &a [*a]"):
         with pytest.raises(ConfigurationError, match="aliases"):
             parse(text)
+
+
+def test_sequences_exclude_routing_by_prefix():
+    with pytest.raises(ConfigurationError, match="routing and sequenceBatching: the sequence selects"):
+        parse("routing: prefix\nsequenceBatching: true")
+    assert parse("routing: load\nsequenceBatching: true").routing == "load"

@@ -96,6 +96,7 @@ class TestRoundTrip:
                 num_gpus=0.5,
                 max_ongoing_requests=9,
                 fast_path="oip",
+                routing="prefix",
                 loaded_at_startup=True,
             ),
             spec(version="2.0"),
