@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send
 from tests.benchmarks import (
@@ -269,25 +270,28 @@ class Comparison(Rounds):
 
     def generation(self) -> None:
         """Continuous batching beside generate, in one process of their own."""
-        task = self.progress.add_task("generation", total=None)
-        command = [
-            sys.executable,
-            "-m",
-            "tests.benchmarks.generation",
-            "--json",
-            "--rounds",
-            str(self.rounds),
-        ]
-        done = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True)
         with self.going_on():
-            if done.returncode:
-                raise PeerFailed(
-                    f"text generation ended with {done.returncode}: {done.stderr.strip()[-1000:]}"
-                )
             figures = self.figures.setdefault(Case("generation"), {})
-            for way, rounds in json.loads(done.stdout.splitlines()[-1]).items():
+            for way, rounds in self._run_module("generation").items():
                 figures[way] = [_generated(*each) for each in rounds]
+
+    def prefix(self) -> None:
+        """Measure the time to the first token with prefix caching and without, in a process of their own."""
+        with self.going_on():
+            figures = self.figures.setdefault(Case("prefix"), {})
+            for way, rounds in self._run_module("prefix_caching").items():
+                figures[way] = [_generated(len(each), sum(each), each) for each in rounds]
+
+    def _run_module(self, name: str) -> dict[str, Any]:
+        """Return the rounds that a benchmark of text generation prints as JSON. Raises PeerFailed."""
+        task = self.progress.add_task(name, total=None)
+        module = [sys.executable, "-m", f"tests.benchmarks.{name}"]
+        command = [*module, "--json", "--rounds", str(self.rounds)]
+        done = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True)
         self.progress.remove_task(task)
+        if done.returncode:
+            raise PeerFailed(f"{name} ended with {done.returncode}: {done.stderr.strip()[-1000:]}")
+        return dict(json.loads(done.stdout.splitlines()[-1]))
 
     def sharding(self) -> None:
         """One language model whole and over two processes, which exchange what they compute over the

@@ -42,7 +42,7 @@ def requests(count: int = 16) -> Requests:
     ]
 
 
-def save_model(folder: Path, width: int) -> None:
+def save_model(folder: Path, width: int, context: int = 512) -> None:
     """Save a Llama with random weights that never ends an answer by itself."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,7 +53,7 @@ def save_model(folder: Path, width: int) -> None:
         intermediate_size=3 * width,
         num_hidden_layers=8,
         num_attention_heads=8,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=None,

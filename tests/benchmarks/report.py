@@ -38,6 +38,7 @@ CUSTOM = "Torchrelay, with keys, metrics, access log and two metrics of the hand
 SERVED, LOOPED = "Torchrelay, {}", "Bare loop, {}"  # a runtime
 SENTENCES, PARAGRAPHS = "runtimes", "runtimes, 64 tokens"  # groups: texts of 16 tokens, and longer ones
 PLAIN_MODEL, ONNX, INT8 = "plain", "onnx", "onnx-int8"  # variants, as `torchrelay optimize` calls them
+UNCACHED_PREFIX, CACHED_PREFIX = "without prefix caching", "with prefix caching"
 ALONE_EACH, TOGETHER, CONTINUOUS = "one after another", "one batch, padded", "continuous batching"
 
 
@@ -180,6 +181,7 @@ TARGETS = (
     Target(Case("variants, MiniLM, batches of 1"), INT8, PLAIN_MODEL, "throughput", 2.5),
     Target(Case("generation"), CONTINUOUS, ALONE_EACH, "throughput", 1.8),
     Target(Case("generation"), CONTINUOUS, TOGETHER, "mean", 0.5),
+    Target(Case("prefix"), CACHED_PREFIX, UNCACHED_PREFIX, "p50", 0.5),
     Target(Case("middleware", 32), RELAY1, PLAIN, "throughput", 0.92),
     Target(Case("costs", 32), FULL, KEYLESS, "throughput", 0.95),
     Target(Case("costs", 32), CUSTOM, BARE, "throughput", 0.9),

@@ -40,10 +40,12 @@ from tests.benchmarks.report import Report
 from tests.benchmarks.servers import Peer, PeerFailed
 
 GROUPS = ("echo", "mlp", "bare-parser", "encoder", "images", "gateway", "oip", "grpc", "traffic", "shadow")
-GROUPS += ("lengths", "runtimes", "variants", "generation", "sharding", "middleware", "costs", "memory")
+GROUPS += ("lengths", "runtimes", "variants", "generation", "prefix", "sharding")
+GROUPS += ("middleware", "costs", "memory")
 _ALONE = {
     "variants",
     "generation",
+    "prefix",
     "sharding",
     "middleware",
     "costs",
@@ -121,6 +123,8 @@ def main(
             run.variants()
         if "generation" in groups:
             run.generation()
+        if "prefix" in groups:
+            run.prefix()
         if "sharding" in groups:
             run.sharding()
         if set(groups) - _ALONE:
