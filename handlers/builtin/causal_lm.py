@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from handlers.builtin.causal_lm_request import BatchRequest, parse_batch_request
 from handlers.distributed import placement
 from handlers.distributed.degrees import degrees
+from handlers.engines.batch_decoding import RowDecoder, decode_rows
+from handlers.engines.engine import SamplingParams
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain.unsupported import refuse_explanations
 
-_DEFAULT_NEW_TOKENS = 64  # for rows without max_new_tokens
-
-
-@dataclass(frozen=True)
-class _ScoreRequest:
-    """A parsed row; with ``logits``, it requests the scores of the next token instead of a text."""
-
-    tokens: list[int]
-    max_new_tokens: int
-    logits: bool
-
 
 class CausalLM:
-    """A handler that generates greedily with the archive's Hugging Face folder.
+    """A handler that generates for whole batches with the archive's Hugging Face folder.
 
     ``tensor_parallel`` and ``pipeline_parallel`` shard the model, by the ``engine`` of model-config.yaml. An
     unsharded model may be placed on several devices, by ``device_map``.
 
-    A row is JSON, ``{"prompt": a text or a list of token ids, "max_new_tokens": 64}``. Its value is
-    ``{"tokens", "text"}``, with the text if the folder has a tokenizer. For ``{"prompt", "logits": true}`` it
-    is ``{"logits"}``: the score of each token of the vocabulary as the next token. The rows of a batch run
-    together.
+    A row is JSON, ``{"prompt": a text or a list of token ids, "max_new_tokens": 64}``, with the parameters of
+    sampling, ``stop`` and ``stream`` of the handler ``llm``; it is greedy by default. Its value is
+    ``{"tokens", "text"}``, with the text if the folder has a tokenizer; with ``stream``, chunks of the text.
+    For ``{"prompt", "logits": true}`` it is ``{"logits"}``: the score of each token of the vocabulary as the
+    next token. The rows of a batch run together.
     """
 
     def __init__(self) -> None:
         self.model: Any = None
         self.tokenizer: Any = None
         self._in_pipeline = False
+        self._end_tokens: list[int] = []
+        self._default_sampling = SamplingParams()
 
     def initialize(self, context: Any) -> None:
         from transformers import AutoTokenizer
@@ -55,103 +49,102 @@ class CausalLM:
             self.tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+        penalty = self.model.generation_config.repetition_penalty
+        self._default_sampling = SamplingParams(repetition_penalty=1.0 if penalty is None else penalty)
         end = self.model.generation_config.eos_token_id
         self._end_tokens = [end] if isinstance(end, int) else list(end or ())
 
     def handle(self, data: list[Any], context: Any) -> list[Any]:
         refuse_explanations("causal_lm", context)
         values: list[Any] = [None] * len(data)
-        requests: dict[int, _ScoreRequest] = {}
+        requests: dict[int, BatchRequest] = {}
         for index, row in enumerate(data):
             try:
                 requests[index] = self._parse_row(row)
             except PredictionException as error:
                 values[index] = error
-        for logits, compute in ((True, self._compute_logits), (False, self._generate)):
-            indices = [index for index in requests if requests[index].logits is logits]
-            if indices:
-                with torch.inference_mode():
-                    results = compute([requests[index] for index in indices])
-                for index, value in zip(indices, results):
+        with torch.inference_mode():
+            if scored := [index for index in requests if requests[index].logits]:
+                results = self._compute_logits([requests[index] for index in scored])
+                for index, value in zip(scored, results):
                     values[index] = value
+            rows = {
+                index: self._create_row(index, request, context)
+                for index, request in requests.items()
+                if not request.logits
+            }
+            for group in self._group_rows(list(rows.values())):
+                self._decode(group)
+        for index, decoded in rows.items():
+            values[index] = self._format_row(decoded, requests[index].stream)
         return values
 
-    def _parse_row(self, row: Mapping[str, Any]) -> _ScoreRequest:
-        value = row["data"] if row.get("data") is not None else row.get("body")
-        try:
-            value = json.loads(value) if isinstance(value, (bytes, bytearray)) else value
-        except ValueError as error:
-            raise PredictionException(f"The input is not JSON: {error}", 400) from error
-        if not isinstance(value, Mapping):
-            value = {"prompt": value}
-        prompt, max_new_tokens = value.get("prompt"), value.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise PredictionException(
-                    "This model has no tokenizer; send prompt as a list of token ids.", 400
-                )
-            prompt = self.tokenizer.encode(prompt)
-        vocab_size = self.model.config.vocab_size
-        if (
-            not isinstance(prompt, list)
-            or not prompt
-            or not all(type(t) is int and 0 <= t < vocab_size for t in prompt)
-        ):
-            raise PredictionException(
-                f"prompt is a text, or a list of token ids from 0 to {vocab_size - 1}.", 400
-            )
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
-            raise PredictionException(
-                f"max_new_tokens is {max_new_tokens!r}, and must be a whole number from 1.", 400
-            )
-        max_positions = getattr(self.model.config, "max_position_embeddings", None)
-        if max_positions is not None and len(prompt) + max_new_tokens > max_positions:
-            requested = f"{len(prompt)} tokens of the prompt and max_new_tokens {max_new_tokens}"
-            raise PredictionException(
-                f"{requested} are more than the {max_positions} positions of this model.", 400
-            )
-        return _ScoreRequest(prompt, max_new_tokens, value.get("logits") is True)
+    def _parse_row(self, row: Any) -> BatchRequest:
+        request = parse_batch_request(row, self._default_sampling, self.tokenizer, self.model.config)
+        if request.stream and request.logits:
+            raise PredictionException("stream and logits are alternatives: give one of them.", 400)
+        return request
 
-    def _pad(self, requests: list[_ScoreRequest]) -> dict[str, torch.Tensor]:
-        """Return the prompts as one tensor, padded on the left, with their mask."""
-        length = max(len(request.tokens) for request in requests)
-        tokens = torch.tensor([[0] * (length - len(request.tokens)) + request.tokens for request in requests])
-        mask = torch.tensor(
-            [[0] * (length - len(request.tokens)) + [1] * len(request.tokens) for request in requests]
+    def _create_row(self, index: int, request: BatchRequest, context: Any) -> RowDecoder:
+        send: Callable[[str], None] | None = None
+        if request.stream:
+            context.set_response_content_type(index, "text/plain; charset=utf-8")
+            send = partial(context.emit, index)
+        return RowDecoder(
+            request.tokens,
+            request.sampling,
+            request.max_new_tokens,
+            self._end_tokens,
+            request.stops,
+            None if self.tokenizer is None else self._decode_text,
+            send,
         )
+
+    def _decode_text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
+        """Return the prompts as one tensor, padded on the left, with their mask."""
+        length = max(map(len, prompts))
+        tokens = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         device = placement.input_device(self.model)
         return {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
 
-    def _compute_logits(self, requests: list[_ScoreRequest]) -> list[Any]:
-        inputs = self._pad(requests)
+    def _compute_logits(self, requests: list[BatchRequest]) -> list[Any]:
+        inputs = self._pad([request.tokens for request in requests])
         positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
         logits = self.model(**inputs, position_ids=positions).logits[:, -1].float()
         return [{"logits": row} for row in logits.tolist()]
 
-    def _generate(self, requests: list[_ScoreRequest]) -> list[Any]:
-        if self._in_pipeline:  # there transformers' generate reads the padding of a prompt as a part of it
-            values: dict[int, Any] = {}
-            for length in sorted({len(request.tokens) for request in requests}):
-                indices = [index for index, request in enumerate(requests) if len(request.tokens) == length]
-                values |= zip(indices, self._generate_together([requests[index] for index in indices]))
-            return [values[index] for index in range(len(requests))]
-        return self._generate_together(requests)
+    def _group_rows(self, rows: list[RowDecoder]) -> list[list[RowDecoder]]:
+        """Return the rows that are decoded together.
 
-    def _generate_together(self, requests: list[_ScoreRequest]) -> list[Any]:
-        inputs = self._pad(requests)
-        max_new_tokens = max(request.max_new_tokens for request in requests)
-        results = self.model.generate(
-            **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
-        )
-        rows = results[:, inputs["input_ids"].shape[1] :].tolist()
-        return [self._format_tokens(row[: request.max_new_tokens]) for request, row in zip(requests, rows)]
+        In a pipeline, transformers' ``generate`` reads the padding of a prompt as a part of it, so there the
+        prompts of a group have one length.
+        """
+        if not self._in_pipeline:
+            return [rows] if rows else []
+        lengths = sorted({len(row.prompt) for row in rows})
+        return [[row for row in rows if len(row.prompt) == length] for length in lengths]
 
-    def _format_tokens(self, tokens: list[int]) -> dict[str, Any]:
-        ends = [tokens.index(end) for end in self._end_tokens if end in tokens]
-        tokens = tokens[: min(ends)] if ends else tokens
+    def _decode(self, rows: list[RowDecoder]) -> None:
+        inputs = self._pad([row.prompt for row in rows])
+        if hasattr(self.model, "decode_rows"):  # an engine with a loop of its own
+            self.model.decode_rows(inputs, rows)
+        else:
+            decode_rows(self.model, inputs, rows)
+
+    def _format_row(self, row: RowDecoder, stream: bool) -> Any:
+        """Return a row's value; of a stream, the text that was not sent yet."""
+        decoded = row.finish()
+        if stream and decoded is not None:
+            return decoded[1]
         if self.tokenizer is None:
-            return {"tokens": tokens}
-        return {"tokens": tokens, "text": self.tokenizer.decode(tokens, skip_special_tokens=True)}
+            return {"tokens": row.tokens}
+        if decoded is not None:
+            return {"tokens": row.tokens, "text": decoded[0]}
+        return {"tokens": row.tokens, "text": self.tokenizer.decode(row.tokens, skip_special_tokens=True)}
 
 
 def _find_model_folder(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""DeepSpeed-MII for ``causal_lm``: ragged batches on NVIDIA GPUs behind transformers' ``generate``.
+"""DeepSpeed-MII for ``causal_lm``: ragged batches on NVIDIA GPUs.
 
 MII's own server process is not started: every rank creates a pipeline, and rank 0's schedules for all.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from handlers import extras
 from handlers.distributed import process_group
+from handlers.engines.batch_decoding import RowDecoder
 from handlers.errors import HandlerLoadError
 
 _PREFILL_CHUNK = 256  # prompt tokens per forward where the logits are requested
@@ -24,9 +26,10 @@ _PREFILL_CHUNK = 256  # prompt tokens per forward where the logits are requested
 class _PassthroughTokenizer:
     """A tokenizer for MII that returns token ids unchanged."""
 
-    def __init__(self, vocab_size: int, end_token: int | None) -> None:
+    eos_token_id = -1  # the rows recognize their end tokens
+
+    def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.eos_token_id = -1 if end_token is None else end_token
 
     def encode(self, tokens: list[int]) -> torch.Tensor:
         return torch.tensor(tokens)
@@ -36,10 +39,10 @@ class _PassthroughTokenizer:
 
 
 class RaggedEngine:
-    """A model, or this rank's part of it, in MII's inference ``engine`` with the interface of transformers.
+    """A model, or this rank's part of it, in MII's inference ``engine``.
 
-    Every rank runs the same calls in the same order. Rank 0 returns the results; the other ranks' tokens are
-    zeros. ``settings`` is MII's ModelConfig.
+    Every rank runs the same calls in the same order. Rank 0 has the results. ``settings`` is MII's
+    ModelConfig.
     """
 
     device = torch.device("cpu")  # of the inputs; MII copies them to the GPU
@@ -52,39 +55,44 @@ class RaggedEngine:
         class Pipeline(MIIPipeline):
             # MII derives it from the device's index, and each of our ranks sees one GPU with index 0.
             local_rank = rank
+            rows: Sequence[RowDecoder] = ()
+
+            # MII's own sampling has neither seeds nor penalties, and its stop strings are single tokens.
+            def _process_logits(
+                self, next_token_logits: torch.Tensor, running_requests: Any
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                tokens, finished = torch.zeros((2, len(running_requests)), dtype=torch.long)
+                for index, request in enumerate(running_requests):
+                    if request.last_in_prompt:
+                        row = self.rows[request.uid]
+                        tokens[index] = row.choose(next_token_logits[index, : config.vocab_size].float())
+                        finished[index] = row.append(int(tokens[index]))
+                return tokens, finished.bool()
 
         self.config = config
         self.generation_config = generation_config
-        end_token = generation_config.eos_token_id
-        self._end_token = next(iter(end_token), None) if isinstance(end_token, list) else end_token
         self._is_first_rank = rank == 0
         self._engine = engine
         if dist.is_initialized():
             # Rank 0's pipeline waits a second for the others', and their loading may take longer.
             dist.barrier()
-        tokenizer = _PassthroughTokenizer(config.vocab_size, self._end_token)
+        tokenizer = _PassthroughTokenizer(config.vocab_size)
         self._pipeline = Pipeline(inference_engine=engine, tokenizer=tokenizer, model_config=settings)
 
     def eval(self) -> RaggedEngine:
         return self
 
-    def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, max_new_tokens: int, **_: Any
-    ) -> torch.Tensor:
-        """Append greedy tokens to the padded prompts; a row that ends early has its end token, then zeros."""
-        prompts = _remove_padding(input_ids, attention_mask)
-        responses = self._pipeline(  # the first rank broadcasts the prompts to the others
-            prompts if self._is_first_rank else [],
-            max_new_tokens=max_new_tokens,
+    def decode_rows(self, inputs: Mapping[str, torch.Tensor], rows: Sequence[RowDecoder]) -> None:
+        """Generate until all rows are finished; ``inputs`` are their padded prompts.
+
+        Rank 0 chooses the tokens, and MII broadcasts them to the other ranks, whose rows stay empty.
+        """
+        self._pipeline.rows = rows
+        self._pipeline(
+            [row.prompt for row in rows] if self._is_first_rank else [],
+            max_new_tokens=max(row.max_new_tokens for row in rows),
             do_sample=False,
-            ignore_eos=self._end_token is None,
         )
-        generated = torch.zeros(len(prompts), max_new_tokens, dtype=torch.long)
-        for row, response in zip(generated, responses):
-            stopped = response.finish_reason == "stop"  # MII does not return the end token
-            tokens = [*response.generated_text, *[self._end_token] * stopped]
-            row[: len(tokens)] = torch.tensor(tokens)
-        return torch.cat([input_ids, generated], 1)
 
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
         """Return the ``logits`` of the token after each prompt: rows x 1 x vocabulary."""

@@ -83,9 +83,7 @@ class Sampler(ContinuousBatchingLogitsProcessor):
             logprobs = None if recorded is None else scores[index].float().log_softmax(-1)
             self._adjust(scores[index], row)
             if sampling.temperature > 0:
-                generator = torch.Generator(scores.device)
-                generator.manual_seed(hash((sampling.seed, row.position)))
-                token = _sample(scores[index], sampling, generator)
+                token = sample_token(scores[index], sampling, row.position)
             if recorded is not None and logprobs is not None:
                 chosen = scores[index].argmax() if token is None else token
                 recorded.append(_to_logprob(logprobs, chosen, sampling))
@@ -96,11 +94,9 @@ class Sampler(ContinuousBatchingLogitsProcessor):
 
     def _adjust(self, scores: torch.Tensor, row: _Row) -> None:
         """Apply the request's penalties, logit bias and structured output to its scores, in place."""
-        if row.sampling.has_penalties:
-            _penalize(scores, row)
-        if row.sampling.logit_bias:
-            tokens, biases = zip(*row.sampling.logit_bias)
-            scores[list(tokens)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+        if row.sampling.has_penalties or row.sampling.logit_bias:
+            tokens = row.state.initial_tokens + row.state.generated_tokens
+            adjust_scores(scores, row.sampling, tokens, row.generated)
         if row.sampling.structured_output is not None:
             matcher = self._advance_matcher(row, row.sampling.structured_output)
             scores.masked_fill_(~allowed_tokens(matcher, len(scores), scores.device), float("-inf"))
@@ -121,14 +117,29 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         return matcher
 
 
-def _penalize(scores: torch.Tensor, row: _Row) -> None:
-    """Apply the penalties as vLLM does: that of repetitions counts the prompt, the others do not."""
-    sampling, generated = row.sampling, row.generated
+def adjust_scores(
+    scores: torch.Tensor, sampling: SamplingParams, tokens: list[int], generated: list[int]
+) -> None:
+    """Apply the penalties and the logit bias to ``scores`` (vocabulary), in place.
+
+    ``tokens`` are those of prompt and output. As in vLLM, the penalty of repetitions counts the prompt, the
+    others do not.
+    """
+    if sampling.has_penalties:
+        _penalize(scores, sampling, tokens, generated)
+    if sampling.logit_bias:
+        biased, biases = zip(*sampling.logit_bias)
+        scores[list(biased)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+
+
+def _penalize(
+    scores: torch.Tensor, sampling: SamplingParams, tokens: list[int], generated: list[int]
+) -> None:
     if sampling.repetition_penalty != 1:
-        tokens = torch.tensor(row.state.initial_tokens + row.state.generated_tokens, device=scores.device)
-        values = scores[tokens]
+        indices = torch.tensor(tokens, device=scores.device)
+        values = scores[indices]
         penalty = sampling.repetition_penalty
-        scores[tokens] = torch.where(values > 0, values / penalty, values * penalty)
+        scores[indices] = torch.where(values > 0, values / penalty, values * penalty)
     if generated:
         counts = torch.bincount(torch.tensor(generated, device=scores.device), minlength=len(scores))
         scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
@@ -139,8 +150,13 @@ def _to_logprob(logprobs: torch.Tensor, token: torch.Tensor, sampling: SamplingP
     return Logprob(int(token), float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist())))
 
 
-def _sample(scores: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> torch.Tensor:
-    """Sample a token of ``scores`` (vocabulary) as transformers' warpers do: temperature, top k, top p."""
+def sample_token(scores: torch.Tensor, sampling: SamplingParams, position: int) -> torch.Tensor:
+    """Sample a token of ``scores`` (vocabulary) as transformers' warpers do: temperature, top k, top p.
+
+    The seed of ``sampling`` and the ``position`` determine it.
+    """
+    generator = torch.Generator(scores.device)
+    generator.manual_seed(hash((sampling.seed, position)))
     ordered, tokens = (scores / sampling.temperature).sort(descending=True)
     if 0 < sampling.top_k < ordered.numel():
         ordered, tokens = ordered[: sampling.top_k], tokens[: sampling.top_k]

@@ -141,6 +141,10 @@ def test_deepspeeds_ranks_answer_as_one_each_on_a_core_of_its_own(
         logits, tokens = whole.handle([{"body": row} for row in rows], None)
         assert ask(server, "deep", **rows[0])["logits"] == pytest.approx(logits["logits"], abs=1e-4)
         assert ask(server, "deep", **rows[1]) == tokens
+    sampled = {"prompt": PROMPTS[0], "max_new_tokens": 12, "temperature": 0.8}
+    [expected] = whole.handle([{"body": {**sampled, "seed": 3}}], None)
+    assert ask(server, "deep", **sampled, seed=3) == expected
+    assert len(ask(server, "deep", **sampled)["tokens"]) == 12, "without a seed, by the tokens of rank 0"
 
     ranks = held(server, "deep")
     every = sum(parameter.numel() for parameter in whole.model.parameters())

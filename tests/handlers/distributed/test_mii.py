@@ -27,6 +27,10 @@ pytest.importorskip("transformers")
 PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42], list(range(1, 40))]
 ROWS = [{"body": {"prompt": prompt, "max_new_tokens": 8 + index}} for index, prompt in enumerate(PROMPTS)]
 ROWS += [{"body": {"prompt": prompt, "logits": True}} for prompt in PROMPTS]
+SAMPLED = [
+    {"body": {"prompt": [5, 6], "max_new_tokens": 9, "temperature": 0.8, "seed": 2}},
+    {"body": {"prompt": [9], "max_new_tokens": 5, "top_k": 9, "seed": 4, "presence_penalty": 1}},
+]
 RANK = """
 import json, os, sys, torch
 torch.set_num_threads(1)
@@ -131,7 +135,7 @@ def load_with_fake_kernels(folder: Path, **generation: Any) -> CausalLM:
     model.model = mii.RaggedEngine(
         kernels, kernels.model.config, kernels.model.generation_config, settings
     ).eval()
-    model._end = generation.get("eos_token_id") or []
+    model._end_tokens = generation.get("eos_token_id") or []
     return model
 
 
@@ -155,6 +159,7 @@ def test_mii_generates_the_same_as_transformers(llama: Path, monkeypatch: pytest
     assert [len(row.get("tokens", ())) for row in expected] == [8, 9, 10, 11, 0, 0, 0, 0]
     assert_equal(model.handle(ROWS, None), expected)
     assert_equal(model.handle(ROWS[:1], None), expected[:1])
+    assert model.handle(SAMPLED, None) == load_reference(llama).handle(SAMPLED, None)
     kernels = model.model._engine
     model.model._pipeline.destroy()
     # Prompts to continue are split into chunks; prompts to score run in one forward.

@@ -33,6 +33,7 @@ if config:
     rendezvous.join()
 model = CausalLM()
 model.initialize(Context("m", folder, {}, model_yaml_config=config))
+torch.manual_seed(rank)
 print(json.dumps(model.handle(rows, None)), flush=True)
 """
 
@@ -40,6 +41,8 @@ print(json.dumps(model.handle(rows, None)), flush=True)
 def start_rank(rank: int, port: int, folder: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
     rows = [{"body": {"prompt": prompt, "max_new_tokens": 8}} for prompt in PROMPTS]
     rows += [{"body": {"prompt": prompt, "logits": True}} for prompt in PROMPTS]
+    rows += [{"body": {"prompt": [7, 8], "max_new_tokens": 8, "temperature": 1.0, "seed": 3}}]
+    rows += [{"body": {"prompt": [7, 8, 9], "max_new_tokens": 8, "temperature": 1.0}}]
     command = [sys.executable, "-c", RANK, *map(json.dumps, (rank, port, str(folder), rows, config))]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -64,7 +67,7 @@ def test_two_ranks_generate_the_same_as_one(tmp_path: Path) -> None:
         assert first.stdout is not None
         port = int(first.stdout.readline())
         ranks.append(start_rank(1, port, tmp_path, {"pipeline_parallel": 2}))
-        expected, actual, _ = (
+        expected, actual, other = (
             json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks
         )
         assert [rank.returncode for rank in ranks] == [0, 0, 0]
@@ -72,7 +75,8 @@ def test_two_ranks_generate_the_same_as_one(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert [row.get("tokens") for row in actual] == [row.get("tokens") for row in expected]
+    assert [row.get("tokens") for row in actual[:7]] == [row.get("tokens") for row in expected[:7]]
+    assert actual[7] == other[7], "all ranks take the same tokens without a seed"
     assert all(len(row["tokens"]) == 8 for row in expected[:3])
-    for row, reference in zip(actual[3:], expected[3:]):
+    for row, reference in zip(actual[3:6], expected[3:6]):
         assert row["logits"] == pytest.approx(reference["logits"], abs=1e-4)

@@ -25,6 +25,13 @@ pytestmark = pytest.mark.integration
 PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42]]  # of different lengths, so that their batch is padded
 ROWS = [{"body": {"prompt": prompt, "max_new_tokens": 8}} for prompt in PROMPTS]
 ROWS += [{"body": {"prompt": prompt, "logits": True}} for prompt in PROMPTS]
+# Of a model with a tokenizer: the first two are sampled, and the last one without a seed.
+SAMPLED: list[Any] = [
+    {"prompt": "Once upon", "max_new_tokens": 16, "temperature": 0.9, "seed": 4, "stream": True},
+    {"prompt": "a", "max_new_tokens": 12, "top_k": 20, "seed": 5, "frequency_penalty": 1.0},
+    {"prompt": "Once", "max_new_tokens": 8},
+    {"prompt": "Once", "max_new_tokens": 24, "temperature": 1.2},
+]
 RANK = """
 import json, os, sys, torch
 from pathlib import Path
@@ -34,7 +41,7 @@ from handlers.context import Context
 from handlers.errors import HandlerLoadError
 from handlers.distributed.process_group import RankPlacement, Rendezvous
 
-rank, port, folders, rows = (json.loads(argument) for argument in sys.argv[1:])
+rank, port, folders, rows, texts, sampled = (json.loads(argument) for argument in sys.argv[1:])
 placement = RankPlacement(rank, 2, rank, 2, "127.0.0.1")
 rendezvous = Rendezvous(placement) if rank == 0 else Rendezvous(placement, port)
 print(rendezvous.port, flush=True)
@@ -49,9 +56,26 @@ for folder in folders:
         errors.append(str(error))
 parameters = sum(parameter.numel() for parameter in model.model.model.layers.parameters())
 built = [str(file) for file in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("*")]
-print(json.dumps([model.handle(rows, None), parameters, errors, built]), flush=True)
+values = model.handle(rows, None)
+model = CausalLM()
+model.initialize(Context("m", texts, {}, model_yaml_config=config))
+sys.path.insert(0, {here!r})
+from test_placement import handle_streams
+print(json.dumps([values, parameters, errors, built, handle_streams(model, sampled)]), flush=True)
 os._exit(0)  # skips the teardown of the process group, whose peer may have exited
 """
+
+
+def handle_streams(model: CausalLM, bodies: list[Any]) -> list[Any]:
+    """Return the values of a batch, with the chunks of its streams in them."""
+    context, chunks = Context("m", "/m", {}), [""] * len(bodies)
+
+    def emit(index: int, text: str) -> None:
+        chunks[index] += text + "|"
+
+    context.begin([f"{i}" for i in range(len(bodies))], [{}] * len(bodies), [{}] * len(bodies), emit)
+    values = model.handle([{"body": body} for body in bodies], context)
+    return [chunk + value if isinstance(value, str) else value for chunk, value in zip(chunks, values)]
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +118,19 @@ def test_layers_can_be_offloaded_to_the_disk(
 @pytest.mark.slow
 def test_two_deepspeed_ranks_generate_the_same_as_one(llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
+    from hf_folders import save_byte_llama
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1)).save_pretrained(tmp_path / "gpt2")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     env["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
     folders = [str(tmp_path / "gpt2"), str(llama)]
+    texts = save_byte_llama(tmp_path / "texts")
+    program = RANK.replace("{here!r}", repr(str(Path(__file__).parent)))
 
     def start_rank(rank: int, port: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", RANK, *map(json.dumps, (rank, port, folders, ROWS))]
+        arguments = (rank, port, folders, ROWS, str(texts), SAMPLED)
+        command = [sys.executable, "-c", program, *map(json.dumps, arguments)]
         return subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -119,7 +147,12 @@ def test_two_deepspeed_ranks_generate_the_same_as_one(llama: Path, tmp_path: Pat
             rank.communicate()
     reference = load_model(llama)
     layers = sum(parameter.numel() for parameter in reference.model.model.layers.parameters())
-    for answers, rank_parameters, errors, built in outputs:
+    expected = handle_streams(load_model(texts), SAMPLED)
+    assert expected[0].count("|") > 1, "chunks of the stream"
+    assert outputs[0][-1] == outputs[1][-1], "all ranks take the same tokens, also without a seed"
+    assert outputs[0][-1][:3] == expected[:3]
+    assert len(outputs[0][-1][3]["tokens"]) > 8
+    for answers, rank_parameters, errors, built, _ in outputs:
         assert_equal(answers, reference.handle(ROWS, None))
         assert rank_parameters == pytest.approx(layers / 2, rel=0.01)
         assert len(errors) == 1 and "DeepSpeed cannot cut this model up" in errors[0]
