@@ -19,6 +19,7 @@ __all__ = ["ENGINES", "did_you_mean", "start"]
 # The name in model-config.yaml -> "module:Class", imported on first use.
 ENGINES: dict[str, str] = {
     "transformers": "handlers.engines.continuous_batching:ContinuousBatching",
+    "tensorrt_llm": "handlers.engines.tensorrt_llm:TensorRTLLM",
     "vllm": "handlers.engines.vllm:VLLM",
 }
 _CAUSAL_LM_ENGINES = ("deepspeed", "mii")
