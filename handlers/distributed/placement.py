@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from handlers import engines, extras
-from handlers.distributed import mii, process_group
+from handlers.distributed import auto_tp, mii, process_group
 from handlers.distributed.degrees import degrees, layout
 from handlers.errors import HandlerLoadError
 from handlers.loading import device
@@ -71,7 +71,7 @@ def _load_distributed(folder: Path, options: dict[str, Any]) -> Any:
     if not isinstance(options.get("max_memory", {}), Mapping):
         invalid = options["max_memory"]
         raise HandlerLoadError(f"model-config.yaml: max_memory is {invalid!r}; it is {{0: 20GB, cpu: 60GB}}.")
-    _require_package("accelerate", "device_map")
+    require_package("accelerate", "device_map")
     try:
         return _read(folder, **options)
     except ValueError as error:
@@ -85,29 +85,14 @@ def _load_deepspeed(folder: Path, gpu_id: int | None, tensor: int, pipeline: int
             "model-config.yaml: engine: deepspeed cuts each layer up: give tensor_parallel, from 2, and no "
             "pipeline_parallel. A model that stays whole, or a pipeline, has engine: {name: transformers}."
         )
-    _require_package("deepspeed", "engine: deepspeed")
-    import deepspeed
-    import deepspeed.ops
-
+    require_package("deepspeed", "engine: deepspeed")
     process_group.check_parallelism(folder, tensor, pipeline)
     model = _read(folder)
-    # None of DeepSpeed's own operations is compiled. Its shared-memory all-reduce takes minutes of a C++
-    # compiler at the first start, leaves a lock where that is killed, and crashes with ranks on several
-    # machines.
-    deepspeed.ops.__compatible_ops__ = {}
-    deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
-    try:
-        engine = deepspeed.init_inference(
-            model, tensor_parallel={"tp_size": tensor}, dtype=model.dtype, replace_with_kernel_inject=False
-        )
-    except AssertionError as error:
-        raise HandlerLoadError(
-            f"{folder}: DeepSpeed cannot cut this model up ({error}). Take engine: {{name: transformers}}."
-        ) from error
-    return engine.module
+    return auto_tp.shard(model, tensor, folder, dtype=model.dtype).module
 
 
-def _require_package(package: str, key: str) -> None:
+def require_package(package: str, key: str) -> None:
+    """Raise HandlerLoadError, with the ``pip`` command, where the package of a configured key is missing."""
     if not extras.is_installed(package):
         raise HandlerLoadError(
             f"model-config.yaml: {key} needs {package}, which is not installed where the model runs: "

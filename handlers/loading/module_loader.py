@@ -14,6 +14,7 @@ from handlers import extras
 from handlers.errors import HandlerLoadError
 from handlers.loading import archive_packages
 from handlers.loading.code_reload import find_line
+from handlers.torchserve_compat.names import REPLACED
 
 _archive_directories: set[Path] = set()  # added in this process; a server adds one
 
@@ -77,6 +78,8 @@ def format_import_error(place: object, error: BaseException) -> str:
     package = extras.find_package(error.name) if isinstance(error, ModuleNotFoundError) else None
     if package is not None:
         hint = f"Install {package} where the model runs: {extras.install_command(package)}."
+    elif isinstance(error, ModuleNotFoundError) and (root := str(error.name).partition(".")[0]) in REPLACED:
+        hint = REPLACED[root]
     elif isinstance(error, ModuleNotFoundError):
         hint = (
             f"Pack {error.name} into the archive (--extra-files), name its package in the archive's "

@@ -56,6 +56,13 @@ NAMES: dict[str, dict[str, str]] = {
         "deprecated": "handlers.torchserve_compat.deprecation:deprecated",
         "get_yaml_config": "handlers.torchserve_compat.model_config:get_yaml_config",
     },
+    "ts.handler_utils.distributed.deepspeed": {
+        **_CONTEXT,
+        "get_ds_engine": "handlers.torchserve_compat.sharded_handlers:get_ds_engine",
+    },
+    "ts.handler_utils.distributed.pt_pippy": {
+        "get_pipeline_driver": "handlers.torchserve_compat.sharded_handlers:get_pipeline_driver"
+    },
     "ts.handler_utils.hf_batch_streamer": {
         "TextIteratorStreamerBatch": "handlers.engines.streamer:TextIteratorStreamerBatch"
     },
@@ -168,6 +175,15 @@ NAMES: dict[str, dict[str, str]] = {
         **_CLASSES,
         "DenseNetHandler": "handlers.builtin.densenet:DenseNetHandler",
     },
+    "ts.torch_handler.distributed.base_deepspeed_handler": {
+        **_BASE,
+        **_CONTEXT,
+        "BaseDeepSpeedHandler": "handlers.torchserve_compat.sharded_handlers:BaseDeepSpeedHandler",
+    },
+    "ts.torch_handler.distributed.base_pippy_handler": {
+        **_BASE,
+        "BasePippyHandler": "handlers.torchserve_compat.sharded_handlers:BasePippyHandler",
+    },
     "ts.torch_handler.image_classifier": {
         **_LABEL,
         **_TIMED,
@@ -230,11 +246,13 @@ _START = (
     "Start the server with `torchrelay start`, stop it with `torchrelay stop`, and register a model with "
     "`torchrelay models` or POST /models."
 )
-_DEEPSPEED = "Extend BaseHandler, and call deepspeed.init_inference in its initialize."
+_DEEPSPEED = "get_ds_engine reads the weights of handler: model_path by itself."
 _PIPPY = (
-    "PiPPy is discontinued: extend BaseHandler, and split the model with torch.distributed.pipelining in "
-    "initialize."
+    "PiPPy is discontinued. get_pipeline_driver splits transformers' models; for a model of your own, use "
+    "torch.distributed.pipelining in initialize, or device_map."
 )
+# Packages that archives of TorchServe import and that are discontinued -> the replacement.
+REPLACED = {"pippy": _PIPPY}
 
 # TorchServe's module, or "module:name" -> the alternative. The modules can be imported, so that a file that
 # guards its imports loads.
@@ -261,7 +279,6 @@ REPLACEMENT_HINTS: dict[str, str] = {
     "ts.protocol.otf_message_handler": _SERVER,
     "ts.service": _SERVER,
     "ts.torch_handler.base_handler:setup_ort_session": _ONNX,
-    "ts.torch_handler.distributed.base_deepspeed_handler": _DEEPSPEED,
     "ts.torch_handler.distributed.base_pippy_handler": _PIPPY,
     "ts.torch_handler.trt_llm_handler": (
         "Write an async handler that makes tensorrt_llm's LLM in its initialize."

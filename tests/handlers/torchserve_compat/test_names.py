@@ -193,9 +193,9 @@ def test_missing_names_raise_import_errors_with_alternatives(run: Any, foreign_t
         print(hasattr(ts, "nothing"), hasattr(ts.utils.util, "__wrapped__"), hasattr(ts, "launcher"))
         print(ts.metrics.unit.__name__, ts.torch_handler.base_handler.logger.name)
         try:
-            from ts.handler_utils.distributed.pt_pippy import get_pipeline_driver
-        except ImportError:
-            print("guarded")
+            from ts.handler_utils.distributed.pt_pippy import initialize_rpc_workers
+        except ImportError as error:
+            print(error)
         """,
         foreign_ts,
     ).splitlines()
@@ -211,7 +211,8 @@ def test_missing_names_raise_import_errors_with_alternatives(run: Any, foreign_t
     assert output[5].startswith(
         "Torchrelay's ts.torch_handler.vllm_handler has no VLLMHandler. Write an async"
     )
-    assert output[6:] == ["False False True", "ts.metrics.unit ts.torch_handler.base_handler", "guarded"]
+    assert output[6:8] == ["False False True", "ts.metrics.unit ts.torch_handler.base_handler"]
+    assert "pt_pippy has no initialize_rpc_workers. It has get_pipeline_driver. PiPPy is disc" in output[8]
 
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
