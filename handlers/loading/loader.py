@@ -23,7 +23,6 @@ from handlers.loading.module_loader import (
     list_classes_from_module,
     load_module,
 )
-from handlers.torchserve_compat.names import REPLACEMENT_HINTS
 
 # Built-in handlers: the name in a manifest -> "module:Class", imported when a model needs it.
 HANDLERS: dict[str, str] = {
@@ -38,9 +37,11 @@ HANDLERS: dict[str, str] = {
     "object_detector": "handlers.builtin.object_detector:ObjectDetector",
     "onnx": "handlers.builtin.onnx:OnnxHandler",
     "text_classifier": "handlers.builtin.text_classifier:TextClassifier",
+    "trt_llm_handler": "handlers.torchserve_compat.trt_llm_handler:TRTLLMHandler",
+    "vllm_handler": "handlers.torchserve_compat.vllm_handler:VLLMHandler",
 }
 # Built-in handlers that read a model folder instead of a weights file.
-FOLDER_HANDLERS = frozenset(("causal_lm", "huggingface", "llm"))
+FOLDER_HANDLERS = frozenset(("causal_lm", "huggingface", "llm", "trt_llm_handler", "vllm_handler"))
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,8 @@ def load(handler: str, directory: Path, manifest: dict[str, Any], runs_code: boo
         module = _import_module(stem, directory)
         if module is not None:
             return _make_entry(module, getattr(module, "__file__", None) or stem, attribute)
-    replacement = REPLACEMENT_HINTS.get(f"ts.torch_handler.{stem}")
-    advice = f" {replacement}" if replacement else ""
     raise HandlerLoadError(
-        f"{directory}: there is no handler {handler!r}.{advice} {_format_choices(directory, stem)}"
+        f"{directory}: there is no handler {handler!r}. {_format_choices(directory, stem)}"
     )
 
 

@@ -230,7 +230,18 @@ NAMES: dict[str, dict[str, str]] = {
         "TextHandler": "handlers.builtin.text:TextHandler",
         "get_tokenizer": "handlers.torchserve_compat.tokens:get_tokenizer",
     },
+    "ts.torch_handler.trt_llm_handler": {
+        **_BASE,
+        **_SEND,
+        "TRTLLMHandler": "handlers.torchserve_compat.trt_llm_handler:TRTLLMHandler",
+    },
     "ts.torch_handler.vision_handler": {**_BASE, **_TIMED, **_VISION},
+    "ts.torch_handler.vllm_handler": {
+        **_BASE,
+        **_EXCEPTION,
+        **_SEND,
+        "VLLMHandler": "handlers.torchserve_compat.vllm_handler:VLLMHandler",
+    },
 }
 
 _SERVER = (
@@ -280,12 +291,6 @@ REPLACEMENT_HINTS: dict[str, str] = {
     "ts.service": _SERVER,
     "ts.torch_handler.base_handler:setup_ort_session": _ONNX,
     "ts.torch_handler.distributed.base_pippy_handler": _PIPPY,
-    "ts.torch_handler.trt_llm_handler": (
-        "Write an async handler that makes tensorrt_llm's LLM in its initialize."
-    ),
-    "ts.torch_handler.vllm_handler": (
-        "Write an async handler that makes vllm's AsyncLLMEngine in its initialize."
-    ),
     "ts.version": "The version is __version__.",
     "ts.utils.setup_model_venv": (
         "`runtime.install_py_dep_per_model` gives each archive's requirements an environment."

@@ -28,11 +28,6 @@ Runtime = Literal["python", "python3", "LSP"]
 ARCHIVER = "0.12.0"  # the version in the manifests
 
 _SUFFIX: dict[Format, str] = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}
-# TorchServe's built-in handlers; some are not available here.
-_BUILT_IN = {
-    *("base_handler", "text_classifier", "image_classifier", "object_detector", "image_segmenter"),
-    *("dali_image_classifier", "vllm_handler", "trt_llm_handler"),
-}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
 _EXCLUDED = {"__MACOSX", "__pycache__"}
 
@@ -144,13 +139,11 @@ def _handler(recipe: ArchiveRecipe, warnings: list[str]) -> Path | None:
             else _existing_file(name.partition(":")[0] + ".so", "--handler")
         )
     module = name.partition(":")[0]
-    if module in _BUILT_IN or module in HANDLERS:
-        if module not in HANDLERS:
-            warnings.append(f"The handler {module} is TorchServe's, and not available in Torchrelay")
+    if module in HANDLERS:
         return None
     path = Path(module if module.endswith(".py") else module + ".py")
     if not path.is_file():
-        near = did_you_mean(module, sorted(_BUILT_IN | set(HANDLERS)))
+        near = did_you_mean(module, sorted(HANDLERS))
         hint = f"; did you mean the built-in {near}?" if near else _nearest(path)
         raise ArchiverError(f"--handler {name} is neither built in nor an existing file{hint}")
     _check_compiles(path, "--handler")

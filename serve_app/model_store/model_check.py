@@ -10,13 +10,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from handlers import FOLDER_HANDLERS, HANDLERS, HandlerLoadError, extras, tasks
 from handlers.distributed.degrees import check_divisible, degrees, layout
 from handlers.loading import pickle_scan
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError, InvalidArchive
+from serve_app.model_store.large_model_config import (
+    LANGUAGE_MODEL_HANDLERS,
+    translate_language_model,
+    translate_own_handler,
+    translate_parallelism,
+)
 from serve_app.model_store.manifest import (
     CONFIG,
     HUGGING_FACE,
@@ -32,7 +37,6 @@ log = logging.getLogger("torchrelay.model_check")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARDED_HANDLERS = ("causal_lm", "llm")  # built-in handlers that are sharded by configuration alone
-_OWN_KEYS = {"tp": "tensor_parallel", "pp": "pipeline_parallel"}  # by TorchServe's parallelType
 
 
 def check_model(
@@ -81,9 +85,15 @@ def check_model(
         _check_compiles(directory / manifest.model_file, manifest)
     if built_in == HUGGING_FACE:
         task = _task(directory, manifest, task, config)
-    if built_in in _SHARDED_HANDLERS:
-        config = _translate_parallelism(config)
-        _check_parallelism(directory, config, manifest.config_file or CONFIG)
+    where, base = manifest.config_file or CONFIG, built_in
+    if own_handler is not None:
+        config, base = translate_own_handler(config, own_handler, manifest)
+    if base in LANGUAGE_MODEL_HANDLERS:
+        config, folder = translate_language_model(config, base, directory, manifest)
+        _check_parallelism(folder, config, where)
+    elif built_in in _SHARDED_HANDLERS:
+        config = translate_parallelism(config)
+        _check_parallelism(directory, config, where)
     _check_weights(directory, manifest, built_in, config.trusted is True)
     return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
 
@@ -155,20 +165,6 @@ def _check_compiles(file: Path, manifest: Manifest) -> None:
     hint = f" (read with Python {sys.version_info.major}.{sys.version_info.minor})"
     if problem := find_syntax_error(file, hint):
         raise InvalidArchive(manifest.archive, f"{file.name}{problem}; mend the file")
-
-
-def _translate_parallelism(config: ModelConfig) -> ModelConfig:
-    """Translate TorchServe's ``parallelType: tp`` or ``pp`` to own keys.
-
-    The number is ``parallelLevel``, or torchrun's ``nproc-per-node``. The file's own ``tensor_parallel`` and
-    ``pipeline_parallel`` take precedence.
-    """
-    key = _OWN_KEYS.get(config.parallel_type or "")
-    level = config.parallel_level or (config.torchrun or {}).get("nproc-per-node")
-    if key is None or type(level) is not int or config.tensor_parallel or config.pipeline_parallel:
-        return config
-    translated: dict[str, Any] = {key: level, "raw": {**config.raw, key: level}}
-    return replace(config, **translated)
 
 
 def _check_parallelism(directory: Path, config: ModelConfig, where: str) -> None:

@@ -169,3 +169,13 @@ def test_errors_name_what_failed(folder: Path) -> None:
 def test_a_missing_package_names_its_command(tmp_path: Path) -> None:
     with pytest.raises(HandlerLoadError, match=r"not installed where .*pip install tensorrt_llm"):
         start(tmp_path)
+
+
+def test_compiled_archives_of_torchserve_start_this_engine(folder: Path) -> None:
+    from handlers.torchserve_compat import llm_config
+
+    options = {"tokenizer_dir": "t", "engine_dir": "engine", "kv_cache_config": {"max_tokens": 9}}
+    translated = llm_config.translate("trt_llm_handler", {"handler": options}, folder, has_vllm=False)
+    assert translated.config["num_gpus"] == 1 and translated.model_path == "t"
+    engine = {"name": "tensorrt_llm", "engine_dir": "engine", "kv_cache_config": {"max_tokens": 9}}
+    assert translated.config["engine"] == engine and translated.warnings == ()

@@ -129,10 +129,6 @@ def test_an_unknown_handler_gets_a_suggestion(archive: Archive) -> None:
     ) as raised:
         handlers.load("my_handlr.py", directory, {})
     assert ", ".join(sorted(handlers.HANDLERS)) in str(raised.value) and "my_handler.py" in str(raised.value)
-    with pytest.raises(
-        HandlerLoadError, match=r"no handler 'vllm_handler'\. Write an async handler that makes vllm's"
-    ):
-        handlers.load("vllm_handler", directory, {})
     with pytest.raises(HandlerLoadError, match="Did you mean 'image_classifier'"):
         handlers.load("image_clasifier", directory, {})
     with pytest.raises(HandlerLoadError, match="no handler 'nowhere_at_all:handle'"):
