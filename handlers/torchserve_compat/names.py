@@ -257,6 +257,7 @@ _START = (
     "Start the server with `torchrelay start`, stop it with `torchrelay stop`, and register a model with "
     "`torchrelay models` or POST /models."
 )
+_LAUNCHER = "Run `torchrelay llm-launcher`, which has the same flags."
 _DEEPSPEED = "get_ds_engine reads the weights of handler: model_path by itself."
 _PIPPY = (
     "PiPPy is discontinued. get_pipeline_driver splits transformers' models; for a model of your own, use "
@@ -275,7 +276,7 @@ REPLACEMENT_HINTS: dict[str, str] = {
     "ts.handler_utils.micro_batching": "MicroBatching has its threads and queues to itself.",
     "ts.handler_utils.utils": _SERVER,
     "ts.launcher": _START,
-    "ts.llm_launcher": _START,
+    "ts.llm_launcher": _LAUNCHER,
     "ts.metrics.metric:MetricUnit": _METRICS,
     "ts.metrics.metric_abstract:MetricUnit": _METRICS,
     "ts.metrics.metric_collector": _METRICS,

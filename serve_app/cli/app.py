@@ -21,6 +21,7 @@ from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.drift import drift
 from serve_app.cli.commands.experiment import experiment_app
 from serve_app.cli.commands.keys import keys_app
+from serve_app.cli.commands.llm_launcher import llm_launcher
 from serve_app.cli.commands.migrate import migrate
 from serve_app.cli.commands.models import models_app
 from serve_app.cli.commands.new import new
@@ -210,6 +211,9 @@ app.command("new")(new)
 app.command("bench")(bench)
 app.command("migrate")(migrate)
 app.command("archive")(archive)
+app.command("llm-launcher", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    llm_launcher
+)
 app.command("optimize")(optimize)
 app.command("tune")(tune)
 app.command("traffic")(traffic)

@@ -209,7 +209,7 @@ def test_missing_names_raise_import_errors_with_alternatives(run: Any, foreign_t
         "Torchrelay's ts.launcher has no start. Start the server with `torchrelay start`"
     )
     assert output[5].startswith(
-        "Torchrelay's ts.llm_launcher has no get_model_config. Start the server with"
+        "Torchrelay's ts.llm_launcher has no get_model_config. Run `torchrelay llm-launcher`"
     )
     assert output[6:8] == ["False False True", "ts.metrics.unit ts.torch_handler.base_handler"]
     assert "pt_pippy has no initialize_rpc_workers. It has get_pipeline_driver. PiPPy is disc" in output[8]
