@@ -248,7 +248,7 @@ class TestDesired:
         assert [one.route for one in desired_states(whole).values()] == [
             None if by_prefix else "/predictions/m"
         ]
-        row = build_routing_table(whole, {}, {}, 1, True).models["m"].versions["1.0"]
+        row = TableBuilder().build(whole, {}, {}, 1, True).models["m"].versions["1.0"]
         assert row.routing == ("prefix" if by_prefix else "load")
 
     def test_a_policy_that_divides_the_traffic_sends_every_version_to_its_own_route(self):
