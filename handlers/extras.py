@@ -21,6 +21,7 @@ _EXTRAS = {
     "onnxruntime": "onnx",
     "onnxscript": "export",
     "pandas": "batch",
+    "peft": "llm",
     "psutil": "server",
     "psycopg": "postgres",
     "pyarrow": "parquet",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from handlers import engines
+from handlers.builtin.llm_adapters import LoadedAdapters, select_adapter
 from handlers.builtin.llm_request import PARAMETERS, ParsedRequest, parse_request
 from handlers.distributed.degrees import degrees, layout
 from handlers.engines import openai, openai_response, tool_calls
+from handlers.engines.adapter_files import AdapterOptions
 from handlers.engines.detokenizer import Detokenizer
 from handlers.engines.engine import Engine, GenerationRequest, Logprob, SamplingParams
 from handlers.errors import HandlerLoadError, PredictionException
@@ -44,13 +46,14 @@ class LanguageModel:
     """A handler of a Hugging Face folder of a causal language model, with the configured engine.
 
     A row is a text, or JSON ``{"prompt", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop",
-    "stream"}``. The response is ``{"text", "usage", "finish_reason"}``; with ``stream``, chunks of the text.
-    With the header ``url_path``, a row is a body of OpenAI's API (``openai.py``). The folder is the archive
-    itself, or the folder that its ``serializedFile`` names.
+    "stream", "adapter"}``. The response is ``{"text", "usage", "finish_reason"}``; with ``stream``, chunks of
+    the text. With the header ``url_path``, a row is a body of OpenAI's API (``openai.py``). The folder is the
+    archive itself, or the folder that its ``serializedFile`` names.
     """
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
+        self.adapters: LoadedAdapters | None = None
         self.tokenizer: Any = None
         self.max_new_tokens: int | None = None
         self.default_sampling = SamplingParams()
@@ -88,7 +91,25 @@ class LanguageModel:
                 f"model-config.yaml: llm keeps its whole model on the device that generates, without "
                 f"{next(iter(placement_options))}. Take tensor_parallel, or the handler causal_lm."
             )
+        static_adapters = options.pop("adapters", None)
+        if isinstance(static_adapters, Mapping) and "max_adapters" not in options:
+            options["max_adapters"] = max(AdapterOptions.max_adapters, len(static_adapters))
         self.engine = await engines.start(folder, context.system_properties.get("gpu_id"), options, tensor)
+        self.adapters = LoadedAdapters(self.engine)
+        await self.adapters.load_static(static_adapters, Path(context.system_properties["model_dir"]))
+
+    async def load_adapter(self, name: str, folder: Awaitable[Path]) -> None:
+        """Load a LoRA adapter while requests run; requests for it wait meanwhile.
+
+        Raises HandlerLoadError, with the reason.
+        """
+        assert self.adapters is not None
+        await self.adapters.load(name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; those under way finish."""
+        assert self.adapters is not None
+        await self.adapters.unload(name)
 
     async def check_health(self) -> None:
         """Raise RuntimeError, with the reason, if this process cannot generate any more."""
@@ -108,6 +129,7 @@ class LanguageModel:
         assert self.engine is not None
         return {
             "input": ["prompt", *PARAMETERS],
+            "adapters": list(self.engine.adapters),
             "cache_tokens": self.engine.capacity,
             "max_new_tokens": self.max_new_tokens,
         }
@@ -136,8 +158,10 @@ class LanguageModel:
     async def _answer_openai(self, index: int, path: str, row: Any, context: Any) -> Any:
         """Return the response of OpenAI's API; all choices are generated at once."""
         if path == openai.MODELS:
-            return openai_response.list_models(context.model_name)
+            assert self.engine is not None
+            return openai_response.list_models(context.model_name, self.engine.adapters)
         request = openai.parse_request(path, row, self.default_sampling)
+        adapter = select_adapter(context, index, request.model)
         response = openai_response.CompletionResponse(request, context.model_name, self._decode)
         prompts = (
             [self._encode_chat(request)]
@@ -154,7 +178,9 @@ class LanguageModel:
             sampling, echo = request.sampling, self._decode(prompt) if request.echo else ""
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=sampling.seed + number % request.n)
-            parsed = ParsedRequest(prompt, request.max_new_tokens, sampling, request.stops, request.stream)
+            parsed = ParsedRequest(
+                prompt, request.max_new_tokens, sampling, request.stops, request.stream, adapter
+            )
 
             def send(text: str, logprobs: Sequence[Logprob]) -> None:
                 nonlocal echo
@@ -241,14 +267,18 @@ class LanguageModel:
         send: Callable[[str, Sequence[Logprob]], None] | None = None,
     ) -> GenerationResult:
         """Generate a text; ``send`` is called with each chunk of it except the last."""
-        assert self.engine is not None
+        assert self.engine is not None and self.adapters is not None
+        if parsed.adapter is not None:
+            await self.adapters.wait_for(parsed.adapter)
         prompt = self._encode(parsed.prompt)
         count = parsed.max_new_tokens
         if count is None:  # a default may be reduced to the remaining capacity
             count = max(
                 1, min(self.max_new_tokens or _DEFAULT_NEW_TOKENS, self.engine.capacity - len(prompt))
             )
-        request = GenerationRequest(f"{uuid.uuid4()}", prompt, count, parsed.sampling, self.end_tokens)
+        request = GenerationRequest(
+            f"{uuid.uuid4()}", prompt, count, parsed.sampling, self.end_tokens, adapter=parsed.adapter
+        )
         detokenizer = Detokenizer(self._decode, parsed.stops)
         timings = _RequestTimings(context, index, self.engine)
         finish_reason: str | None = None

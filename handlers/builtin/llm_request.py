@@ -17,7 +17,7 @@ from handlers.engines.request_fields import (
 from handlers.errors import PredictionException
 
 PARAMETERS = (
-    *("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream"),
+    *("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "adapter"),
     *PENALTIES,
     "logit_bias",
     *STRUCTURED_OUTPUT_FIELDS,
@@ -30,7 +30,8 @@ _SYNONYMS = {"inputs": "prompt", "max_tokens": "max_new_tokens"}
 class ParsedRequest:
     """A parsed request; ``prompt`` is a text or a list of token ids.
 
-    Without ``max_new_tokens``, the model's configuration decides.
+    Without ``max_new_tokens``, the model's configuration decides; without ``adapter``, the base model
+    generates.
     """
 
     prompt: str | list[int]
@@ -38,6 +39,7 @@ class ParsedRequest:
     sampling: SamplingParams
     stops: tuple[str, ...]
     stream: bool
+    adapter: str | None = None
 
 
 def parse_request(row: Mapping[str, Any], default: SamplingParams) -> ParsedRequest:
@@ -76,6 +78,7 @@ def parse_request(row: Mapping[str, Any], default: SamplingParams) -> ParsedRequ
         _parse_sampling(values, default),
         _parse_stops(values.get("stop")),
         _parse_flag(values.get("stream")),
+        _parse_adapter(values.get("adapter")),
     )
 
 
@@ -136,6 +139,14 @@ def _parse_prompt(value: Any) -> str | list[int]:
     if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
         return value
     raise PredictionException("prompt is a text, or a list of token ids.", 400)
+
+
+def _parse_adapter(value: Any) -> str | None:
+    if isinstance(value, (bytes, bytearray)):
+        value = _decode_text("adapter", value)
+    if value is not None and not isinstance(value, str):
+        raise PredictionException(f"adapter is {value!r:.100}; it is the name of an adapter.", 400)
+    return value or None
 
 
 def _parse_stops(value: Any) -> tuple[str, ...]:

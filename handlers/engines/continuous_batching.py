@@ -19,7 +19,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from handlers.distributed import process_group
+from handlers.engines.adapter_files import ADAPTER_OPTIONS, AdapterOptions
 from handlers.engines.engine import (
     GenerationChunk,
     GenerationRequest,
@@ -35,6 +36,7 @@ from handlers.engines.engine import (
     read_prefix_caching,
     validate_request,
 )
+from handlers.engines.lora import Adapter, AdapterTable
 from handlers.engines.structured_output import GrammarCompiler, invalid_output
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import device
@@ -76,10 +78,10 @@ class ContinuousBatching:
 
     ``start`` loads the model. Options: ``num_blocks`` and ``page_size`` (tokens), whose product is the token
     capacity of the cache for all requests; ``max_batch_tokens`` per step; ``dtype`` (``float32`` ...);
-    ``prefix_caching``, true by default.
+    ``prefix_caching``, true by default; those of ``AdapterOptions``.
     """
 
-    OPTIONS = ("num_blocks", "page_size", "max_batch_tokens", "dtype", "prefix_caching")
+    OPTIONS = ("num_blocks", "page_size", "max_batch_tokens", "dtype", "prefix_caching", *ADAPTER_OPTIONS)
 
     def __init__(
         self,
@@ -88,8 +90,10 @@ class ContinuousBatching:
         sizes: Mapping[str, int],
         sharded: bool = False,
         prefix_caching: bool = True,
+        adapter_options: AdapterOptions | None = None,
     ) -> None:
         self.model = model
+        self._adapters = AdapterTable(model, adapter_options or AdapterOptions())
         self.sharded = sharded
         self.sizes = dict(sizes)
         self.prefix_caching = prefix_caching
@@ -100,6 +104,7 @@ class ContinuousBatching:
         self._manager: Any = None
         self._sampler: Any = None
         self._lock = asyncio.Lock()
+        self._adapter_lock = asyncio.Lock()
         self._closed = False
 
     @classmethod
@@ -123,12 +128,29 @@ class ContinuousBatching:
         if tensor_parallel == 1:
             model.to(device.select_device(gpu_id))
         sizes = cache_sizes(model, options, tensor_parallel)
-        engine = cls(folder, model.eval(), sizes, tensor_parallel > 1, prefix_caching)
+        adapter_options = AdapterOptions.read(options, folder)
+        engine = cls(folder, model.eval(), sizes, tensor_parallel > 1, prefix_caching, adapter_options)
         try:
             await engine._ensure_running()
         except PredictionException as error:
             raise HandlerLoadError(error.message) from error
         return engine
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self._adapters.names
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        if self.sharded:
+            raise HandlerLoadError(
+                "the engine transformers has adapters without tensor_parallel only: take it away, or take "
+                "engine: {name: vllm}"
+            )
+        async with self._adapter_lock:
+            await asyncio.to_thread(self._adapters.load, name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.unload(name)
 
     @property
     def cache_usage(self) -> float:
@@ -139,12 +161,13 @@ class ContinuousBatching:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         validate_request(request, self.vocab_size, self.capacity)
+        adapter = None if request.adapter is None else self._adapters.get(request.adapter)
         if request.id in self._token_queues:
             raise ValueError(f"a request {request.id!r} is under way already: give each an id of its own")
         output_format = request.sampling.structured_output
         if output_format is not None:  # invalid ones must not reach the loop
             await asyncio.to_thread(self._grammars.compile, output_format, request.stop_token_ids)
-        stream = await self._submit(request)
+        stream = await self._submit(request, adapter)
         try:
             while True:
                 output = await stream.outputs.get()
@@ -199,7 +222,7 @@ class ContinuousBatching:
 
     # The loop of transformers
 
-    async def _submit(self, request: GenerationRequest) -> _TokenQueue:
+    async def _submit(self, request: GenerationRequest, adapter: Adapter | None) -> _TokenQueue:
         sampling = request.sampling
         if sampling.seed is None:  # drawn here, so that all ranks use the same
             sampling = replace(sampling, seed=secrets.randbits(63))
@@ -216,7 +239,8 @@ class ContinuousBatching:
                 streaming=True,
                 eos_token_id=list(request.stop_token_ids),
                 sampling=sampling,
-                cache_salt=request.cache_salt,
+                cache_salt=request.cache_salt if adapter is None else adapter.salt(request.cache_salt),
+                **({} if adapter is None else {"adapter": adapter}),
             )
             if accepted is not None:
                 return stream
@@ -261,6 +285,7 @@ class ContinuousBatching:
 
         if self._manager is not None:
             self._manager.stop()  # it has ended: free its cache before allocating another
+            self._adapters.detach()
         # init_continuous_batching accepts transformers' own implementations only.
         attention.disable(self.model)
         manager = self.model.init_continuous_batching(
@@ -277,7 +302,7 @@ class ContinuousBatching:
         self._sampler = Sampler(self._grammars.compile)
         processors.logits_processor.append(self._sampler)
         processors.tensors_required += 1
-        processors.supported_keys |= {"sampling": SamplingParams, "cache_salt": str}
+        processors.supported_keys |= {"sampling": SamplingParams, "cache_salt": str, "adapter": Adapter}
         processors.do_processing = True
         if self.prefix_caching:
             prefix_cache.install(manager, self._record_lookup)
@@ -289,6 +314,7 @@ class ContinuousBatching:
             error = manager.background_thread_status.fatal_error
             if error is not None:
                 raise _loop_failed(f"it does not start with {self.sizes}: {error}")
+        self._adapters.attach(manager.batch_processor)
         self._manager = manager
         config = manager.continuous_batching_config
         self.sizes["num_blocks"] = config.num_blocks  # the allocated number may be lower than the option

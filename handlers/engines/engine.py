@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from handlers.errors import HandlerLoadError, PredictionException
@@ -66,7 +67,8 @@ class Logprob:
 class GenerationRequest:
     """A request with a unique ``id``; generation stops after any of ``stop_token_ids``.
 
-    Requests share cached prefixes only with requests of the same ``cache_salt``.
+    Requests share cached prefixes only with requests of the same ``cache_salt`` and the same adapter.
+    ``adapter`` is the name of a loaded adapter; without one, the base model generates.
     """
 
     id: str
@@ -75,6 +77,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,14 @@ class Engine(Protocol):
     """A generator for many requests at once, used on the event loop that started it.
 
     ``capacity`` is the maximum number of tokens of a prompt and its completion together. ``cache_usage`` is
-    the used share (0 to 1) of the token cache, or None where the engine does not report it.
+    the used share (0 to 1) of the token cache, or None where the engine does not report it. ``adapters``
+    holds the names of the loaded LoRA adapters.
     """
 
     capacity: int
+
+    @property
+    def adapters(self) -> Sequence[str]: ...
 
     @property
     def cache_usage(self) -> float | None: ...
@@ -107,8 +114,20 @@ class Engine(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """Yield the chunks of the completion. Closing the generator aborts the request.
 
-        Raises PredictionException: 400 for an invalid request, 503 where the engine fails while it generates.
+        Raises PredictionException: 400 for an invalid request, 404 for an unknown adapter, 503 where the
+        engine fails while it generates.
         """
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load the LoRA adapter in ``folder``, while requests run; it replaces a loaded one of that name.
+
+        Raises HandlerLoadError, with the reason, for an adapter that the engine cannot apply to its model.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; those under way finish. Does nothing for an unknown name."""
         ...
 
     async def abort(self, id: str) -> None:

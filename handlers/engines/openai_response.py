@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -15,12 +15,11 @@ from handlers.engines.openai import CompletionRequest
 DONE = b"data: [DONE]\n\n"
 
 
-def list_models(name: str) -> dict[str, Any]:
-    """Return OpenAI's list of models with the handler's model ``name``."""
-    return {
-        "object": "list",
-        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "torchrelay"}],
-    }
+def list_models(name: str, adapters: Iterable[str] = ()) -> dict[str, Any]:
+    """Return OpenAI's list of models: the handler's model ``name``, and ``name:adapter`` of its adapters."""
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "torchrelay"}
+    adapted = [{**model, "id": f"{name}:{adapter}", "parent": name} for adapter in sorted(adapters)]
+    return {"object": "list", "data": [model, *adapted]}
 
 
 class CompletionResponse:

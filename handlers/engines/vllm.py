@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from handlers.engines.adapter_files import ADAPTER_OPTIONS, AdapterOptions, read_config, unknown_adapter
 from handlers.engines.engine import (
     GenerationChunk,
     GenerationRequest,
@@ -24,15 +25,21 @@ from handlers.loading.gpu_budget import GpuBudget
 class VLLM:
     """An engine that runs vLLM's ``AsyncLLM``; the option ``arguments`` holds its ``AsyncEngineArgs``.
 
-    ``prefix_caching`` is vLLM's ``enable_prefix_caching``.
+    ``prefix_caching`` is vLLM's ``enable_prefix_caching``. vLLM reserves memory for adapters, so it has them
+    only where ``max_adapters`` or ``enable_lora`` is set.
     """
 
-    OPTIONS = ("arguments", "prefix_caching")
+    OPTIONS = ("arguments", "prefix_caching", *ADAPTER_OPTIONS)
 
-    def __init__(self, engine: Any, capacity: int, vocab_size: int) -> None:
+    def __init__(
+        self, engine: Any, capacity: int, vocab_size: int, adapter_options: AdapterOptions | None
+    ) -> None:
         self.capacity = capacity
         self.vocab_size = vocab_size
         self._engine = engine
+        self._adapter_options = adapter_options  # None: it was started without adapters
+        self._adapters: dict[str, Any] = {}  # LoRARequests by name
+        self._last_adapter_id = 0
 
     @classmethod
     async def start(
@@ -60,9 +67,49 @@ class VLLM:
         arguments = engine_arguments(folder, options.get("arguments") or {}, device.get_budget())
         if "prefix_caching" in options:
             arguments.setdefault("enable_prefix_caching", read_prefix_caching(options))
+        adapter_options = AdapterOptions.read(options, folder)
+        if "max_adapters" in options:
+            arguments.setdefault("enable_lora", True)
+            arguments.setdefault("max_loras", adapter_options.max_adapters)
+            arguments.setdefault("max_lora_rank", adapter_options.max_adapter_rank)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         config = engine.model_config
-        return cls(engine, config.max_model_len, config.get_vocab_size())
+        has_adapters = bool(arguments.get("enable_lora"))
+        return cls(
+            engine, config.max_model_len, config.get_vocab_size(), adapter_options if has_adapters else None
+        )
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return tuple(self._adapters)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        from vllm.lora.request import LoRARequest
+
+        options = self._adapter_options
+        if options is None:
+            raise HandlerLoadError(
+                "vLLM was started without adapters: set engine: {max_adapters: 8} in model-config.yaml"
+            )
+        if name not in self._adapters:
+            options.check_count(self._adapters)
+        options.check_base(read_config(folder).base_model_name_or_path)
+        self._last_adapter_id += 1
+        # vLLM distinguishes cached prefixes by the name, so another adapter of a name needs another one.
+        unique_name = f"{name}-{self._last_adapter_id}"
+        request = LoRARequest(unique_name, self._last_adapter_id, str(folder))
+        try:
+            await self._engine.add_lora(request)
+        except Exception as error:  # vLLM's own error classes are not RuntimeErrors
+            raise HandlerLoadError(f"vLLM does not load it: {error}") from error
+        replaced, self._adapters[name] = self._adapters.get(name), request
+        if replaced is not None:
+            await self._engine.remove_lora(replaced.lora_int_id)
+
+    async def unload_adapter(self, name: str) -> None:
+        request = self._adapters.pop(name, None)
+        if request is not None:  # vLLM loads it again for requests that are under way
+            await self._engine.remove_lora(request.lora_int_id)
 
     @property
     def cache_usage(self) -> float | None:
@@ -73,6 +120,9 @@ class VLLM:
         from vllm.sampling_params import RequestOutputKind
 
         validate_request(request, self.vocab_size, self.capacity)
+        adapter = None
+        if request.adapter is not None and (adapter := self._adapters.get(request.adapter)) is None:
+            raise unknown_adapter(request.adapter, self._adapters)
         sampling = request.sampling
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
         if request.cache_salt:
@@ -94,7 +144,9 @@ class VLLM:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            async with contextlib.aclosing(self._engine.generate(prompt, params, request.id)) as outputs:
+            options = {} if adapter is None else {"lora_request": adapter}
+            generated = self._engine.generate(prompt, params, request.id, **options)
+            async with contextlib.aclosing(generated) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
                     yield GenerationChunk(

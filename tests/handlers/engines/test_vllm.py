@@ -54,6 +54,15 @@ VLLM_SOURCES = {
             def __init__(self, model, **others):
                 self.model, self.others = model, others
     """,
+    "lora/__init__": "",
+    "lora/request": """
+        from typing import NamedTuple
+
+        class LoRARequest(NamedTuple):
+            lora_name: str
+            lora_int_id: int
+            lora_path: str
+    """,
     "v1/__init__": "",
     "v1/engine/__init__": "",
     "v1/engine/async_llm": """
@@ -69,10 +78,22 @@ VLLM_SOURCES = {
             def from_engine_args(cls, args):
                 engine = cls()
                 engine.args, engine.aborted, engine.running = args, [], True
+                engine.loras = {}
                 engine.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
                 return engine
 
-            async def generate(self, prompt, sampling_params, request_id):
+            async def add_lora(self, request):
+                if "wide" in request.lora_path:
+                    raise ValueError("the rank is too high")
+                self.loras[request.lora_int_id] = request.lora_name
+                return True
+
+            async def remove_lora(self, lora_id):
+                del self.loras[lora_id]
+                return True
+
+            async def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
+                self.lora = lora_request
                 self.params, self.others = sampling_params.params, sampling_params.others
                 self.cache_salt = prompt.get("cache_salt")
                 for count in range(sampling_params.max_tokens):
@@ -195,3 +216,42 @@ def test_prefix_caching_is_passed_to_vllm(tmp_path: Path, value: bool) -> None:
     options = {"name": "vllm", "prefix_caching": value}
     engine: Any = asyncio.run(engines.start(tmp_path, 0, options))
     assert engine._engine.args.others == {"enable_prefix_caching": value}
+
+
+@pytest.mark.usefixtures("vllm")
+def test_adapters_become_lora_requests(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("poet", "cook", "wide")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+
+    async def generate() -> None:
+        options = {"name": "vllm", "max_adapters": 2, "max_adapter_rank": 32}
+        engine: Any = await engines.start(tmp_path, 0, options)
+        own = engine._engine
+        assert own.args.others == {"enable_lora": True, "max_loras": 2, "max_lora_rank": 32}
+        await engine.load_adapter("poet", folders["poet"])
+        await collect(engine, GenerationRequest("1", [1], 1, adapter="poet"))
+        assert own.lora == ("poet-1", 1, str(folders["poet"]))
+        await collect(engine, GenerationRequest("2", [1], 1))
+        assert own.lora is None
+        with pytest.raises(HandlerLoadError, match="vLLM does not load it: the rank is too high"):
+            await engine.load_adapter("wide", folders["wide"])
+        await engine.load_adapter("poet", folders["cook"])
+        assert own.loras == {3: "poet-3"}, "the adapter of the same name is replaced"
+        await engine.load_adapter("cook", folders["cook"])
+        with pytest.raises(HandlerLoadError, match="has 2 adapters"):
+            await engine.load_adapter("third", folders["cook"])
+        await engine.unload_adapter("poet")
+        assert own.loras == {4: "cook-4"}
+        assert engine.adapters == ("cook",)
+        with pytest.raises(PredictionException, match=r"no adapter 'poet'. Its adapters: cook"):
+            await collect(engine, GenerationRequest("3", [1], 1, adapter="poet"))
+
+    async def refuse() -> None:
+        engine = await engines.start(tmp_path, 0, {"name": "vllm"})
+        with pytest.raises(HandlerLoadError, match="max_adapters: 8"):
+            await engine.load_adapter("poet", folders["poet"])
+
+    asyncio.run(generate())
+    asyncio.run(refuse())
