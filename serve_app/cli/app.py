@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from serve_app import __version__
 from serve_app.cli import progress
 from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, Inference, ManagementUrl, Token
+from serve_app.cli.commands.adapters import adapters_app
 from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.audit import audit
 from serve_app.cli.commands.batch import batch
@@ -46,6 +47,7 @@ app.add_typer(experiment_app, name="experiment")
 app.add_typer(rollout_app, name="rollout")
 app.add_typer(workflow_app, name="workflow")
 app.add_typer(keys_app, name="keys")
+app.add_typer(adapters_app, name="adapters")
 
 EnvFile = Annotated[Path, typer.Option("--env", help="The environment that Ray Serve starts with.")]
 _CONFIG = Path("configs/app.yaml")

@@ -16,6 +16,7 @@ import httpx
 from serve_app.client import errors
 from serve_app.client._operations import RequestDescriptor, RequestFlow, StreamDescriptor
 from serve_app.client._removed import missing_method
+from serve_app.client.adapters import AdapterOperations
 from serve_app.client.api_keys import KeyOperations
 from serve_app.client.async_predictions import AsyncPredictionOperations
 from serve_app.client.drift import DriftOperations
@@ -38,6 +39,7 @@ class _HttpClient(
     ModelOperations,
     TrafficOperations,
     DriftOperations,
+    AdapterOperations,
     WorkflowOperations,
     KeyOperations,
     HealthOperations,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from serve_app.domain import adapter as adapters
 from serve_app.domain import api_key as api_keys
 from serve_app.domain import experiment as experiments
 from serve_app.domain import limits
@@ -18,6 +19,7 @@ from serve_app.domain import rollout as rollouts
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain import workflow_graph as graphs
 from serve_app.domain.access import AccessTable, KeyGrant, matches
+from serve_app.domain.adapter import AdapterDocument, AdapterRequest
 from serve_app.domain.api_key import KeyDocument, KeyRequest, NewKeyDocument, RotationRequest
 from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
 from serve_app.domain.audit import AuditDocument, AuditQuery
@@ -115,6 +117,22 @@ class ControlAPI(Protocol):
 
     async def reset_drift(self, model: str, version: str) -> DriftDocument:
         """Make the current window of a version its reference. Raises as ``get_drift``, and Conflict."""
+
+    async def add_adapter(self, model: str, version: str | None, request: AdapterRequest) -> AdapterDocument:
+        """Load a LoRA adapter in every replica of a version (None: the default one).
+
+        Nothing is stored where it cannot be loaded. Raises ModelNotFound, VersionNotFound, AdapterExists,
+        AdapterRejected, NoReplica, and whatever fetching an archive raises.
+        """
+
+    async def list_adapters(self, model: str, version: str | None) -> list[AdapterDocument]:
+        """Return the adapters of a version by name. Raises ModelNotFound and VersionNotFound."""
+
+    async def remove_adapter(self, model: str, version: str | None, name: str) -> None:
+        """Unload an adapter; requests for it that are under way finish.
+
+        Raises ModelNotFound, VersionNotFound, AdapterNotFound, and Conflict for one of the archive.
+        """
 
     async def start_experiment(self, experiment: Experiment) -> ExperimentDocument: ...
 
@@ -296,6 +314,18 @@ class ControlPlane:
         rows = [row for row in await self.api.list_models() if matches(row[0], allowed_models)]
         end = start + limit
         return rows[start:end], end if end <= len(rows) else None
+
+    async def add_adapter(self, model: str, version: str | None, document: Any) -> AdapterDocument:
+        """Load the LoRA adapter that ``document`` describes in every replica of a version."""
+        if not self._settings.control.enable_model_api:
+            raise MethodNotAllowed()
+        return await self.api.add_adapter(model, version, adapters.read(document))
+
+    async def remove_adapter(self, model: str, version: str | None, name: str) -> None:
+        """Unload an adapter from every replica of a version."""
+        if not self._settings.control.enable_model_api:
+            raise MethodNotAllowed()
+        await self.api.remove_adapter(model, version, name)
 
     async def register_workflow(self, registration: Registration, document: Any = None) -> ModelRef:
         """Store a workflow, from a .war or from a document (see domain/workflow_graph.py), and start it.

@@ -14,9 +14,11 @@ from serve_app.control.capture_check import check_capture
 from serve_app.control.spec_builder import build_spec, build_workflow_spec
 from serve_app.domain import limits
 from serve_app.domain.access import matches
+from serve_app.domain.adapter import AdapterRequest, AdapterSpec
 from serve_app.domain.model import ModelSpec, Registration
 from serve_app.errors import ArchiveNotFound, BadRequest, Unavailable, WorkflowArchiveNotFound
 from serve_app.model_store import workflow_archive
+from serve_app.model_store.adapter_folder import find_adapter_folder
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache, CachedArchive
 from serve_app.model_store.manifest import Manifest, archive_stem, is_model_folder
@@ -98,6 +100,13 @@ class ArchiveIngestor:
             cure = "num_gpus in the same file, or runtime.num_gpus, does"
             log.warning("%s: deviceType gpu alone claims no GPU, so its replicas see none; %s", source, cure)
         return spec
+
+    def ingest_adapter(self, request: AdapterRequest) -> AdapterSpec:
+        """Store a LoRA adapter in the cache, as an archive is. Raises as ``ingest`` does."""
+        registration = Registration(request.url, sha256=request.sha256)
+        stored, source, _ = self._store(registration, self._settings.model_store, _ignore_progress, False)
+        find_adapter_folder(stored.directory, source)
+        return AdapterSpec(request.name, request.url, stored.digest, stored.uri)
 
     def ingest_workflow(
         self, registration: Registration
@@ -231,9 +240,9 @@ class ArchiveIngestor:
                 except OSError as error:  # of a disk: the next start removes it
                     log.warning("the archive %s was not removed: %s", digest, error)
 
-    def read_chunk(self, spec: ModelSpec, offset: int, length: int) -> bytes:
+    def read_chunk(self, stored: ModelSpec | AdapterSpec, offset: int, length: int) -> bytes:
         """Read a chunk of a stored archive; it is empty at the end of the file."""
-        path = file_path(spec.archive)
+        path = file_path(stored.archive)
         assert path is not None, "the cache stores archives in files"
         with path.open("rb") as file:
             file.seek(offset)

@@ -118,6 +118,8 @@ class ReconcileLoop:
         """Drop a version's health; its archive is deleted once its replicas have ended."""
         self._health.forget(spec.ref)
         self._draining[spec.ref.app] = spec.digest
+        for adapter in spec.adapters:  # loaded where a replica still runs
+            self._ingestor.mark_unused(adapter.digest)
 
     def retain(self, spec: ModelSpec) -> None:
         """Keep a version's replicas running, even when the registry drops it, until ``release``."""
@@ -323,4 +325,5 @@ class ReconcileLoop:
                 registry = self.state.registry
                 specs = [*registry, *(state.spec for state in self._retained.values())]
                 used = [*(spec.digest for spec in specs), *self._draining.values(), *registry.unreadable]
+                used += (adapter.digest for spec in specs for adapter in spec.adapters)
                 await asyncio.to_thread(self._ingestor.remove_unused, frozenset(used))

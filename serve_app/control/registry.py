@@ -250,6 +250,7 @@ def _version_route(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -
         stateful=spec.sequence_batching,
         routing="prefix" if spec.routed_by_prefix else "load",
         graph=spec.graph,
+        adapters=spec.all_adapters,
         signature=spec.signature or status.signature,
         schemas=status.schemas,
     )

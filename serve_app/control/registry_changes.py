@@ -23,6 +23,8 @@ from serve_app.control.registry import (
 from serve_app.control.spec_builder import check_word
 from serve_app.domain import autoscaling as autoscaling_policy
 from serve_app.domain import traffic_policy as policies
+from serve_app.domain.adapter import AdapterSpec
+from serve_app.domain.adapter_errors import AdapterExists, AdapterNotFound
 from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.traffic_policy import BUCKET_COUNT, TrafficPolicy, allocate
 from serve_app.errors import (
@@ -237,6 +239,50 @@ def apply_declared_policy(registry: Registry, name: str, policy: TrafficPolicy) 
         return registry
     after = set_policy(registry, name, policy)
     return with_record(after, name, replace(after.models[name], declared=declared))
+
+
+# Adapters
+
+
+def check_adapter(registry: Registry, spec: ModelSpec, name: str) -> None:
+    """Check that a version can have another adapter of that name.
+
+    Raises AdapterExists, and Conflict where requests could not distinguish it from a version.
+    """
+    if any(adapter.name == name for adapter in spec.all_adapters):
+        raise AdapterExists(spec.name, spec.version, name)
+    record = registry.models[spec.name]
+    if name in record.versions or name in record.policy.labels:
+        raise Conflict(
+            f"{spec.name}:{name} names a version of model {spec.name}; give the adapter another name."
+        )
+
+
+def add_adapter(registry: Registry, spec: ModelSpec, adapter: AdapterSpec) -> Registry:
+    """Add an adapter to the version that ``spec`` was read from.
+
+    Raises as ``check_adapter`` does, and ModelNotFound, VersionNotFound and Conflict where the version was
+    removed or replaced meanwhile.
+    """
+    current = find_version(registry, spec.name, spec.version)
+    if current.digest != spec.digest:
+        raise Conflict(f"Version {spec.version} of model {spec.name} was replaced; add the adapter again.")
+    check_adapter(registry, current, adapter.name)
+    return _with_version(registry, current.with_(adapters=(*current.adapters, adapter)))
+
+
+def remove_adapter(registry: Registry, spec: ModelSpec, name: str) -> tuple[Registry, AdapterSpec]:
+    """Remove an adapter that was added at run time. Raises AdapterNotFound and Conflict."""
+    removed = next((adapter for adapter in spec.adapters if adapter.name == name), None)
+    if removed is None:
+        known = sorted(adapter.name for adapter in spec.all_adapters)
+        if name in known:
+            raise Conflict(
+                f"Adapter {name} is in the archive of model {spec.name}; register an archive without it."
+            )
+        raise AdapterNotFound(spec.name, name, ", ".join(known) or "none")
+    kept = tuple(adapter for adapter in spec.adapters if adapter is not removed)
+    return _with_version(registry, spec.with_(adapters=kept)), removed
 
 
 # Copies

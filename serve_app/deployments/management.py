@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
+from serve_app.control.adapters import AdapterService
 from serve_app.control.api import ControlPlane
 from serve_app.control.api_keys import ApiKeys
 from serve_app.control.archive_ingestion import ArchiveIngestor
@@ -55,6 +56,7 @@ from serve_app.deployments.controller_memory import bound_controller_memory
 from serve_app.deployments.grpc_listener import load_credentials
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.management_listeners import ManagementListeners
+from serve_app.deployments.replica_adapters import load_in_replica
 from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.replica_options import autoscaling_config, user_config
 from serve_app.domain.access import KeyDemand, KeyShare
@@ -200,6 +202,7 @@ class Management:
         self._workflows = WorkflowService(
             self._state, reconcile_loop, self._models, metrics, self._archive_ingestor, self._events, settings
         )
+        self._adapters = AdapterService(self._state, reconcile_loop, self._archive_ingestor, load_in_replica)
         self._traffic = TrafficService(self._state)
         self._rollouts = RolloutService(
             self._state, self._health, self._metric_store, settings.runtime, self._meters
@@ -221,6 +224,7 @@ class Management:
             self._keys,
             self._models,
             self._workflows,
+            self._adapters,
             self._traffic,
             self._experiments,
             self._rollouts,
@@ -387,10 +391,14 @@ class Management:
         await self._reconcile_loop.wait_for_round()
         return self._health.start_delay(ref)
 
-    async def archive(self, ref: ModelRef, offset: int, length: int) -> bytes:
-        """Return a chunk of a version's archive for a node without this disk; empty at its end."""
+    async def archive(self, ref: ModelRef, offset: int, length: int, adapter: str = "") -> bytes:
+        """Return a chunk of a version's archive, or of an adapter's, for a node without this disk.
+
+        It is empty at the end.
+        """
         spec = find_version(self._state.registry, ref.name, ref.version)
-        return await asyncio.to_thread(self._archive_ingestor.read_chunk, spec, offset, length)
+        stored = self._adapters.find_stored(spec, adapter) if adapter else spec
+        return await asyncio.to_thread(self._archive_ingestor.read_chunk, stored, offset, length)
 
     async def call_control(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], actor: Actor

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from handlers.metrics import MetricCache
+from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import ArchiveNotFound
+from serve_app.model_store.adapter_folder import find_adapter_folder
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache
 from serve_app.model_store.manifest import Manifest
@@ -43,19 +46,28 @@ class NodeArchive:
 
         The digest of the bytes is verified, and that a trusted key signed it where that is required.
         """
-        spec = self._spec
         await asyncio.to_thread(self._check_signature)
+        return await self._open(self._spec.archive, self._spec.digest)
+
+    async def open_adapter(self, adapter: AdapterSpec) -> Path:
+        """Return the folder with an adapter's files on this node. Raises RelayError."""
+        directory = await self._open(adapter.archive, adapter.digest, adapter.name)
+        return await asyncio.to_thread(find_adapter_folder, directory, adapter.url)
+
+    async def _open(self, uri: str, digest: str, *adapter: str) -> Path:
+        """Return an unpacked archive on this node; it comes from Management where no disk here has it."""
         cache = await asyncio.to_thread(ArchiveCache, self._settings.state_dir, self._settings.store)
         try:
-            return await asyncio.to_thread(cache.open, spec.archive, spec.digest)
+            return await asyncio.to_thread(cache.open, uri, digest)
         except ArchiveNotFound:
-            log.info("%s is not on this node; asking Management for it", spec.archive)
+            log.info("%s is not on this node; asking Management for it", uri)
+        read = partial(self._management.archive.remote, self._spec.ref)
         with temporary_dir(Path(tempfile.gettempdir())) as folder:
-            copy = folder / Path(spec.archive).name
+            copy = folder / Path(uri).name
             with copy.open("wb") as file:
-                while chunk := await self._management.archive.remote(spec.ref, file.tell(), _CHUNK_BYTES):
+                while chunk := await read(file.tell(), _CHUNK_BYTES, *adapter):
                     await asyncio.to_thread(file.write, chunk)
-            return await asyncio.to_thread(cache.open, copy.as_uri(), spec.digest)
+            return await asyncio.to_thread(cache.open, copy.as_uri(), digest)
 
     def _check_signature(self) -> None:
         """Refuse what was registered before ``store.require_signature``, or by a key that was removed."""

@@ -27,10 +27,13 @@ from serve_app.deployments.management_client import ManagementClient
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.deployments.ray_batcher import RayBatcher
 from serve_app.deployments.ray_metrics import ExportedLoad, ExportedProcess
+from serve_app.deployments.replica_adapters import ReplicaAdapters
 from serve_app.deployments.replica_options import drain_timeout
 from serve_app.deployments.sequence_router import LocalBackend, LocalReplica, sequence_headers
 from serve_app.deployments.sharded_replica import RankGroup
 from serve_app.deployments.uds_transport import UdsServer, socket_path, write_chunks
+from serve_app.domain.adapter import AdapterSpec
+from serve_app.domain.adapter_errors import AdapterRejected
 from serve_app.domain.model import ModelSpec, Stage
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
 from serve_app.domain.routing_table import RoutingTable
@@ -86,6 +89,7 @@ class ModelReplica:
         self._capture: CaptureRecorder | None = None  # only of a version with ``capture``
         self._upload: asyncio.Task[None] | None = None
         self._sequences: SequenceBatcher | None = None  # only of a stateful version
+        self._adapters: ReplicaAdapters | None = None  # only of a handler that has adapters
         self._meters = Meters(torchserve.create_recorders(settings))
         self._autoscaled = AutoscalingStats()
         self._meters.on_batch = self._autoscaled.record_batch
@@ -133,6 +137,8 @@ class ModelReplica:
         self._ray_metrics = ray_metrics.start(settings, self._meters, process, self._measure_load)
         self._management_client.start()
         await self._management_client.wait_for_table(timeout=30)
+        if self._adapters is not None:
+            await self._adapters.wait_until_loaded()
 
     def _start_capture(self, limit: ConcurrencyLimit) -> ConcurrencyLimit | CaptureTap:
         """Return the interface of requests, which captures them where the version's file configures it."""
@@ -163,6 +169,8 @@ class ModelReplica:
         row = model.versions.get(self._spec.version) if model is not None else None
         if row is not None:
             self._concurrency_limit.set_limit(row.max_concurrent_requests, row.replicas)
+            if self._adapters is not None:
+                self._adapters.apply(row.adapters)
             if self._sequences is not None:
                 self._sequences.set_replicas(row.replicas)
 
@@ -228,6 +236,8 @@ class ModelReplica:
             raise StartFailed(spec.name, spec.version, reason) from None
         self._executor = self._group or runner
         self._batcher = self._create_batcher(runner)
+        if runner.adapters is not None:
+            self._adapters = ReplicaAdapters(runner.adapters, archive.open_adapter)
         memory = await asyncio.to_thread(measure_process_memory)
         self._management_client.on_connect = lambda: management.offers.remote(
             spec.ref, spec.digest, runner.signature, runner.input_type, runner.schemas, memory
@@ -367,6 +377,16 @@ class ModelReplica:
             self._handle_rows -= 1
             if isinstance(response, ResponseStream):
                 await response.aclose()
+
+    async def load_adapter(self, adapter: AdapterSpec) -> RelayError | None:
+        """Load a LoRA adapter; an error is returned, as Ray would log a raised one as a fault of ours."""
+        if self._adapters is None:
+            return AdapterRejected(adapter.name, "the handler of this model has no adapters; llm has them")
+        try:
+            await self._adapters.load(adapter)
+        except RelayError as error:
+            return error
+        return None
 
     async def holds(self, sequence: str) -> bool:
         """Return whether the state of a sequence is here."""

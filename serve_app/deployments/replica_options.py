@@ -34,8 +34,9 @@ _EXTERNAL_FIELDS = (
     "archive",
     "loaded_at_startup",
     "max_retry_timeout",
-    "max_concurrent_requests",  # published in the routing table, as the next
+    "max_concurrent_requests",  # published in the routing table, as the next two
     "routing",
+    "adapters",
     "graph",
 )
 # Settings that only Management and the gateway read: a new key must not restart every model.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from serve_app.domain import autoscaling, capture, signature
+from serve_app.domain import adapter, autoscaling, capture, signature
+from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.signature import Signature
@@ -90,6 +91,7 @@ class ModelSpec:
     routing: Literal["load", "prefix"] = "load"  # by which a replica is chosen for a request
     loaded_at_startup: bool = False
     autoscaling: Autoscaling | None = None  # what was said of it; None: nothing
+    adapters: tuple[AdapterSpec, ...] = ()  # loaded at run time
     graph: WorkflowGraph | None = None  # of a workflow, whose own workers run its functions alone
     config: Mapping[str, Any] = field(default_factory=dict)  # model-config.yaml, whole, for the handler
 
@@ -119,6 +121,11 @@ class ModelSpec:
         """Return which of its requests are stored and measured; None where its file says nothing."""
         document = self.config.get("capture")
         return capture.read(document) if document is not None else None
+
+    @property
+    def all_adapters(self) -> tuple[AdapterSpec, ...]:
+        """The adapters of its archive, and those that were loaded at run time."""
+        return (*adapter.find_static(self.config), *self.adapters)
 
     @property
     def scaling(self) -> Autoscaling | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from serve_app.domain.access import AccessTable
+from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.model import Phase
 from serve_app.domain.signature import Signature
 from serve_app.domain.traffic_policy import ActiveSplit, TrafficPolicy
@@ -34,6 +35,7 @@ class VersionRoute:
     stateful: bool = False  # its requests belong to sequences
     routing: Literal["load", "prefix"] = "load"  # by which a replica is chosen
     graph: WorkflowGraph | None = None  # of a workflow, whose replicas, if any, run its functions
+    adapters: tuple[AdapterSpec, ...] = ()  # LoRA adapters, those of its archive too
     signature: Signature | None = None  # from the model-config.yaml or the handler, where they have one
     schemas: Mapping[str, Any] | None = (
         None  # the JSON schemas of input and output, where the handler has them

@@ -34,6 +34,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, InputP
 from serve_app.domain.signature import Signature
 from serve_app.errors import BadRequest, HandlerOutOfMemory, RelayError, StartFailed, StartOutOfMemory
 from serve_app.runtime import codec
+from serve_app.runtime.adapters import HandlerAdapters
 from serve_app.runtime.batch_execution import BatchExecution, format_traceback, is_out_of_memory
 from serve_app.runtime.batching.pending_request import Emit
 from serve_app.runtime.decode_step import DecodeStep
@@ -100,6 +101,7 @@ class Runner:
         self._logged: tuple[str, float] = ("", 0.0)
         self._execution_class = DecodeStep if spec.continuous_batching else BatchExecution
         self._sequence_ended: Callable[[str, str], Any] | None = None
+        self.adapters: HandlerAdapters | None = None  # set by ``load`` where the handler has adapters
 
     def _runs_code(self) -> bool:
         """Return whether the model may run code of its own: archives and workflows, else if trusted."""
@@ -136,6 +138,8 @@ class Runner:
             self._measure_length = length if callable(length) else None
             if callable(allow_arrays := getattr(entry.instance, "allow_array_outputs", None)):
                 allow_arrays()
+        if self.loop is not None and hasattr(entry.instance, "load_adapter"):
+            self.adapters = HandlerAdapters(entry.instance, self.loop)
         ended = getattr(entry.instance, "sequence_ended", None)
         self._sequence_ended = ended if callable(ended) else None
         if self.loop is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.control.adapters import AdapterService
 from serve_app.control.api import ControlAPI
 from serve_app.control.async_predictions.service import AsyncPredictionService
 from serve_app.control.audit import AuditTrail
@@ -31,6 +32,7 @@ PROTOCOL = {name: method for name, method in vars(ControlAPI).items() if not nam
 SERVICES = (
     AuditTrail,
     AsyncPredictionService,
+    AdapterService,
     DriftService,
     ExperimentService,
     ClusterMetrics,

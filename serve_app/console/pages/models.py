@@ -111,7 +111,7 @@ class _Version:
         self._summary.set_text(
             f"Replicas: {bounds} · batch of at most {each['batchSize']}, {each['maxBatchDelay']} ms · "
             f"timeout {each['responseTimeout']:g} s · {each['jobQueueStatus']['pendingRequests']} queued · "
-            f"{each['modelUrl']}"
+            f"{each['modelUrl']}{_list_adapters(each)}"
         )
         set_rows(self._replicas, [_replica_row(worker) for worker in each["workers"]])
         error = each.get("lastError", "")
@@ -187,6 +187,11 @@ def _replica_row(worker: dict[str, Any]) -> dict[str, Any]:
         "GPU": worker["gpuUsage"] if worker["gpu"] else "–",
         "running_for": formats.duration(age),
     }
+
+
+def _list_adapters(each: dict[str, Any]) -> str:
+    names = each.get("adapters")
+    return f" · adapters: {', '.join(names)}" if names else ""
 
 
 def _describe_scaling(low: int, high: int) -> str:

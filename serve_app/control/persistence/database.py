@@ -38,6 +38,7 @@ from serve_app.control.persistence.schema import (
 )
 from serve_app.control.registry import ModelRecord, Registry
 from serve_app.domain import autoscaling, validation
+from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.experiment import Experiment
 from serve_app.domain.model import ModelRef, ModelSpec
@@ -371,6 +372,7 @@ def _encode_spec(spec: ModelSpec) -> dict[str, Any]:
     fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name not in apart}
     fields["graph"] = validation.write(spec.graph) if spec.graph is not None else None
     fields["autoscaling"] = dataclasses.asdict(spec.autoscaling) if spec.autoscaling is not None else None
+    fields["adapters"] = [dataclasses.asdict(adapter) for adapter in spec.adapters]
     return {"spec": fields, "config": yaml.safe_dump(dict(spec.config), sort_keys=False)}
 
 
@@ -402,6 +404,7 @@ def _decode_spec(row: Any) -> ModelSpec:
     }
     if (stored := fields.get("autoscaling")) is not None:
         fields["autoscaling"] = Autoscaling(**{key: stored[key] for key in autoscaling.KEYS if key in stored})
+    fields["adapters"] = tuple(AdapterSpec(**stored) for stored in fields.get("adapters", ()))
     if (stored := fields.get("graph")) is not None:
         fields["graph"] = validation.read(WorkflowGraph, stored)
     spec = ModelSpec(name=row.model, version=row.version, config=yaml.safe_load(row.config), **fields)

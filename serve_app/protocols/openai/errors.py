@@ -8,6 +8,7 @@ import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app import errors
+from serve_app.domain.adapter_errors import AdapterNotFound
 from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
@@ -48,6 +49,7 @@ TABLE: dict[type[BaseException], tuple[int, str, str | None]] = {
     errors.NotFound: (404, INVALID, None),
     errors.ModelNotFound: (404, INVALID, "model_not_found"),
     errors.VersionNotFound: (404, INVALID, "model_not_found"),
+    AdapterNotFound: (404, INVALID, "model_not_found"),
     errors.MethodNotAllowed: (405, INVALID, None),
     errors.VersionExists: (409, INVALID, None),
     errors.Conflict: (409, INVALID, None),
@@ -59,7 +61,7 @@ TABLE: dict[type[BaseException], tuple[int, str, str | None]] = {
     errors.DeadlineExceeded: (504, FAILED, None),
     errors.HandlerFailed: (500, FAILED, None),
 }
-_MODEL_ERRORS = (errors.ModelNotFound, errors.VersionNotFound, errors.ModelNotAllowed)
+_MODEL_ERRORS = (errors.ModelNotFound, errors.VersionNotFound, AdapterNotFound, errors.ModelNotAllowed)
 
 
 def find_status(error: Exception) -> tuple[int, str, str]:

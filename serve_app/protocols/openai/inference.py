@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Protocol
@@ -13,9 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.dataplane.key_limits import count_tokens
-from serve_app.domain.access import matches
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
-from serve_app.domain.routing_table import VersionRoute
 from serve_app.domain.validation import documented
 from serve_app.errors import InvalidBody, MethodNotAllowed, NoReplica, RelayError
 from serve_app.protocols.http import auth, large_body
@@ -32,6 +30,13 @@ from serve_app.protocols.http.exchange import (
 from serve_app.protocols.http.sse import EVENT_STREAM, KeepAlive
 from serve_app.protocols.openai import embeddings, errors, ranking
 from serve_app.protocols.openai.errors import InvalidField
+from serve_app.protocols.openai.model_ids import (
+    OpenAIModel,
+    describe_model,
+    is_ready,
+    list_models,
+    parse_id,
+)
 from serve_app.settings import Settings
 
 Route = Callable[[HttpExchange], Awaitable[None]]
@@ -40,7 +45,7 @@ _MIN_CONCURRENT_ROWS = 16  # of one request, even if the model's batches are sma
 _NO_BUFFERING = (b"x-accel-buffering", b"no")
 
 
-_ModelId = Annotated[str, documented("name, or name:version", minLength=1)]
+_ModelId = Annotated[str, documented("name, name:version, name:adapter or name:version:adapter", minLength=1)]
 
 
 class CompletionBody(TypedDict):
@@ -61,17 +66,6 @@ class ChatCompletionBody(TypedDict):
     stream: NotRequired[Annotated[bool, documented("Answer with server-sent events.")]]
 
 
-class OpenAIModel(TypedDict):
-    """OpenAI's fields, and those of KServe's first protocol, which has the same addresses."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    name: str
-    ready: bool
-
-
 class OpenAIModelList(TypedDict):
     object: Literal["list"]
     data: list[OpenAIModel]
@@ -90,9 +84,10 @@ class RowsRequest(Protocol):
 class OpenAIRoutes:
     """The routes of OpenAI's API.
 
-    ``model`` in a body is a model's name, whose version the traffic policy selects, or ``name:version``. The
-    header ``url_path`` of a request holds the path for the handler, as TorchServe sets it under
-    ``/predictions/{model}/{version}/v1/...``.
+    ``model`` in a body is a model's name, whose version the traffic policy selects, or ``name:version``, each
+    with the name of a LoRA adapter after a colon or without. The header ``url_path`` of a request holds the
+    path for the handler, as TorchServe sets it under ``/predictions/{model}/{version}/v1/...``, and the
+    header ``adapter`` the adapter, which is empty for the base model.
     """
 
     def __init__(self, plane: DataPlane, settings: Settings) -> None:
@@ -137,31 +132,21 @@ class OpenAIRoutes:
     # Models
 
     async def _list_models(self, exchange: HttpExchange) -> None:
-        ids = list(self._iterate_ids(auth.get_allowed_models(exchange)))
-        data = [_describe_model(id) for id in ids]
-        document: OpenAIModelList = {"object": "list", "data": data, "models": ids}
+        data = list(list_models(self._plane.table, auth.get_allowed_models(exchange)))
+        document: OpenAIModelList = {"object": "list", "data": data, "models": [item["id"] for item in data]}
         await exchange.send_response(200, [JSON], orjson.dumps(document))
-
-    def _iterate_ids(self, allowed_models: tuple[str, ...]) -> Iterator[str]:
-        """Yield the name of each model, and ``name:version`` for each version if there are several."""
-        for name, model in sorted(self._plane.table.models.items()):
-            if matches(name, allowed_models):
-                if (default := model.versions.get(model.default)) is not None and _is_ready(default):
-                    yield name
-                if len(model.versions) > 1:
-                    versions = model.versions.items()
-                    yield from (f"{name}:{number}" for number, version in versions if _is_ready(version))
 
     async def _show_model(self, exchange: HttpExchange) -> None:
         id = exchange.segments[2]
-        model, version = _split_id(id)
-        auth.require_model(exchange, model)
+        auth.require_model(exchange, id.partition(":")[0])
+        model, version, adapter = parse_id(self._plane.table, id)
         version_route = self._plane.find_version(model, version)
-        if not _is_ready(version_route):
+        if not is_ready(version_route):
             error = NoReplica(model, version, version_route.last_error)
             error.retry_after = None  # a readiness check should not wait
             raise error
-        await exchange.send_response(200, [JSON], orjson.dumps(_describe_model(id)))
+        document = describe_model(id, id.removesuffix(f":{adapter}") if adapter else "")
+        await exchange.send_response(200, [JSON], orjson.dumps(document))
 
     # Completions
 
@@ -293,11 +278,13 @@ class OpenAIRoutes:
         id = document.get("model")
         if not isinstance(id, str) or not id:
             raise InvalidField(
-                "model is the name of a model, or name:version; GET /v1/models lists them.", "model"
+                "model is the name of a model, name:version or name:adapter; GET /v1/models lists them.",
+                "model",
             )
-        model, version = _split_id(id)
-        exchange.model, exchange.version = model, version or ""
-        auth.require_model(exchange, model)
+        exchange.model = id.partition(":")[0]
+        auth.require_model(exchange, exchange.model)
+        model, version, adapter = parse_id(self._plane.table, id)
+        exchange.version, exchange.headers["adapter"] = version or "", adapter
         return model, version
 
     def build_request(
@@ -310,21 +297,6 @@ class OpenAIRoutes:
         return InferenceRequest(
             model, version, inputs, headers, "predict", exchange.request_id, deadline, priority
         )
-
-
-def _split_id(id: str) -> tuple[str, str | None]:
-    """Split ``name`` or ``name:version``; names contain no colon."""
-    model, _, version = id.partition(":")
-    return model, version or None
-
-
-def _is_ready(version: VersionRoute) -> bool:
-    """Return whether the version serves requests; a request starts one that is scaled to zero."""
-    return version.phase in ("ready", "idle") or version.replicas > 0
-
-
-def _describe_model(id: str) -> OpenAIModel:
-    return {"id": id, "object": "model", "created": 0, "owned_by": "torchrelay", "name": id, "ready": True}
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

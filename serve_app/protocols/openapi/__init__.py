@@ -6,6 +6,7 @@ from functools import cache
 
 from serve_app.protocols.openapi.document import Document
 from serve_app.protocols.openapi.management import (
+    ADAPTERS,
     DRIFT,
     KEYS,
     MODELS,
@@ -22,7 +23,7 @@ from serve_app.protocols.openapi.torchserve import ASYNC_PREDICTIONS, DESCRIPTIO
 @cache
 def inference(management: bool = False) -> Document:
     """Return the document of the inference port, with the ``management`` API if the port serves it, too."""
-    features = (TRAFFIC, DRIFT, WORKFLOWS, KEYS, OPERATION)
+    features = (TRAFFIC, DRIFT, ADAPTERS, WORKFLOWS, KEYS, OPERATION)
     others = (MODELS, *features, METRICS) if management else (OPENAI_MODEL, REWARDS)
     return Document(
         "Torchrelay", INFERENCE, HEALTH, OPEN_INFERENCE, OPENAI, ASYNC_PREDICTIONS, *others, DESCRIPTION
@@ -31,7 +32,8 @@ def inference(management: bool = False) -> Document:
 
 @cache
 def management() -> Document:
-    return Document("Torchrelay: management", MODELS, TRAFFIC, DRIFT, WORKFLOWS, KEYS, OPERATION, DESCRIPTION)
+    features = (TRAFFIC, DRIFT, ADAPTERS, WORKFLOWS, KEYS, OPERATION)
+    return Document("Torchrelay: management", MODELS, *features, DESCRIPTION)
 
 
 @cache

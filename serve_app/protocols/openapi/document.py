@@ -32,7 +32,9 @@ _SECURITY_SCHEMES = {
 }
 _NAME = "^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 # Excludes the segments that have another meaning in a path.
-_VERSION = "^(?!(events|experiments|invoke|predict|rollout|shadow|traffic)$)[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+_VERSION = (
+    "^(?!(adapters|events|experiments|invoke|predict|rollout|shadow|traffic)$)[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+)
 
 
 class _PathParameters(TypedDict):
@@ -40,7 +42,8 @@ class _PathParameters(TypedDict):
     model_version: Annotated[
         str, documented("The version, or a label of the model's traffic policy.", pattern=_VERSION)
     ]
-    model_id: Annotated[str, documented("name, or name:version", pattern=_NAME)]
+    adapter_name: Annotated[str, documented("The LoRA adapter.", pattern=_NAME)]
+    model_id: Annotated[str, documented("name, name:version or name:adapter", pattern=_NAME)]
     workflow_name: Annotated[str, documented("The workflow.", pattern=_NAME)]
     workflow_version: Annotated[str, documented("The version.", pattern=_NAME)]
     key_name: Annotated[str, documented("The key's name.", pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from serve_app.domain.adapter import AdapterDocument, AdapterList, AdapterRequest
 from serve_app.domain.api_key import KeyList, KeyRequest, NewKeyDocument, RotationRequest
 from serve_app.domain.capture import DriftDocument
 from serve_app.domain.experiment import (
@@ -117,6 +118,41 @@ MODELS = API(
             get("v1_ready", "Get whether a model's default version is ready.", Readiness)
         ],
         "/token": [get("token", "Write a new key to the key file.", Any, (404,), query=TokenParameters)],
+    },
+)
+
+_NEW_ADAPTER = {
+    200: AdapterDocument,
+    202: json(AdapterDocument, "Some replicas do not load the adapter yet."),
+}
+
+
+def _adapters(path: str, suffix: str, subject: str) -> dict[str, list[Endpoint]]:
+    """Return the endpoints of the adapters of a model or of one of its versions."""
+    return {
+        f"{path}/adapters": [
+            get(f"adapters{suffix}", f"List the LoRA adapters of {subject}.", AdapterList),
+            post(
+                f"add_adapter{suffix}",
+                f"Load a LoRA adapter in every replica of {subject}.",
+                _NEW_ADAPTER,
+                (404, 405, 409, 503, 507),
+                AdapterRequest,
+            ),
+        ],
+        f"{path}/adapters/{{adapter_name}}": [
+            delete(f"remove_adapter{suffix}", f"Unload an adapter of {subject}.", _CHANGED, (405, 409))
+        ],
+    }
+
+
+ADAPTERS = API(
+    "Adapters",
+    "LoRA adapters of language models, loaded and unloaded while requests run.",
+    ERRORS,
+    {
+        **_adapters(_MODEL, "", "a model's default version"),
+        **_adapters(_VERSION, "_version", "one version of a model"),
     },
 )
 

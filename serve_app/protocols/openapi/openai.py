@@ -11,9 +11,9 @@ from serve_app.protocols.openai.errors import OpenAIError
 from serve_app.protocols.openai.inference import (
     ChatCompletionBody,
     CompletionBody,
-    OpenAIModel,
     OpenAIModelList,
 )
+from serve_app.protocols.openai.model_ids import OpenAIModel
 from serve_app.protocols.openai.ranking import RerankBody, RerankList, ScoreBody, ScoreList
 from serve_app.protocols.openapi.endpoints import (
     API,

@@ -84,6 +84,7 @@ class ModelDescription(TypedDict):
     ]
     handler: NotRequired[Annotated[str, documented("The built-in handler, or the archive's own file.")]]
     task: NotRequired[Annotated[str, documented("The task of a Hugging Face folder.")]]
+    adapters: NotRequired[Annotated[list[str], documented("The LoRA adapters of a language model.")]]
     customizedMetadata: NotRequired[Annotated[dict[str, Any], documented("With customized=true.")]]
     memory: NotRequired[
         Annotated[int, documented("The bytes of memory that the next worker claims.", minimum=0)]
@@ -208,6 +209,8 @@ def describe_version(description: VersionDescription) -> ModelDescription:
         document["handler"] = spec.handler
     if task := spec.config.get("task"):
         document["task"] = task
+    if adapters := spec.all_adapters:
+        document["adapters"] = sorted(adapter.name for adapter in adapters)
     if description.metadata is not None:
         document["customizedMetadata"] = (
             description.metadata if isinstance(description.metadata, dict) else {}

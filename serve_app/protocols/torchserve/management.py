@@ -21,6 +21,7 @@ from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management import (
     access,
+    adapters,
     audit,
     drift,
     experiments,
@@ -85,6 +86,7 @@ class ManagementRoutes:
                     "/models/{model}/events", MethodHandlers({"GET": self._stream_events}), methods=["GET"]
                 ),
                 *access.build_routes(control),
+                *adapters.build_routes(control, limit),
                 *audit.build_routes(control),
                 *logs.build_routes(control, settings),
                 *drift.build_routes(control),

@@ -274,6 +274,7 @@ def stub_features(control_api: Any) -> None:
     prediction = AsyncPrediction("0" * 32, "m", None, "", 1.0).to_dict()
     shadow = {"model": "m", "shadow": None, "against": []}
     drift = {"model": "m", "versions": []}
+    adapter = {"name": "fr", "model": "m", "version": "1.0", "url": "french", "digest": "d" * 64}
     key = {"name": "k", "source": "api", "rights": ["infer"], "models": ["*"], "limits": {}}
     key |= dict.fromkeys(("created", "expires", "rotated", "previous_expires"), 1.0)
 
@@ -301,6 +302,7 @@ def stub_features(control_api: Any) -> None:
     control_api.get_experiment_history = return_value({"id": "e1", "points": []})
     control_api.list_predictions = return_value([])
     control_api.get_drift = control_api.reset_drift = return_value(drift)
+    control_api.add_adapter, control_api.list_adapters = return_value(adapter), return_value([adapter])
     control_api.list_keys, control_api.revoke_key = return_value([key]), return_value(None)
     control_api.create_key = control_api.rotate_key = return_value({**key, "key": "trk_1"})
     control_api.get_version_stats = return_value([])
