@@ -56,7 +56,7 @@ def select_kind(metadata: dict[str, Any], first: dict[str, Any]) -> tuple[InputK
     The metadata of a model class has the JSON schema of its input as ``schema``.
     """
     task, handler = first.get("task", ""), first.get("handler", "")
-    if task in _CHAT_TASKS or handler in ("llm", "causal_lm"):
+    if task in _CHAT_TASKS or handler in ("llm", "causal_lm", "vllm_handler", "trt_llm_handler"):
         return "chat", metadata
     input_schema = (first.get("schemas") or {}).get("input")
     if input_schema is not None and input_schema["mediaType"] in ("application/json", "text/plain"):

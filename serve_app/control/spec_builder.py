@@ -17,7 +17,7 @@ from serve_app.model_store.workflow_archive import WorkflowModel
 from serve_app.settings import RuntimeSettings, Settings, VersionSettings
 
 FUNCTIONS = "handlers.loading.workflow_functions:WorkflowFunctions"  # the handler of a workflow's functions
-_PREFIX_CACHING_HANDLERS = ("llm",)
+_PREFIX_CACHING_HANDLERS = ("llm", "vllm_handler", "trt_llm_handler")
 RUNTIMES = ("python", "python3", "LSP")
 
 # A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.

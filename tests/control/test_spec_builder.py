@@ -184,6 +184,7 @@ class TestSpecFrom:
         llm = {"handler": "llm"}
         assert made().routing == "load"
         assert made(manifest=llm).routing == made(handler="llm").routing == "prefix"
+        assert made(handler="vllm_handler").routing == "prefix"
         assert made("engine: {prefix_caching: false}", manifest=llm).routing == "load"
         assert made("engine: {prefix_caching: true}", manifest=llm).routing == "prefix"
         assert made("sequenceBatching: true", manifest=llm).routing == "load"

@@ -217,3 +217,25 @@ def test_files_without_a_manifest_name_no_other_folder(tmp_path: Path, model_fol
     context = Context("m", str(tmp_path), {}, model_yaml_config=config)
     with pytest.raises(HandlerLoadError, match="is not inside of the model, which has no manifest"):
         asyncio.run(entry.instance.initialize(context))
+
+
+def test_vllm_archives_have_their_adapters(archive_dir: Path, model_folder: Path) -> None:
+    pytest.importorskip("peft")
+    from lora_folders import save_adapter
+
+    save_adapter(model_folder, archive_dir / "adapters" / "one", strength=1.0)
+    engine = {"enable_lora": True, "max_loras": 4, "max_model_len": 100, "served_model_name": "base"}
+    settings = {"model_path": "model/snapshot", "vllm_engine_config": engine}
+    config = {"handler": {**settings, "adapters": {"one": "adapters/one"}}}
+
+    async def use(handler: Any, ask: Ask) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        [plain] = (await ask({**body, "model": "base"}, "v1/completions"))[0]["choices"]
+        [adapted] = (await ask({**body, "model": "one"}, "v1/completions"))[0]["choices"]
+        assert plain["text"] != adapted["text"]
+        last, chunks = await ask({**body, "lora_adapter": "one"})
+        assert "".join(json.loads(chunk)["text"] for chunk in [*chunks, last]) == adapted["text"]
+        models = (await ask(None, "v1/models"))[0]["data"]
+        assert [model["id"] for model in models] == ["base", "one"]
+
+    serve(archive_dir, "vllm_handler", config, use)
