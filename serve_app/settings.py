@@ -141,7 +141,7 @@ class InferenceSettings(_Section):
     unix_sockets: bool = True  # reach replicas of the same machine over sockets rather than through Ray
     # to a request over clientTimeoutInMills: 504, or none at all
     late_response: Literal["send", "drop"] = "send"
-    max_workflow_items: int = 1000  # for each of which a workflow's step is asked, of one call
+    max_workflow_items: int = 1000  # of one request for which a step of a workflow runs once each
     # how much of a handler's error a caller sees
     handler_errors: Literal["hidden", "message", "traceback"] = "hidden"
     serve_management: bool = False  # the management API on this port too
@@ -172,7 +172,7 @@ class AsyncPredictionSettings(_Section):
     max_result_size: Annotated[int, pydantic.Field(ge=1)] = 64 * MIB  # of one answer
     inline_max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1 * MIB  # larger bodies are in ``results``
     results: str = ""  # a folder, as a path or a URL of fsspec's; empty: one in state_dir
-    webhook_urls: tuple[str, ...] = ()  # patterns of what may be told of an end; empty: nothing may
+    webhook_urls: tuple[str, ...] = ()  # patterns of the addresses that may get webhooks; empty: none
     webhook_secret: str = ""  # "env:NAME"
     webhook_attempts: Annotated[int, pydantic.Field(ge=1)] = 8
     webhook_backoff: Annotated[float, pydantic.Field(gt=0)] = 1.0  # before the second attempt; then doubled
@@ -189,7 +189,7 @@ class ManagementSettings(_Section):
     metrics_port: int = 8082
     # names in the Host header beside the loopback's, as patterns; checked where requests need no key
     allowed_hosts: tuple[str, ...] = ()
-    enable_metrics_api: bool = True  # false: nobody listens on metrics_port
+    enable_metrics_api: bool = True  # false: metrics_port is closed
     serve_metrics: bool = False  # /metrics on the management port too
     certificate_file: str = ""  # PEM, with its chain: TLS on these listeners
     private_key_file: str = ""  # PEM, without a password

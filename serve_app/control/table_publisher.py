@@ -121,7 +121,7 @@ class TablePublisher:
         """Wait until every live reader has the published table; return the sources that still lack it.
 
         ``live_readers`` returns the sources that run; it is called only when a reader is slow, so that a
-        killed reader delays nobody.
+        killed reader delays no change.
         """
         generation = self.table.generation
         return await self._wait_for_readers(lambda r: r.generation >= generation, timeout, live_readers)

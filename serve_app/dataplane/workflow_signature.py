@@ -60,7 +60,7 @@ def _taken(step: WorkflowStep, known: SignatureLookup) -> Iterator[TensorSpec]:
         if not part or name not in ports:
             raise _UnknownSignature
         port = replace(ports[name], name=part)
-        # Its slices are asked for one by one, each with an axis of one in front.
+        # Its slices are requested one by one, each with a first axis of length one.
         yield (
             replace(port, shape=(ANY, *port.shape[1:])) if name in step.item_sources and port.shape else port
         )

@@ -184,7 +184,7 @@ class ModelReplica:
             self._management_client.management.died.remote(deaths)
 
     async def _pause_after_crashes(self) -> None:
-        """Wait as long as the crash back-off demands; a start delays nobody here."""
+        """Wait as long as the crash back-off demands; no request waits for this start."""
         try:
             pause = await asyncio.wait_for(
                 self._management_client.management.pause_before_start.remote(self._spec.ref), 10

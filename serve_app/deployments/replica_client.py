@@ -243,7 +243,7 @@ class RemoteBackend:
             row.future.set_exception(DeadlineExceeded(self._ref.name, time.monotonic() - row.arrived))
 
     def _on_disconnect(self, row: _RemoteRow) -> None:
-        """Free the place of a disconnected client, and cancel a call that nobody waits for."""
+        """Free the place of a disconnected client, and cancel its call."""
         if self._rows.remove(row) or row.group is None:
             return
         if row.group.task is not None and all(other.future.done() for other in row.group.rows):

@@ -17,7 +17,7 @@ from serve_app.errors import ConfigurationError
 
 _Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
-]  # asymmetric ones only: with a public key as a shared secret, everybody could sign
+]  # asymmetric ones only: with a public key as a shared secret, every client could sign
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

@@ -26,7 +26,7 @@ class ModelRef:
 
     @property
     def app(self) -> str:
-        """The name of the Serve application, and of the deployment in it, that runs this version.
+        """Return the name of this version's Serve application, and of the deployment in it.
 
         Two versions never share it: the part behind the last ``--`` is the version. A version that contains
         ``--`` itself is escaped; it then begins with a period, which no version does.
@@ -39,15 +39,15 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What a version should be. Everything a replica needs to start is here, and nothing else.
+    """The desired state of a version: everything that a replica needs to start, and nothing else.
 
-    Times are in the unit that TorchServe's API uses for them: ``max_batch_delay`` and
-    ``client_timeout`` in milliseconds, all others in seconds.
+    Times have the units of TorchServe's API: ``max_batch_delay`` and ``client_timeout`` are in milliseconds,
+    all others in seconds.
     """
 
     name: str
     version: str
-    url: str  # as the caller gave it
+    url: str  # as in the registration
     digest: str  # sha256 of the stored archive
     archive: str  # URI of the stored archive, the same from every node
     handler: str = ""  # overrides the manifest's where set
@@ -55,7 +55,7 @@ class ModelSpec:
     min_workers: int = 0
     max_workers: int = 0
     batch_size: int = 1
-    max_batch_delay: int | None = None  # None: nobody asked for a wait, so an idle model starts at once
+    max_batch_delay: int | None = None  # None: an idle model starts a batch at once
     response_timeout: int = 120
     startup_timeout: int = 120
     max_retry_timeout: int = 300
@@ -72,12 +72,12 @@ class ModelSpec:
     max_num_sequence: int = 0
     max_sequence_job_queue_size: int = 0
     use_venv: bool = False
-    requirements: str = ""  # the archive's file that is installed for this version's replicas; empty: none is
+    requirements: str = ""  # the archive's requirements file, if it is installed for this version's replicas
     signed_by: str = ""  # fingerprint of the trusted key that signed the archive; empty: not verified
     batcher: Literal["torchrelay", "ray"] = "torchrelay"
     retries: bool = True  # a failed batch is run again in halves; rows of a dead replica go to another
     bucket_by_length: bool = False  # rows of similar length run together
-    use_job_ticket: bool = False  # a row is taken only where the model is idle
+    use_job_ticket: bool = False  # a row is accepted only while the model is idle
     num_cpus: float = 0.0
     num_gpus: float = 0.0
     archive_bytes: int = 0
@@ -90,9 +90,9 @@ class ModelSpec:
     fast_path: Literal["torchserve", "oip"] = "torchserve"
     routing: Literal["load", "prefix"] = "load"  # by which a replica is chosen for a request
     loaded_at_startup: bool = False
-    autoscaling: Autoscaling | None = None  # what was said of it; None: nothing
+    autoscaling: Autoscaling | None = None  # as configured; None: the defaults
     adapters: tuple[AdapterSpec, ...] = ()  # loaded at run time
-    graph: WorkflowGraph | None = None  # of a workflow, whose own workers run its functions alone
+    graph: WorkflowGraph | None = None  # of a workflow, whose own replicas run its functions only
     config: Mapping[str, Any] = field(default_factory=dict)  # model-config.yaml, whole, for the handler
 
     @property
@@ -107,18 +107,18 @@ class ModelSpec:
 
     @property
     def tensors(self) -> bool:
-        """Return whether a row is ``{name: array}``, whatever form its call had."""
+        """Return whether a row is ``{name: array}``, whatever form its request had."""
         return self.config.get("tensors") is True
 
     @property
     def signature(self) -> Signature | None:
-        """What it takes and gives, where its file says so."""
+        """Return the declared inputs and outputs; None where its file declares none."""
         document = self.config.get("signature")
         return signature.read(document) if document is not None else None
 
     @property
     def capture(self) -> CapturePolicy | None:
-        """Return which of its requests are stored and measured; None where its file says nothing."""
+        """Return which of its requests are captured; None where its file configures no capture."""
         document = self.config.get("capture")
         return capture.read(document) if document is not None else None
 
@@ -129,7 +129,7 @@ class ModelSpec:
 
     @property
     def scaling(self) -> Autoscaling | None:
-        """How its replicas follow the load; None where there is one number of them."""
+        """Return the autoscaling policy; None for a fixed number of replicas."""
         if self.min_workers >= self.max_workers:
             return None
         return autoscaling.with_defaults(self.autoscaling, self.batch_size)
@@ -140,7 +140,7 @@ class ModelSpec:
 
     @property
     def has_no_workers(self) -> bool:
-        """Return whether it has no workers and needs some; a workflow without functions needs none."""
+        """Return whether it has no replicas and needs some; a workflow without functions needs none."""
         return self.max_workers == 0 and (self.graph is None or bool(self.handler))
 
     @property
@@ -150,12 +150,12 @@ class ModelSpec:
 
     @property
     def default_route(self) -> str:
-        """The model's own route, which its default version's application owns."""
+        """Return the model's own route, which its default version's application owns."""
         return f"/v2/models/{self.name}" if self.fast_path == "oip" else f"/predictions/{self.name}"
 
     @property
     def route(self) -> str:
-        """The version's explicit route, which begins with the model's own."""
+        """Return the version's explicit route, which begins with the model's own."""
         return f"{self.default_route}/{'versions/' if self.fast_path == 'oip' else ''}{self.version}"
 
     def with_(self, **changes: Any) -> ModelSpec:
@@ -177,15 +177,15 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """What a version is, as far as the control plane has seen."""
+    """The observed state of a version."""
 
     phase: Phase = "stopped"
     replicas: int = 0  # running now
     last_error: str = ""  # stays when the version runs again
-    error_time: float = 0.0  # of it, in seconds since the epoch
+    error_time: float = 0.0  # of the last error, in seconds since the epoch
     workers: tuple[ReplicaInfo, ...] = ()
-    start_seconds: float = 0.0  # from none to the first that was ready, when that was last seen
-    signature: Signature | None = None  # what its handler says that it takes and gives
+    start_seconds: float = 0.0  # of the last observed start, from no replica to the first ready one
+    signature: Signature | None = None  # the inputs and outputs that its handler declares
     input_type: str = ""  # the media type of its input, where its handler declares one
     schemas: Mapping[str, Any] | None = None  # the JSON schemas of input and output, of a model class
     waiting_for: str = ""  # the resources that replicas without a place wait for
@@ -193,7 +193,7 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a caller asks for when registering an archive; None where it did not say.
+    """A request to register an archive; None stands for an absent parameter.
 
     ``url`` is a bare name in the model store, or a URI of any scheme that ``store.allowed_urls`` allows. It
     may end in ``?sha256=`` or ``#sha256=`` with the expected digest.
@@ -202,7 +202,7 @@ class Registration:
     url: str
     model_name: str | None = None
     handler: str | None = None
-    task: str | None = None  # of a Hugging Face folder: what it is asked, as transformers' pipelines call it
+    task: str | None = None  # of a Hugging Face folder, by the names of transformers' pipelines
     runtime: str | None = None
     batch_size: int | None = None
     max_batch_delay: int | None = None  # milliseconds
@@ -210,22 +210,22 @@ class Registration:
     response_timeout: int | None = None  # seconds
     startup_timeout: int | None = None  # seconds
     wait: bool = True  # until the workers are ready, or have failed
-    # Patterns of the models that its caller may manage; the model's name must match one.
+    # Patterns of the models that the request's key may manage; the model's name must match one.
     allowed_models: tuple[str, ...] = ("*",)
-    s3_sse_kms: bool = False  # an https URL of S3's is asked for with credentials, or not at all
+    s3_sse_kms: bool = False  # an https URL of S3 is fetched with credentials, or not at all
     sha256: str | None = None  # expected digest of the archive, in hex; another one is refused
     trusted: bool = False  # its weights and, of a folder, its own code may run as they load
-    id: str | None = None  # by which its caller finds its events; else one is made
+    id: str | None = None  # by which the client finds its events; else one is generated
 
 
 Stage = Literal[
-    "accepted",  # a registration, or a change of a version's workers, begins
+    "accepted",  # a registration, or a change of a version's replicas, begins
     "downloading",  # bytes, total and percent, where they are known
     "unpacking",  # the same
     "checking",
-    "installing",  # a line of the installer's
-    "starting",  # how many workers, and what they wait for
-    "loading",  # a worker's handler loads its model
+    "installing",  # a line of the installer
+    "starting",  # the number of replicas, and the resources that they wait for
+    "loading",  # a replica's handler loads its model
     "warming",
     "ready",
     "failed",
@@ -235,12 +235,12 @@ FINAL_STAGES = ("ready", "failed")
 
 @dataclass(frozen=True, slots=True)
 class ModelEvent:
-    """Something that happened to a model on its way to being served."""
+    """An event in the lifecycle of a model."""
 
     id: int  # higher than those of all events before it, also before a restart
     registration: str
-    model: str  # as far as it is known: the name that was asked for, then the manifest's
-    version: str  # empty before the manifest has said it
+    model: str  # the requested name until the manifest is read, then the manifest's
+    version: str  # empty until the manifest is read
     stage: Stage
     time: float  # seconds since the epoch
     details: Mapping[str, Any]
@@ -257,35 +257,35 @@ class EventQuery:
 
 @dataclass(frozen=True, slots=True)
 class ScalingProgress:
-    """How far a change of a version's replicas has come.
+    """The progress of a change of a version's replicas.
 
-    ``done``: they are all there; ``processing``: asked for without waiting; ``partial``: waited for,
-    and some are still on their way.
+    ``done``: all of them run; ``processing``: the client does not wait; ``partial``: the wait ended while
+    some still start.
     """
 
     ref: ModelRef
     replicas: int
     state: Literal["done", "processing", "partial"]
-    bounds: tuple[int, int] | None = None  # autoscaling holds from now on, between so many
-    previous_bounds: tuple[int, int] | None = None  # autoscaling held until now, and is off
-    advice: str = ""  # how there is more to be had of the version
+    bounds: tuple[int, int] | None = None  # of the autoscaling that applies from now on
+    previous_bounds: tuple[int, int] | None = None  # of the autoscaling that has been switched off
+    advice: str = ""  # a better option for the version
 
 
 @dataclass(frozen=True, slots=True)
 class VersionStats:
-    """What the whole cluster has counted of one version, since it was first asked."""
+    """The counts of one version over the whole cluster since the first request for them."""
 
     model: str
     version: str
-    answered: int  # calls
+    answered: int  # requests
     failed: int
-    seconds: float  # from the calls' arrival to their answers, all together
+    seconds: float  # from the requests' arrival to their responses, in total
     rows: int
-    queue_seconds: float  # that they waited for their batches
+    queue_seconds: float  # of the rows' waits for their batches, in total
     batches: int
-    inference_seconds: float  # that these were in the handler
-    last_batch_at: float = 0.0  # when the last batch ran, in seconds since the epoch; 0: none has
-    # Rows of a batch (of tensors: along the first axis), how many such, and their seconds in the handler.
+    inference_seconds: float  # of the batches in the handler, in total
+    last_batch_at: float = 0.0  # time of the last batch in seconds since the epoch; 0: no batch has run
+    # Rows of a batch (of tensors: along the first axis), number of such batches, seconds in the handler.
     batch_sizes: tuple[tuple[int, int, float], ...] = ()
 
 
@@ -297,4 +297,4 @@ class VersionDescription:
     status: ModelStatus
     default: bool
     pending: int = 0  # rows waiting in its replicas' queues
-    metadata: Any = None  # what the handler's describe said, where it was asked
+    metadata: Any = None  # the handler's response to a describe request, if one was sent

@@ -24,7 +24,7 @@ from serve_app.domain.validation import documented
 from serve_app.errors import InvalidGraph, InvalidWorkflow
 
 REQUEST = "request"
-DEFAULT_INPUT_NAME = "body"  # what an input is called that nobody named
+DEFAULT_INPUT_NAME = "body"  # of an input without a name
 
 _STEP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 

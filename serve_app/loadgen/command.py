@@ -20,7 +20,7 @@ from serve_app.loadgen.bench_report import write_bench_report
 from serve_app.loadgen.echarts import EChartsMissing, load_script
 from serve_app.loadgen.wrk import WrkError
 
-_OPEN_CONNECTIONS = 256  # the most that an open loop opens where nobody says
+_OPEN_CONNECTIONS = 256  # of an open loop, by default
 
 
 def bench(  # noqa: PLR0913  # options of the command
@@ -31,7 +31,7 @@ def bench(  # noqa: PLR0913  # options of the command
         str, typer.Option("--data", "-d", help="The body: text, or @FILE for a file's bytes.")
     ] = "",
     method: Annotated[
-        str, typer.Option("--method", "-X", help="POST with a body and GET without, unless said.")
+        str, typer.Option("--method", "-X", help="By default POST with a body, else GET.")
     ] = "",
     content_type: Annotated[
         str, typer.Option("--content-type", "-t", help="Of the body.")

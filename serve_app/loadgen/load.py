@@ -302,7 +302,7 @@ class _LoadConnection(asyncio.Protocol):
         self.transport.write(next(self.run.wires))
 
     def fail(self, error: str) -> None:
-        """End the request, and the connection with it: what may still come on it belongs to nobody."""
+        """End the request and its connection, on which the rest of a response may still arrive."""
         if self.in_flight:
             self.in_flight = False
             self.run.settle(self.due, error)

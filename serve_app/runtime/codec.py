@@ -108,7 +108,7 @@ def encode(value: Any) -> bytes:
 
 
 def _dumps(value: Any) -> bytes:
-    torch = sys.modules.get("torch")  # whoever made a tensor has imported it
+    torch = sys.modules.get("torch")  # a tensor exists only where it is imported
     if torch is None or not isinstance(value, torch.Tensor):
         return json_encoder.dumps(value)
     buffer = io.BytesIO()

@@ -8,7 +8,7 @@
 
 An environment lies over the server's own packages: what the server has and the requirements allow is
 not installed again. What this process has imported already cannot be replaced in it, so another version
-of that is refused. An environment that nobody has used for a week is removed.
+of that is refused. An environment that was not used for a week is removed.
 
 pip runs in isolation: in an empty directory, with ``-I`` and an environment of a few variables, so nothing of
 the archive and none of the server's secrets reaches it. It installs wheels of the operator's index, unless

@@ -1,1 +1,1 @@
-"""What the server says of itself: metrics, logs, traces."""
+"""Metrics, logs and traces of the server."""

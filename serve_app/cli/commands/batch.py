@@ -164,7 +164,7 @@ def _open_model(
         path, served = find_archive(model, store or settings.model_store, client)
     cached = ArchiveCache(work / "cache", settings.store).store(path.resolve(), path.name)
     manifest = Manifest.read(cached.directory, path.name, settings.store.default_service_handler)
-    # The model runs on its user's own machine, who trusts what the archive's file says.
+    # The model runs on its user's own machine, who trusts the archive's configuration.
     trusted = ModelConfig.read(cached.directory, manifest).trusted is True
     changes: dict[str, Any] = {}
     if served:  # the registration may have overridden the archive

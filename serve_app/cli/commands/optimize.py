@@ -103,7 +103,7 @@ def optimize(
                 manifest = replace(
                     manifest, model_name=served[0]["modelName"], version=served[0]["modelVersion"]
                 )
-            # The model runs on its user's own machine, who trusts what the archive's file says.
+            # The model runs on its user's own machine, who trusts the archive's configuration.
             trusted = ModelConfig.read(directory, manifest).trusted is True
             config = check_model(directory, manifest, served[0].get("task") if served else None, trusted)
         except RelayError as error:

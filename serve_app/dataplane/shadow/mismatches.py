@@ -86,7 +86,7 @@ def build_mismatch(
         "live": to_stored_response(live, redact, MAX_STORED_BYTES),
         "shadow": to_stored_response(other, redact, MAX_STORED_BYTES),
     }
-    hidden = any("redacted" in part for part in inputs)  # whether it is the same input cannot be told then
+    hidden = any("redacted" in part for part in inputs)  # then equal inputs cannot be recognized
     key = blake2b(
         orjson.dumps([call.kind, call.request_id if hidden else inputs]), digest_size=16
     ).hexdigest()

@@ -296,7 +296,7 @@ def build_default_headers(settings: InferenceSettings) -> tuple[tuple[bytes, byt
 def uuid4() -> str:
     """Return a random UUID as text, from the kernel's generator.
 
-    A request id guards what it names, such as an async prediction, so nobody may guess it from others.
+    A request id guards what it names, such as an async prediction, so it must not be guessed from others.
     """
     try:
         return _IDS.pop()

@@ -127,12 +127,12 @@ class AdmissionControl(RequestBatcher, Generic[R]):
 
     @abstractmethod
     def _discard(self, row: R) -> None:
-        """Free the place of a row that nobody waits for."""
+        """Free the place of a row without a waiting client."""
 
     @property
     @abstractmethod
     def _idle(self) -> bool:
-        """True when nobody waits for any row."""
+        """Return whether no row has a waiting client."""
 
     def _flush_queue(self) -> None:
         """Start partial batches at once, because no more rows will come."""
@@ -155,7 +155,7 @@ class AdmissionControl(RequestBatcher, Generic[R]):
         if row.stream is not None:
             row.stream.finish()
         elif row.future.done() and not row.future.cancelled():
-            # The response came as the client disconnected, so nobody reads the exception.
+            # The response came as the client disconnected, so its exception is not read.
             row.future.exception()
         self._discard(row)
 
@@ -177,7 +177,7 @@ class AdmissionControl(RequestBatcher, Generic[R]):
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            log.debug("%s: the event loop is closed, nobody waits any more", self._ref.app)
+            log.debug("%s: the event loop is closed, no client waits any more", self._ref.app)
 
 
 class QueuedAdmissionControl(AdmissionControl[R]):

@@ -46,9 +46,9 @@ class AsyncBatcher(AdmissionControl[_AsyncRow]):
     bounds each: its handler is cancelled. ``on_hung`` is called when the handler loop is blocked and cannot
     cancel. ``limits`` are those of AdmissionControl.
 
-    No request waits here, so priorities change no order. A deadline refuses nobody beforehand; it cancels the
-    handler when it passes. Shadows start only while no client's request runs, a few at once, and do not count
-    against ``queue_size``.
+    No request waits here, so priorities change no order. A deadline refuses no request in advance; it
+    cancels the handler when it passes. Shadows start only while no client's request runs, a few at once, and
+    do not count against ``queue_size``.
     """
 
     def __init__(

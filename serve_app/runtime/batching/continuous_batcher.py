@@ -32,7 +32,7 @@ class _StepRow(PendingRequest):
     """A request that waits or takes part in the steps."""
 
     started_at: float | None = None  # start of its first step
-    is_finished: bool = False  # nobody waits for more of it
+    is_finished: bool = False  # its client waits for no further chunk
 
     def finish(self) -> None:
         self.is_finished = True
