@@ -9,6 +9,7 @@ that a scrape is as fresh as the response to a sample request.
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ class TablePublisher:
         self._readers: dict[str, _TableReader] = {}
         self._earlier: dict[int, RoutingTable] = {}  # by generation, the oldest first
         self._deltas: dict[int, TableDelta] = {}  # to the present table, by the generation before
+        self._pickled: tuple[int, bytes] = (0, b"")  # the generation of a whole table, and the table
         self._collection = 0
         self._reader_changed = asyncio.Event()
 
@@ -104,6 +106,15 @@ class TablePublisher:
         self._on_publish(table)
         for reader in self._readers.values():
             reader.wake.set()
+
+    def pickle_table(self) -> bytes:
+        """Return the present table for another process.
+
+        That of 10,000 versions takes 0.15 s, so all readers of a generation get the same bytes.
+        """
+        if self._pickled[0] != self.table.generation:
+            self._pickled = (self.table.generation, pickle.dumps(self.table, pickle.HIGHEST_PROTOCOL))
+        return self._pickled[1]
 
     def _find_delta(self, generation: int) -> TableDelta | None:
         """Return the difference of the present table from that of a generation, where that is kept."""

@@ -310,9 +310,10 @@ class Management:
 
     async def poll(
         self, source: str, generation: int, samples: MetricsReport | None
-    ) -> RoutingTable | TableDelta | Nudge | None:
-        """Answer a reader's long poll; see ``control/table_publisher.py``."""
-        return await self._table_publisher.poll(source, generation, samples)
+    ) -> bytes | TableDelta | Nudge | None:
+        """Answer a reader's long poll; see ``control/table_publisher.py``. A whole table is pickled."""
+        answer = await self._table_publisher.poll(source, generation, samples)
+        return self._table_publisher.pickle_table() if isinstance(answer, RoutingTable) else answer
 
     async def disconnect(self, source: str, samples: MetricsReport) -> None:
         self._table_publisher.disconnect(source, samples)

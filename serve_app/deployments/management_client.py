@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pickle
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from serve_app.dataplane.experiment_collector import replay
 from serve_app.dataplane.key_limits import SHARE_PERIOD_S, KeyLimiter
 from serve_app.deployments.actor_classes import bound_actor_classes
 from serve_app.deployments.names import MANAGEMENT, SERVER
-from serve_app.domain.routing_table import RoutingTable, TableDelta
+from serve_app.domain.routing_table import TableDelta
 from serve_app.protocols.http import json_web_tokens
 from serve_app.telemetry.metrics import Meters, MetricsReport
 
@@ -168,8 +169,8 @@ class ManagementClient:
             samples = self._collect_samples() if answer == "samples" else None
             if isinstance(answer, TableDelta):
                 self._reader.update(answer.apply(self._reader.table))
-            elif isinstance(answer, RoutingTable):
-                self._reader.update(answer)
+            elif isinstance(answer, bytes):
+                self._reader.update(pickle.loads(answer))
 
     async def _exchange_shares(self, limiter: KeyLimiter) -> None:
         """Report the demand of keys with limits while there is some; apply the shares.

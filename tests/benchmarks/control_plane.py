@@ -54,7 +54,10 @@ class Timings:
 
 
 class Node:
-    """A reader of the routing table, which unpickles each answer."""
+    """A reader of the routing table.
+
+    It unpickles the changes; a whole table is unpickled by the node itself, which is not simulated.
+    """
 
     def __init__(self, publisher: TablePublisher, name: str) -> None:
         self.table = RoutingTable()
@@ -63,12 +66,12 @@ class Node:
     async def run(self, timings: Timings) -> None:
         while True:
             answer = await self._publisher.poll(self._name, self.table.generation, None)
-            received = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-            answer = pickle.loads(received)
             if isinstance(answer, TableDelta):
+                received = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
                 timings.delta_bytes = len(received)
-                self.table = answer.apply(self.table)
+                self.table = pickle.loads(received).apply(self.table)
             elif isinstance(answer, RoutingTable):
+                received = self._publisher.pickle_table()
                 timings.table_bytes = len(received)
                 self.table = answer
 
