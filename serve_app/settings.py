@@ -137,6 +137,7 @@ class InferenceSettings(_Section):
     max_request_size: int = 64 * MIB  # bytes; TorchServe's 6,553,500 with a config.properties
     max_form_fields: Annotated[int, pydantic.Field(ge=1)] = 1000  # of a form of a prediction
     gateways: int = 1  # gateway replicas, at most one a node
+    gateway_label_selector: Mapping[str, str] = field(default_factory=dict)  # Ray labels of their nodes
     callbacks: bool = True  # answer predictions by callbacks instead of ASGI tasks
     unix_sockets: bool = True  # reach replicas of the same machine over sockets rather than through Ray
     # to a request over clientTimeoutInMills: 504, or none at all

@@ -59,6 +59,12 @@ def _actor_options(spec: ModelSpec, memory: int) -> dict[str, Any]:
     return options
 
 
+def _gateway_options(settings: Settings) -> dict[str, Any]:
+    """Return the options of a gateway's actor; a label selector can keep it off the head."""
+    selector = dict(settings.inference.gateway_label_selector)
+    return {"num_cpus": 0, **({"label_selector": selector} if selector else {})}
+
+
 def server_application(gateway: Any, management: Any, settings: Settings) -> Any:
     """Return the Serve application of the deployments ``gateway`` and ``management``."""
     management = management.options(
@@ -77,6 +83,6 @@ def server_application(gateway: Any, management: Any, settings: Settings) -> Any
         max_replicas_per_node=1,
         max_ongoing_requests=10_000,
         max_surge_percent=100,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_gateway_options(settings),
     )
     return gateway.bind(settings, management.bind(settings))

@@ -128,6 +128,14 @@ def test_one_management_on_the_head_and_a_gateway_a_node() -> None:
     assert management._bound_deployment.ray_actor_options["resources"] == {"node:__internal_head__": 0.001}
 
 
+def test_a_label_selector_chooses_the_nodes_of_gateways() -> None:
+    options = {"num_cpus": 0}
+    assert main.build({})._bound_deployment.ray_actor_options == options
+    selector = {"ray.io/node-group": "!headgroup"}
+    gateway = main.build({"inference": {"gateway_label_selector": selector}})._bound_deployment
+    assert gateway.ray_actor_options == options | {"label_selector": selector}
+
+
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 def test_the_autoscaler_is_configured_for_versions_that_follow_their_load() -> None:
     reported = deployment(SPEC.with_(min_workers=0, max_workers=3, autoscaling=LATENCY))._deployment_config
