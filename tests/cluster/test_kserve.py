@@ -84,7 +84,7 @@ class Pod:
             "TS_SERVICE_ENVELOPE": "kservev2",
             "PROTOCOL_VERSION": "grpc-v2",
         }
-        runtime = next(yaml.safe_load_all((ROOT / "cluster/kserve.yaml").read_text()))
+        runtime = next(yaml.safe_load_all((ROOT / "cluster/kserve/runtime.yaml").read_text()))
         (container,) = runtime["spec"]["containers"]
         self.words = [word.replace("/mnt/models", str(mount)) for word in container["args"]]
 
