@@ -1,8 +1,9 @@
-"""The cluster's manifests agree with the server, with one another and with configs/."""
+"""The base of the manifests agrees with the server and with configs/. The overlays have their own file."""
 
 from __future__ import annotations
 
 import json
+import re
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,16 @@ from serve_app.settings import load
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
+BASE = CLUSTER / "base"
 
 
 def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
-KUSTOMIZATION = read(CLUSTER / "kustomization.yaml")
-CONSOLE = {
-    document["kind"]: document for document in yaml.safe_load_all((CLUSTER / "console.yaml").read_text())
-}
-MANIFESTS = {name: read(CLUSTER / name) for name in KUSTOMIZATION["resources"] if name != "console.yaml"}
+KUSTOMIZATION = read(BASE / "kustomization.yaml")
+CONSOLE = {document["kind"]: document for document in yaml.safe_load_all((BASE / "console.yaml").read_text())}
+MANIFESTS = {name: read(BASE / name) for name in ("rayservice.yaml", "network.yaml", "grpc.yaml")}
 SERVICE = MANIFESTS["rayservice.yaml"]
 CLUSTER_SPEC = SERVICE["spec"]["rayClusterConfig"]
 SERVE = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
@@ -96,10 +96,14 @@ def test_every_request_shows_a_key_that_is_in_no_manifest() -> None:
     assert all(f"--from-literal={key.key.removeprefix('env:')}=" in page for key in keys)
 
 
+def env_file() -> dict[str, str]:
+    return read_env(ROOT / "configs/serve.env")
+
+
 def test_every_node_has_the_one_environment() -> None:
     (generator,) = KUSTOMIZATION["configMapGenerator"]
     (env,) = generator["envs"]
-    assert (CLUSTER / env).resolve() == ROOT / "configs/serve.env"
+    assert (BASE / env).resolve() == ROOT / "configs/serve.env"
     for group in GROUPS:
         names = [
             source["configMapRef"]["name"]
@@ -107,12 +111,13 @@ def test_every_node_has_the_one_environment() -> None:
             if "configMapRef" in source
         ]
         assert names == [generator["name"]]
-        # What stands in `env` wins over the file.
-        assert "env" not in container(group)
+        # `env` has precedence over the file.
+        own = {variable["name"] for variable in container(group)["env"]}
+        assert own == {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"} and not own & set(env_file())
 
 
 def test_kustomize_finds_every_place_of_the_generated_name() -> None:
-    (names,) = read(CLUSTER / KUSTOMIZATION["configurations"][0])["nameReference"]
+    (names,) = read(BASE / KUSTOMIZATION["configurations"][0])["nameReference"]
     assert names["kind"] == "ConfigMap"
     for spec in names["fieldSpecs"]:
         here: list[Any] = [SERVICE] if spec["kind"] == SERVICE["kind"] else []
@@ -122,25 +127,6 @@ def test_kustomize_finds_every_place_of_the_generated_name() -> None:
         assert set(here) == {"torchrelay-serve-env"}, spec["path"]
 
 
-def test_files_and_names_that_are_spoken_of_are_there() -> None:
-    claims = {m["metadata"]["name"] for m in MANIFESTS.values() if m["kind"] == "PersistentVolumeClaim"}
-    images = {image["name"] for image in KUSTOMIZATION["images"]}
-    for group in GROUPS:
-        spec = group["template"]["spec"]
-        volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        used = {
-            v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v
-        }
-        assert used <= claims
-        sidecar = CLUSTER_SPEC["autoscalerOptions"]["volumeMounts"] if group is HEAD else []
-        assert {mount["name"] for mount in [*container(group)["volumeMounts"], *sidecar]} == set(volumes)
-        assert container(group)["image"] in images
-        mounts = {mount["mountPath"] for mount in container(group)["volumeMounts"]}
-        assert application(SERVE)["args"]["home"] in mounts
-    patch = read(CLUSTER / "redis.yaml")
-    assert (patch["kind"], patch["metadata"]) == (SERVICE["kind"], SERVICE["metadata"])
-
-
 def test_ports_agree() -> None:
     args = application(SERVE)["args"]
     http = SERVE["http_options"]["port"]
@@ -148,14 +134,9 @@ def test_ports_agree() -> None:
     assert served["port"] == served["targetPort"] == http
     assert port(HEAD, "management") == args["management"]["port"]
     assert port(HEAD, "metrics") == args["management"]["metrics_port"]
-    assert (port(HEAD, "grpc"), port(HEAD, "grpc-manage")) == (
-        args["grpc"]["port"],
-        args["grpc"]["management_port"],
-    )
     taken = {http, args["management"]["port"], args["management"]["metrics_port"]}
     for group in GROUPS:
         assert port(group, "serve") == http
-        assert port(group, "grpc") == args["grpc"]["port"]
         # KubeRay would take 8080 for it, which is ours.
         own = int(group["rayStartParams"]["metrics-export-port"])
         assert own == port(group, "ray-metrics") and own not in taken
@@ -173,7 +154,7 @@ def test_grpc_s_name_gives_the_pods_that_have_its_port() -> None:
     assert served["port"] == args["grpc"]["port"]
     selector = dict(service["spec"]["selector"])
     assert selector.pop("ray.io/serve") == "true"
-    for group in GROUPS:
+    for group in GROUPS[1:]:  # the head never has that label
         assert selector.items() <= group["template"]["metadata"]["labels"].items()
         assert port(group, served["targetPort"]) == served["port"]
     assert args["grpc"]["max_connection_age"] > 0  # else who is connected never hears of another pod
@@ -212,7 +193,7 @@ RESTRICTED = {
 }
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=["head", "cpu", "gpu"])
+@pytest.mark.parametrize("group", GROUPS, ids=["head", "cpu"])
 def test_pods_have_no_rights_and_a_read_only_root(group: dict[str, Any]) -> None:
     spec, only = group["template"]["spec"], container(group)
     assert spec["automountServiceAccountToken"] is False
@@ -245,11 +226,12 @@ def test_pods_reach_names_databases_and_https_only() -> None:
     policy = MANIFESTS["network.yaml"]["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     by_port = {port["port"]: rule["to"] for rule in policy["egress"] for port in rule.get("ports", [])}
-    assert set(by_port) == {53, 80, 443, 5432, 6379}
+    assert set(by_port) == {53, 443, 5432, 6379}
     [anywhere] = by_port[443]
     assert anywhere["ipBlock"] == {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}
-    for port in (5432, 6379):
-        assert all(ip_network(to["ipBlock"]["cidr"]).is_private for to in by_port[port])
+    blocks = [to["ipBlock"]["cidr"] for to in by_port[5432] if "ipBlock" in to]
+    assert blocks and all(ip_network(block).is_private for block in blocks)
+    assert by_port[6379] == by_port[5432]
     own = [rule for rule in policy["egress"] if "ports" not in rule]
     assert own == [{"to": [{"podSelector": policy["podSelector"]}]}]
 
@@ -289,12 +271,17 @@ def test_groups_scale_within_their_bounds() -> None:
     for group in CLUSTER_SPEC["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     assert HEAD["rayStartParams"]["num-cpus"] == "0"
-    gpus = [
-        group["groupName"]
-        for group in GROUPS[1:]
-        if container(group)["resources"]["limits"].get("nvidia.com/gpu")
-    ]
-    assert gpus == ["gpu"]
+
+
+def test_registrations_name_objects_of_the_model_buckets() -> None:
+    allowed = [re.compile(pattern) for pattern in load(application(SERVE)["args"]).store.allowed_urls or ()]
+    assert any(each.fullmatch("s3://torchrelay-models-123456789012-eu-west-1/digits.mar") for each in allowed)
+    for url in (
+        "s3://other/digits.mar",
+        "https://example.com/s3://torchrelay-models-1/a.mar",
+        "file:///a.mar",
+    ):
+        assert not any(each.fullmatch(url) for each in allowed)
 
 
 def test_ray_s_version_is_the_one_that_is_tested() -> None:

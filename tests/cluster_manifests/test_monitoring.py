@@ -128,11 +128,14 @@ def test_kustomize_has_every_file() -> None:
     assert all((MONITORING / resource).is_file() for resource in document["resources"])
     [generator] = document["configMapGenerator"]
     assert set(generator["files"]) == {f"dashboards/{name}.json" for name in DASHBOARDS}
-    assert document["namespace"] == yaml.safe_load((CLUSTER / "kustomization.yaml").read_text())["namespace"]
+    assert (
+        document["namespace"]
+        == yaml.safe_load((CLUSTER / "base/kustomization.yaml").read_text())["namespace"]
+    )
 
 
 def test_monitors_find_the_ports_of_the_pods() -> None:
-    cluster = yaml.safe_load((CLUSTER / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
+    cluster = yaml.safe_load((CLUSTER / "base/rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
     ours, rays = yaml.safe_load_all((MONITORING / "monitors.yaml").read_text())
     head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     for monitor, groups in ((ours, [head]), (rays, [head, *workers])):
@@ -150,6 +153,6 @@ def test_monitors_find_the_ports_of_the_pods() -> None:
 
 def prometheus_ports() -> set[int]:
     """Return the ports that the network policy opens for Prometheus."""
-    rules = yaml.safe_load((CLUSTER / "network.yaml").read_text())["spec"]["ingress"]
+    rules = yaml.safe_load((CLUSTER / "base/network.yaml").read_text())["spec"]["ingress"]
     [rule] = [rule for rule in rules if "name: prometheus" in yaml.safe_dump(rule)]
     return {port["port"] for port in rule["ports"]}
