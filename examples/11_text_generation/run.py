@@ -34,7 +34,7 @@ async def generate(client: AsyncClient, rhyme: str, started: float) -> str:
         if chunks <= 3:
             print(f"  {time.perf_counter() - started:6.3f} s  {prompt}: {chunk.decode()!r}")
     last = time.perf_counter() - started
-    print(f"  {last:6.3f} s  {prompt}: told in {chunks} pieces, the first after {first * 1000:.0f} ms")
+    print(f"  {last:6.3f} s  {prompt}: {chunks} chunks, the first after {first * 1000:.0f} ms")
     return text
 
 
@@ -51,7 +51,7 @@ async def chat() -> bool:
     rhyme, first = RHYMES[0], " ".join(RHYMES[0].split()[:2])
     messages = [{"role": "user", "content": first}]
     text = first
-    async with AsyncOpenAI(base_url=f"{INFERENCE}/v1", api_key="none is wanted") as client:
+    async with AsyncOpenAI(base_url=f"{INFERENCE}/v1", api_key="unused") as client:
         print(f"models: {', '.join([model.id async for model in client.models.list()])}")
         params = {"model": MODEL, "messages": messages, "temperature": 0}
         async for chunk in await client.chat.completions.create(**params, stream=True):
@@ -64,7 +64,7 @@ async def chat() -> bool:
         except BadRequestError as error:
             print(f"refused: {error.code}, {error.body['message'][:60]} ...")
     async with AsyncOpenAI(
-        base_url=f"{INFERENCE}/predictions/{MODEL}/1.0/v1", api_key="none is wanted"
+        base_url=f"{INFERENCE}/predictions/{MODEL}/1.0/v1", api_key="unused"
     ) as client:
         by_path = await client.chat.completions.create(**params)
     logprob = sum(completion.choices[0].logprobs.token_logprobs)
@@ -81,23 +81,23 @@ async def main() -> bool:
         texts = await asyncio.gather(*(generate(client, rhyme, started) for rhyme in RHYMES))
         exact = all(text == rhyme for text, rhyme in zip(texts, RHYMES))
         print(f"\n{texts[0]}\n")
-        print(f"{'yes' if exact else 'NO '}  each rhyme was told as it is")
+        print(f"{'yes' if exact else 'NO '}  each rhyme is reproduced exactly")
 
         await asyncio.gather(*(disconnect(client) for _ in range(20)))
         answer = await client.predict_json(MODEL, {"prompt": "Jack and", "stop": "water", "temperature": 0})
         answered = answer["finish_reason"] == "stop" and answer["text"].endswith("pail of ")
-        print(f"{'yes' if answered else 'NO '}  after 20 callers left, the next one is answered: {answer}")
+        print(f"{'yes' if answered else 'NO '}  after 20 disconnects, the next request is answered: {answer}")
 
         try:
             rejected = False
             message = await client.predict_json(MODEL, {"prompt": "Mary had", "max_new_tokens": 5000})
         except HandlerFailedError as error:
             rejected, message = error.status == 400, error.message
-        print(f"{'yes' if rejected else 'NO '}  what does not fit is refused: {message}")
+        print(f"{'yes' if rejected else 'NO '}  a request beyond the capacity is refused: {message}")
 
     print("\nby OpenAI's client:")
     same = await chat()
-    print(f"{'yes' if same else 'NO '}  it tells the same")
+    print(f"{'yes' if same else 'NO '}  the texts are equal")
     return exact and answered and rejected and same
 
 

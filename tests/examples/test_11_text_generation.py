@@ -1,4 +1,4 @@
-"""The rhymes of the example against a real server: told at once, in pieces, to callers of whom some leave."""
+"""The rhymes of the example against a real server: streamed concurrently, while some clients disconnect."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_11_text_generation(server: Server, run) -> None:
     run("11_text_generation/train.py", "--model-store", str(server.store))
     printed = run("11_text_generation/run.py")
     assert re.findall(r"^(yes|NO )  (.*?)(?::.*)?$", printed, re.MULTILINE) == [
-        ("yes", "each rhyme was told as it is"),
-        ("yes", "after 20 callers left, the next one is answered"),
-        ("yes", "what does not fit is refused"),
-        ("yes", "it tells the same"),
+        ("yes", "each rhyme is reproduced exactly"),
+        ("yes", "after 20 disconnects, the next request is answered"),
+        ("yes", "a request beyond the capacity is refused"),
+        ("yes", "the texts are equal"),
     ], printed
     assert re.search(r"^models: .*\brhymes\b", printed, re.MULTILINE), printed
     reported = re.findall(
-        r"^ +([\d.]+) s  (.*): told in (\d+) pieces, the first after (\d+) ms$", printed, re.MULTILINE
+        r"^ +([\d.]+) s  (.*): (\d+) chunks, the first after (\d+) ms$", printed, re.MULTILINE
     )
     assert len(reported) == 6, printed
     assert sum(int(pieces) for _, _, pieces, _ in reported) > 6, "they came while the rest was being made"
