@@ -235,8 +235,8 @@ class WorkflowArchiveNotFound(WorkflowNotFound, reason="archive_not_found"):
 
 class ExposureNotFound(NotFound, reason="exposure_not_found", fields=("unit", "experiment")):
     template = (
-        "Experiment {experiment} has assigned nobody of the request id or key {unit!r}; "
-        "post the X-Request-Id of an answer that it gave, or the key that its caller showed."
+        "Experiment {experiment} has no exposure of the request id or key {unit!r}; "
+        "send the X-Request-Id of one of its responses, or the key of the client."
     )
 
 

@@ -395,7 +395,7 @@ class Settings(_Section):
         wanted = self.auth.mode == "on" or (self.auth.mode == "auto" and self.is_exposed(*inference_hosts))
         if wanted and not (self.auth.torchserve_tokens or self.auth.keys or self.auth.jwt):
             cure = "name keys in auth.keys, or set auth.torchserve_tokens to true, or auth.mode to off"
-            raise ConfigurationError("auth", f"requests must show a key, and there is none; {cure}")
+            raise ConfigurationError("auth", f"requests need a key, and there is none; {cure}")
         return wanted
 
     @property

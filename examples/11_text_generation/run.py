@@ -63,9 +63,7 @@ async def chat() -> bool:
             await client.chat.completions.create(**params, max_tokens=5000)
         except BadRequestError as error:
             print(f"refused: {error.code}, {error.body['message'][:60]} ...")
-    async with AsyncOpenAI(
-        base_url=f"{INFERENCE}/predictions/{MODEL}/1.0/v1", api_key="unused"
-    ) as client:
+    async with AsyncOpenAI(base_url=f"{INFERENCE}/predictions/{MODEL}/1.0/v1", api_key="unused") as client:
         by_path = await client.chat.completions.create(**params)
     logprob = sum(completion.choices[0].logprobs.token_logprobs)
     print(f"{completion.usage.completion_tokens} tokens, e^{logprob:.2f} likely together")

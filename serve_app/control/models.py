@@ -358,7 +358,7 @@ def _advice(spec: ModelSpec) -> str:
     if spec.handler == HUGGING_FACE and spec.config.get("task") == "text-generation":
         return (
             "It answers as transformers' pipeline; registered with handler=llm it streams, and "
-            "speaks OpenAI's API"
+            "has OpenAI's API"
         )
     return ""
 

@@ -45,7 +45,7 @@ from serve_app.errors import (
 from serve_app.telemetry.metrics import Meters
 
 _STARTING = ("idle", "loading")
-_NONE_REQUESTED = "no replica was asked for"
+_NONE_REQUESTED = "no replica is configured"
 
 
 class InferenceBackend(Protocol):

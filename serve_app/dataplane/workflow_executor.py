@@ -191,7 +191,7 @@ class _WorkflowRun:
         count = lengths.pop()
         if count > self._workflow.max_items:
             raise BadRequest(
-                f"it would be asked {count} times, and "
+                f"it would run {count} times, and "
                 f"inference.max_workflow_items allows {self._workflow.max_items}."
             )
         shared = self._inputs(step) if step.inputs else ()

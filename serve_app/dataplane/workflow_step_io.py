@@ -78,7 +78,7 @@ def split_items(value: Value, source: str) -> list[Value]:
         return _slices(tensors.from_content_type(source, body, content_type))
     found = _loaded(body)
     if not isinstance(found, list):
-        raise BadRequest(f"it is asked for each item of {source}, which is no list.")
+        raise BadRequest(f"it runs once for each item of {source}, which is no list.")
     return [(item.encode(), TEXT) if isinstance(item, str) else (orjson.dumps(item), JSON) for item in found]
 
 
@@ -125,7 +125,7 @@ def _value(tensor: Tensor) -> Value:
 def _slices(tensor: Tensor) -> list[Value]:
     """Return the slices of a tensor, each with a first axis of length one, as in a batch of one."""
     if not tensor.shape:
-        raise BadRequest(f"it is asked for each item of {tensor.name}, which is a tensor without axes.")
+        raise BadRequest(f"it runs once for each item of {tensor.name}, which is a tensor without axes.")
     count, *rest = tensor.shape
     if tensor.datatype == "BYTES":
         found, each = tensors.decode_elements(tensor), math.prod(rest)

@@ -81,10 +81,10 @@ log = logging.getLogger("torchrelay.management")
 
 _WHERE_THE_KEYS_ARE = """
 ######
-Requests must show a key, because this server is not for this machine alone or because auth.mode says so.
+Requests need a key, because the server is reachable from other machines or because of auth.mode.
 The keys are in %s
-A request shows one as "Authorization: Bearer KEY"; the inference key infers, the management key manages.
-auth.mode: "off" opens every door to everybody.
+Send one as "Authorization: Bearer KEY": the inference key for predictions, the management key for changes.
+auth.mode: "off" disables keys for all clients.
 ######"""
 
 

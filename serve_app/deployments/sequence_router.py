@@ -94,7 +94,7 @@ class SequenceRouter:
         route = self._row_of(request.model, replica) or row
         if route.version != row.version:
             if version_requested:
-                why = f"version {route.version} has its state, and version {row.version} is asked"
+                why = f"version {route.version} has its state, and the request names version {row.version}"
                 raise SequenceLost(request.model, name, why)
             selection = VersionSelection(route)
         ref = ModelRef(request.model, route.version)

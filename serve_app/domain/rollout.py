@@ -157,7 +157,7 @@ def _find_error(plan: RolloutPlan) -> str:
     if not plan.steps:
         return "steps is empty; name at least one, in percent"
     if len(plan.steps) > MAX_STEPS:
-        return f"steps are {len(plan.steps)}; at most {MAX_STEPS} can be told apart"
+        return f"steps are {len(plan.steps)}; at most {MAX_STEPS} are allowed"
     if any(not 0.01 <= step <= 100 for step in plan.steps):
         return f"steps are shares from 0.01 to 100 percent, and are {steps}"
     shares = [_to_basis_points(step) for step in plan.steps]

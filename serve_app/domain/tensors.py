@@ -141,8 +141,8 @@ class TensorLayout(NamedTuple):
             _check_elements(self.name, self.size, data)
         elif len(data) != self.size:
             raise InvalidInput(
-                f"The input {self.name}, {self.datatype} {list(self.shape)}, has {self.size} bytes as it "
-                f"says, and {len(data)} came."
+                f"The input {self.name}, {self.datatype} {list(self.shape)}, requires {self.size} bytes, "
+                f"and has {len(data)}."
             )
 
 
@@ -338,7 +338,7 @@ def _check_elements(name: str, wanted: int, data: Buffer) -> None:
             found += 1
     if place != len(data) or found != wanted:
         raise InvalidInput(
-            f"The input {name} is {wanted} elements of BYTES as its shape says, each behind its length in 4 "
+            f"The input {name} is {wanted} elements of BYTES by its shape, each behind its length in 4 "
             f"bytes (little-endian), and its {len(data)} bytes are not these."
         )
 
@@ -357,7 +357,9 @@ def _flatten(name: str, shape: Sequence[int], data: Any, count: int) -> list[Any
                 break
             level = list(chain.from_iterable(level))
         if not sound:
-            raise InvalidInput(f"The input {name}: its data is not nested as its shape {list(shape)} says.")
+            raise InvalidInput(
+                f"The input {name}: the nesting of its data differs from its shape {list(shape)}."
+            )
     if len(level) != count:
         raise InvalidInput(
             f"The input {name}, of the shape {list(shape)}, has {count} elements, and {len(level)} came."

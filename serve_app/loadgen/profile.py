@@ -70,7 +70,7 @@ class LoadResult:
     answers that came in the measured time, whenever they began, so a throughput has no edge.
 
     Kinds of errors: "status 503", "connect", "disconnect", "timeout", "protocol" (no HTTP), "body" (the
-    check said no), "unanswered".
+    check failed), "unanswered".
     """
 
     engine: str

@@ -59,7 +59,7 @@ def server_context(certificate: Path, key: Path, names: tuple[str, str]) -> ssl.
             "plain.pem`, readable by the server's user alone"
         )
         raise ConfigurationError(
-            names[1], f"{key} wants a password, which nobody could type; {remedy}"
+            names[1], f"{key} is encrypted with a password, which the server cannot enter; {remedy}"
         ) from None
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":

@@ -346,8 +346,6 @@ async def _decline(scope: Scope, receive: Receive, send: Send) -> None:
                 return
     if scope["type"] == "websocket":
         await receive()
-        await send(
-            {"type": "websocket.close", "code": 1008, "reason": "This server speaks no WebSocket here."}
-        )
+        await send({"type": "websocket.close", "code": 1008, "reason": "This path has no WebSocket."})
         return
     raise ValueError(f"ASGI scope {scope['type']!r} is not served here; http, websocket and lifespan are")

@@ -52,7 +52,7 @@ class HandlerThread(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self._ended:
-            raise RuntimeError("this thread was told to end")
+            raise RuntimeError("this thread has been closed")
         future: Future[Any] = Future()
         self.post(_run_into_future, future, fn, args, kwargs)
         return future

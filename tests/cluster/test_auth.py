@@ -55,7 +55,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_archive(locked.store, "other", ECHO)
     try:
         locked.start()
-        assert "Requests must show a key" in locked.process.log.read_text()
+        assert "Requests need a key" in locked.process.log.read_text()
         scaled = locked.management.put(
             "/models/echo", params={"min_worker": 2, "synchronous": "true"}, headers=bearer("ops")
         )

@@ -252,6 +252,6 @@ def test_yaml_takes_on_and_off_for_truth_values() -> None:
 
 def test_keys_that_nobody_could_have_are_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"requests must show a key, and there is none; name keys in auth.keys"
+        ConfigurationError, match=r"requests need a key, and there is none; name keys in auth.keys"
     ):
         load({"auth": {"mode": "on", "torchserve_tokens": False}}).requires_keys("127.0.0.1")

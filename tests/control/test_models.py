@@ -31,7 +31,6 @@ def test_a_text_generation_folder_is_advised_to_use_the_engine(
         (folder / name).write_text("{}")
     spec = ArchiveIngestor(Settings(home=str(tmp_path))).ingest(Registration("writer", handler=handler))
     advice = (
-        "It answers as transformers' pipeline; registered with handler=llm it streams, and "
-        "speaks OpenAI's API"
+        "It answers as transformers' pipeline; registered with handler=llm it streams, and has OpenAI's API"
     )
     assert _advice(spec) == (advice if advised else "")

@@ -141,7 +141,8 @@ def test_errors_of_wrong_files(make: Callable[..., tuple[Path, Path]], tmp_path:
         (
             certificate,
             locked,
-            f"management.private_key_file: {locked} wants a password, which nobody could type;",
+            f"management.private_key_file: {locked} is encrypted with a password, which the server cannot "
+            "enter;",
         ),
     ]
     for given, private, result in cases:

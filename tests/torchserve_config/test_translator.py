@@ -269,7 +269,7 @@ class TestKeys:
             "c: line 1: ipex_enable is not served: PyTorch's own oneDNN kernels run",
             (
                 "c: line 3: cpu_launcher_args is not served: "
-                "`runtime.pin` finds the cores itself; `threads` of a model says how many"
+                "`runtime.pin` finds the cores itself; `threads` of a model sets their number"
             ),
         )
         fates = {note.key: note.fate for note in reading.notes}

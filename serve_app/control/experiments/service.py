@@ -229,7 +229,7 @@ def _with_metric(experiment: Experiment, reward: Reward) -> Reward:
         raise BadRequest(f"Events: experiment {experiment.id} {problem}: {known}.")
     if reward.key and experiment.key is None:
         raise BadRequest(
-            f"Events: experiment {experiment.id} deals out each call by itself, so that nobody is known by "
-            f"the key {reward.key!r}; name the request_id of a call."
+            f"Events: experiment {experiment.id} assigns each request by itself, so no "
+            f"exposure has the key {reward.key!r}; send the request_id of a request."
         )
     return replace(reward, metric=metric)

@@ -11,7 +11,7 @@ from serve_app.errors import OutputTooLarge, RelayError
 
 EVENT_STREAM = "text/event-stream"
 HEARTBEAT_INTERVAL_S = 15.0  # seconds without data after which a comment is sent, so that no proxy times out
-KEEP_ALIVE_COMMENT = b": still here\n\n"
+KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 
 
 async def read_all(stream: ResponseStream, limit: int) -> bytes:

@@ -128,7 +128,7 @@ def test_comments_are_sent_while_the_model_is_silent(inference: Any, monkeypatch
 
     response = inference(wait_for_comments)("POST", "/v1/completions", b'{"model": "m"}')
     assert response.chunks[0] == b"data: 1\n\n" and response.chunks[-2:] == [b"data: 2\n\n", b""]
-    assert 2 <= response.chunks.count(b": still here\n\n") == len(response.chunks) - 3
+    assert 2 <= response.chunks.count(b": keep-alive\n\n") == len(response.chunks) - 3
 
 
 def test_a_disconnected_client_closes_the_stream(inference: Any) -> None:

@@ -178,7 +178,7 @@ BINARY_HEADER = orjson.dumps(
         (
             BINARY_HEADER.replace(b"8", b"4") + b"1234",
             str(len(BINARY_HEADER)),
-            "has 8 bytes as it says, and 4 came",
+            "requires 8 bytes, and has 4",
         ),
         (BINARY_HEADER.replace(b":8", b":-8"), str(len(BINARY_HEADER) + 1), "binary_data_size is -8"),
     ],

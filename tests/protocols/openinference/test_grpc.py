@@ -228,7 +228,7 @@ def _request(**fields: Any) -> pb.ModelInferRequest:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (_request(raw=[b"1234"]), "has 8 bytes as it says, and 4 came"),
+        (_request(raw=[b"1234"]), "requires 8 bytes, and has 4"),
         (_request(raw=[b"12345678", b"x"]), "raw_input_contents has 2 elements, and there are 1 inputs"),
         (_request(raw=[b"12345678"], fp32_contents=[1, 2]), "has contents, and there are raw_input_contents"),
         (_request(fp32_contents=[1]), "has 2 elements, and 1 came"),
@@ -238,7 +238,7 @@ def _request(**fields: Any) -> pb.ModelInferRequest:
         (_request(datatype="FLOAT"), "datatype is 'FLOAT'"),
         (_request(shape=[-1], fp32_contents=[1]), "a list of lengths from 0"),
         (_request(shape=[2**62, 2**62], raw=[b""]), "no memory holds a tensor of the shape"),
-        (_request(datatype="BYTES", raw=[b"\xff\xff\xff\xffab"]), "elements of BYTES as its shape says"),
+        (_request(datatype="BYTES", raw=[b"\xff\xff\xff\xffab"]), "elements of BYTES by its shape"),
     ],
 )
 def test_invalid_tensors_are_rejected(stub: GRPCInferenceServiceStub, request_: Any, message: str) -> None:

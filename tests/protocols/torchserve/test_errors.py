@@ -104,6 +104,7 @@ EXPECTED = [
         "Requested method is not allowed, please refer to API document.",
     ),
     (errors.Conflict("no"), 409, "ConflictStatusException", "no"),
+    (errors.InsufficientResources("no node"), 409, "ConflictStatusException", "no node"),
     (
         errors.RolloutNotFound("m"),
         404,
@@ -115,8 +116,8 @@ EXPECTED = [
         errors.ExposureNotFound("u", "e"),
         404,
         "ResourceNotFoundException",
-        "Experiment e has assigned nobody of the request id or key 'u'; "
-        "post the X-Request-Id of an answer that it gave, or the key that its caller showed.",
+        "Experiment e has no exposure of the request id or key 'u'; "
+        "send the X-Request-Id of one of its responses, or the key of the client.",
     ),
     (
         errors.VersionExists("m", "1.0"),

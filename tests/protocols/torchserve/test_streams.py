@@ -141,13 +141,13 @@ def test_comments_are_sent_while_idle(inference: Any, monkeypatch: pytest.Monkey
 
     async def slow(call: InferenceRequest) -> ResponseStream:
         async def pieces() -> AsyncIterator[bytes]:
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.3)  # 60 periods: a busy machine delays comments
             yield b"late"
 
         return ResponseStream(InferenceResponse(b"", version="1.0"), pieces())
 
     answer = inference(slow)("POST", "/predictions/m", b"x", EVENTS)
-    assert answer.chunks[0] == b": still here\n\n"
+    assert answer.chunks[0] == b": keep-alive\n\n"
     assert [name for name, _ in read(answer.body)] == ["message", "end"]
 
 

@@ -231,12 +231,12 @@ def test_lists_of_json_go_together_item_by_item_with_what_is_shared(inference: C
     ("body", "words"),
     [
         (b"xs=[1]&ys=[1,2]", "its lists go together item by item, and request.xs has 1, request.ys has 2."),
-        (b"xs=1&ys=2", "it is asked for each item of request.xs, which is no list."),
-        (b"xs=%ff&ys=2", "it is asked for each item of request.xs, which is no list."),
+        (b"xs=1&ys=2", "it runs once for each item of request.xs, which is no list."),
+        (b"xs=%ff&ys=2", "it runs once for each item of request.xs, which is no list."),
         (b"ys=[1]", "the request has no part 'xs'; its parts: 'ys'."),
         (
             b"xs=[1,2,3,4]&ys=[1,2,3,4]",
-            "it would be asked 4 times, and inference.max_workflow_items allows 3.",
+            "it would run 4 times, and inference.max_workflow_items allows 3.",
         ),
     ],
 )
