@@ -40,6 +40,7 @@ def client(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     assert response.status_code == 200, response.text
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", timeout=120, max_retries=0) as client:
         yield client
+    server.management.delete("/models/chat")
 
 
 def test_a_chat_is_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
