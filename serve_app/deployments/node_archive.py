@@ -14,13 +14,15 @@ import ray
 from handlers.metrics import MetricCache
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.model import ModelSpec
-from serve_app.errors import ArchiveNotFound
+from serve_app.errors import ArchiveNotFound, RelayError
+from serve_app.model_store import object_stores
 from serve_app.model_store.adapter_folder import find_adapter_folder
+from serve_app.model_store.archive import pack
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache
 from serve_app.model_store.manifest import Manifest
 from serve_app.model_store.signatures import SignatureVerifier
-from serve_app.model_store.sources import split_digest
+from serve_app.model_store.sources import fetch, split_digest
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.runtime.runner import Runner
 from serve_app.runtime.secret_env import hide_secrets
@@ -32,8 +34,8 @@ _CHUNK_BYTES = 4 << 20  # bytes of one chunk of an archive from Management
 
 
 class NodeArchive:
-    """An archive; ``management`` is Management's handle, which has the archive where no disk of this node
-    does.
+    """An archive; ``management`` is Management's handle, which has the archive where this node reaches
+    neither its source nor a disk with it.
     """
 
     def __init__(self, spec: ModelSpec, settings: Settings, management: Any) -> None:
@@ -47,27 +49,46 @@ class NodeArchive:
         The digest of the bytes is verified, and that a trusted key signed it where that is required.
         """
         await asyncio.to_thread(self._check_signature)
-        return await self._open(self._spec.archive, self._spec.digest)
+        return await self._open(self._spec.archive, self._spec.url, self._spec.digest)
 
     async def open_adapter(self, adapter: AdapterSpec) -> Path:
         """Return the folder with an adapter's files on this node. Raises RelayError."""
-        directory = await self._open(adapter.archive, adapter.digest, adapter.name)
+        directory = await self._open(adapter.archive, adapter.url, adapter.digest, adapter.name)
         return await asyncio.to_thread(find_adapter_folder, directory, adapter.url)
 
-    async def _open(self, uri: str, digest: str, *adapter: str) -> Path:
-        """Return an unpacked archive on this node; it comes from Management where no disk here has it."""
+    async def _open(self, uri: str, url: str, digest: str, *adapter: str) -> Path:
+        """Return an unpacked archive on this node: from a disk here, else from its source, else from
+        Management.
+        """
         cache = await asyncio.to_thread(ArchiveCache, self._settings.state_dir, self._settings.store)
         try:
             return await asyncio.to_thread(cache.open, uri, digest)
         except ArchiveNotFound:
-            log.info("%s is not on this node; asking Management for it", uri)
-        read = partial(self._management.archive.remote, self._spec.ref)
+            pass
+        address = split_digest(url)[0]
         with temporary_dir(Path(tempfile.gettempdir())) as folder:
+            if _reachable_by_nodes(address):
+                try:
+                    return await asyncio.to_thread(self._open_source, cache, address, digest, folder)
+                except (RelayError, OSError) as error:
+                    log.info("%s is not available to this node: %s", address, error)
+            log.info("%s is not on this node; requesting it from Management", uri)
             copy = folder / Path(uri).name
+            read = partial(self._management.archive.remote, self._spec.ref)
             with copy.open("wb") as file:
                 while chunk := await read(file.tell(), _CHUNK_BYTES, *adapter):
                     await asyncio.to_thread(file.write, chunk)
             return await asyncio.to_thread(cache.open, copy.as_uri(), digest)
+
+    def _open_source(self, cache: ArchiveCache, address: str, digest: str, folder: Path) -> Path:
+        """Return the unpacked archive of an address; its digest must be the registered one."""
+        into = folder / "source"
+        into.mkdir()
+        source = fetch(address, self._settings.store, self._settings.model_store, into)
+        if source.is_dir():
+            source, directory = folder / f"{source.name}.mar", source
+            pack(directory, source, self._settings.store)
+        return cache.open(source.absolute().as_uri(), digest)
 
     def _check_signature(self) -> None:
         """Refuse what was registered before ``store.require_signature``, or by a key that was removed."""
@@ -96,3 +117,12 @@ class NodeArchive:
         return Runner(
             spec, directory, dict(manifest.raw), settings.runtime, gpu, metrics, settings.log_dir / "profiles"
         )
+
+
+def _reachable_by_nodes(address: str) -> bool:
+    """Return whether a node may fetch an address: an object, or a name in a model store, if shared.
+
+    Web servers are left to Management, so that one registration is one download of them.
+    """
+    scheme, separator, _ = address.partition("://")
+    return scheme in object_stores.EXTRAS if separator else bool(address) and not address.startswith("/")
