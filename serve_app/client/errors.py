@@ -153,6 +153,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "unsupported",
         "client_too_slow",
         "idempotency_key_reused",
+        "adapter_rejected",
     ),
     AuthenticationError: (
         "access_denied",
@@ -183,9 +184,16 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "prediction_not_found",
         "cancelled",
         "prediction_lost",
+        "adapter_not_found",
     ),
     MethodNotAllowedError: ("method_not_allowed",),
-    ConflictError: ("version_exists", "workflow_exists", "conflict"),
+    ConflictError: (
+        "version_exists",
+        "workflow_exists",
+        "adapter_exists",
+        "insufficient_resources",
+        "conflict",
+    ),
     RequestTooLargeError: ("request_too_large",),
     UnavailableError: (
         "unavailable",

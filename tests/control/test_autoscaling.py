@@ -11,7 +11,7 @@ from serve_app.control.persistence.database import Database
 from serve_app.control.registry import (
     DesiredState,
     Registry,
-    build_routing_table,
+    TableBuilder,
     desired_states,
     find_version,
 )
@@ -116,14 +116,15 @@ class TestTable:
     def test_a_version_without_workers_that_may_have_some_runs(self) -> None:
         whole = registry(made().with_(max_workers=2, startup_timeout=7))
         assert set(desired_states(whole)) == {"m--1.0"}
-        assert build_routing_table(whole, {}, {}, 0, True).models["m"].versions["1.0"].phase == "loading", (
+        assert TableBuilder().build(whole, {}, {}, 0, True).models["m"].versions["1.0"].phase == "loading", (
             "nobody has looked yet"
         )
         idle = {ModelRef("m", "1.0"): ModelStatus("idle")}
-        row = build_routing_table(whole, idle, {}, 0, True).models["m"].versions["1.0"]
+        row = TableBuilder().build(whole, idle, {}, 0, True).models["m"].versions["1.0"]
         assert (row.phase, row.replicas, row.wake_timeout) == ("idle", 0, 7.0)
         assert (
-            build_routing_table(registry(made(FILE)), {}, {}, 0, True)
+            TableBuilder()
+            .build(registry(made(FILE)), {}, {}, 0, True)
             .models["m"]
             .versions["1.0"]
             .wake_timeout

@@ -200,7 +200,7 @@ def test_invalid_events_are_refused(cluster: Cluster) -> None:
     assert_refused(post(b'{"key": "ann", "value": 1e999}'), *wrong)
     assert_refused(post(b""), *wrong, "empty")
     assert_refused(post({"value": 1}), *wrong, "either a request_id or a key")
-    assert_refused(post(event, by_call), *wrong, "each call by itself", "request_id")
+    assert_refused(post(event, by_call), *wrong, "each request by itself", "request_id")
     assert_refused(post(event, "none"), 404, "ResourceNotFoundException", "Experiment not found: none")
     assert cluster.known(id)["metrics"]["clicks"]["arms"]["a"]["mean"] in (0.0, None), (
         "nothing of it was counted"

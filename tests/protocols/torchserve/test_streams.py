@@ -137,11 +137,11 @@ def test_handler_events_are_sent_unchanged(inference: Any) -> None:
 
 
 def test_comments_are_sent_while_idle(inference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse.KeepAlive.__init__, "__defaults__", (0.005,))
+    monkeypatch.setattr(sse.KeepAlive.__init__, "__defaults__", (0.4,))
 
     async def slow(call: InferenceRequest) -> ResponseStream:
         async def pieces() -> AsyncIterator[bytes]:
-            await asyncio.sleep(0.3)  # 60 periods: a busy machine delays comments
+            await asyncio.sleep(0.6)  # one and a half periods: one comment, also on a busy machine
             yield b"late"
 
         return ResponseStream(InferenceResponse(b"", version="1.0"), pieces())
