@@ -1,8 +1,10 @@
-"""Lock the image's packages with the hashes of their files, from pyproject.toml and constraints.txt.
+"""Lock the packages of the image's targets with the hashes of their files.
 
-``python cluster/lock.py`` writes ``requirements/``: ``common.lock``, ``onnx.lock`` or ``gpu.lock`` for
-RUNTIME, and ``cuda.lock`` with the CUDA libraries of torch, which its CPU build does not need. uv resolves
-for Python 3.11 on x86-64 Linux, the image's. ``--torch-cpu`` names the CPU build's wheel, where PyTorch's
+``python cluster/lock.py`` resolves ``pyproject.toml`` and ``constraints.txt`` into ``requirements/``.
+``common.lock`` has what the targets ``cpu`` and ``gpu`` share, a lock of each name the rest. ``llm.lock``
+is the whole target ``llm``, whose versions ``llm.in`` constrains: vLLM requires another torch.
+``build.lock`` has the build backends, ``source.lock`` the packages without wheels. uv resolves for Python
+3.11 on x86-64 Linux, the image's. ``--torch-cpu`` names the wheel of torch's CPU build, where PyTorch's
 index is not reachable.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,36 +23,50 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 LOCKS = Path(__file__).with_name("requirements")
-EXTRAS = ("server", "gcs", "hf", "otel", "postgres", "s3")
-RUNTIMES = ("onnx", "gpu")
+LLM = LOCKS / "llm.in"
+EXTRAS = ("server", "gcs", "hf", "llm", "otel", "postgres", "s3")
+TARGETS = {"cpu": (*EXTRAS, "onnx"), "gpu": (*EXTRAS, "gpu", "deepspeed"), "llm": EXTRAS}
+# In the order in which the Dockerfile installs them.
+IMAGES = {"cpu": ("common", "cpu"), "gpu": ("common", "gpu", "source"), "llm": ("llm",)}
+BUILDERS = ("hatchling", "setuptools", "wheel")
+SOURCES = ("deepspeed",)  # published without wheels
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 HEADER = "# Written by cluster/lock.py. Install with pip install --require-hashes; do not edit.\n"
 
 _CUDA = re.compile(r"(nvidia|cuda)-|triton==")
-_BUILD = re.compile(r'requires = \["(.+?)"\]')
+
+Entries = dict[str, str]
 
 
-def compile_lock(runtime: str) -> dict[str, str]:
-    """Resolve the packages of the image; return their entries by name."""
-    build = _BUILD.search((ROOT / "pyproject.toml").read_text())
-    assert build is not None
+def compile_lock(*inputs: str | Path, extras: tuple[str, ...] = (), pinned: bool = True) -> Entries:
+    """Resolve requirement files; return the entries by name.
+
+    The versions of constraints.txt are required, or preferred where ``pinned`` is false.
+    """
+    constraints = ROOT / "constraints.txt"
     with tempfile.TemporaryDirectory() as folder:
-        # The build backend too: it runs without isolation, so that nothing is fetched without a hash.
-        (Path(folder) / "build.in").write_text(build[1])
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--generate-hashes"),
-                *("--no-header", "--no-annotate", "--constraint", str(ROOT / "constraints.txt"), *PLATFORM),
-                *(option for extra in (*EXTRAS, runtime) for option in ("--extra", extra)),
-                *(str(ROOT / "pyproject.toml"), f"{folder}/build.in"),
-            ],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    entries = re.split(r"\n(?=\S)", done.stdout.strip())
+        lock = Path(folder) / "lock.txt"
+        if not pinned:
+            shutil.copy(constraints, lock)  # uv keeps the versions of an earlier lock where it can
+        command = [
+            *(sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--generate-hashes", "--no-header"),
+            *("--no-annotate", *PLATFORM, "--output-file", str(lock)),
+            *(("--constraint", str(constraints)) if pinned else ()),
+            *(option for extra in extras for option in ("--extra", extra)),
+            *map(str, inputs),
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        entries = re.split(r"\n(?=\S)", lock.read_text().strip())
     return {entry.partition("==")[0]: entry for entry in entries}
+
+
+def compile_builders() -> Entries:
+    """Resolve the build backends, which run without isolation: nothing is fetched without a hash."""
+    with tempfile.TemporaryDirectory() as folder:
+        requirements = Path(folder) / "build.in"
+        requirements.write_text("\n".join(BUILDERS))
+        return compile_lock(requirements)
 
 
 def find_cpu_hash(version: str, wheel: Path | None) -> str:
@@ -66,29 +83,48 @@ def find_cpu_hash(version: str, wheel: Path | None) -> str:
     return found[1]
 
 
-def add_torch_cpu(entry: str, wheel: Path | None) -> str:
-    """Return the entry of torch with the hash of its CPU build beside those of PyPI's builds."""
-    version = re.match(r"torch==([\w.]+)", entry)
-    assert version is not None
-    return f"{entry} \\\n    --hash=sha256:{find_cpu_hash(version[1], wheel)}"
+def lock_torch_cpu(entry: str, wheel: Path | None) -> str:
+    """Return the entry of torch's CPU build instead of PyPI's build, which needs CUDA's libraries."""
+    found = re.match(r"torch==([\w.]+)", entry)
+    assert found is not None
+    return f"torch=={found[1]}+cpu \\\n    --hash=sha256:{find_cpu_hash(found[1], wheel)}"
+
+
+def split_locks(cpu: Entries, gpu: Entries) -> dict[str, Entries]:
+    """Divide the entries of two targets into common ones, those of one target and sources."""
+    cpu = {name: entry for name, entry in cpu.items() if not _CUDA.match(entry)}
+    common = {name: entry for name, entry in cpu.items() if gpu.get(name) == entry}
+    rest = {name: entry for name, entry in gpu.items() if name not in common}
+    return {
+        "common": common,
+        "cpu": {name: entry for name, entry in cpu.items() if name not in common},
+        "gpu": {name: entry for name, entry in rest.items() if name not in SOURCES},
+        "source": {name: rest[name] for name in SOURCES},
+    }
+
+
+def write_locks(wheel: Path | None) -> None:
+    """Resolve the packages of all targets and write their locks."""
+    project = ROOT / "pyproject.toml"
+    cpu, gpu = (compile_lock(project, extras=TARGETS[target]) for target in ("cpu", "gpu"))
+    cpu["torch"] = lock_torch_cpu(cpu["torch"], wheel)
+    locks = split_locks(cpu, gpu)
+    locks["llm"] = compile_lock(project, LLM, extras=TARGETS["llm"], pinned=False)
+    locks["build"] = compile_builders()
+    for place, entries in locks.items():
+        (LOCKS / f"{place}.lock").write_text(HEADER + "\n".join(entries.values()) + "\n")
 
 
 def main() -> None:
-    """Write the locks."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch-cpu", type=Path, help="the wheel of torch's CPU build")
-    wheel = parser.parse_args().torch_cpu
-    locks = {runtime: compile_lock(runtime) for runtime in RUNTIMES}
-    shared = locks["onnx"].items() & locks["gpu"].items()
-    files: dict[str, dict[str, str]] = {place: {} for place in ("common", "cuda", *RUNTIMES)}
-    for runtime, entries in locks.items():
-        for name, entry in entries.items():
-            place = runtime if (name, entry) not in shared else "cuda" if _CUDA.match(entry) else "common"
-            files[place][name] = entry
-    files["common"]["torch"] = add_torch_cpu(files["common"]["torch"], wheel)
-    LOCKS.mkdir(exist_ok=True)
-    for place, entries in files.items():
-        (LOCKS / f"{place}.lock").write_text(HEADER + "\n".join(entries.values()) + "\n")
+    parser.add_argument("--print", choices=IMAGES, help="print the locks of a target and write nothing")
+    options = parser.parse_args()
+    if options.print:
+        print("".join((LOCKS / f"{place}.lock").read_text() for place in IMAGES[options.print]))
+    else:
+        write_locks(options.torch_cpu)
 
 
 if __name__ == "__main__":

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+from image_root import read_stages, read_target
 
+from cluster import lock
 from serve_app.cli.server_process import read_env
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 ENTRYPOINT = CLUSTER / "entrypoint.sh"
-
-
-def instructions() -> list[tuple[str, str]]:
-    text = re.sub(r"^\s*#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.MULTILINE).replace(
-        "\\\n", " "
-    )
-    return [
-        (word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)
-    ]
 
 
 def run(env_file: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -38,8 +30,16 @@ def environment(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in done.stdout.splitlines())
 
 
+TARGETS = pytest.mark.parametrize("target", lock.IMAGES)
+
+
+def find(target: str, word: str) -> list[str]:
+    return [rest for found, rest in read_target(target) if found == word]
+
+
 def test_what_the_image_copies_is_there() -> None:
-    copied = [source for word, rest in instructions() if word == "COPY" for source in shlex.split(rest)[:-1]]
+    copies = [shlex.split(rest) for stage in read_stages().values() for word, rest in stage if word == "COPY"]
+    copied = [source for words in copies if not words[0].startswith("--from=") for source in words[:-1]]
     sent = {
         line[1:]
         for line in (CLUSTER / "Dockerfile.dockerignore").read_text().splitlines()
@@ -48,21 +48,32 @@ def test_what_the_image_copies_is_there() -> None:
     assert copied
     for source in copied:
         assert (ROOT / source).exists(), source
-        assert source in sent, f"{source} is copied, but not sent to the builder"
+        assert {source, *map(str, Path(source).parents)} & sent, f"{source} is not sent to the builder"
 
 
-def test_it_runs_as_a_user_of_its_own() -> None:
-    words = [word for word, _ in instructions()]
-    users = [rest for word, rest in instructions() if word == "USER"]
-    assert users == ["1000:1000"]
-    assert words.index("USER") < words.index("CMD")
+@TARGETS
+def test_it_runs_as_a_user_of_its_own(target: str) -> None:
+    assert find(target, "USER") == ["1000:1000"]
+    assert read_target(target)[-1] == ("USER", "1000:1000")
 
 
-def test_it_runs_the_container_s_application() -> None:
-    (command,) = [rest for word, rest in instructions() if word == "CMD"]
+@TARGETS
+def test_it_runs_the_container_s_application(target: str) -> None:
+    (command,) = find(target, "CMD")
     assert '"/opt/torchrelay/configs/container.yaml"' in command
     assert (ROOT / "configs/container.yaml").is_file()
     assert os.access(ENTRYPOINT, os.X_OK)
+
+
+@TARGETS
+def test_it_has_a_compiler_for_compiled_models(target: str) -> None:
+    (packages,) = [step for step in find(target, "RUN") if "apt-get install" in step]
+    assert "g++" in packages.split()
+
+
+def test_the_last_target_is_the_smallest() -> None:
+    """`docker build` without --target takes the last."""
+    assert next(reversed(read_stages())) == "cpu"
 
 
 def test_the_entrypoint_reads_serve_env_as_the_command_line_does() -> None:

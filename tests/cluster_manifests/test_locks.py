@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from image_root import read_stages, read_target
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -27,7 +29,17 @@ def entries(name: str) -> dict[str, str]:
     return {canonicalize_name(entry.partition("==")[0]): entry for entry in found}
 
 
-LOCKS = {name: entries(name) for name in ("common", "cuda", *lock.RUNTIMES)}
+LOCKS = {
+    name: entries(name)
+    for name in ("build", *dict.fromkeys(n for image in lock.IMAGES.values() for n in image))
+}
+TARGETS = pytest.mark.parametrize("target", lock.IMAGES)
+
+
+def locked(target: str) -> dict[str, str]:
+    """Return the version of each package of a target."""
+    parts = [LOCKS[place] for place in lock.IMAGES[target]]
+    return {name: entry.split()[0].partition("==")[2] for part in parts for name, entry in part.items()}
 
 
 def constraints() -> dict[str, str]:
@@ -44,53 +56,97 @@ def constraints() -> dict[str, str]:
 def test_every_package_has_one_version_and_hashes(name: str) -> None:
     for entry in LOCKS[name].values():
         assert re.fullmatch(
-            r"[\w.\[\]-]+==[\w.]+( ; [^\n]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+", entry
+            r"[\w.\[\]-]+==[\w.+]+( ; [^\n]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+", entry
         ), entry
 
 
-def test_no_package_is_in_two_locks_of_one_image() -> None:
-    for runtime in lock.RUNTIMES:
-        names = [name for place in ("common", "cuda", runtime) for name in LOCKS[place]]
-        assert len(names) == len(set(names))
+@TARGETS
+def test_no_package_is_in_two_locks_of_one_image(target: str) -> None:
+    names = [name for place in lock.IMAGES[target] for name in LOCKS[place]]
+    assert len(names) == len(set(names))
 
 
-def test_versions_are_those_of_the_constraints() -> None:
+@TARGETS
+def test_versions_are_those_of_the_constraints(target: str) -> None:
+    """The requirements of vLLM come first in its target; without another reason no version differs."""
     pins = constraints()
-    for places in LOCKS.values():
-        for name, entry in places.items():
-            version = entry.split()[0].partition("==")[2]
-            assert pins.get(name, version) == version, f"{name}: run python cluster/lock.py"
+    differing = {
+        name for name, version in locked(target).items() if pins.get(name, version) != public(version)
+    }
+    allowed = (
+        {"certifi", "fastapi", "llguidance", "numpy", "torch", "transformers"} if target == "llm" else set()
+    )
+    assert differing <= allowed, "run python cluster/lock.py"
 
 
-def test_every_dependency_of_the_image_is_locked() -> None:
+def public(version: str) -> str:
+    """Return a version without the name of its build."""
+    return version.partition("+")[0]
+
+
+@TARGETS
+def test_every_dependency_of_the_image_is_locked(target: str) -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    common = {*LOCKS["common"], *LOCKS["cuda"]}
-    for runtime in lock.RUNTIMES:
-        for line in (
-            line
-            for part in (project["dependencies"], *(extras[extra] for extra in (*lock.EXTRAS, runtime)))
-            for line in part
-        ):
-            assert canonicalize_name(Requirement(line).name) in common | set(LOCKS[runtime]), line
-    assert "hatchling" in common, "the build backend"
+    versions = locked(target)
+    for part in (project["dependencies"], *(extras[extra] for extra in lock.TARGETS[target])):
+        for required in map(Requirement, part):
+            version = versions[canonicalize_name(required.name)]
+            assert required.specifier.contains(version, prereleases=True), required
 
 
-def test_torch_has_the_hashes_of_both_builds() -> None:
-    """PyPI has its CUDA builds, PyTorch's index the CPU builds."""
-    hashes = re.findall(r"sha256:([0-9a-f]{64})", LOCKS["common"]["torch"])
-    assert len(hashes) == len(set(hashes)) > 1
-    wheels = [Path(folder) for folder in os.environ.get("PIP_FIND_LINKS", "").split()]
-    for wheel in (file for folder in wheels for file in folder.glob("torch-*+cpu-cp311-*x86_64.whl")):
-        version = LOCKS["common"]["torch"].split()[0].partition("==")[2]
-        if wheel.name.startswith(f"torch-{version}+"):
-            assert lock.find_cpu_hash(version, wheel) in hashes
+def test_the_targets_have_what_they_promise() -> None:
+    families = {
+        "cpu": {"torch", "captum", "transformers", "onnxruntime", "llguidance"},
+        "gpu": {"torch", "captum", "transformers", "onnxruntime-gpu", "accelerate", "deepspeed", "triton"},
+        "llm": {"torch", "captum", "transformers", "vllm", "triton"},
+    }
+    for target, names in families.items():
+        assert names <= locked(target).keys(), target
+    for name, version in read_llm().items():
+        assert locked("llm")[name] == version
+
+
+def read_llm() -> dict[str, str]:
+    lines = [line for line in lock.LLM.read_text().splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+def test_only_the_target_cpu_has_torch_s_cpu_build() -> None:
+    """PyPI has the CUDA builds, PyTorch's index the CPU builds."""
+    version = locked("cpu")["torch"]
+    assert version == f"{locked('gpu')['torch']}+cpu"
+    [digest] = re.findall(r"sha256:([0-9a-f]{64})", LOCKS["cpu"]["torch"])
+    for folder in map(Path, os.environ.get("PIP_FIND_LINKS", "").split()):
+        for wheel in folder.glob(f"torch-{version}-cp311-*x86_64.whl"):
+            assert lock.find_cpu_hash(public(version), wheel) == digest
 
 
 def test_only_the_cuda_build_needs_the_cuda_libraries() -> None:
-    assert LOCKS["cuda"] and all(lock._CUDA.match(entry) for entry in LOCKS["cuda"].values())
-    assert not any(lock._CUDA.match(entry) for entry in LOCKS["common"].values())
+    assert not any(lock._CUDA.match(name) for name in locked("cpu"))
+    for target in ("gpu", "llm"):
+        assert any(name.startswith("nvidia-cudnn") for name in locked(target))
+
+
+@pytest.mark.integration
+@TARGETS
+def test_the_resolver_installs_exactly_the_locks(target: str, tmp_path: Path) -> None:
+    """The resolver reads the metadata of the locked files; a dependency that no lock has is an error."""
+    command = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--require-hashes", *lock.PLATFORM]
+    for place in lock.IMAGES[target]:
+        command += ["--requirement", str(lock.LOCKS / f"{place}.lock")]
+    folders = os.environ.get("PIP_FIND_LINKS", "").split() if target == "cpu" else []
+    command += [option for folder in folders for option in ("--find-links", folder)]
+    if target == "cpu" and not any(Path(folder).glob("torch-*+cpu-*") for folder in folders):
+        command += ["--extra-index-url", lock.TORCH_INDEX.removesuffix("torch/")]
+    command += ["--target", str(tmp_path / "empty")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if re.search("error sending request|Failed to fetch|dns error", done.stderr):
+        pytest.skip("the package index is not reachable")
+    assert done.returncode == 0, done.stderr
+    planned = dict(re.findall(r"^ \+ ([\w.-]+)==(\S+)$", done.stderr, re.MULTILINE))
+    assert planned == locked(target)
 
 
 @pytest.fixture
@@ -119,15 +175,32 @@ def test_a_release_needs_a_base_image_with_a_digest(release: Release, base: str)
 
 def test_a_release_builds_on_that_image(release: Release) -> None:
     base = f"python:3.11-slim-bookworm@sha256:{'a' * 64}"
-    done = release("torchrelay:1", "--build-arg", "TORCH=cpu", BASE_IMAGE=base)
+    done = release("torchrelay:1", "--pull", BASE_IMAGE=base)
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
-    assert f"BASE_IMAGE={base}" in words and "torchrelay:1" in words and "TORCH=cpu" in words
+    builds = [words[i : i + 11] for i, word in enumerate(words) if word == "docker"]
+    assert [(build[5], build[9]) for build in builds] == [(t, f"torchrelay:1-{t}") for t in lock.IMAGES]
+    assert all(f"BASE_IMAGE={base}" in build and "--pull" in build for build in builds)
 
 
-def test_the_image_installs_by_hashes_and_then_without_dependencies() -> None:
-    text = re.sub(r"^\s*#.*\n", "", (ROOT / "cluster/Dockerfile").read_text(), flags=re.MULTILINE)
-    installs = re.findall(r"pip install (.+)", text.replace("\\\n", " "))
-    assert ["--require-hashes" in line for line in installs] == [True, False]
-    assert "--no-deps" in installs[1] and "--no-build-isolation" in installs[1]
-    assert text.startswith("ARG BASE_IMAGE=") and "FROM ${BASE_IMAGE}\n" in text
+def test_a_release_needs_a_tag(release: Release) -> None:
+    done = release("torchrelay", BASE_IMAGE=f"python@sha256:{'a' * 64}")
+    assert done.returncode == 1 and "'torchrelay' has no tag" in done.stderr and not done.stdout
+
+
+@TARGETS
+def test_the_image_installs_by_hashes_and_then_without_dependencies(target: str) -> None:
+    assert read_stages()["base"][0] == ("FROM", "${BASE_IMAGE} AS base")
+    packages, server = [step for word, step in read_target(target) if word == "RUN" and "pip" in step]
+    assert "--require-hashes" in packages and "--no-deps --no-index" in server
+    installed = re.findall(r"requirements/(\w+)\.lock", packages)
+    wheels = ["source"] if "deepspeed" in server else []
+    assert (*installed, *wheels) == lock.IMAGES[target]
+
+
+@pytest.mark.parametrize("stage", ["builder", "source", "server"])
+def test_wheels_are_built_by_the_locked_backends(stage: str) -> None:
+    for step in (step for word, step in read_stages()[stage] if word == "RUN"):
+        assert "--require-hashes" in step or "--no-deps --no-build-isolation" in step
+        assert "pip install" in step or "--no-build-isolation" in step
+    assert {"hatchling", "setuptools", "wheel"} <= LOCKS["build"].keys()

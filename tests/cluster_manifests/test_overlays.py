@@ -127,7 +127,7 @@ def test_custom_resources_fit_their_operators_definitions() -> None:
 def test_resources_are_in_one_namespace_with_an_image_and_a_tag(overlay: Resources) -> None:
     assert {each["metadata"]["namespace"] for each in overlay} == {"torchrelay"}
     for pod in pods(overlay):
-        assert re.fullmatch(r"[\w.:/-]+:[\w.]+", pod.container["image"]), pod.name
+        assert re.fullmatch(r"[\w.:/-]+:[\w.-]+", pod.container["image"]), pod.name
 
 
 def created_secrets() -> dict[str, set[str]]:
