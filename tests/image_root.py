@@ -65,6 +65,8 @@ def make_debian(folder: Path) -> Path:
         pytest.skip("Debian's mirror is not reachable")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (folder / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()  # the base image has no such mark
+    # Debian's images have this option, too: dpkg does not wait for the disk after each file.
+    (folder / "etc/dpkg/dpkg.cfg.d/unsafe-io").write_text("force-unsafe-io\n")
     shutil.copy(Path("/", CERTIFICATES), folder / CERTIFICATES)  # with those of a proxy
     return folder
 
