@@ -28,9 +28,10 @@ def wait_until_gone(process: psutil.Process, timeout: float = 30.0) -> None:
             time.sleep(0.05)
 
 
-def get(socket: str, path: str = "/login") -> int:
-    with httpx.Client(transport=httpx.HTTPTransport(uds=socket)) as client:
-        return client.get(f"http://console{path}").status_code
+async def get(socket: str, path: str = "/login") -> int:
+    # httpx's synchronous transport leaves its socket open where the connection is refused.
+    async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=socket)) as client:
+        return (await client.get(f"http://console{path}")).status_code
 
 
 async def start(console: ConsoleProcess) -> str:
@@ -45,7 +46,7 @@ async def visit(console: ConsoleProcess) -> int:
     while True:
         socket = await start(console)
         with contextlib.suppress(httpx.TransportError):
-            return await asyncio.to_thread(get, socket)
+            return await get(socket)
 
 
 def children() -> set[psutil.Process]:

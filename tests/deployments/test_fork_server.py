@@ -22,8 +22,9 @@ from serve_app.deployments import fork_server
 with fork_server.native_random_numbers_unused():
     fork_server.preload(["ray.dag", "numpy.random", "a_module_that_is_missing"])
 listener = fork_server.listen(sys.argv[1])
+raylet = os.pidfd_open(int(sys.argv[2]))
 print("ready", flush=True)
-fork_server.serve(listener, os.pidfd_open(int(sys.argv[2])))
+fork_server.serve(listener, raylet)
 """
 
 
