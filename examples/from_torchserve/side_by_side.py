@@ -35,6 +35,8 @@ COMMAND = [
 
 # Fields that differ between two runs of one server.
 VOLATILE = {"startTime", "memoryUsage", "pid", "id", "modelUrl"}
+# Fields that Torchrelay adds to a description; a client of TorchServe does not read them.
+ADDED = {"handler", "memory", "node"}
 
 # Intended differences of Torchrelay: the reason, and the exact lines.
 EXPLAINED = {
@@ -140,6 +142,7 @@ def _normalize_value(value, other):
         return {
             key: "…" if key in VOLATILE else _normalize_value(item, others.get(key))
             for key, item in value.items()
+            if key not in ADDED
         }
     if isinstance(value, list):
         others = other if isinstance(other, list) and len(other) == len(value) else [None] * len(value)

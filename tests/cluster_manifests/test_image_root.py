@@ -89,7 +89,9 @@ def save_archives(folder: Path, store: Path) -> None:
     (folder / "bert").mkdir()
     save_bert("BertForTokenClassification", folder / "bert", **label_config(ENTITIES))
     save_byte_llama(folder / "llama")
-    compiled = write_config(folder / "compiled.yaml", pt2={"compile": {"enable": True}})
+    compiled = write_config(
+        folder / "compiled.yaml", pt2={"compile": {"enable": True}}, startupTimeout=600
+    )  # a busy machine compiles for minutes
     engine = write_config(folder / "engine.yaml", engine={"num_blocks": 32, "page_size": 16})
     recipes = [
         ("colors", "image_classifier", {"model_file": "net.py", "serialized_file": "net.pt"}, compiled),
@@ -117,7 +119,7 @@ def container(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     running = Container(stage, folder / "root", folder / "volume", folder / "output.log")
     try:
         healthy = stage.command("HEALTHCHECK")
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 600  # until every model is loaded
         while running.exec(*healthy).returncode != 0:
             assert running.running and time.monotonic() < deadline, running.logs()
             time.sleep(0.5)
