@@ -16,7 +16,7 @@ from typing import Any
 
 from handlers.envelopes import ENVELOPES
 from handlers.errors import HandlerLoadError
-from handlers.loading import archive_packages
+from handlers.loading import archive_packages, private_modules
 from handlers.loading.module_loader import (
     add_archive_to_path,
     format_import_error,
@@ -88,7 +88,8 @@ def load(handler: str, directory: Path, manifest: dict[str, Any], runs_code: boo
     ``package.module:name`` of an installed package. A file of the archive takes precedence over a built-in
     name. An empty name means the manifest's own handler.
 
-    ``directory`` is put first on ``sys.path``, so call this in the model's own process. Without
+    ``directory`` is put first on ``sys.path``, so call this in the model's own process, or in a thread that
+    has entered the archive's PrivateModules. Without
     ``runs_code`` it is not, and no file of it is imported: neither as the handler nor in place of a package
     that a built-in handler imports. Raises HandlerLoadError, with the author's own error as its cause where
     there is one.
@@ -100,7 +101,7 @@ def load(handler: str, directory: Path, manifest: dict[str, Any], runs_code: boo
             f"{_format_choices(directory)}"
         )
     directory = Path(directory).resolve()
-    if runs_code:
+    if runs_code and private_modules.current() is None:
         add_archive_to_path(directory)
     name, _, attribute = handler.partition(":")
     stem = name[:-3] if name.endswith(".py") else name
@@ -152,8 +153,9 @@ def _find_file(stem: str, directory: Path) -> Path | None:
 
 def _import_module(name: str, directory: Path) -> ModuleType | None:
     """Return the module ``name``, of the archive or installed; None where there is none."""
+    modules = private_modules.current()
     try:
-        return archive_packages.import_module(name)
+        return (modules or archive_packages).import_module(name)
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:

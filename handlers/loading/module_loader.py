@@ -12,7 +12,7 @@ from types import ModuleType
 
 from handlers import extras
 from handlers.errors import HandlerLoadError
-from handlers.loading import archive_packages
+from handlers.loading import archive_packages, private_modules
 from handlers.loading.code_reload import find_line
 from handlers.torchserve_compat.names import REPLACED
 
@@ -42,9 +42,22 @@ def load_module(file: Path) -> ModuleType:
 
     A later ``import`` of the file's own name returns the same module, and a file that is already imported
     does not run again. One file is one module, so every importer gets the same classes. An error that the
-    file raises is chained to a HandlerLoadError.
+    file raises is chained to a HandlerLoadError. In a process of several archives the module is private.
     """
     file = file.resolve()
+    try:
+        modules = private_modules.current()
+        return _load_module(file) if modules is None else modules.load_file(file)
+    except HandlerLoadError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, MemoryError):
+            raise
+        place = find_line(error, file.parent) or file
+        raise HandlerLoadError(format_import_error(place, error)) from error
+
+
+def _load_module(file: Path) -> ModuleType:
     imported = sys.modules.get(file.stem)
     if imported is not None and getattr(imported, "__file__", None) == str(file):
         return imported
@@ -60,14 +73,10 @@ def load_module(file: Path) -> ModuleType:
         sys.modules[file.stem] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException:
         sys.modules.pop(name, None)
         if imported is None:
             sys.modules.pop(file.stem, None)
-        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, MemoryError):
-            raise HandlerLoadError(
-                format_import_error(find_line(error, file.parent) or file, error)
-            ) from error
         raise
     return module
 
