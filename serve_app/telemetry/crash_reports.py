@@ -26,11 +26,14 @@ from typing import Any
 import orjson
 
 from handlers.loading import loader as handler_loader
+from serve_app.telemetry.running_batches import read_running
 
 _TAIL_SIZE = 64 << 10  # bytes of a standard error that are searched
 _MAX_LINES = 10  # of it in a report
+RUNNING_SUFFIX = ".running"  # of the file beside a report, see running_batches.py
 _MAX_FRAMES = 12  # of a crash's stack
 _FATAL = re.compile(r"^(?:Fatal Python error|Windows fatal exception): (.+)$", re.MULTILINE)
+_CURRENT_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+) ", re.MULTILINE)
 # Lines of a standard error that are not the handler's: Ray's markers, its crash handler, and server logs.
 _SERVER_LINE = re.compile(
     r"^(:job_id:|:actor_name:|:task_name:|\[.*logging\.cc:|\d{4}-\d\d-\d\d \S+ \[\w+ *\] torchrelay\.)"
@@ -53,6 +56,8 @@ class CrashReport:
     when: float  # seconds since the epoch, approximately
     cause: str
     out_of_memory: bool = False
+    # In a process of a pool: the versions that ran a batch or loaded, or the one whose thread crashed.
+    running: tuple[str, ...] = ()
 
 
 class CrashReporter:
@@ -81,14 +86,14 @@ class CrashReporter:
         """Record that the model is loaded and ready."""
         self._write(ready=True)
 
-    def report(self, cause: str, complete: bool = True) -> None:
+    def report(self, cause: str, complete: bool = True, thread: int = 0) -> None:
         """Record the cause before this process ends itself; later calls have no effect.
 
-        With ``complete`` the report needs no lines of the standard error.
+        With ``complete`` the report needs no lines of the standard error. ``thread`` has caused the end.
         """
         if not self._reported and os.getpid() == self._pid:
             self._reported = True
-            self._write(why=cause, when=time.time(), whole=complete)
+            self._write(why=cause, when=time.time(), whole=complete, thread=thread)
 
     def close(self) -> None:
         """Remove the file: the replica ends normally."""
@@ -105,7 +110,8 @@ class CrashReporter:
                 os.write(self._file, orjson.dumps(fields) + b"\n")
 
     def _report_and_exit(self, status: int) -> None:
-        self.report(f"it called os._exit({status}) at\n{format_stack(sys._getframe(1))}", complete=False)
+        cause = f"it called os._exit({status}) at\n{format_stack(sys._getframe(1))}"
+        self.report(cause, complete=False, thread=threading.get_ident())
         self._exit(status)
 
 
@@ -140,13 +146,15 @@ def _build_report(text: bytes, path: Path) -> CrashReport:
         with contextlib.suppress(orjson.JSONDecodeError):
             fields |= orjson.loads(line)
     loading = not fields.get("ready")
-    cause, out_of_memory = fields.get("why"), False
+    cause, out_of_memory, thread = fields.get("why"), False, fields.get("thread", 0)
     tail = _read_tail(fields.get("stderr"), fields.get("offset", 0))
     output = "" if fields.get("whole") else tail
     if cause is None:
         kills = _oom_kills() - fields.get("kills", 0)
         if fatal := list(_FATAL.finditer(tail)):
             crash = fatal[-1]
+            if current := _CURRENT_THREAD.search(tail, crash.end()):
+                thread = int(current[1], 16)
             cause = f"its native code crashed: {crash[1]}\n{_frames(tail[crash.end() :])}"
             output = tail[: crash.start()]
         elif kills > 0:
@@ -174,7 +182,16 @@ def _build_report(text: bytes, path: Path) -> CrashReport:
         when=fields.get("when") or time.time(),
         cause=f"The replica's process ended {phase}: {cause.rstrip()}",
         out_of_memory=out_of_memory,
+        running=_take_running(path.with_suffix(RUNNING_SUFFIX), thread),
     )
+
+
+def _take_running(path: Path, thread: int) -> tuple[str, ...]:
+    """Return the versions that ran in a dead process; with a thread that is known, only its version."""
+    batches = read_running(path)
+    path.unlink(missing_ok=True)
+    culprits = [batch.app for batch in batches if batch.thread == thread]
+    return tuple(culprits or [batch.app for batch in batches])
 
 
 def _frames(dump: str) -> str:

@@ -56,6 +56,14 @@ class ProcessIdentity:
         return cls(f"W-{replica}-{model}_{version}", model, version, replica)
 
 
+_thread = threading.local()
+
+
+def identify_thread(identity: ProcessIdentity) -> None:
+    """Let lines of the calling thread have an identity of their own: that of one version of a pool."""
+    _thread.identity = identity
+
+
 class LineFormatter(logging.Formatter):
     """A formatter of records as lines of a file; a traceback has several."""
 
@@ -71,7 +79,12 @@ class LineFormatter(logging.Formatter):
             message += "\n" + self.formatException(record.exc_info)
         if record.stack_info:
             message += "\n" + record.stack_info
-        return self.line(record.created, record.levelname, self._identity.name, record.name, message)
+        return self.line(record.created, record.levelname, self.identity.name, record.name, message)
+
+    @property
+    def identity(self) -> ProcessIdentity:
+        """The identity of the calling thread, else of the process."""
+        return getattr(_thread, "identity", self._identity)
 
     def line(self, when: float, level: str, thread: str, logger: str, message: str) -> str:
         if len(message) > _MAX_LENGTH:
@@ -82,7 +95,7 @@ class LineFormatter(logging.Formatter):
             ids = f" id={','.join(requests)}" if requests else ""
             return f"{timestamp} [{_LOG4J.get(level, level):<5s}] {thread} {logger} - {message}{ids}"
         fields: dict[str, Any] = {"time": timestamp, "level": level, "logger": logger, "message": message}
-        identity = self._identity
+        identity = self.identity
         if identity.model:
             fields |= {"model": identity.model, "version": identity.version, "replica": identity.replica}
         else:
@@ -235,11 +248,11 @@ class _LoggingState:
     def _copy_handler_output(self, writer: AsyncWriter, level: str) -> None:
         """Copy what the handler logs, prints and writes to standard error to ``writer``."""
         self._writers.append(writer)
-        name, formatter, root = self._identity.name, self._formatter, logging.getLogger()
+        formatter, root = self._formatter, logging.getLogger()
 
         def line_logger(stream: str, level: str) -> Callable[[str], None]:
             return lambda line: writer.put(
-                formatter.line(time.time(), level, f"{name}-{stream}", "MODEL_LOG", line)
+                formatter.line(time.time(), level, f"{formatter.identity.name}-{stream}", "MODEL_LOG", line)
             )
 
         before = sys.stdout, sys.stderr, root.level

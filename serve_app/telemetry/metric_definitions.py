@@ -55,6 +55,11 @@ METRICS = (
     _counter("torchrelay_sequences_ended", "Sequences that ended, by reason.", *_VERSION, "reason"),
     _gauge("torchrelay_replicas", "Running replicas."),
     _gauge("torchrelay_replicas_desired", "Desired replicas."),
+    _counter("torchrelay_pool_misses", "Requests that waited until a pool's host loads a version.", "pool"),
+    _counter("torchrelay_pool_evictions", "Versions that a pool's host has evicted.", "pool"),
+    _histogram("torchrelay_pool_load_seconds", "The load of a version in a pool's host.", "pool"),
+    _gauge("torchrelay_pool_loaded_versions", "Loaded versions of a pool's hosts.", "pool"),
+    _gauge("torchrelay_pool_memory_bytes", "Memory of the loaded versions of a pool's hosts.", "pool"),
     _gauge("torchrelay_workflow_ongoing", "Requests that a workflow is processing."),
     _counter(
         "torchrelay_workflow_steps",

@@ -283,6 +283,10 @@ class Meters:
         """Record the end of a rollout; ``count=0`` exports a zero, from which Prometheus sees an increase."""
         self._child("torchrelay_rollouts_ended", model, state).inc(count)
 
+    def instrument(self, name: str, *labels: str) -> Any:
+        """Return the instrument of a metric with these label values, for callers with few of them."""
+        return self._child(name, *labels)
+
     def replace_gauge(self, name: str, values: Mapping[tuple[str, ...], float]) -> None:
         """Set a gauge for the label values in ``values``, and remove it for all others."""
         for key in [key for key in self._instruments if key[0] == name and key[1:] not in values]:
