@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
+from serve_app.domain.rendezvous import rank_replicas
 from serve_app.domain.request import InferenceRequest
-from serve_app.domain.sequence_ids import rank_replicas
 
 BLOCK_BYTES = 256  # about 64 tokens of English; two pages of the cache on a CPU
 MAX_BLOCKS = 64  # of a request: longer prefixes rarely differ only behind 16 KiB

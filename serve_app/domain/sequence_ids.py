@@ -5,9 +5,7 @@ A sequence is a series of requests that a stateful model serves in order; one re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 from uuid import uuid4
 
 _PREFIX = "ts-seq-"
@@ -35,14 +33,4 @@ def replica_of(sequence_id: str) -> str:
         sequence_id[end + 1 :]
         if sequence_id.startswith(_PREFIX) and sequence_id[end : end + 1] == "-"
         else ""
-    )
-
-
-def rank_replicas(sequence_id: str, replicas: Iterable[str]) -> list[str]:
-    """Return the replicas for a client's own id, best first, in the same order for every process.
-
-    Rendezvous hashing: when a replica is added or removed, only the ids that it gets or had are moved.
-    """
-    return sorted(
-        replicas, key=lambda replica: blake2b(f"{replica}\0{sequence_id}".encode(), digest_size=8).digest()
     )

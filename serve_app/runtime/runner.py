@@ -48,7 +48,7 @@ _NO_SPAN = nullcontext()
 
 # Seconds that a thread may keep the interpreter from another that waits for it. With Python's 5 ms the
 # author's thread, which lets go of it at every operation of torch, is kept waiting by a busy event loop.
-_SWITCH_INTERVAL_S = 0.001
+SWITCH_INTERVAL_S = 0.001
 _MAX_SCHEMA_BYTES = 1 << 15  # of a version; every replica and gateway has those of all versions
 _LOG_REPEAT_S = 60.0  # seconds after which a traceback that stays the same is logged in full once more
 
@@ -115,7 +115,7 @@ class Runner:
         directory is the archive's, and threads switch more often. ``entry`` is a handler of this process
         itself, which stays as it is.
         """
-        available = _available_cores()  # before the model's threads are pinned to some of them
+        available = thread_limits.available_cores()  # before the model's threads are pinned to some of them
         try:
             if entry is None:
                 runs_code = self._runs_code()
@@ -148,7 +148,7 @@ class Runner:
             self._prepare_pool = ThreadPoolExecutor(available, thread_name_prefix="prepare")
 
     def _prepare_process(self, available: int, runs_code: bool) -> None:
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         torchserve_names.install()
         if runs_code:  # a child process that runs a module imports from its working directory first
             os.chdir(self._directory)
@@ -202,9 +202,7 @@ class Runner:
         """Run the archive's sample requests, each alone and then a full batch of them. Raises StartFailed.
 
         ``samples:`` in model-config.yaml names their files; without it they are the files in the archive's
-        ``samples/``. A compiled model runs smaller batches too. At the end all objects of the loading are
-        excluded from garbage collection, which otherwise scans them again and again, tens of milliseconds a
-        time. The heap is kept for the batches, and ``profile:`` is ready to record.
+        ``samples/``. A compiled model runs smaller batches too. At the end ``profile:`` is ready to record.
         """
         samples = [(file, self._sample(file)) for file in self._sample_files()]
         with update_sink.suppress_updates():
@@ -216,6 +214,13 @@ class Runner:
                     f"a batch of {count} samples", [samples[i % len(samples)][1] for i in range(count)]
                 )
         self._profile()
+        self._tune_process()
+
+    def _tune_process(self) -> None:
+        """Exclude all present objects from garbage collection, and keep the heap for the batches.
+
+        A collection otherwise scans them again and again, tens of milliseconds a time.
+        """
         gc.collect()
         gc.freeze()
         malloc.tune()
@@ -440,8 +445,3 @@ def _limit_schemas(schemas: Any) -> Mapping[str, Any] | None:
     """Return a handler's schemas, unless they are too large for the routing table."""
     is_small = isinstance(schemas, Mapping) and len(orjson.dumps(schemas)) <= _MAX_SCHEMA_BYTES
     return schemas if is_small else None
-
-
-def _available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serve_app.dataplane.version_router import select_version
 from serve_app.domain import sequence_ids
+from serve_app.domain.rendezvous import rank_replicas
 from serve_app.domain.request import InferenceRequest
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.traffic_policy import BucketAllocation, TrafficPolicy
@@ -22,13 +23,13 @@ def test_a_name_made_here_leads_to_its_replica_and_no_other_does() -> None:
 
 def test_a_replica_that_goes_moves_only_the_names_that_it_had() -> None:
     names = [f"own-{number}" for number in range(400)]
-    before = {name: sequence_ids.rank_replicas(name, REPLICAS) for name in names}
-    assert before == {name: sequence_ids.rank_replicas(name, reversed(REPLICAS)) for name in names}
+    before = {name: rank_replicas(name, REPLICAS) for name in names}
+    assert before == {name: rank_replicas(name, reversed(REPLICAS)) for name in names}
     firsts = [homes[0] for homes in before.values()]
     assert all(20 < firsts.count(replica) < 90 for replica in REPLICAS), "they are dealt out evenly"
     gone, *rest = REPLICAS
     for name, homes in before.items():
-        assert sequence_ids.rank_replicas(name, rest)[0] == (homes[1] if homes[0] == gone else homes[0])
+        assert rank_replicas(name, rest)[0] == (homes[1] if homes[0] == gone else homes[0])
 
 
 def two(**more) -> RoutingTable:

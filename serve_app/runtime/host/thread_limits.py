@@ -9,6 +9,11 @@ from typing import Any
 from serve_app.domain.model import ModelSpec
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def intra_op_threads(spec: ModelSpec, cores: int, pinned: bool = False) -> int | None:
     """Return ``threads`` of model-config.yaml; None where it is not set, and the process keeps its default.
 
