@@ -18,6 +18,7 @@ from serve_app.domain import limits, validation
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain.access import KeyLimits
 from serve_app.domain.key_settings import JwtSettings, KeySettings
+from serve_app.domain.pool import check_pool_name
 from serve_app.domain.renamed_settings import reject_renamed
 from serve_app.errors import BadRequest, ConfigurationError
 
@@ -70,6 +71,8 @@ class RuntimeSettings(_Section):
     batcher: Literal["torchrelay", "ray"] = (
         "torchrelay"  # ray: @serve.batch; a model-config.yaml has precedence
     )
+    # the pool of versions that can be in one and whose model-config.yaml has none; empty: none
+    pool: str = ""
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
     max_response_size: int = 0  # bytes of one row's answer; 0: no limit
@@ -283,6 +286,16 @@ class TelemetrySettings(_Section):
 
 
 @dataclass(frozen=True)
+class PoolSettings(_Section):
+    """One pool: processes, called hosts, that load many versions on demand."""
+
+    memory: Annotated[int, pydantic.Field(gt=0)] = 2048  # MiB of loaded versions in each host
+    hosts: Annotated[int, pydantic.Field(gt=0)] = 1
+    num_gpus: Annotated[float, pydantic.Field(ge=0)] = 0.0  # that each host claims
+    num_cpus: Annotated[float, pydantic.Field(ge=0)] = 0.0
+
+
+@dataclass(frozen=True)
 class ConsoleSettings(_Section):
     """The web console under ``/ui`` of the management port."""
 
@@ -302,6 +315,9 @@ class Settings(_Section):
     auth: AuthSettings = field(default_factory=AuthSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
+    pools: Mapping[Annotated[str, pydantic.AfterValidator(check_pool_name)], PoolSettings] = field(
+        default_factory=dict
+    )
     limits: limits.Limits = field(default_factory=limits.Limits)  # of numbers from outside
     home: str = ""  # what relative paths start from; empty: the working directory
 

@@ -19,8 +19,10 @@ from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.lifecycle_events import EventHistory, EventLog
 from serve_app.control.placement_check import find_node_type
+from serve_app.control.pools.service import PoolService
 from serve_app.control.reconcile_loop import PLACEMENT_REPORT_S, ReconcileLoop
 from serve_app.control.registry import find_version, is_workflow
+from serve_app.control.replica_health import PLACEMENT_TIMEOUT_S
 from serve_app.control.state import StateStore
 from serve_app.domain import limits
 from serve_app.domain.access import matches
@@ -56,7 +58,12 @@ _MAX_LINE_LENGTH = 300  # characters of an installer's line in an event
 
 
 class ModelService:
-    """The operations of ``ControlAPI`` on models, in the process that owns the registry."""
+    """The operations of ``ControlAPI`` on models, in the process that owns the registry.
+
+    ``pools`` is set before the first operation.
+    """
+
+    pools: PoolService
 
     def __init__(
         self,
@@ -96,7 +103,7 @@ class ModelService:
             if not matches(spec.name, registration.allowed_models):
                 raise ModelNotAllowed(spec.name)
             registry_changes.register(state.registry, spec)  # refused before anything is installed for it
-            await self._reconcile_loop.check_placement(spec)
+            await self._reconcile_loop.check_placement(self.pools.find_claiming_spec(spec))
             await self.install_requirements(spec, history)
             while self._reconcile_loop.is_draining(spec.ref):
                 await self._reconcile_loop.wait_for_round()
@@ -142,7 +149,7 @@ class ModelService:
             )
             spec = find_version(after, ref.name, ref.version)
             self._check_scale(spec)
-            await self._reconcile_loop.check_placement(spec)
+            await self._reconcile_loop.check_placement(self.pools.find_claiming_spec(spec))
             self._reconcile_loop.reset_backoff(ref)
             await state.commit(after)
         history = self._events.open(ref.name, version=ref.version, workers=spec.min_workers)
@@ -160,6 +167,12 @@ class ModelService:
         limits.check(workers, self._settings.limits, "the request")
         if spec.autoscaling is not None:
             limits.check(spec.autoscaling, self._settings.limits, "the request")
+
+    def watch_isolated(self, spec: ModelSpec, reason: str) -> None:
+        """Record that a version has left its pool, and the start of its own replicas."""
+        history = self._events.open(spec.name, version=spec.version, workers=max(1, spec.min_workers))
+        self._events.append(history, "isolated", pool=spec.pool, reason=reason)
+        self._watch(history, find_version(self._state.registry, spec.name, spec.version))
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         async with self._state.write_lock:
@@ -334,11 +347,13 @@ class ModelService:
         Raises StartFailed.
         """
         self._events.append(history, "starting", workers=spec.min_workers)
-        progress = await self._reconcile_loop.wait_until_running(
-            spec,
-            spec.startup_timeout + (self._settings.runtime.install_timeout if spec.requirements else 0),
-            partial(self._report_missing_resources, history, spec),
-        )
+        timeout = spec.startup_timeout + (self._settings.runtime.install_timeout if spec.requirements else 0)
+        if spec.is_pooled:
+            count = await self.pools.load(spec, timeout + PLACEMENT_TIMEOUT_S)
+            progress = ScalingProgress(spec.ref, count, "done")
+        else:
+            report = partial(self._report_missing_resources, history, spec)
+            progress = await self._reconcile_loop.wait_until_running(spec, timeout, report)
         self._events.append(history, "ready", workers=progress.replicas)
         return replace(progress, bounds=_autoscaling_bounds(spec))
 

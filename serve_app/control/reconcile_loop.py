@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from serve_app.control import placement_check
 from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.pools.tracker import PoolTracker, host_states, version_states
 from serve_app.control.reconciler import ActResult, Reconciler, is_dead
 from serve_app.control.registry import DesiredState, desired_states
 from serve_app.control.replica_health import PLACEMENT_TIMEOUT_S, HealthTracker, ObservedApp
@@ -43,12 +44,15 @@ class ReconcileLoop:
         ingestor: ArchiveIngestor,
         meters: Meters,
         settings: Settings,
+        pools: PoolTracker | None = None,
     ) -> None:
         self.startup_loaded = False  # the archives that start-up loads are in the registry
         self._health = health
         self._ingestor = ingestor
         self._meters = meters
         self._settings = settings
+        self._pools = pools or PoolTracker()
+        self.on_crash: Callable[[CrashReport], None] = lambda crash: None
         # Serve's client is not thread-safe.
         self._serve_thread = ThreadPoolExecutor(1, thread_name_prefix="serve")
         self._reconciler = reconciler
@@ -202,8 +206,9 @@ class ReconcileLoop:
         self, crashes: Iterable[CrashReport], desired: Mapping[str, DesiredState] | None = None
     ) -> None:
         """Store why replicas of versions that should run have crashed."""
-        desired = desired_states(self.state.registry) if desired is None else desired
+        desired = self._desired_states() if desired is None else desired
         for crash in crashes:
+            self.on_crash(crash)
             wanted = desired.get(crash.app)
             if wanted is not None and wanted.spec.digest == crash.digest:
                 log.error("%s: replica %s died. %s", crash.app, crash.replica, crash.cause)
@@ -220,14 +225,23 @@ class ReconcileLoop:
 
     # One round
 
+    def _desired_states(self) -> dict[str, DesiredState]:
+        """Return the applications that should run: of versions, and of pools."""
+        registry = self.state.registry
+        return {**self._retained, **desired_states(registry), **host_states(registry, self._settings)}
+
     async def _reconcile(self) -> bool:
         """Observe, update and act once; return whether a change is in progress."""
-        desired = {**self._retained, **desired_states(self.state.registry)}
+        desired = self._desired_states()
         observed = await self.run_in_serve_thread(self._reconciler.observe)
+        self._pools.set_observed(observed)
         crashes = await asyncio.to_thread(crash_reports.collect_reports, self._settings.crash_reports_dir)
         self.record_crashes(crashes, desired)
         self._health.waiting = await self._explain_waiting(desired, observed)
-        self._update_health(desired, observed)
+        registry = self.state.registry
+        self._update_health(
+            {**desired, **version_states(registry)}, {**observed, **self._pools.observe_all(registry)}
+        )
         startable = {app: state for app, state in desired.items() if self._health.may_start(state.spec.ref)}
         result = await self.run_in_serve_thread(self._reconciler.act, startable, observed)
         self._record_problems(desired, result)
@@ -243,6 +257,16 @@ class ReconcileLoop:
             or (moving and self._has_changed_lately(observed))
             or any(app not in desired for app in observed)
         )
+
+    def update_pools(self) -> None:
+        """Update the status of pooled versions from the reports of their hosts, and publish it."""
+        if not hasattr(self, "state"):
+            return
+        registry = self.state.registry
+        states, observed = version_states(registry), self._pools.observe_all(registry)
+        self._health.update_versions(states, observed, self._observed)
+        self._observed = {**self._observed, **observed}
+        self.state.publish()
 
     def _record_problems(self, desired: Mapping[str, DesiredState], result: ActResult) -> None:
         """Record in each version's status why it could not be deployed, or has fewer workers than desired."""

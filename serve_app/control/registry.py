@@ -91,7 +91,7 @@ def find_version(registry: Registry, name: str, version: str | None) -> ModelSpe
 
 
 def desired_states(registry: Registry) -> dict[str, DesiredState]:
-    """Return the applications that should run, by name: every version that has workers, with its route.
+    """Return the applications that should run, by name: every version with workers of its own and its route.
 
     The default version owns its model's own route while it takes all of the model's traffic; otherwise that
     route is the gateway's, and the version keeps to its explicit one. A version that is routed by prefix has
@@ -101,7 +101,7 @@ def desired_states(registry: Registry) -> dict[str, DesiredState]:
         spec.ref.app: DesiredState(spec, _route(registry, name, spec))
         for name, record in registry.models.items()
         for spec in record.versions.values()
-        if spec.min_workers > 0 or spec.max_workers > 0
+        if (spec.min_workers > 0 or spec.max_workers > 0) and not spec.is_pooled
     }
 
 
@@ -222,13 +222,13 @@ def _is_stateful(record: ModelRecord) -> bool:
 def _version_route(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -> VersionRoute:
     status = status or ModelStatus()
     # A requested version that has not started yet is loading: its callers wait instead of getting an error.
-    started = status.phase != "stopped" or not (spec.min_workers or spec.max_workers)
+    started = status.phase != "stopped" or not (spec.min_workers or spec.max_workers or spec.is_pooled)
     phase: Phase = status.phase if started else "loading"
     if spec.graph is not None and not spec.handler:
         phase = "ready"  # its models execute the steps, and each has a phase of its own
     # A version scaled to zero has no replicas from the commit on, although some may still drain.
     stopped = phase in ("ready", "loading", "idle") and not (
-        spec.min_workers or spec.max_workers or spec.graph
+        spec.min_workers or spec.max_workers or spec.graph or spec.is_pooled
     )
     if stopped:
         phase = "stopped"
@@ -249,6 +249,10 @@ def _version_route(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -
         wake_timeout=float(spec.startup_timeout) if spec.min_workers == 0 < spec.max_workers else 0.0,
         stateful=spec.sequence_batching,
         routing="prefix" if spec.routed_by_prefix else "load",
+        pool=spec.pool if spec.is_pooled else "",
+        pool_hosts=status.pool_hosts or 1,
+        pin_loaded=spec.pin_loaded,
+        revision=spec.revision if spec.is_pooled else "",
         graph=spec.graph,
         adapters=spec.all_adapters,
         signature=spec.signature or status.signature,

@@ -57,7 +57,7 @@ def register(registry: Registry, spec: ModelSpec) -> Registry:
             f"traffic policy of model "
             f"{spec.name} calls version {record.policy.labels[spec.version]}. Give one of them another name."
         )
-    return _with_version(registry, spec)
+    return with_version(registry, spec)
 
 
 def apply_archive(registry: Registry, spec: ModelSpec, default: bool = False) -> Registry:
@@ -72,7 +72,7 @@ def apply_archive(registry: Registry, spec: ModelSpec, default: bool = False) ->
         known = record.versions.get(spec.version) if record is not None else None
         if known is None or not spec.signed_by or known.signed_by == spec.signed_by:
             return registry
-        return _with_version(
+        return with_version(
             registry, known.with_(signed_by=spec.signed_by)
         )  # signed since, or by another key
     if record is None or spec.version not in record.versions:
@@ -80,7 +80,7 @@ def apply_archive(registry: Registry, spec: ModelSpec, default: bool = False) ->
         return set_default(after, spec.name, spec.version)[0] if default else after
     if is_workflow(record):
         raise Conflict(f"{spec.name} is a workflow, so no model can be called so; give it another name.")
-    return _with_version(registry, spec)
+    return with_version(registry, spec)
 
 
 def record_memory(registry: Registry, ref: ModelRef, digest: str, memory: int) -> Registry:
@@ -93,7 +93,7 @@ def record_memory(registry: Registry, ref: ModelRef, digest: str, memory: int) -
     spec = record.versions.get(ref.version) if record is not None else None
     if spec is None or spec.digest != digest or memory <= spec.memory * 1.1:
         return registry
-    return _with_version(registry, spec.with_(memory=memory))
+    return with_version(registry, spec.with_(memory=memory))
 
 
 def unregister(registry: Registry, name: str, version: str | None) -> tuple[Registry, ModelRef]:
@@ -177,7 +177,7 @@ def scale(
             )
         policy = autoscaling_policy.read(autoscaling, policy)
     spec = spec.with_(min_workers=low, max_workers=high, autoscaling=policy if low < high else None)
-    return _with_version(registry, spec), spec.ref
+    return with_version(registry, spec), spec.ref
 
 
 def set_default(registry: Registry, name: str, version: str) -> tuple[Registry, ModelRef]:
@@ -268,7 +268,7 @@ def add_adapter(registry: Registry, spec: ModelSpec, adapter: AdapterSpec) -> Re
     if current.digest != spec.digest:
         raise Conflict(f"Version {spec.version} of model {spec.name} was replaced; add the adapter again.")
     check_adapter(registry, current, adapter.name)
-    return _with_version(registry, current.with_(adapters=(*current.adapters, adapter)))
+    return with_version(registry, current.with_(adapters=(*current.adapters, adapter)))
 
 
 def remove_adapter(registry: Registry, spec: ModelSpec, name: str) -> tuple[Registry, AdapterSpec]:
@@ -282,7 +282,7 @@ def remove_adapter(registry: Registry, spec: ModelSpec, name: str) -> tuple[Regi
             )
         raise AdapterNotFound(spec.name, name, ", ".join(known) or "none")
     kept = tuple(adapter for adapter in spec.adapters if adapter is not removed)
-    return _with_version(registry, spec.with_(adapters=kept)), removed
+    return with_version(registry, spec.with_(adapters=kept)), removed
 
 
 # Copies
@@ -293,7 +293,8 @@ def with_record(registry: Registry, name: str, record: ModelRecord) -> Registry:
     return replace(registry, models={**registry.models, name: record})
 
 
-def _with_version(registry: Registry, spec: ModelSpec) -> Registry:
+def with_version(registry: Registry, spec: ModelSpec) -> Registry:
+    """Return the registry with one version added or replaced."""
     record = registry.models.get(spec.name) or ModelRecord(spec.version, {})
     versions = {**record.versions, spec.version: spec}
     after = with_record(registry, spec.name, replace(record, versions=versions))

@@ -36,6 +36,7 @@ class ObservedApp:
     workers: tuple[ReplicaInfo, ...]  # alive, ready or not
     scaling: Mapping[str, Any] | None = None  # the autoscaler's configuration; None without autoscaling
     memory: int = 0  # bytes that each rank of a replica claims
+    pool_hosts: int = 0  # that should load it; 0: it is in no pool
 
     @property
     def running(self) -> int:
@@ -88,12 +89,21 @@ class HealthTracker:
         previous: Mapping[str, ObservedApp],
     ) -> None:
         """Derive every version's status from the present observation and the previous one."""
-        now = self._clock()
-        for app, state in desired.items():
-            self._update_version(state, observed.get(app), previous.get(app), now)
+        self.update_versions(desired, observed, previous)
         kept = {state.spec.ref for state in desired.values()}
         for ref in self.statuses.keys() - kept:
             self.forget(ref)
+
+    def update_versions(
+        self,
+        desired: Mapping[str, DesiredState],
+        observed: Mapping[str, ObservedApp],
+        previous: Mapping[str, ObservedApp],
+    ) -> None:
+        """Derive the status of some versions."""
+        now = self._clock()
+        for app, state in desired.items():
+            self._update_version(state, observed.get(app), previous.get(app), now)
 
     def _update_version(
         self,
@@ -140,6 +150,7 @@ class HealthTracker:
             self._input_types.get(ref, ""),
             self._schemas.get(ref),
             self.waiting.get(ref, ""),
+            observed.pool_hosts if observed is not None else 0,
         )
         if status != self.statuses.get(ref):  # an unchanged one stays the same object: see TableBuilder
             self.statuses[ref] = status
@@ -195,6 +206,10 @@ class HealthTracker:
         self._last_errors[spec.ref] = (error.detail, time.time())
         expired = now - failure.first_at >= spec.max_retry_timeout
         failure.retry_at = float("inf") if expired else now + _backoff(failure.count + 1)
+
+    def record_note(self, ref: ModelRef, note: str) -> None:
+        """Store an error that needs no new start as a version's last one."""
+        self._last_errors[ref] = (note, time.time())
 
     def record_shortage(self, ref: ModelRef, note: str) -> bool:
         """Store that the cluster holds fewer workers than desired; return whether the note is new."""

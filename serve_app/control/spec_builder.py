@@ -7,6 +7,7 @@ from dataclasses import fields
 from math import ceil
 from typing import Any, Literal
 
+from serve_app.control.pools.selection import select_pool
 from serve_app.domain import limits
 from serve_app.domain.model import ModelRef, ModelSpec, Registration
 from serve_app.domain.workflow_graph import WorkflowGraph
@@ -35,6 +36,7 @@ _COMBINED_KEYS = {
     "autoscaling",
     "batcher",
     "routing",
+    "pool",
 }
 _FILE_KEYS = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(ModelSpec)} - _COMBINED_KEYS
 
@@ -94,7 +96,7 @@ def build_spec(
         options |= {key: value for key, value in _SEQUENCE_DEFAULTS.items() if not options.get(key)}
     if config.retries is None and (config.sequence_batching or config.continuous_batching):
         options["retries"] = False  # an executed request has changed the state already
-    return ModelSpec(
+    spec = ModelSpec(
         name=ref.name,
         version=ref.version,
         url=registration.url,
@@ -122,6 +124,10 @@ def build_spec(
         config=dict(config.raw),
         **options,
     )
+    spec = select_pool(spec, config, settings)
+    if spec.pool and at_startup and config.min_workers is None and version_settings.min_workers is None:
+        return spec.with_(min_workers=0, max_workers=0)  # its first request loads it
+    return spec
 
 
 def build_workflow_spec(

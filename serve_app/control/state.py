@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from serve_app.control import registry_changes
@@ -57,6 +57,8 @@ class StateStore:
         self._acknowledgement = acknowledgement
         self._on_change = on_change
         self._table_builder = TableBuilder(sequence_header)
+        # the running hosts of each pool
+        self.pool_hosts: Callable[[], Mapping[str, tuple[str, ...]]] = dict
 
     @property
     def table(self) -> RoutingTable:
@@ -134,7 +136,7 @@ class StateStore:
             self.registry, self._health.statuses, healthy, current.generation, self.startup_complete
         )
         access = self._keys.access if self._keys is not None else None
-        table = replace(table, access=access, on_loopback=self.on_loopback)
+        table = replace(table, access=access, on_loopback=self.on_loopback, pools=self.pool_hosts())
         if table != current or current.generation == 0:
             self._publisher.publish(replace(table, generation=self._publisher.next_generation()))
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from random import randrange
+from types import MappingProxyType
 from typing import Protocol
 
 from serve_app.dataplane import version_router, workflow_signature
@@ -103,9 +104,9 @@ class DataPlaneLimits:
 class DataPlane:
     """The entry point of inference in one process.
 
-    ``local`` is the version that this process runs itself, if any; ``remote`` reaches the others. ``wake``
-    requests a replica for a version that is scaled to zero, while requests wait here. ``sequence_affinity``
-    locates the sequences of stateful models. ``mirror`` sends copies to shadow versions.
+    ``local`` has the versions that this process runs itself, by name and version; ``remote`` reaches the
+    others. ``wake`` requests a replica for a version that is scaled to zero, while requests wait here.
+    ``sequence_affinity`` locates the sequences of stateful models. ``mirror`` sends copies to shadows.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class DataPlane:
         reader: RoutingTableReader,
         meters: Meters,
         remote: Callable[[ModelRef, VersionRoute], InferenceBackend],
-        local: tuple[ModelRef, InferenceBackend] | None = None,
+        local: Mapping[tuple[str, str], InferenceBackend] = MappingProxyType({}),
         wake: Callable[[ModelRef, VersionRoute], None] = lambda ref, route: None,
         mirror: ShadowMirror | None = None,
         sequence_affinity: SequenceAffinity | None = None,
@@ -187,11 +188,9 @@ class DataPlane:
 
     def _find_submit(self, request: InferenceRequest, route: VersionRoute) -> Submit | None:
         """Return the function that starts a request, where its backend needs no wait and no task."""
-        if self._local is not None:
-            ref, local = self._local
-            if ref.version == route.version and ref.name == request.model:
-                return None if route.phase == "stopped" else getattr(local, "find_submit", _find_none)()
-        if route.graph is not None or (route.replicas == 0 and route.phase != "ready"):
+        if (local := self._local.get((request.model, route.version))) is not None:
+            return None if route.phase == "stopped" else getattr(local, "find_submit", _find_none)()
+        if route.graph is not None or not route.accepts_requests:
             return None
         try:
             backend = self._remote(ModelRef(request.model, route.version), route)
@@ -266,7 +265,7 @@ class DataPlane:
             request = self._limit_deadline(state, route)
         if not route.stateful or self._sequence_affinity is None:
             return await (await self._find_backend(request, route)).infer(request)
-        if route.replicas == 0 and route.phase != "ready":
+        if not route.accepts_requests:
             route = await self._wait_until_ready(request, ModelRef(request.model, route.version), route)
         selection, backend = await self._sequence_affinity(request, selection._replace(route=route))
         state.selection, state.version = selection, selection.route.version
@@ -290,19 +289,17 @@ class DataPlane:
             return version_router.select_version(workflow_table, request, cursor)
 
     async def _find_backend(self, request: InferenceRequest, route: VersionRoute) -> InferenceBackend:
-        if self._local is not None:
-            ref, backend = self._local
-            if ref.version == route.version and ref.name == request.model:
-                if route.phase == "stopped":  # HAProxy may still send requests to a replica that drains
-                    raise NoReplica(ref.name, request.version, _NONE_REQUESTED)
-                return backend
+        if (local := self._local.get((request.model, route.version))) is not None:
+            if route.phase == "stopped":  # HAProxy may still send requests to a replica that drains
+                raise NoReplica(request.model, request.version, _NONE_REQUESTED)
+            return local
         if route.graph is not None:
             return self._create_workflow(ModelRef(request.model, route.version), route)
         return await self._find_replicas(request, route)
 
     async def _find_replicas(self, request: InferenceRequest, route: VersionRoute) -> InferenceBackend:
         ref = ModelRef(request.model, route.version)
-        if route.replicas == 0 and route.phase != "ready":
+        if not route.accepts_requests:
             route = await self._wait_until_ready(request, ref, route)
         return self._remote(ref, route)
 
@@ -336,7 +333,7 @@ class DataPlane:
             while True:
                 changed = self._reader.changed
                 route = self.find_version(ref.name, ref.version)
-                if route.phase not in _STARTING or route.replicas:
+                if route.phase not in _STARTING or route.accepts_requests:
                     break
                 if route.phase == "idle":
                     with suppress(ModelLoading):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, Literal
 
 from serve_app.domain import adapter, autoscaling, capture, signature
@@ -12,6 +14,9 @@ from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.signature import Signature
 from serve_app.domain.workflow_graph import WorkflowGraph
+
+# Fields that change without a reload.
+_NO_REVISION = ("memory", "min_workers", "max_workers", "autoscaling", "signed_by", "isolated", "pin_loaded")
 
 # idle: without replicas, until a call wakes it
 Phase = Literal["stopped", "idle", "loading", "ready", "failed"]
@@ -89,6 +94,9 @@ class ModelSpec:
     max_concurrent_requests: int = 0  # of all its replicas together; 0: no limit
     fast_path: Literal["torchserve", "oip"] = "torchserve"
     routing: Literal["load", "prefix"] = "load"  # by which a replica is chosen for a request
+    pool: str = ""  # whose hosts load it, beside other versions; empty: it has replicas of its own
+    pin_loaded: bool = False  # its hosts never evict it
+    isolated: str = ""  # why it left its pool for replicas of its own; empty: it did not
     loaded_at_startup: bool = False
     autoscaling: Autoscaling | None = None  # as configured; None: the defaults
     adapters: tuple[AdapterSpec, ...] = ()  # loaded at run time
@@ -99,6 +107,18 @@ class ModelSpec:
     def claimed_memory(self) -> int:
         """Return the bytes that each rank claims at its start: as measured, else the archive's size."""
         return self.memory or self.archive_bytes
+
+    @property
+    def is_pooled(self) -> bool:
+        """Return whether the hosts of its pool run it; workers are then the hosts that load it at first."""
+        return bool(self.pool) and not self.isolated
+
+    @property
+    def revision(self) -> str:
+        """Return a digest of all that a host of its pool loads; a version with another one is reloaded."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        content = repr([value for name, value in fields.items() if name not in _NO_REVISION])
+        return blake2b(content.encode(), digest_size=8).hexdigest()
 
     @property
     def ranks(self) -> int:
@@ -141,6 +161,8 @@ class ModelSpec:
     @property
     def has_no_workers(self) -> bool:
         """Return whether it has no replicas and needs some; a workflow without functions needs none."""
+        if self.is_pooled:
+            return False  # its pool loads it on demand
         return self.max_workers == 0 and (self.graph is None or bool(self.handler))
 
     @property
@@ -189,6 +211,7 @@ class ModelStatus:
     input_type: str = ""  # the media type of its input, where its handler declares one
     schemas: Mapping[str, Any] | None = None  # the JSON schemas of input and output, of a model class
     waiting_for: str = ""  # the resources that replicas without a place wait for
+    pool_hosts: int = 0  # hosts of its pool that should load it; 0: it is in no pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +248,7 @@ Stage = Literal[
     "checking",
     "installing",  # a line of the installer
     "starting",  # the number of replicas, and the resources that they wait for
+    "isolated",  # it leaves its pool for replicas of its own, and why
     "loading",  # a replica's handler loads its model
     "warming",
     "ready",

@@ -34,12 +34,21 @@ class VersionRoute:
     wake_timeout: float = 0.0  # seconds that a request waits for a version at zero replicas
     stateful: bool = False  # its requests belong to sequences
     routing: Literal["load", "prefix"] = "load"  # by which a replica is chosen
+    pool: str = ""  # whose hosts load and run it; replica_ids are then the hosts that have loaded it
+    pool_hosts: int = 0  # which should have it loaded; others load it only where these are lost
+    pin_loaded: bool = False
+    revision: str = ""  # of what the hosts load
     graph: WorkflowGraph | None = None  # of a workflow, whose replicas, if any, run its functions
     adapters: tuple[AdapterSpec, ...] = ()  # LoRA adapters, those of its archive too
     signature: Signature | None = None  # from the model-config.yaml or the handler, where they have one
     schemas: Mapping[str, Any] | None = (
         None  # the JSON schemas of input and output, where the handler has them
     )
+
+    @property
+    def accepts_requests(self) -> bool:
+        """Return whether requests need not wait here: for a replica, or for the first host of its pool."""
+        return self.replicas > 0 or self.phase == "ready" or (bool(self.pool) and self.phase == "idle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,7 @@ class RoutingTable:
     startup_complete: bool = False  # every version loaded at startup is ready or has failed
     access: AccessTable | None = None  # None: no key is required
     on_loopback: bool = False  # the inference port is reachable from its own machine only
+    pools: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the running hosts of each pool
 
 
 @dataclass(frozen=True, slots=True)

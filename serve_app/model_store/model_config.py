@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from serve_app.domain import autoscaling, capture, signature, validation
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
+from serve_app.domain.pool import is_pool_name
 from serve_app.domain.signature import Signature
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import BadRequest, ConfigurationError
@@ -62,6 +63,7 @@ def _profile(value: Any) -> int:
 
 _CLAMPED_INTEGER = _type("a whole number", lambda value: type(value) is int, lambda value: max(1, value))
 _THREADS = _type("a whole number from 1, or auto", lambda v: v == "auto" or (type(v) is int and v >= 1))
+_POOL = _type("a pool's name", lambda value: isinstance(value, str) and (not value or is_pool_name(value)))
 _FLAG = _type("true or false", lambda value: type(value) is bool)
 _MAPPING = _type("a mapping", lambda value: isinstance(value, dict))
 _NON_NEGATIVE = _type(
@@ -123,6 +125,8 @@ class ModelConfig:
     bucket_by_length: bool | None = _own_key(_FLAG)
     fast_path: Literal["torchserve", "oip"] | None = _own_key(_one_of("torchserve", "oip"))
     routing: Literal["load", "prefix"] | None = _own_key(_one_of("load", "prefix"))
+    pool: str | None = _own_key(_POOL)
+    pin_loaded: bool | None = _own_key(_FLAG)
     max_ongoing_requests: int | None = _own_key(_integer(0))
     max_concurrent_requests: int | None = _own_key(_integer(0), "maxConcurrentRequests")
     samples: tuple[str, ...] | None = _own_key(_list("a list of file names", str))

@@ -46,12 +46,12 @@ def start(registry: Registry, model: str, plan: RolloutPlan, id: str, now: float
             f"Rollout: version {plan.to} has all calls of model {model} already; name another one."
         )
     answering = current if baseline == current.version else find_version(registry, model, baseline)
-    if answering.max_workers == 0:
+    if answering.has_no_workers:
         raise BadRequest(
             f"Rollout: version {baseline}, which has all calls of model {model}, has no workers to compare "
             f"with; make the other one the default: PUT /models/{model}/{plan.to}/set-default"
         )
-    given = candidate.max_workers == 0
+    given = candidate.has_no_workers
     if given:
         autoscaling_keys = (
             autoscaling.write(answering.autoscaling) if answering.autoscaling is not None else None

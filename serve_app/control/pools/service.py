@@ -1,0 +1,170 @@
+"""Loading of pooled versions at their registration, and their isolation after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+from serve_app.control.pools.registry_changes import isolate
+from serve_app.control.pools.tracker import PoolTracker, host_spec
+from serve_app.control.registry import Registry
+from serve_app.control.replica_health import HealthTracker
+from serve_app.control.state import StateStore
+from serve_app.domain.model import ModelRef, ModelSpec
+from serve_app.domain.pool import HostEvent, HostReport, pool_ref, rank_hosts
+from serve_app.errors import BadRequest, RelayError, StartFailed
+from serve_app.settings import Settings
+from serve_app.telemetry.crash_reports import CrashReport
+
+log = logging.getLogger("torchrelay.pools")
+
+_BALANCE_PERIOD_S = 2.0
+
+
+class LoadInHost(Protocol):
+    """A function that loads a version in one host of its pool."""
+
+    async def __call__(self, pool: ModelRef, host: str, spec: ModelSpec, /) -> None:
+        """Load it. Raises RelayError: the error of the load, and Unavailable where the host is lost."""
+
+
+class PoolService:
+    """The operations on pools. ``wait_for_round`` waits for the reconcile loop's next observation.
+
+    ``on_isolated`` is called with a version that left its pool, and the reason.
+    """
+
+    def __init__(
+        self,
+        state: StateStore,
+        tracker: PoolTracker,
+        health: HealthTracker,
+        load_in_host: LoadInHost,
+        wait_for_round: Callable[[], Awaitable[None]],
+        on_isolated: Callable[[ModelSpec, str], None],
+        settings: Settings,
+    ) -> None:
+        self.tracker = tracker
+        self._state = state
+        self._health = health
+        self._load_in_host = load_in_host
+        self._wait_for_round = wait_for_round
+        self._on_isolated = on_isolated
+        self._settings = settings
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
+
+    def find_claiming_spec(self, spec: ModelSpec) -> ModelSpec:
+        """Return the spec whose resources a version claims: its own, or that of its pool's hosts.
+
+        Raises BadRequest where a pooled version wants more hosts than its pool has.
+        """
+        if not spec.is_pooled:
+            return spec
+        hosts = host_spec(spec.pool, self._settings)
+        if spec.min_workers > hosts.min_workers:
+            raise BadRequest(
+                f"{spec.min_workers} workers are hosts of the pool {spec.pool}, which has "
+                f"{hosts.min_workers}; raise pools.{spec.pool}.hosts in app.yaml or ask for fewer workers."
+            )
+        return hosts
+
+    async def load(self, spec: ModelSpec, timeout: float) -> int:
+        """Load a version in as many hosts as it has workers, and return their number.
+
+        ``timeout`` in seconds includes the start of the hosts. Raises StartFailed.
+        """
+        deadline = time.monotonic() + timeout
+        while len(hosts := self.tracker.hosts.get(spec.pool, ())) < spec.min_workers:
+            if (failure := self._health.get_failure(pool_ref(spec.pool))) is not None:
+                raise StartFailed(spec.name, spec.version, f"the pool {spec.pool}: {failure.detail}")
+            if time.monotonic() > deadline:
+                reason = f"no host of the pool {spec.pool} is ready after {timeout:.0f} s"
+                status = self._health.statuses.get(pool_ref(spec.pool))
+                waiting = f"; it waits for {status.waiting_for}" if status and status.waiting_for else ""
+                raise StartFailed(spec.name, spec.version, reason + waiting)
+            await self._wait_for_round()
+        chosen = rank_hosts(spec.ref, hosts)[: spec.min_workers]
+        loads = [self._load_in_host(pool_ref(spec.pool), host, spec) for host in chosen]
+        try:
+            await asyncio.wait_for(asyncio.gather(*loads), max(1.0, deadline - time.monotonic()))
+        except StartFailed:
+            raise
+        except asyncio.TimeoutError:
+            reason = f"not loaded within {timeout:.0f} s by its pool {spec.pool}"
+            raise StartFailed(spec.name, spec.version, reason) from None
+        except RelayError as error:
+            raise StartFailed(spec.name, spec.version, str(error)) from None
+        return len(chosen)
+
+    async def load_later(self, specs: Iterable[ModelSpec]) -> None:
+        """Load busy versions in their next hosts."""
+        for spec in specs:
+            hosts = rank_hosts(spec.ref, self.tracker.hosts.get(spec.pool, ()))
+            for host in hosts[: self.tracker.wanted_hosts(spec)]:
+                if host not in self.tracker.loaded_by(spec.ref):
+                    try:
+                        await self._load_in_host(pool_ref(spec.pool), host, spec)
+                    except RelayError as error:
+                        log.warning("%s was not loaded in a further host: %s", spec.ref.app, error)
+
+    async def run(self) -> None:
+        """Give busy versions further hosts, until cancelled."""
+        while True:
+            await asyncio.sleep(_BALANCE_PERIOD_S)
+            if len(self.tracker.hosts):
+                await self.load_later(self.tracker.balance(list(self._state.registry)))
+
+    def receive(self, host: str, report: HostReport) -> None:
+        """Store a host's report, with the errors of loads and the versions that leak memory."""
+        self.tracker.put(host, report)
+        for event in report.events:
+            if (spec := self._find(event)) is None:
+                continue
+            log.error("%s: %s", spec.ref.app, event.detail)
+            self._health.record_note(spec.ref, event.detail)
+            if event.kind == "leak":
+                self._start(self._isolate([spec], event.detail))
+
+    def on_crash(self, crash: CrashReport) -> None:
+        """Give the versions that ran in a host when it crashed replicas of their own.
+
+        Where the report identifies the thread that crashed, only its version ran.
+        """
+        by_app = {spec.ref.app: spec for spec in self._state.registry if spec.is_pooled}
+        specs = [by_app[app] for app in crash.running if app in by_app]
+        if specs:
+            self._start(self._isolate(specs, crash.cause))
+
+    async def _isolate(self, specs: list[ModelSpec], reason: str) -> None:
+        first_line = reason.partition("\n")[0]
+        async with self._state.write_lock:
+            before: Registry = self._state.registry
+            after = before
+            for spec in specs:
+                after = isolate(after, spec, first_line)
+            if after is before:
+                return
+            await self._state.commit_with_status(after)
+        for spec in specs:
+            log.error(
+                "%s has replicas of its own from now on, outside its pool %s: %s",
+                spec.ref.app,
+                spec.pool,
+                first_line,
+            )
+            self._health.record_note(spec.ref, reason)
+            self._on_isolated(spec, first_line)
+
+    def _find(self, event: HostEvent) -> ModelSpec | None:
+        """Return the version of an event; None where it was removed or replaced meanwhile."""
+        record = self._state.registry.models.get(event.ref.name)
+        spec = record.versions.get(event.ref.version) if record is not None else None
+        return spec if spec is not None and spec.is_pooled and spec.revision == event.revision else None
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,160 @@
+"""The observed state of pools: their running hosts, what these have loaded, and the busiest versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from serve_app.control.registry import DesiredState
+from serve_app.control.replica_health import ObservedApp
+from serve_app.domain.model import ModelRef, ModelSpec, ReplicaInfo
+from serve_app.domain.pool import POOLS, HostReport, LoadedVersion, pool_ref
+from serve_app.settings import PoolSettings, Settings
+
+# Shares of the time in which a version's handler runs, in the mean of its hosts.
+_HOT, _COLD = 0.5, 0.15
+_BASE_BYTES = 256 << 20  # of a host without a loaded version
+
+
+def host_spec(pool: str, settings: Settings) -> ModelSpec:
+    """Return the spec of a pool's own application: a replica of it is a host."""
+    options = settings.pools.get(pool, PoolSettings())
+    return ModelSpec(
+        name=POOLS,
+        version=pool,
+        url="",
+        digest="",
+        archive="",
+        min_workers=options.hosts,
+        max_workers=options.hosts,
+        num_cpus=options.num_cpus,
+        num_gpus=options.num_gpus,
+        memory=(options.memory << 20) + _BASE_BYTES,
+        max_ongoing_requests=100_000,  # each version has its own queue and its own limits
+        config={"memory": options.memory},
+    )
+
+
+def host_states(specs: Iterable[ModelSpec], settings: Settings) -> dict[str, DesiredState]:
+    """Return the applications of the pools that ``specs`` need, by name.
+
+    One of them owns the route of predictions, so that its versions are reached without the gateway.
+    """
+    pools = sorted({spec.pool for spec in specs if spec.is_pooled})
+    main = settings.runtime.pool if settings.runtime.pool in pools else next(iter(pools), "")
+    return {
+        pool_ref(pool).app: DesiredState(host_spec(pool, settings), "/predictions" if pool == main else None)
+        for pool in pools
+    }
+
+
+def version_states(specs: Iterable[ModelSpec]) -> dict[str, DesiredState]:
+    """Return the states of the pooled versions, which have no application of their own, by name.
+
+    Their number of loaded hosts is whatever requests and evictions make it.
+    """
+    return {
+        spec.ref.app: DesiredState(spec.with_(min_workers=0, autoscaling=None), None)
+        for spec in specs
+        if spec.is_pooled
+    }
+
+
+class PoolTracker:
+    """The hosts of all pools. ``on_change`` is called when what a host has loaded has changed."""
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self.hosts: Mapping[str, tuple[str, ...]] = {}  # the running hosts of each pool
+        self._on_change = on_change
+        self._workers: dict[str, ReplicaInfo] = {}  # by host
+        self._reports: dict[str, HostReport] = {}  # by host
+        self._extra: dict[ModelRef, int] = {}  # hosts that a busy version has beyond its spec's
+
+    def put(self, host: str, report: HostReport) -> None:
+        """Store a host's report."""
+        known = self._reports.get(host)
+        self._reports[host] = report
+        if known is None or known.loaded.keys() != report.loaded.keys():
+            self._on_change()
+
+    def set_observed(self, observed: Mapping[str, ObservedApp]) -> None:
+        """Store which hosts run."""
+        pools = {app: current for app, current in observed.items() if app.startswith(f"{POOLS}--")}
+        workers = {w.id: w for current in pools.values() for w in current.workers if w.ready}
+        hosts = {
+            app.removeprefix(f"{POOLS}--"): tuple(sorted(w.id for w in current.workers if w.ready))
+            for app, current in pools.items()
+        }
+        if hosts != self.hosts:
+            self.hosts = hosts
+        self._workers = workers
+        living = {w.id for current in pools.values() for w in current.workers}
+        for host in self._reports.keys() - living:
+            del self._reports[host]
+
+    def loaded_by(self, ref: ModelRef) -> dict[str, LoadedVersion]:
+        """Return the running hosts that have loaded a version, and what they report of it."""
+        return {
+            host: loaded
+            for host, report in self._reports.items()
+            if host in self._workers and (loaded := report.loaded.get(ref)) is not None
+        }
+
+    def observe_all(self, specs: Iterable[ModelSpec]) -> dict[str, ObservedApp]:
+        """Return all pooled versions as if they were applications, by name."""
+        return {spec.ref.app: self.observe(spec) for spec in specs if spec.is_pooled}
+
+    def observe(self, spec: ModelSpec) -> ObservedApp:
+        """Return a pooled version as if it were an application: its replicas are the hosts that have it."""
+        loaded = self.loaded_by(spec.ref)
+        workers = tuple(
+            replace_memory(self._workers[host], version.memory) for host, version in sorted(loaded.items())
+        )
+        return ObservedApp(
+            app=spec.ref.app,
+            route=None,
+            replicas=len(workers),
+            config={"revision": spec.revision},
+            attempt=0,
+            status="RUNNING",
+            message="",
+            workers=workers,
+            pool_hosts=self.wanted_hosts(spec),
+        )
+
+    def wanted_hosts(self, spec: ModelSpec) -> int:
+        """Return the number of hosts that should have a version loaded."""
+        return min(
+            max(1, spec.min_workers) + self._extra.get(spec.ref, 0), len(self.hosts.get(spec.pool, ())) or 1
+        )
+
+    def balance(self, specs: Iterable[ModelSpec]) -> list[ModelSpec]:
+        """Give busy versions a further host, and take it from quiet ones; return those that got one.
+
+        ``maxWorkers`` bounds them where it is above ``minWorkers``; otherwise all hosts of the pool do.
+        """
+        grown = []
+        known = set()
+        for spec in specs:
+            if not spec.is_pooled:
+                continue
+            known.add(spec.ref)
+            loaded = self.loaded_by(spec.ref).values()
+            busy = sum(version.busy for version in loaded) / len(loaded) if loaded else 0.0
+            count, extra = self.wanted_hosts(spec), self._extra.get(spec.ref, 0)
+            most = len(self.hosts.get(spec.pool, ()))
+            if spec.max_workers > spec.min_workers:
+                most = min(most, spec.max_workers)
+            if busy > _HOT and len(loaded) >= count and count < most:
+                self._extra[spec.ref] = extra + 1
+                grown.append(spec)
+            elif busy < _COLD and extra:
+                self._extra[spec.ref] = extra - 1
+        self._extra = {ref: extra for ref, extra in self._extra.items() if extra and ref in known}
+        return grown
+
+
+def replace_memory(worker: ReplicaInfo, memory: int) -> ReplicaInfo:
+    """Return a host as the replica of one of its versions, with that version's memory."""
+    return ReplicaInfo(
+        worker.id, worker.pid, worker.started_at, worker.ready, memory, worker.gpu, worker.node
+    )
