@@ -18,6 +18,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.constants import SERVE_NAMESPACE
 
 from serve_app.deployments.uds_transport import ConnectionLost
+from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
 from serve_app.errors import RelayError, ReplicaDied
 
@@ -54,6 +55,15 @@ class ActorClient:
             return bool(await actor.handle_request.remote(self._request_metadata("holds"), sequence))
         except RayError as error:
             raise self._mark_lost(replica) from error
+
+    async def load(self, host: str, spec: ModelSpec) -> RelayError | None:
+        """Let a host of a pool load a version, and return its error. Raises ConnectionLost."""
+        actor = await self._actor(host)
+        try:
+            error: RelayError | None = await actor.handle_request.remote(self._request_metadata("load"), spec)
+        except RayError as lost:
+            raise self._mark_lost(host) from lost
+        return error
 
     async def _actor(self, replica: str) -> Any:
         # Concurrent callers wait for the same look-up, so that requests keep their order.

@@ -10,17 +10,20 @@ from serve_app.control.reconciler import ATTEMPT, MEMORY, DeployAction
 from serve_app.deployments import replica_options
 from serve_app.deployments.fork_worker import PRELOAD
 from serve_app.deployments.names import GATEWAY, HEAD_RESOURCE, MANAGEMENT
+from serve_app.deployments.pool_host import PoolHost
 from serve_app.deployments.replica import ModelReplica
 from serve_app.deployments.replica_options import COMMON_OPTIONS
 from serve_app.domain.model import ModelSpec
+from serve_app.domain.pool import POOLS
 from serve_app.net.fork_client import SOCKET
 from serve_app.settings import Settings
 
 
 def model_application(settings: Settings, action: DeployAction) -> Any:
-    """Return the Serve application that runs one version of one model, as ``action`` of the reconciler."""
+    """Return the Serve application of one version of one model, or of a pool, as ``action`` has it."""
     spec, scaling = action.desired.spec, action.scaling
-    replica: Any = ModelReplica  # a Serve deployment; mypy sees the undecorated class
+    # Serve deployments; mypy sees the undecorated classes.
+    replica: Any = PoolHost if spec.name == POOLS else ModelReplica
     replicas: dict[str, Any] = (
         {"num_replicas": spec.min_workers} if scaling is None else {"autoscaling_config": dict(scaling)}
     )

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, InferenceBackend, RoutingTableReader
 from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.deployments.management_client import ReportQueue
+from serve_app.deployments.pool_client import LocalHost, VersionClients
 from serve_app.deployments.prefix_router import PrefixRouter
-from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter, sequence_headers
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
+
+
+@dataclass(frozen=True)
+class PoolHostBackends:
+    """The host of this process, and its loaded versions by name and version; the mapping changes."""
+
+    local: LocalHost
+    loaded: Mapping[tuple[str, str], InferenceBackend]
 
 
 def create_data_plane(
@@ -18,18 +29,22 @@ def create_data_plane(
     settings: Settings,
     reports: ReportQueue,
     local: LocalReplica | None = None,
+    host: PoolHostBackends | None = None,
 ) -> tuple[DataPlane, ShadowMirror]:
     """Create the data plane of this process and its mirror, and add their reports to ``reports``.
 
-    ``local`` is this process's own replica, if it has one.
+    ``local`` is this process's own replica, if it has one; ``host`` has the versions of a pool's host.
     """
-    clients = ReplicaClients(reader, settings)
+    clients = VersionClients(reader, settings, None if host is None else host.local)
+    backends: Mapping[tuple[str, str], InferenceBackend] = {} if host is None else host.loaded
+    if local is not None:
+        backends = {(local.ref.name, local.ref.version): local.backend}
     mirror = ShadowMirror(lambda: reader.table, clients, meters)
     plane = DataPlane(
         reader,
         meters,
         PrefixRouter(reader, clients),
-        None if local is None else (local.ref, local.backend),
+        backends,
         wake=clients.wake,
         mirror=mirror,
         sequence_affinity=SequenceRouter(reader, clients, sequence_headers(settings), local),

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
@@ -36,6 +35,8 @@ from serve_app.control.lifecycle_events import EventLog
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.models import DescribeHandler, ModelService
 from serve_app.control.persistence.database import Database
+from serve_app.control.pools.service import PoolService
+from serve_app.control.pools.tracker import PoolTracker
 from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.reconciler import Reconciler
 from serve_app.control.registry import find_version
@@ -54,14 +55,16 @@ from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.control_rpc import ControlDispatcher
 from serve_app.deployments.controller_memory import bound_controller_memory
 from serve_app.deployments.grpc_listener import load_credentials
+from serve_app.deployments.key_creation import create_keys
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.management_listeners import ManagementListeners
+from serve_app.deployments.pool_client import VersionClients, load_in_host
 from serve_app.deployments.replica_adapters import load_in_replica
-from serve_app.deployments.replica_client import ReplicaClients
 from serve_app.deployments.replica_options import autoscaling_config, user_config
 from serve_app.domain.access import KeyDemand, KeyShare
 from serve_app.domain.audit import Actor
-from serve_app.domain.model import ModelRef, Stage
+from serve_app.domain.model import ModelRef, ModelSpec, Stage
+from serve_app.domain.pool import HostReport
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import RoutingTable, TableDelta, VersionRoute
 from serve_app.domain.signature import Signature
@@ -79,13 +82,7 @@ from serve_app.telemetry.metrics import Meters, MetricsAggregator, MetricsReport
 
 log = logging.getLogger("torchrelay.management")
 
-_WHERE_THE_KEYS_ARE = """
-######
-Requests need a key, because the server is reachable from other machines or because of auth.mode.
-The keys are in %s
-Send one as "Authorization: Bearer KEY": the inference key for predictions, the management key for changes.
-auth.mode: "off" disables keys for all clients.
-######"""
+_POOL_PERIOD_S = 0.2  # seconds in which the changes of pools are collected
 
 
 def _inference_addresses() -> tuple[list[str], int]:
@@ -98,7 +95,7 @@ def _inference_addresses() -> tuple[list[str], int]:
     return [http.host or "0.0.0.0", *([in_front] if in_front else [])], http.port
 
 
-def _describe_handler(clients: ReplicaClients) -> DescribeHandler:
+def _describe_handler(clients: VersionClients) -> DescribeHandler:
     """Return a function that sends a ``describe`` request to one of the replicas of a version."""
 
     async def describe(ref: ModelRef, row: VersionRoute) -> InferenceResponse | ResponseStream:
@@ -120,6 +117,7 @@ class Management:
             log.warning("%s", warning)
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
+        self._pool_publication: asyncio.TimerHandle | None = None
         self._listeners: ManagementListeners | None = None
         management_tls = await asyncio.to_thread(tls.management_context, settings)
         grpc_credentials = await asyncio.to_thread(load_credentials, settings)
@@ -138,6 +136,7 @@ class Management:
             on_publish=lambda table: self._reader.update(replace(table, access=None)),
         )
         self._archive_ingestor = await asyncio.to_thread(ArchiveIngestor, settings)
+        self._pool_tracker = PoolTracker(on_change=self._on_pool_change)
         self._reconcile_loop = ReconcileLoop(
             Reconciler(
                 partial(model_application, settings), partial(user_config, settings), autoscaling_config
@@ -146,9 +145,10 @@ class Management:
             self._archive_ingestor,
             self._meters,
             settings,
+            self._pool_tracker,
         )
         inference_hosts, inference_port = await self._reconcile_loop.run_in_serve_thread(_inference_addresses)
-        await self._create_services(await self._create_keys(inference_hosts))
+        await self._create_services(await create_keys(settings, inference_hosts))
         self._state.on_loopback = all(map(is_loopback, inference_hosts))
         self._table_publisher.expect_readers(
             await self._reconcile_loop.running_readers() - {serve.get_replica_context().replica_id.unique_id}
@@ -186,6 +186,17 @@ class Management:
             reconcile_loop.trigger,
             settings.runtime.header_key_sequence_id.lower(),
         )
+        self._state.pool_hosts = lambda: self._pool_tracker.hosts
+        self._pools = PoolService(
+            self._state,
+            self._pool_tracker,
+            self._health,
+            load_in_host,
+            reconcile_loop.wait_for_round,
+            lambda spec, reason: self._models.watch_isolated(spec, reason),
+            settings,
+        )
+        reconcile_loop.on_crash = self._pools.on_crash
         metrics = self._cluster_metrics = ClusterMetrics(
             self._table_publisher, self._metrics_aggregator, reconcile_loop.live_readers, self._meters
         )
@@ -196,9 +207,10 @@ class Management:
             self._archive_ingestor,
             environments,
             self._events,
-            _describe_handler(ReplicaClients(RoutingTableReader(), settings)),
+            _describe_handler(VersionClients(self._reader, settings)),
             settings,
         )
+        self._models.pools = self._pools
         self._workflows = WorkflowService(
             self._state, reconcile_loop, self._models, metrics, self._archive_ingestor, self._events, settings
         )
@@ -247,6 +259,7 @@ class Management:
             self._audit_trail.run(),
             self._shadow.run(),
             self._drift.run(),
+            self._pools.run(),
             self._async_predictions.run(),
             self._report_queue.push(),
             bound_controller_memory(self._settings.control.controller_memory_limit),
@@ -290,21 +303,6 @@ class Management:
             self._meters,
             lambda: (access := self._state.table.access) is not None and access.has_several_owners,
         )
-
-    async def _create_keys(self, inference_hosts: list[str]) -> ApiKeys | None:
-        """Return the keys that requests must have, None where they need none, and log it."""
-        if not self._settings.requires_keys(*inference_hosts):
-            if self._settings.is_exposed(*inference_hosts):
-                log.warning(
-                    "auth.mode is off, and others than this machine can reach this server: "
-                    "it answers them all"
-                )
-            return None
-        run = ray.get_runtime_context().get_session_name()
-        keys = await asyncio.to_thread(ApiKeys, self._settings, run)
-        if self._settings.auth.torchserve_tokens:
-            log.warning("%s", _WHERE_THE_KEYS_ARE % self._settings.key_file)
-        return keys
 
     # Calls of readers
 
@@ -380,6 +378,27 @@ class Management:
             await self._state.record_memory(ref, digest, memory)
         except Unavailable as error:
             log.warning("the memory of %s could not be stored: %s", ref.app, error)
+
+    async def report_host(self, host: str, report: HostReport) -> None:
+        """Store what a pool's host has loaded."""
+        self._pools.receive(host, report)
+
+    async def pooled_spec(self, ref: ModelRef) -> ModelSpec | None:
+        """Return the spec of a pooled version for a host that loads it; None where there is none."""
+        with contextlib.suppress(NotFound):
+            spec = find_version(self._state.registry, ref.name, ref.version)
+            return spec if spec.is_pooled else None
+        return None
+
+    def _on_pool_change(self) -> None:
+        """Publish what hosts have loaded soon: a busy pool changes many times a second."""
+        if self._pool_publication is None:
+            loop = asyncio.get_running_loop()
+            self._pool_publication = loop.call_later(_POOL_PERIOD_S, self._publish_pools)
+
+    def _publish_pools(self) -> None:
+        self._pool_publication = None
+        self._reconcile_loop.update_pools()
 
     async def stage(self, ref: ModelRef, stage: Stage) -> None:
         """Record the stage that a starting replica has reached."""

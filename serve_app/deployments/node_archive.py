@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ class NodeArchive:
         environments = PackageEnvs(settings.state_dir / "environments", settings.runtime)
         environments.activate(spec.name, directory, spec.requirements, spec.digest)
 
-    def create_runner(self, directory: Path, metrics: MetricCache) -> Runner:
+    def create_runner(
+        self, directory: Path, metrics: MetricCache, create: Callable[..., Runner] = Runner
+    ) -> Runner:
         """Return a runner of the archive's handler on the GPU of this process; it is not loaded yet.
 
         From here on the server's secrets are not in the environment of this process.
@@ -114,7 +117,7 @@ class NodeArchive:
         hide_secrets(settings)
         manifest = Manifest.read(directory, Path(spec.archive).name, settings.store.default_service_handler)
         gpu = 0 if ray.get_gpu_ids() else None
-        return Runner(
+        return create(
             spec, directory, dict(manifest.raw), settings.runtime, gpu, metrics, settings.log_dir / "profiles"
         )
 

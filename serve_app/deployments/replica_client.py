@@ -26,6 +26,7 @@ from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.actor_client import ActorClient
 from serve_app.deployments.uds_transport import ConnectionLost, UdsClient, UdsClientPool
 from serve_app.domain.model import ModelRef
+from serve_app.domain.pool import POOLS
 from serve_app.domain.request import (
     InferenceRequest,
     InferenceResponse,
@@ -133,9 +134,12 @@ class RemoteBackend:
                 break  # it is stopping or being replaced: the handle knows the other replicas
         return await self._infer_by_handle(request)
 
-    def find_submit(self) -> Submit | None:
-        """Return the function that sends a request over a socket; None unless all replicas are connected."""
-        client = self._sockets.least_busy(self._route.replica_ids)
+    def find_submit(self, replicas: tuple[str, ...] = ()) -> Submit | None:
+        """Return the function that sends a request over a socket; None unless all replicas are connected.
+
+        Only ``replicas`` are considered where they are given.
+        """
+        client = self._sockets.least_busy(replicas or self._route.replica_ids)
         return None if client is None else partial(self._submit, client)
 
     def _submit(self, client: UdsClient, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
@@ -436,5 +440,6 @@ class ReplicaClients:
     def _remove_unregistered(self) -> None:
         models = self._reader.table.models
         for ref in list(self._backends):
-            if ref.name not in models or ref.version not in models[ref.name].versions:
+            is_known = ref.name in models and ref.version in models[ref.name].versions
+            if not is_known and ref.name != POOLS:
                 del self._backends[ref]

@@ -38,9 +38,12 @@ _EXTERNAL_FIELDS = (
     "routing",
     "adapters",
     "graph",
+    "isolated",
+    "pin_loaded",
+    "pool",  # of a version with replicas of its own; a pool's own spec has none
 )
 # Settings that only Management and the gateway read: a new key must not restart every model.
-_MANAGEMENT_SETTINGS = ("auth", "management", "grpc", "limits")
+_MANAGEMENT_SETTINGS = ("auth", "management", "grpc", "limits", "pools")
 
 # Seconds between two reports of a replica, or of a handle with queued requests, to the autoscaler. Ray's
 # default of 10 is as long as our look-back period. Ray 2.60 warns that an environment variable will replace

@@ -17,10 +17,11 @@ from typing import Any
 from serve_app.dataplane.admitted_request import Submit
 from serve_app.dataplane.data_plane import InferenceBackend, RoutingTableReader
 from serve_app.dataplane.version_router import VersionSelection
-from serve_app.deployments.replica_client import ReplicaClients
+from serve_app.deployments.pool_client import VersionClients
 from serve_app.deployments.uds_transport import ConnectionLost
 from serve_app.domain import sequence_ids as names
 from serve_app.domain.model import ModelRef
+from serve_app.domain.rendezvous import rank_replicas
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.domain.sequence_ids import SequenceHeaders
@@ -65,7 +66,7 @@ class SequenceRouter:
     def __init__(
         self,
         reader: RoutingTableReader,
-        clients: ReplicaClients,
+        clients: VersionClients,
         keys: SequenceHeaders,
         local: LocalReplica | None = None,
     ) -> None:
@@ -140,7 +141,7 @@ class SequenceRouter:
             for (r, replica), holds in zip(candidates, answers, strict=True)
             if r is row and holds is not None
         ]
-        replicas = found or names.rank_replicas(name, alive)
+        replicas = found or rank_replicas(name, alive)
         if not replicas:
             raise ModelLoading(model, row.version, "none of its replicas answers")
         self._remember(model, name, replicas[0])
@@ -224,7 +225,7 @@ class SequenceRouter:
             error = SequenceLost(ref.name, name, "the replica that had its state has ended")
             if not is_client_name or not self._starts_sequence(request):
                 raise error from None
-        others = [other for other in names.rank_replicas(name, row.replica_ids) if other != replica]
+        others = [other for other in rank_replicas(name, row.replica_ids) if other != replica]
         replica, response = await self._infer_at_any(ref, row, others, request, error)
         self._remember(ref.name, name, replica)
         return response

@@ -14,6 +14,7 @@ from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter
 from serve_app.deployments.uds_transport import UdsClientPool, UdsServer, socket_path
 from serve_app.domain import sequence_ids
 from serve_app.domain.model import ModelRef
+from serve_app.domain.rendezvous import rank_replicas
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.sequence_ids import SequenceHeaders
@@ -212,10 +213,8 @@ async def test_callers_get_an_error_when_the_replica_of_their_sequence_has_died(
     process = Process(a, b)
     given = dict((await process.ask()).headers)["seq"]
     assert sequence_ids.replica_of(given) == "a"
-    own = next(name for name in map(str, range(99)) if sequence_ids.rank_replicas(name, "ab")[0] == "a")
-    result = next(
-        name for name in map(str, range(99, 199)) if sequence_ids.rank_replicas(name, "ab")[0] == "a"
-    )
+    own = next(name for name in map(str, range(99)) if rank_replicas(name, "ab")[0] == "a")
+    result = next(name for name in map(str, range(99, 199)) if rank_replicas(name, "ab")[0] == "a")
     for name in (own, result):
         assert (await process.ask(name)).body == b"a 1"
     await a.die()

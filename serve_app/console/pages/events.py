@@ -12,7 +12,17 @@ from serve_app.console.layout import View, console_page
 from serve_app.console.register_dialog import describe_stage
 
 _LIMIT = 200
-_STAGES = ("accepted", "downloading", "unpacking", "checking", "installing", "starting", "loading", "warming")
+_STAGES = (
+    "accepted",
+    "downloading",
+    "unpacking",
+    "checking",
+    "installing",
+    "starting",
+    "loading",
+    "warming",
+    "isolated",
+)
 _MAX_TEXT = 1000
 
 
