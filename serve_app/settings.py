@@ -18,7 +18,7 @@ from serve_app.domain import limits, validation
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain.access import KeyLimits
 from serve_app.domain.key_settings import JwtSettings, KeySettings
-from serve_app.domain.pool import check_pool_name
+from serve_app.domain.pool_settings import PoolName, PoolSettings
 from serve_app.domain.renamed_settings import reject_renamed
 from serve_app.errors import BadRequest, ConfigurationError
 
@@ -286,16 +286,6 @@ class TelemetrySettings(_Section):
 
 
 @dataclass(frozen=True)
-class PoolSettings(_Section):
-    """One pool: processes, called hosts, that load many versions on demand."""
-
-    memory: Annotated[int, pydantic.Field(gt=0)] = 2048  # MiB of loaded versions in each host
-    hosts: Annotated[int, pydantic.Field(gt=0)] = 1
-    num_gpus: Annotated[float, pydantic.Field(ge=0)] = 0.0  # that each host claims
-    num_cpus: Annotated[float, pydantic.Field(ge=0)] = 0.0
-
-
-@dataclass(frozen=True)
 class ConsoleSettings(_Section):
     """The web console under ``/ui`` of the management port."""
 
@@ -315,9 +305,7 @@ class Settings(_Section):
     auth: AuthSettings = field(default_factory=AuthSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
-    pools: Mapping[Annotated[str, pydantic.AfterValidator(check_pool_name)], PoolSettings] = field(
-        default_factory=dict
-    )
+    pools: Mapping[PoolName, PoolSettings] = field(default_factory=dict)
     limits: limits.Limits = field(default_factory=limits.Limits)  # of numbers from outside
     home: str = ""  # what relative paths start from; empty: the working directory
 

@@ -42,7 +42,9 @@ class Port:
         models = {"m": ModelRoute("1.0", {"1.0": ROUTE})}
         self.reader = RoutingTableReader(table or RoutingTable(1, models, True))
         backend = LocalBackend(limit.submit, limit.find_submit)
-        self.plane = DataPlane(self.reader, self.meters, lambda ref, route: None, (ref, backend))
+        self.plane = DataPlane(
+            self.reader, self.meters, lambda ref, route: None, {(ref.name, ref.version): backend}
+        )
         self.app = inference_app(
             self.plane, Settings(inference=InferenceSettings(**settings)), self.meters, self.log
         )

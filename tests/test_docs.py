@@ -19,6 +19,7 @@ from typer.main import get_command
 from serve_app import __version__
 from serve_app.cli.app import app
 from serve_app.domain.model import ModelSpec
+from serve_app.domain.pool_settings import PoolSettings
 from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import METRICS
@@ -143,15 +144,19 @@ def test_every_setting_is_documented_with_its_default() -> None:
     sections = dict(re.findall(r"^### `?(\w+)(.*?)(?=^###? |\Z)", page, re.MULTILINE | re.DOTALL))
     settings = Settings()
     documented = 0
-    for room in dataclasses.fields(settings):
-        value = getattr(settings, room.name)
+    for entry in dataclasses.fields(settings):
+        value = getattr(settings, entry.name)
         if dataclasses.is_dataclass(value):
             rows = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            section = sections[room.name]
+            section = sections[entry.name]
+        elif entry.name == "pools":  # by name
+            pool = PoolSettings()
+            rows = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
+            section = sections["pools"]
         else:
-            rows, section = {room.name: value}, sections["Beside"]
+            rows, section = {entry.name: value}, sections["Top"]
         for name, default in rows.items():
-            assert f"\n| `{name}` | `{json.dumps(default)}` |" in section, f"{room.name}.{name}"
+            assert f"\n| `{name}` | `{json.dumps(default)}` |" in section, f"{entry.name}.{name}"
         documented += len(rows)
     assert documented == len(re.findall(r"^\| `\w+` \| `", page.partition("## Settings")[2], re.MULTILINE))
 

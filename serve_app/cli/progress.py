@@ -32,7 +32,7 @@ def version_table(client: Client) -> Table:
             running = sum(worker["status"] == "READY" for worker in version["workers"])
             min_workers, max_workers = version["minWorkers"], version["maxWorkers"]
             last_error = version.get("lastError")
-            if min_workers == max_workers == 0:
+            if min_workers == max_workers == 0 and not version.get("pool"):
                 state = "no workers"
             elif last_error and not running:
                 state = "[red]failed"

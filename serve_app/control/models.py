@@ -103,7 +103,7 @@ class ModelService:
             if not matches(spec.name, registration.allowed_models):
                 raise ModelNotAllowed(spec.name)
             registry_changes.register(state.registry, spec)  # refused before anything is installed for it
-            await self._reconcile_loop.check_placement(self.pools.find_claiming_spec(spec))
+            await self._check_placement(spec)
             await self.install_requirements(spec, history)
             while self._reconcile_loop.is_draining(spec.ref):
                 await self._reconcile_loop.wait_for_round()
@@ -149,7 +149,7 @@ class ModelService:
             )
             spec = find_version(after, ref.name, ref.version)
             self._check_scale(spec)
-            await self._reconcile_loop.check_placement(self.pools.find_claiming_spec(spec))
+            await self._check_placement(spec)
             self._reconcile_loop.reset_backoff(ref)
             await state.commit(after)
         history = self._events.open(ref.name, version=ref.version, workers=spec.min_workers)
@@ -160,6 +160,11 @@ class ModelService:
             return ScalingProgress(ref, running, "processing", _autoscaling_bounds(spec), previous_bounds)
         with self._events.record_failure(history):
             return replace(await self.wait_until_started(history, spec), previous_bounds=previous_bounds)
+
+    async def _check_placement(self, spec: ModelSpec) -> None:
+        """Raise InsufficientResources where no node can hold a replica, or a host of the version's pool."""
+        claiming = self.pools.find_claiming_spec(spec) if spec.is_pooled else spec
+        await self._reconcile_loop.check_placement(claiming)
 
     def _check_scale(self, spec: ModelSpec) -> None:
         """Raise LimitExceeded where a version's new workers or autoscaling are beyond a limit."""

@@ -32,12 +32,14 @@ from serve_app.domain.request import (
     ResponseStream,
 )
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
-from serve_app.errors import ModelLoading, ModelNotFound, RelayError
+from serve_app.errors import HandlerFailed, ModelLoading, ModelNotFound, RelayError, Unavailable
 from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.http import ray_bypass
 from serve_app.protocols.http_app import inference_app
+from serve_app.runtime.handler_thread import IDLE_AFTER_S
+from serve_app.runtime.host import malloc
 from serve_app.runtime.pool.leaks import LeakDetector
-from serve_app.runtime.pool.memory import MemoryUse, device_capacity, measure
+from serve_app.runtime.pool.memory import MemoryUse, claim_device, measure
 from serve_app.runtime.pool.version_cache import CacheLimits, VersionCache
 from serve_app.settings import Settings
 from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing
@@ -78,7 +80,8 @@ class PoolHost:
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
         reader = self._reader = RoutingTableReader(on_table=self._apply_table)
         self._management_client = ManagementClient(reader, self._meters, settings.counts_dir)
-        budget = MemoryUse(int(spec.config["memory"]) << 20, int(device_capacity() * spec.num_gpus))
+        device_bytes = await asyncio.to_thread(claim_device, spec.num_gpus) if spec.num_gpus else 0
+        budget = MemoryUse(int(spec.config["memory"]) << 20, device_bytes)
         self._cache = VersionCache(
             self._open_version,
             self._find_spec,
@@ -127,6 +130,9 @@ class PoolHost:
                 outcome = await self._infer_local(request)
             except RelayError as error:
                 outcome = error
+            except Exception as error:
+                log.exception("%s failed", request.request_id)
+                outcome = HandlerFailed(f"{type(error).__name__}: {error}")
             on_done(outcome)
 
         task = self._start(run())
@@ -200,11 +206,18 @@ class PoolHost:
     # Versions
 
     async def _find_spec(self, ref: ModelRef, revision: str) -> ModelSpec:
-        """Return a version's spec, from Management unless it is known. Raises ModelNotFound."""
+        """Return a version's spec, from Management unless it is known.
+
+        Raises ModelNotFound, and Unavailable while Management is being replaced.
+        """
         known = self._specs.get(ref)
         if known is not None and revision in ("", known.revision):
             return known
-        spec = await self._management_client.management.pooled_spec.remote(ref)
+        try:
+            spec: ModelSpec | None = await self._management_client.management.pooled_spec.remote(ref)
+        except Exception as error:  # Management is down or being replaced
+            log.info("no spec of %s from Management (%s)", ref.app, type(error).__name__)
+            raise Unavailable(f"Management does not answer, so {ref.name} cannot be loaded now.") from None
         if spec is None:
             raise ModelNotFound(ref.name)
         self._specs[ref] = spec
@@ -265,9 +278,14 @@ class PoolHost:
             self._management_client.management.died.remote(deaths)
 
     async def _watch_memory(self) -> None:
-        """Measure the process, and evict a version whose memory grows beyond the budget."""
+        """Measure the process, evict what grows beyond the budget, and return an idle process's memory."""
+        idle_seconds = 0.0
         while True:
             await asyncio.sleep(_SAMPLE_PERIOD_S)
+            is_idle = not any(version.ongoing for version in self._cache.loaded.values())
+            idle_seconds = idle_seconds + _SAMPLE_PERIOD_S if is_idle else 0.0
+            if idle_seconds == IDLE_AFTER_S:
+                await asyncio.to_thread(malloc.trim)
             versions = {v.spec.ref: v.busy_seconds for v in self._cache.loaded.values()}
             leak = self._leaks.sample(measure(), self._cache.used, versions)
             if leak is not None:

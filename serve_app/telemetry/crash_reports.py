@@ -56,8 +56,9 @@ class CrashReport:
     when: float  # seconds since the epoch, approximately
     cause: str
     out_of_memory: bool = False
-    # In a process of a pool: the versions that ran a batch or loaded, or the one whose thread crashed.
+    # In a process of a pool: the versions that ran a batch or loaded, and the one whose thread crashed it.
     running: tuple[str, ...] = ()
+    culprit: str = ""
 
 
 class CrashReporter:
@@ -173,6 +174,7 @@ def _build_report(text: bytes, path: Path) -> CrashReport:
     if lines:
         last_lines = "\n".join(lines[-_MAX_LINES:])
         cause = f"{cause.rstrip()}\nThe last lines of its standard error:\n{last_lines}"
+    running, culprit = _take_running(path.with_suffix(RUNNING_SUFFIX), thread)
     phase = "while it loaded the model" if loading else "while it served"
     return CrashReport(
         app=fields.get("app", ""),
@@ -182,16 +184,17 @@ def _build_report(text: bytes, path: Path) -> CrashReport:
         when=fields.get("when") or time.time(),
         cause=f"The replica's process ended {phase}: {cause.rstrip()}",
         out_of_memory=out_of_memory,
-        running=_take_running(path.with_suffix(RUNNING_SUFFIX), thread),
+        running=running,
+        culprit=culprit,
     )
 
 
-def _take_running(path: Path, thread: int) -> tuple[str, ...]:
-    """Return the versions that ran in a dead process; with a thread that is known, only its version."""
+def _take_running(path: Path, thread: int) -> tuple[tuple[str, ...], str]:
+    """Return the versions that ran in a dead process, and that of the thread that ended it."""
     batches = read_running(path)
     path.unlink(missing_ok=True)
-    culprits = [batch.app for batch in batches if batch.thread == thread]
-    return tuple(culprits or [batch.app for batch in batches])
+    culprit = next((batch.app for batch in batches if batch.thread == thread), "")
+    return tuple(batch.app for batch in batches), culprit
 
 
 def _frames(dump: str) -> str:

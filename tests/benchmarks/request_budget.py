@@ -225,7 +225,7 @@ async def _loaded(name: str, connections: int, callbacks: bool, key: bool) -> As
             table = replace(table, access=AccessTable({sha256(_KEY.encode()).digest(): grant}))
         reader = RoutingTableReader(table)
         backend = LocalBackend(limit.submit, limit.find_submit)
-        plane = DataPlane(reader, meters, lambda ref, route: backend, (spec.ref, backend))
+        plane = DataPlane(reader, meters, lambda ref, route: backend, {(spec.name, spec.version): backend})
         access_log = AccessLog(Path(folder, "access.log"))
         app = inference_app(plane, Settings(), meters, access_log)
         head = (

@@ -105,7 +105,7 @@ def test_tensors_are_held_against_the_signature_of_the_version_that_answers() ->
 def test_a_replica_answers_for_its_own_version_and_forwards_the_rest() -> None:
     async def main() -> None:
         reader = RoutingTableReader(table(v1="ready", v2="ready"))
-        p = plane(reader, local=(ModelRef("m", "v1"), Echo("local v1")))
+        p = plane(reader, local={("m", "v1"): Echo("local v1")})
         assert (await p.infer(InferenceRequest("m"))).body == b"local v1"
         reader.update(RoutingTable(2, {"m": replace(reader.table.models["m"], default="v2")}))
         assert (await p.infer(InferenceRequest("m"))).body == b"remote v2", (
@@ -119,7 +119,7 @@ def test_a_replica_answers_for_its_own_version_and_forwards_the_rest() -> None:
 def test_a_replica_that_drains_refuses_requests_once_its_version_is_scaled_to_zero() -> None:
     async def main() -> None:
         reader = RoutingTableReader(table(v1="ready"))
-        p = plane(reader, local=(ModelRef("m", "v1"), Echo("local v1")))
+        p = plane(reader, local={("m", "v1"): Echo("local v1")})
         assert (await p.infer(InferenceRequest("m"))).body == b"local v1"
         reader.update(table(2, v1="stopped"))
         for version in (None, "v1"):

@@ -126,7 +126,7 @@ class Process:
         ways = Ways()
         me = None if here is None else LocalReplica(here.ref, here.name, here.sequences.holds, here)
         homes = SequenceRouter(self.reader, ways, KEYS, me)
-        local = None if here is None else (here.ref, here)
+        local = {} if here is None else {(here.ref.name, here.ref.version): here}
         self._plane = DataPlane(self.reader, Meters(), ways, local, sequence_affinity=homes)
 
     def sees(self, *replicas: Replica) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from serve_app.domain.access import matches
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.pool import check_pool_name
 from serve_app.domain.pool_errors import CannotBePooled
+from serve_app.domain.pool_settings import PoolSettings
 from serve_app.errors import BadRequest
 from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import Settings
@@ -16,17 +18,22 @@ def select_pool(spec: ModelSpec, config: ModelConfig, settings: Settings) -> Mod
     An empty name in the file keeps a version out of the pool of the settings. Raises CannotBePooled where the
     file names a pool that cannot have it; then the pool of the settings is not used either.
     """
-    problem = find_obstacle(spec, config)
-    if config.pool is not None:
-        if config.pool and problem:
-            raise CannotBePooled(spec.name, spec.version, config.pool, problem)
-        return spec.with_(pool=config.pool)
-    if not settings.runtime.pool or problem:
+    name = settings.runtime.pool if config.pool is None else config.pool
+    if not name:
         return spec
     try:
-        return spec.with_(pool=check_pool_name(settings.runtime.pool))
+        check_pool_name(name)
     except ValueError as error:
         raise BadRequest(f"runtime.pool: {error}") from None
+    allowed = settings.pools.get(name, PoolSettings()).allowed_models
+    problem = find_obstacle(spec, config)
+    if not problem and not matches(spec.name, allowed):
+        problem = f"pools.{name}.allowed_models admits {', '.join(allowed) or 'none'} only"
+    if not problem:
+        return spec.with_(pool=name)
+    if config.pool is None:
+        return spec
+    raise CannotBePooled(spec.name, spec.version, name, problem)
 
 
 def find_obstacle(spec: ModelSpec, config: ModelConfig) -> str:

@@ -22,6 +22,7 @@ from serve_app.telemetry.crash_reports import CrashReport
 log = logging.getLogger("torchrelay.pools")
 
 _BALANCE_PERIOD_S = 2.0
+_SUSPICION_S = 600.0  # seconds within which a second death counts
 
 
 class LoadInHost(Protocol):
@@ -54,15 +55,14 @@ class PoolService:
         self._wait_for_round = wait_for_round
         self._on_isolated = on_isolated
         self._settings = settings
+        self._suspects: dict[str, float] = {}  # when a host was killed while a version ran
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
 
     def find_claiming_spec(self, spec: ModelSpec) -> ModelSpec:
-        """Return the spec whose resources a version claims: its own, or that of its pool's hosts.
+        """Return the spec of the hosts of a version's pool, whose resources it claims.
 
-        Raises BadRequest where a pooled version wants more hosts than its pool has.
+        Raises BadRequest where the version wants more hosts than its pool has.
         """
-        if not spec.is_pooled:
-            return spec
         hosts = host_spec(spec.pool, self._settings)
         if spec.min_workers > hosts.min_workers:
             raise BadRequest(
@@ -129,13 +129,20 @@ class PoolService:
                 self._start(self._isolate([spec], event.detail))
 
     def on_crash(self, crash: CrashReport) -> None:
-        """Give the versions that ran in a host when it crashed replicas of their own.
+        """Give the version that crashed a host replicas of its own.
 
-        Where the report identifies the thread that crashed, only its version ran.
+        A host that was killed names none: the versions that ran in it are suspects, and a suspect of two
+        such deaths leaves the pool.
         """
         by_app = {spec.ref.app: spec for spec in self._state.registry if spec.is_pooled}
-        specs = [by_app[app] for app in crash.running if app in by_app]
-        if specs:
+        if crash.culprit:
+            culprits = [crash.culprit]
+        else:
+            recent = {app for app, when in self._suspects.items() if crash.when - when < _SUSPICION_S}
+            culprits = [app for app in crash.running if app in recent]
+            self._suspects = {app: self._suspects[app] for app in recent}
+            self._suspects |= dict.fromkeys(crash.running, crash.when)
+        if specs := [by_app[app] for app in culprits if app in by_app]:
             self._start(self._isolate(specs, crash.cause))
 
     async def _isolate(self, specs: list[ModelSpec], reason: str) -> None:

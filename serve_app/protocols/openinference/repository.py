@@ -54,7 +54,7 @@ async def load(
     except ModelNotFound:
         descriptions = []
     if descriptions:
-        is_running = descriptions[0].spec.max_workers > 0
+        is_running = not descriptions[0].spec.has_no_workers
         await control.scale(model, None, workers or (None if is_running else 1), None, wait=True)
         return
     registration = Registration(

@@ -40,12 +40,17 @@ def _device_bytes() -> int:
     return torch.cuda.memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
 
 
-def device_capacity() -> int:
-    """Return the bytes of the device of this process; 0 without one."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+def claim_device(share: float) -> int:
+    """Limit this process to a share of its device, and return these bytes; 0 without a device."""
+    import torch  # late: a process on a CPU needs none here
+
+    from handlers.loading import device
+
+    if not torch.cuda.is_available():
         return 0
-    return int(torch.cuda.get_device_properties(0).total_memory)
+    if share < 1:
+        device.limit_gpu_memory(0, share)
+    return int(torch.cuda.get_device_properties(0).total_memory * share)
 
 
 def release_device_memory() -> None:

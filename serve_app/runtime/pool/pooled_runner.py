@@ -24,6 +24,7 @@ from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import RelayError
 from serve_app.runtime.batching.pending_request import Emit
+from serve_app.runtime.host import thread_limits
 from serve_app.runtime.pool import memory
 from serve_app.runtime.pool.working_directory import enter_directory
 from serve_app.runtime.runner import SWITCH_INTERVAL_S, Runner
@@ -87,6 +88,8 @@ class PooledRunner(Runner):
     def _prepare_process(self, available: int, runs_code: bool) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         torchserve_names.install()
+        thread_limits.apply_environment()  # of this thread: OpenMP's number is a thread's
+        thread_limits.limit_tokenizers()
         if runs_code:
             self._modules.enter()
             enter_directory(self._directory)

@@ -11,6 +11,7 @@ import yaml
 from serve_app.control.spec_builder import build_spec
 from serve_app.domain.model import ModelSpec, Registration
 from serve_app.domain.pool_errors import CannotBePooled
+from serve_app.domain.pool_settings import PoolSettings
 from serve_app.errors import BadRequest, ConfigurationError
 from serve_app.model_store.manifest import Manifest
 from serve_app.model_store.model_config import ModelConfig
@@ -19,10 +20,13 @@ from serve_app.settings import RuntimeSettings, Settings
 MANIFEST = Manifest("m.mar", "m", handler="h.py", requirements_file="r.txt")
 
 
+POOLS = {"team": PoolSettings(allowed_models=("team-*",))}
+
+
 def build(
     document: dict[str, Any], default: str = "", startup: bool = False, **registration: Any
 ) -> ModelSpec:
-    settings = Settings(runtime=RuntimeSettings(pool=default))
+    settings = Settings(runtime=RuntimeSettings(pool=default), pools=POOLS)
     config = ModelConfig.parse(yaml.safe_dump(document))
     return build_spec(
         Registration("m.mar", **registration),
@@ -65,6 +69,13 @@ def test_a_version_that_needs_a_process_of_its_own_is_refused_or_gets_one(
         build({**document, "pool": "p"})
     assert "Take pool out of its model-config.yaml" in str(refused.value)
     assert build(document, default="p").pool == ""
+
+
+def test_a_pool_admits_the_models_that_it_allows() -> None:
+    with pytest.raises(CannotBePooled, match=r"pools\.team\.allowed_models admits team-\* only"):
+        build({"pool": "team"})
+    assert build({"pool": "team"}, model_name="team-m").pool == "team"
+    assert build({}, default="team").pool == ""
 
 
 def test_at_startup_versions_wait_for_their_first_request() -> None:

@@ -9,8 +9,9 @@ from serve_app.control.registry_changes import register
 from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.domain.model import ModelRef, ModelSpec, ReplicaInfo
 from serve_app.domain.pool import HostReport, LoadedVersion, rank_hosts
+from serve_app.domain.pool_settings import PoolSettings
 from serve_app.domain.routing_table import RoutingTable
-from serve_app.settings import PoolSettings, RuntimeSettings, Settings
+from serve_app.settings import RuntimeSettings, Settings
 
 A, B = ModelRef("a", "1.0"), ModelRef("b", "1.0")
 
