@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import pickle
@@ -77,6 +78,7 @@ class PoolHost:
         self._running = RunningBatches(
             (settings.crash_reports_dir / replica).with_name(f"{replica}{RUNNING_SUFFIX}")
         )
+        faulthandler.enable(all_threads=True)  # which names the thread that crashes; Ray's setting does not
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
         reader = self._reader = RoutingTableReader(on_table=self._apply_table)
         self._management_client = ManagementClient(reader, self._meters, settings.counts_dir)

@@ -33,7 +33,7 @@ _MAX_LINES = 10  # of it in a report
 RUNNING_SUFFIX = ".running"  # of the file beside a report, see running_batches.py
 _MAX_FRAMES = 12  # of a crash's stack
 _FATAL = re.compile(r"^(?:Fatal Python error|Windows fatal exception): (.+)$", re.MULTILINE)
-_CURRENT_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+) ", re.MULTILINE)
+_CURRENT_THREAD = re.compile(r"^Current thread 0x([0-9a-f]+) ", re.MULTILINE)
 # Lines of a standard error that are not the handler's: Ray's markers, its crash handler, and server logs.
 _SERVER_LINE = re.compile(
     r"^(:job_id:|:actor_name:|:task_name:|\[.*logging\.cc:|\d{4}-\d\d-\d\d \S+ \[\w+ *\] torchrelay\.)"
@@ -154,9 +154,11 @@ def _build_report(text: bytes, path: Path) -> CrashReport:
         kills = _oom_kills() - fields.get("kills", 0)
         if fatal := list(_FATAL.finditer(tail)):
             crash = fatal[-1]
-            if current := _CURRENT_THREAD.search(tail, crash.end()):
+            dump = tail[crash.end() :]
+            if current := _CURRENT_THREAD.search(dump):  # faulthandler dumps all threads in a pool's process
                 thread = int(current[1], 16)
-            cause = f"its native code crashed: {crash[1]}\n{_frames(tail[crash.end() :])}"
+                dump = dump[current.end() :].partition("\n\n")[0]
+            cause = f"its native code crashed: {crash[1]}\n{_frames(dump)}"
             output = tail[: crash.start()]
         elif kills > 0:
             out_of_memory = True

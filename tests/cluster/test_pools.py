@@ -178,15 +178,17 @@ def test_a_version_that_crashes_its_host_gets_a_process_of_its_own(pooled: Serve
     pooled.wait(
         lambda: predict_or_none(pooled, "neighbour") not in (None, before), description="another host"
     )
-    pooled.wait(lambda: predict_or_none(pooled, "guilty"), description="a replica of its own")
-    assert predict(pooled, "guilty")[2] != predict(pooled, "neighbour")[2]
-    events = pooled.management.get("/events", params={"model": "guilty", "limit": 100}).json()["events"]
-    [isolated] = [event for event in events if event["stage"] == "isolated"]
-    assert isolated["details"]["pool"] == "p" if "details" in isolated else isolated["pool"] == "p"
-    assert not any(
-        event["stage"] == "isolated"
-        for event in pooled.management.get("/events", params={"model": "neighbour"}).json()["events"]
-    )
+    [isolated] = pooled.wait(lambda: find_isolated(pooled, "guilty"), description="its isolation")
+    assert isolated["details"]["pool"] == "p"
+    assert "native code crashed" in isolated["details"]["reason"]
+    neighbours = (None, before, predict(pooled, "neighbour")[2])
+    pooled.wait(lambda: predict_or_none(pooled, "guilty") not in neighbours, description="its own replica")
+    assert not find_isolated(pooled, "neighbour")
+
+
+def find_isolated(server: Server, name: str) -> list[dict[str, Any]]:
+    events = server.management.get("/events", params={"model": name, "limit": 100}).json()["events"]
+    return [event for event in events if event["stage"] == "isolated"]
 
 
 def predict_or_none(server: Server, name: str) -> str | None:

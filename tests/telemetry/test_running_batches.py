@@ -75,5 +75,8 @@ def test_a_report_names_the_versions_that_ran(tmp_path: Path, end: str, culprit:
     [report] = collect_reports(tmp_path)
     assert sorted(report.running) == ["guilty--1.0", "innocent--1.0"]
     assert report.culprit == culprit
+    if end == "crash":
+        assert "string_at" in report.cause
+        assert "wait" not in report.cause  # the other threads' frames
     assert report.app == ".pool--p"
     assert not (tmp_path / "host.running").exists()

@@ -46,6 +46,8 @@ class PooledRunner(Runner):
         self._slot = slot
 
     def load(self, entry: handlers.LoadedHandler | None = None) -> None:
+        thread_limits.apply_environment()  # of this thread: OpenMP's number is a thread's
+        thread_limits.limit_tokenizers()
         with self._slot.running(), self._modules.loading(), _restored_environment(self._spec.ref.app):
             super().load(entry)
 
@@ -88,8 +90,6 @@ class PooledRunner(Runner):
     def _prepare_process(self, available: int, runs_code: bool) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         torchserve_names.install()
-        thread_limits.apply_environment()  # of this thread: OpenMP's number is a thread's
-        thread_limits.limit_tokenizers()
         if runs_code:
             self._modules.enter()
             enter_directory(self._directory)
