@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send
 from tests.benchmarks import (
     frameworks,
     generation,
     open_inference,
+    pools,
     report,
     runtimes,
     sequence_lengths,
@@ -281,6 +285,14 @@ class Comparison(Rounds):
             figures = self.figures.setdefault(Case("prefix"), {})
             for way, rounds in self._run_module("prefix_caching").items():
                 figures[way] = [_generated(len(each), sum(each), each) for each in rounds]
+
+    def pool(self, console: Console) -> None:
+        """Measure 1,000 models in a pool, over a server of its own."""
+        with self.going_on():
+            folder = self.folder / "pool"
+            folder.mkdir()
+            self.sections["pool"] = pools.to_markdown(pools.measure(folder, 1000, 120.0, console))
+            shutil.rmtree(folder)
 
     def _run_module(self, name: str) -> dict[str, Any]:
         """Return the rounds that a benchmark of text generation prints as JSON. Raises PeerFailed."""

@@ -207,6 +207,7 @@ class Report:
     notes: Sequence[str] = ()
     cpu: CpuTimes = field(default_factory=dict)
     targets: Sequence[Target] = field(default=TARGETS)
+    sections: Mapping[str, str] = field(default_factory=dict)  # tables of groups with figures of their own
 
     def markdown(self) -> str:
         """All of it, ready to be pasted into a page."""
@@ -215,6 +216,8 @@ class Report:
             parts += [f"### {group}", self._figures(group)]
             if any(case.group == group for case in self.cpu):
                 parts += ["CPU time of the server's processes, µs for each request:", self._cpu(group)]
+        for group, table in self.sections.items():
+            parts += [f"### {group}", table]
         if self.footprints:
             parts += ["### Memory and start", self._footprints()]
         parts += ["### Targets", self._targets()]

@@ -31,6 +31,7 @@ class Rounds:
         self.cpu: dict[Case, dict[str, list[cpu_time.Parts]]] = {}
         self.footprints: list[Footprint] = []
         self.notes: list[str] = []
+        self.sections: dict[str, str] = {}  # tables of groups with figures of their own
         self.archives: dict[str, Path] = {}
 
     def note(self, text: str) -> None:

@@ -40,13 +40,14 @@ from tests.benchmarks.report import Report
 from tests.benchmarks.servers import Peer, PeerFailed
 
 GROUPS = ("echo", "mlp", "bare-parser", "encoder", "images", "gateway", "oip", "grpc", "traffic", "shadow")
-GROUPS += ("lengths", "runtimes", "variants", "generation", "prefix", "sharding")
+GROUPS += ("lengths", "runtimes", "variants", "generation", "prefix", "sharding", "pool")
 GROUPS += ("middleware", "costs", "memory")
 _ALONE = {
     "variants",
     "generation",
     "prefix",
     "sharding",
+    "pool",
     "middleware",
     "costs",
 }  # without the servers that others share
@@ -127,6 +128,8 @@ def main(
             run.prefix()
         if "sharding" in groups:
             run.sharding()
+        if "pool" in groups:
+            run.pool(console)
         if set(groups) - _ALONE:
             _together(run, groups, servers)
         if "middleware" in groups and not skip_torchrelay and not inference:
@@ -134,7 +137,9 @@ def main(
         if "costs" in groups and not skip_torchrelay and not inference:
             run.costs(configs.resolve())
     command = shlex.join(["python", "-m", "tests.benchmarks.suite", *sys.argv[1:]])
-    page = Report(machine(), command, run.figures, run.footprints, run.notes, run.cpu).markdown()
+    page = Report(
+        machine(), command, run.figures, run.footprints, run.notes, run.cpu, sections=run.sections
+    ).markdown()
     if output:
         output.write_text(page)
     print(page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -93,6 +94,7 @@ class VersionCache(Generic[Hosted]):
         self._measure = measure
         self._lock = asyncio.Lock()
         self._loads: dict[ModelRef, asyncio.Task[Hosted]] = {}
+        self._waiting: Counter[ModelRef] = Counter()  # callers of a load that have not resumed yet
         self._failures: dict[ModelRef, _Failure] = {}
         self._closing: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
 
@@ -126,7 +128,11 @@ class VersionCache(Generic[Hosted]):
         if load is None:
             load = self._loads[ref] = asyncio.ensure_future(self._load(ref, revision))
             load.add_done_callback(lambda done: self._end_load(ref, done))
-        return await asyncio.shield(load)
+        self._waiting[ref] += 1
+        try:
+            return await asyncio.shield(load)
+        finally:
+            self._waiting[ref] -= 1
 
     def forget_failure(self, ref: ModelRef) -> None:
         """Let the next request load a version whose load has failed."""
@@ -198,7 +204,8 @@ class VersionCache(Generic[Hosted]):
             idle = [
                 hosted
                 for hosted in self.loaded.values()
-                if not hosted.ongoing and hosted.spec.ref not in self.pinned
+                if not (hosted.ongoing or self._waiting[hosted.spec.ref])
+                and hosted.spec.ref not in self.pinned
             ]
             if idle:
                 evicted = True

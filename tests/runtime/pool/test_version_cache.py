@@ -117,6 +117,25 @@ def test_a_version_in_use_or_pinned_is_not_evicted() -> None:
     run(test)
 
 
+def test_a_version_is_not_evicted_before_its_callers_have_it() -> None:
+    async def test() -> None:
+        process = Process(100, dict.fromkeys("abcdefgh", 60))
+        used = []
+
+        async def call(name: str) -> None:
+            version = await process.get(name)
+            assert process.cache.find(version.spec.ref, "") is version
+            version.ongoing += 1
+            await asyncio.sleep(0)
+            version.ongoing -= 1
+            used.append(name)
+
+        await asyncio.gather(*(call(name) for name in "abcdefgh" * 3))
+        assert sorted(used) == sorted("abcdefgh" * 3)
+
+    run(test)
+
+
 def test_a_wait_for_busy_versions_ends() -> None:
     async def test() -> None:
         process = Process(100, {"a": 60, "b": 60}, busy_timeout=0.05)
