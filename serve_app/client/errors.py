@@ -154,6 +154,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "client_too_slow",
         "idempotency_key_reused",
         "adapter_rejected",
+        "cannot_be_pooled",
     ),
     AuthenticationError: (
         "access_denied",
@@ -201,6 +202,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "too_many_sequences",
         "async_queue_full",
         "result_store_unavailable",
+        "pool_busy",
     ),
     QueueFullError: ("queue_full",),
     ModelLoadingError: ("loading",),
@@ -209,7 +211,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
     DeadlineExceededError: ("deadline", "client_timeout"),
     ReplicaDiedError: ("replica_died", "response_timeout"),
     SequenceLostError: ("sequence_lost",),
-    StartFailedError: ("start_failed",),
+    StartFailedError: ("start_failed", "pool_too_small"),
     HandlerFailedError: (
         "handler_failed",
         "handler_rejected",

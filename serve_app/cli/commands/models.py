@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from serve_app.cli import progress
+from serve_app.cli import bulk_registration, progress
 from serve_app.cli.api_client import MANAGEMENT, CliClient, ManagementUrl, Token, use_server
 from serve_app.cli.store_copy import add_to_store
-from serve_app.cli.terminal import console
+from serve_app.cli.terminal import console, fail
 
 models_app = typer.Typer(help="List, register, scale and remove models.", invoke_without_command=True)
 
@@ -67,6 +67,28 @@ def register(
             synchronous=True,
         )
     console.print(message, highlight=False)
+
+
+@models_app.command("register-all")
+def register_all(
+    context: typer.Context,
+    sources: Annotated[list[str], typer.Argument(help="Folders of archives, archives, or URLs.")],
+    workers: Annotated[int, typer.Option(help="Replicas to start with.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Registrations at a time.")] = 8,
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="Weights and a folder's own code may run as they load.")
+    ] = False,
+    model_store: Annotated[
+        Path, typer.Option(help="The server's model store, into which local paths are copied.")
+    ] = Path("model_store"),
+) -> None:
+    """Register many archives; versions that are registered already are skipped."""
+    if not (urls := bulk_registration.find_archives(sources)):
+        fail(f"No archive was found in {', '.join(sources)}.")
+    parameters = {"initial_workers": workers, "trusted": trusted or None, "synchronous": True}
+    with CliClient(*context.obj) as client:
+        registration = bulk_registration.BulkRegistration(client, model_store, concurrency, **parameters)
+        raise typer.Exit(bulk_registration.show(registration, urls, console))
 
 
 @models_app.command()
