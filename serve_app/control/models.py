@@ -113,7 +113,8 @@ class ModelService:
         advice = "" if registration.handler else _advice(spec)
         if spec.min_workers == 0:
             self._events.append(history, "ready", workers=0)
-            return ScalingProgress(spec.ref, 0, "done", _autoscaling_bounds(spec), advice=advice)
+            bounds = _autoscaling_bounds(spec)
+            return ScalingProgress(spec.ref, 0, "done", bounds, advice=advice, on_demand=spec.is_pooled)
         if not registration.wait:
             self._watch(history, spec)
             return ScalingProgress(spec.ref, 0, "processing", _autoscaling_bounds(spec), advice=advice)

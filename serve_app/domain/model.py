@@ -293,6 +293,7 @@ class ScalingProgress:
     bounds: tuple[int, int] | None = None  # of the autoscaling that applies from now on
     previous_bounds: tuple[int, int] | None = None  # of the autoscaling that has been switched off
     advice: str = ""  # a better option for the version
+    on_demand: bool = False  # its pool loads it with the first request
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,8 @@ def test_versions_share_a_process_and_nothing_else(pooled: Server, tmp_path: Pat
     for name in names:
         answer = pooled.register(make(tmp_path, name), initial_workers=1 if name == "small0" else 0)
         assert answer.status_code == 200, answer.text
+    assert answer.json()["status"].endswith("Its pool loads it with the first request.")
+    assert describe(pooled, "small0")["pool"] == "p"
     assert is_loaded(pooled, "small0")
     assert not is_loaded(pooled, "small1")
     with ThreadPoolExecutor(8) as threads:
@@ -184,6 +186,9 @@ def test_a_version_that_crashes_its_host_gets_a_process_of_its_own(pooled: Serve
     neighbours = (None, before, predict(pooled, "neighbour")[2])
     pooled.wait(lambda: predict_or_none(pooled, "guilty") not in neighbours, description="its own replica")
     assert not find_isolated(pooled, "neighbour")
+    described = describe(pooled, "guilty")
+    assert "native code crashed" in described["isolated"]
+    assert "pool" not in described
 
 
 def find_isolated(server: Server, name: str) -> list[dict[str, Any]]:

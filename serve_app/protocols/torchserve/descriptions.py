@@ -89,6 +89,10 @@ class ModelDescription(TypedDict):
     memory: NotRequired[
         Annotated[int, documented("The bytes of memory that the next worker claims.", minimum=0)]
     ]
+    pool: NotRequired[Annotated[str, documented("The pool whose hosts load the version.")]]
+    isolated: NotRequired[
+        Annotated[str, documented("Why the version left its pool for replicas of its own.")]
+    ]
     waitingFor: NotRequired[Annotated[str, documented("What workers without a place wait for.")]]
     lastError: NotRequired[Annotated[str, documented("The last error that ended a worker or its start.")]]
     lastErrorTime: NotRequired[Annotated[str, _UTC]]
@@ -123,7 +127,9 @@ def describe_registration(progress: ScalingProgress) -> tuple[int, str]:
         sentence = (
             f'Model "{ref.name}" Version: {ref.version} registered with {progress.replicas} initial workers'
         )
-        if progress.replicas == 0 and progress.bounds is None:
+        if progress.replicas == 0 and progress.on_demand:
+            sentence += ". Its pool loads it with the first request."
+        elif progress.replicas == 0 and progress.bounds is None:
             sentence += ". Use scale workers API to add workers for the model."
     else:
         status, sentence = _IN_PROGRESS[progress.state]
@@ -217,6 +223,10 @@ def describe_version(description: VersionDescription) -> ModelDescription:
         )
     if spec.claimed_memory:
         document["memory"] = spec.claimed_memory
+    if spec.is_pooled:
+        document["pool"] = spec.pool
+    if spec.isolated:
+        document["isolated"] = spec.isolated
     if status.waiting_for:
         document["waitingFor"] = status.waiting_for
     if status.last_error:
