@@ -31,11 +31,13 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
+from tests.benchmarks import pool_peer
+from tests.benchmarks.environments import PeerFailed
+from tests.benchmarks.pool_load import INPUTS, ZipfLoad, quantiles
 from tests.parts import Server
 
-INPUTS, OUTPUTS = 64, 10
+OUTPUTS = 10
 MIN_BYTES, MAX_BYTES = 100_000, 20_000_000
-CONNECTIONS = 8
 _MIB = 1 << 20
 # A first call since the load is marked, so that a client can tell a load from a hit.
 HANDLER = """
@@ -89,6 +91,7 @@ class Figures:
     propagation: float = 0.0  # from a registration's request to the first answer of the model
     start: float = 0.0  # from the command until ready, with all versions registered
     pooled_to_dedicated: float = 0.0
+    peer: str = ""  # the same load on MLServer, in words
 
 
 def draw_sizes(count: int) -> list[int]:
@@ -132,12 +135,6 @@ def measure_memory(server: Server) -> float:
     return total / _MIB
 
 
-def quantiles(values: Sequence[float]) -> list[float]:
-    """Return the median and the 99th percentile."""
-    ordered = sorted(values) or [0.0]
-    return [ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]]
-
-
 async def register_all(server: Server, names: Sequence[str]) -> list[float]:
     """Register archives of the model store, eight at a time; return the seconds of each."""
     seconds: list[float] = []
@@ -154,47 +151,6 @@ async def register_all(server: Server, names: Sequence[str]) -> list[float]:
     async with httpx.AsyncClient(base_url=server.process.management, timeout=120) as client:
         await asyncio.gather(*(work(client) for _ in range(8)))
     return seconds
-
-
-class ZipfLoad:
-    """A closed loop of requests whose models follow Zipf's law with the exponent 1."""
-
-    def __init__(self, url: str, names: Sequence[str]) -> None:
-        self._url = url
-        self._names = random.Random(1).sample(list(names), len(names))
-        self._weights = [1 / rank for rank in range(1, len(names) + 1)]
-        self.hits: list[float] = []
-        self.loads: list[float] = []
-        self.failed: dict[str, int] = {}
-
-    async def run(self, seconds: float) -> None:
-        """Send requests for so many seconds."""
-        end = time.monotonic() + seconds
-        limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
-        async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=60) as client:
-            await asyncio.gather(*(self._work(client, end, seed) for seed in range(CONNECTIONS)))
-
-    async def _work(self, client: httpx.AsyncClient, end: float, seed: int) -> None:
-        draw = random.Random(seed)
-        while time.monotonic() < end:
-            [name] = draw.choices(self._names, self._weights)
-            await self.request(client, name, [draw.random() for _ in range(INPUTS)])
-
-    async def request(self, client: httpx.AsyncClient, name: str, row: Sequence[float]) -> None:
-        started_at = time.perf_counter()
-        try:
-            response = await client.post(f"/predictions/{name}", json=row)
-        except httpx.HTTPError as error:
-            self._fail(type(error).__name__)
-            return
-        elapsed = time.perf_counter() - started_at
-        if response.status_code != 200 or response.json()["model"] != name:
-            self._fail(" ".join(f"{response.status_code} {response.text}".split())[:300])
-        else:
-            (self.loads if response.json()["first"] else self.hits).append(elapsed)
-
-    def _fail(self, reason: str) -> None:
-        self.failed[reason] = self.failed.get(reason, 0) + 1
 
 
 async def watch_management(server: Server, names: Sequence[str], seconds: float) -> dict[str, list[float]]:
@@ -275,12 +231,33 @@ def measure(folder: Path, count: int, seconds: float, console: Console) -> Figur
         figures.propagation = time.perf_counter() - started_at
         console.print("Comparing a pooled with a dedicated version")
         figures.pooled_to_dedicated = compare_with_dedicated(server, 3, min(10.0, seconds / 4))
+        figures.peer = _measure_peer(folder, server, names, seconds, figures.memory["loaded"], console)
         console.print("Restarting")
         server.stop()
         started_at = time.perf_counter()
         server.start()
         figures.start = time.perf_counter() - started_at
     return figures
+
+
+def _measure_peer(
+    folder: Path, server: Server, names: Sequence[str], seconds: float, limit_mib: float, console: Console
+) -> str:
+    """Return what MLServer does with the same memory, by the most popular models first."""
+    console.print("Starting MLServer with as many models as fit the same memory")
+    home = folder / "mlserver"
+    home.mkdir()
+    popular = ZipfLoad("", names).names
+    try:
+        count, mib, load = pool_peer.measure(home, server.store, popular, limit_mib, seconds)
+    except PeerFailed as error:
+        return f"not measured: {error}"
+    p50, p99 = (seconds * 1e3 for seconds in quantiles(load.hits))
+    failed = sum(load.failed.values())
+    return (
+        f"{count:,} models in {mib:,.0f} MiB, {len(load.hits) / seconds:,.0f} requests/s on these, "
+        f"{p50:,.0f} and {p99:,.0f} ms, {failed} failed"
+    )
 
 
 def _measure_load(
@@ -332,6 +309,7 @@ def to_markdown(figures: Figures) -> str:
         ("registration until the first answer", both([figures.propagation]), "1 s"),
         ("start with all versions", f"{figures.start:.1f} s", "30 s"),
         ("throughput of a pooled version over a dedicated one", f"{figures.pooled_to_dedicated:.2f}", "0.8"),
+        ("MLServer with the same memory", figures.peer, ""),
     ]
     lines = ["| | | target |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
     lines += [f"- {reason}: {count}" for reason, count in figures.failed.items()]
