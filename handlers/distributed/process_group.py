@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from handlers.distributed.degrees import check_divisible
+from handlers.distributed.network_interface import find_interface
 
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 
@@ -65,6 +66,9 @@ class Rendezvous:
         )
         if placement.gpu:
             torch.cuda.set_device(0)
+        elif placement.local_size < placement.world:
+            # By default gloo listens where the host's name leads, which is a loopback address on Debian.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(placement.address))
         backend = "nccl" if placement.gpu else "gloo"
         dist.init_process_group(backend, store=self._store, rank=placement.rank, world_size=placement.world)
 
