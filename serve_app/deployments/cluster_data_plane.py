@@ -10,6 +10,7 @@ from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.pool_client import LocalHost, VersionClients
 from serve_app.deployments.prefix_router import PrefixRouter
+from serve_app.deployments.replica_channels import break_off_lost_connections
 from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter, sequence_headers
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
@@ -35,6 +36,7 @@ def create_data_plane(
 
     ``local`` is this process's own replica, if it has one; ``host`` has the versions of a pool's host.
     """
+    break_off_lost_connections()
     clients = VersionClients(reader, settings, None if host is None else host.local)
     backends: Mapping[tuple[str, str], InferenceBackend] = {} if host is None else host.loaded
     if local is not None:

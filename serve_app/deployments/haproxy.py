@@ -25,6 +25,7 @@ from ray.serve._private import controller as ray_controller
 from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S, SERVE_LOGGER_NAME
 
+from serve_app.deployments.replica_channels import LOST_HOST_TIMEOUT_S
 from serve_app.errors import ConfigurationError, ReplicaDied, Unavailable
 from serve_app.protocols.torchserve import errors
 from serve_app.settings import HAPROXY_TLS_BIND, HAPROXY_TLS_CERTIFICATE
@@ -84,7 +85,14 @@ _EDITS = {
     "    option abortonclose\n": f"""    option abortonclose
     option forwardfor
     timeout tunnel {_TUNNEL_TIMEOUT_S}s
+    # For responses that are awaited from a lost host.
+    option srvtcpka
+    srvtcpka-idle 3s
+    srvtcpka-intvl 2s
+    srvtcpka-cnt 2
 """,
+    # For requests without an acknowledgement. HAProxy 2.8 ignores it in `default-server`.
+    "{{ server.port }} check{% if": f"{{{{ server.port }}}} tcp-ut {LOST_HOST_TIMEOUT_S}s check{{% if",
     # The statistics have no authentication: they stay on the address of the inference port.
     "    bind :{{ config.metrics_port }}": "    bind {{ config.frontend_host }}:{{ config.metrics_port }}",
     "  bind *:{{ config.stats_port }}": "  bind {{ config.frontend_host }}:{{ config.stats_port }}",

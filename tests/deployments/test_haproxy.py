@@ -103,6 +103,7 @@ def test_haproxy_accepts_the_rendered_file_and_its_limits(
         "timeout http-request 10s",
         "timeout tunnel 3600s",
         "option forwardfor",
+        "option srvtcpka",
         f"maxconn {haproxy.max_connections({})}",
         f"stats socket {folder}/admin.sock mode 600 level admin expose-fd listeners",
         f"bind 127.0.0.1:{api.cfg.stats_port}",
@@ -110,6 +111,17 @@ def test_haproxy_accepts_the_rendered_file_and_its_limits(
     ):
         assert lines.count(line) == 1, line
     assert not [line for line in lines if "stick-table" in line or " ssl " in line]
+    check(api)
+
+
+@pytest.mark.usefixtures("changed")
+def test_connections_to_replicas_end_where_nothing_is_acknowledged(folder: Path) -> None:
+    """HAProxy ignores tcp-ut as a default of servers; tests/hosts has its effect."""
+    api = build(folder)
+    backend = ray_haproxy.BackendConfig(name="b", path_prefix="/", app_name="a")
+    backend.servers = [ray_haproxy.ServerConfig("s", "10.0.0.1", 1)]
+    api.set_backend_configs({"b": backend})
+    assert "server s 10.0.0.1:1 tcp-ut 5s check " in render(api)
     check(api)
 
 
