@@ -72,7 +72,8 @@ class NodeArchive:
                 try:
                     return await asyncio.to_thread(self._open_source, cache, address, digest, folder)
                 except (RelayError, OSError) as error:
-                    log.info("%s is not available to this node: %s", address, error)
+                    cause = getattr(error, "detail", "") or error
+                    log.info("%s is not available to this node: %s", address, cause)
             log.info("%s is not on this node; requesting it from Management", uri)
             copy = folder / Path(uri).name
             read = partial(self._management.archive.remote, self._spec.ref)
