@@ -170,13 +170,16 @@ class Database:
             raise Unavailable(f"The registry's database cannot be used now: {self._explain(error)}") from None
 
     def _recreate(self) -> str:
-        """Return the instruction that recreates the database, without its password."""
+        """Return what to do about the schema of another version, without the password."""
         if self._url.get_backend_name() == "sqlite":
             command = f"rm {shlex.quote(str(self._url.database))}*"
         else:
             database = shlex.quote(str(self._url.database))
             command = f"dropdb --host {self._url.host or 'localhost'} {database} && createdb {database}"
-        return f"Start that version, or recreate the database: {command}; then register the models again."
+        return (
+            "Install that version, or restore the backup of the database that this version has written. "
+            f"To begin with an empty registry instead: {command}"
+        )
 
     def _explain(self, error: Exception) -> str:
         """Describe an error and its cure, without the passwords of URL and driver."""

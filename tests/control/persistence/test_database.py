@@ -238,16 +238,17 @@ class TestVersionsOfTorchrelay:
         assert (json.loads(kept) if isinstance(kept, str) else kept)["colour"] == {"a": [1]}
 
     @pytest.mark.parametrize("version", ["9999", "0003"])
-    def test_another_schema_is_refused_with_the_command_that_recreates_it(self, url: str, version: str):
+    def test_another_schema_is_refused_and_stays_as_it_is(self, url: str, version: str):
         Database(url).close()
         execute(url, f"UPDATE torchrelay_schema SET version_num = '{version}'")
         command = "rm " if url.startswith("sqlite") else "dropdb "
         with pytest.raises(
             ConfigurationError,
-            match=rf"^control.database_url: .* has the schema of another version.* recreate the "
-            rf"database: {command}",
+            match=rf"^control.database_url: .* has the schema of another version.* Install that version, or "
+            rf"restore the backup .* begin with an empty registry instead: {command}",
         ):
             Database(url)
+        execute(url, "SELECT generation FROM torchrelay_generation")
 
 
 class TestMigrations:
