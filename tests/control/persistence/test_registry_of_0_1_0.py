@@ -15,7 +15,7 @@ from serve_app.control.registry_changes import scale, set_policy
 
 pytestmark = pytest.mark.integration
 
-# A registry of 0.1.0 with each kind of entry, as sqlite3's iterdump writes it.
+# A registry of 0.1.0, as sqlite3's iterdump writes it.
 DUMP = Path(__file__).parents[2] / "data" / "registry_0_1_0.sql"
 
 
