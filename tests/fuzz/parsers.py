@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from serve_app.domain import (
     traffic_policy,
     workflow_graph,
 )
+from serve_app.domain.pool_settings import PoolSettings
 from serve_app.domain.validation import DocumentError
 from serve_app.errors import InvalidArchive
 from serve_app.model_store import archive, workflow_archive
@@ -238,7 +239,8 @@ def policies(data: bytes) -> None:
 def _settings_words() -> tuple[str, ...]:
     defaults = settings.Settings()
     sections = [f.name for f in fields(defaults)]
-    names = [f.name for name in sections if name != "home" for f in fields(getattr(defaults, name))]
+    values = [getattr(defaults, name) for name in sections]
+    names = [f.name for value in (*values, PoolSettings()) if is_dataclass(value) for f in fields(value)]
     return (*sections, *names)
 
 

@@ -114,20 +114,20 @@ class Point:
 def load(data):
     return pickle.loads(data)
 """
-    modules = archives("one", model=source, other="NAME = 1")
-    stored = b"\x80\x04cmodel\nNet\n)\x81."  # an object of the class Net of a module named model
+    modules = archives("one", stored_net=source, beside_it="NAME = 1")
+    stored = b"\x80\x04cstored_net\nNet\n)\x81."  # an object of the class Net of a module named stored_net
 
     def load() -> Any:
         import importlib
 
-        module = modules.import_module("model")
+        module = modules.import_module("stored_net")
         net = module.load(stored)
         assert type(net) is module.Net
-        assert importlib.import_module("other").NAME == 1
+        assert importlib.import_module("beside_it").NAME == 1
         return module
 
     module = archives.run(modules, load)
-    assert not {"model", "other"} & sys.modules.keys()
+    assert not {"stored_net", "beside_it"} & sys.modules.keys()
     again = pickle.loads(pickle.dumps(module.Point(1)))
     assert again == module.Point(1)
     with pytest.raises(ModuleNotFoundError):
