@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
-import os
 import pickle
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,17 +13,22 @@ from typing import Any
 
 from ray import serve
 
-from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments import ray_metrics
 from serve_app.deployments.cluster_data_plane import PoolHostBackends, create_data_plane
-from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.host_reports import HostReporter
 from serve_app.deployments.management_client import ManagementClient
 from serve_app.deployments.pool_client import LocalHost
 from serve_app.deployments.pooled_version import PooledVersion
 from serve_app.deployments.ray_metrics import ExportedLoad, ExportedProcess
-from serve_app.deployments.uds_transport import UdsServer, socket_path, write_chunks
+from serve_app.deployments.replica_process import (
+    create_asgi_app,
+    exit_after_flush,
+    pickle_responses,
+    report_crashes,
+    stream_chunks,
+)
+from serve_app.deployments.uds_transport import UdsServer, socket_path
 from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.request import (
     InferenceRequest,
@@ -35,15 +40,13 @@ from serve_app.domain.request import (
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
 from serve_app.errors import HandlerFailed, ModelLoading, ModelNotFound, RelayError, Unavailable
 from serve_app.net.private_files import restrict_umask
-from serve_app.protocols.http import ray_bypass
-from serve_app.protocols.http_app import inference_app
 from serve_app.runtime.handler_thread import IDLE_AFTER_S
 from serve_app.runtime.host import malloc
 from serve_app.runtime.pool.leaks import LeakDetector
 from serve_app.runtime.pool.memory import MemoryUse, claim_device, measure
 from serve_app.runtime.pool.version_cache import CacheLimits, VersionCache
 from serve_app.settings import Settings
-from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing
+from serve_app.telemetry import access_log, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.crash_reports import RUNNING_SUFFIX, CrashReporter
 from serve_app.telemetry.logs import ProcessIdentity
 from serve_app.telemetry.metrics import Meters
@@ -51,9 +54,7 @@ from serve_app.telemetry.running_batches import RunningBatches
 
 log = logging.getLogger("torchrelay.pool")
 
-_RESPONSE_FLUSH_S = 0.3  # seconds in which the last responses are sent before the process ends
 _SAMPLE_PERIOD_S = 1.0  # seconds between measurements of the process
-_EXIT_HUNG = 70
 Response = InferenceResponse | ResponseStream
 
 
@@ -107,7 +108,7 @@ class PoolHost:
         self._management_client.on_connect = self._reporter.report_soon
         self._access = access_log.access_log(settings)
         self._uds_server = UdsServer(self._submit)
-        await self._report_crashes()
+        await report_crashes(settings, replica, management)
         await self._uds_server.open(socket_path(replica))
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
         process = ExportedProcess(spec.ref.app, replica, "/predictions")
@@ -161,36 +162,15 @@ class PoolHost:
     async def infer(self, payload: bytes) -> bytes:
         """Answer pickled requests of another process, as ModelReplica does."""
         requests: list[InferenceRequest] = pickle.loads(payload)
-        responses: list[Any] = list(
+        return await pickle_responses(
             await asyncio.gather(*map(self._infer_local, requests), return_exceptions=True)
         )
-        for i, response in enumerate(responses):
-            if isinstance(response, ResponseStream):
-                try:
-                    responses[i] = [chunk async for chunk in write_chunks(response)]
-                except RelayError as error:
-                    responses[i] = error
-                finally:
-                    await response.aclose()
-            elif isinstance(response, BaseException) and not isinstance(response, RelayError):
-                raise response
-        return pickle.dumps(responses, pickle.HIGHEST_PROTOCOL)
 
     async def stream(self, request: InferenceRequest) -> AsyncIterator[ResponseChunk | RelayError]:
         """Answer one request as chunks, as ModelReplica does."""
-        response: Response | None = None
-        try:
-            response = await self._infer_local(request)
-            if isinstance(response, InferenceResponse):
-                yield ResponseChunk(b"", last=True, head=response)
-                return
-            async for chunk in write_chunks(response):
+        async with contextlib.aclosing(stream_chunks(self._infer_local(request))) as chunks:
+            async for chunk in chunks:
                 yield chunk
-        except RelayError as error:
-            yield error
-        finally:
-            if isinstance(response, ResponseStream):
-                await response.aclose()
 
     async def awake(self) -> None:
         """Return at once; a pool has its hosts always."""
@@ -273,12 +253,6 @@ class PoolHost:
 
     # The process
 
-    async def _report_crashes(self) -> None:
-        """Report crashes of replicas on this node to Management, which sees only its own node."""
-        folder = self._settings.crash_reports_dir
-        if deaths := await asyncio.to_thread(crash_reports.collect_reports, folder, self._replica):
-            self._management_client.management.died.remote(deaths)
-
     async def _watch_memory(self) -> None:
         """Measure the process, evict what grows beyond the budget, and return an idle process's memory."""
         idle_seconds = 0.0
@@ -298,7 +272,7 @@ class PoolHost:
         """End this process after the last responses were sent, because a handler's thread hangs."""
         self._crash_reporter.report(reason, thread=thread)
         self._hung = True
-        asyncio.get_running_loop().call_later(_RESPONSE_FLUSH_S, os._exit, _EXIT_HUNG)
+        exit_after_flush()
 
     def _update_meters(self) -> None:
         versions = self._cache.loaded.values()
@@ -318,11 +292,8 @@ class PoolHost:
         return ExportedLoad(sum(v.pending for v in versions), sum(v.ongoing for v in versions))
 
     def __serve_build_asgi_app__(self) -> Any:
-        control_client = ControlClient(self._management_client.management)
-        control = ControlPlane(control_client.api, self._settings, lambda: self._plane.access)
-        app = inference_app(self._plane, self._settings, self._meters, self._access, control)
-        ray_bypass.set_app(app, self._settings.inference.max_request_size, app.callback_app)
-        return app
+        management = self._management_client.management
+        return create_asgi_app(self._plane, self._settings, self._meters, self._access, management)
 
     def reconfigure(self, config: dict[str, Any]) -> None:
         """Accept Ray Serve's configuration; a host has no setting that changes."""

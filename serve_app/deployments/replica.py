@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import pickle
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,32 +14,36 @@ from typing import Any
 
 from ray import serve
 
-from serve_app.control.api import ControlPlane
 from serve_app.dataplane.capture.recorder import CaptureRecorder
 from serve_app.dataplane.capture.tap import CaptureTap
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments import ray_metrics
 from serve_app.deployments.capture_upload import upload_files
 from serve_app.deployments.cluster_data_plane import create_data_plane
-from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.management_client import ManagementClient
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.deployments.ray_batcher import RayBatcher
 from serve_app.deployments.ray_metrics import ExportedLoad, ExportedProcess
 from serve_app.deployments.replica_adapters import ReplicaAdapters
 from serve_app.deployments.replica_options import drain_timeout
+from serve_app.deployments.replica_process import (
+    RESPONSE_FLUSH_S,
+    create_asgi_app,
+    exit_after_flush,
+    pickle_responses,
+    report_crashes,
+    stream_chunks,
+)
 from serve_app.deployments.sequence_router import LocalBackend, LocalReplica, sequence_headers
 from serve_app.deployments.sharded_replica import RankGroup
-from serve_app.deployments.uds_transport import UdsServer, socket_path, write_chunks
+from serve_app.deployments.uds_transport import UdsServer, socket_path
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.adapter_errors import AdapterRejected
 from serve_app.domain.model import ModelSpec, Stage
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, ResponseStream
+from serve_app.domain.request import InferenceRequest, ResponseChunk
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.errors import RelayError, ReplicaDied, StartFailed
 from serve_app.net.private_files import restrict_umask
-from serve_app.protocols.http import ray_bypass
-from serve_app.protocols.http_app import inference_app
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.runtime.batching.interface import RequestBatcher
@@ -52,7 +55,7 @@ from serve_app.runtime.host import malloc
 from serve_app.runtime.host.memory import measure_process_memory
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
-from serve_app.telemetry import access_log, crash_reports, host_metrics, logs, torchserve, tracing
+from serve_app.telemetry import access_log, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.autoscaling_stats import AutoscalingStats
 from serve_app.telemetry.crash_reports import CrashReporter
 from serve_app.telemetry.logs import ProcessIdentity
@@ -60,9 +63,7 @@ from serve_app.telemetry.metrics import Meters
 
 log = logging.getLogger("torchrelay.model")
 
-_RESPONSE_FLUSH_S = 0.3  # seconds in which the last responses are sent before the process ends
 _SHUTDOWN_MARGIN_S = 4.0  # seconds of the drain timeout that the other steps of a shutdown need
-_EXIT_HUNG = 70
 
 
 @serve.deployment
@@ -105,7 +106,7 @@ class ModelReplica:
         spec, settings, replica = self._spec, self._settings, self._replica
         reader = RoutingTableReader(on_table=self._apply_table)
         self._management_client = ManagementClient(reader, self._meters, settings.counts_dir)
-        await self._report_crashes()
+        await report_crashes(settings, replica, self._management_client.management)
         await self._pause_after_crashes()
         started_at = time.monotonic()
         try:
@@ -176,12 +177,6 @@ class ModelReplica:
 
     def _holds_sequence(self, sequence: str) -> bool:
         return self._sequences is not None and self._sequences.holds(sequence)
-
-    async def _report_crashes(self) -> None:
-        """Report crashes of replicas on this node to Management, which sees only its own node."""
-        folder = self._settings.crash_reports_dir
-        if deaths := await asyncio.to_thread(crash_reports.collect_reports, folder, self._replica):
-            self._management_client.management.died.remote(deaths)
 
     async def _pause_after_crashes(self) -> None:
         """Wait as long as the crash back-off demands; no request waits for this start."""
@@ -302,12 +297,8 @@ class ModelReplica:
         self._management_client.management.stage.remote(self._spec.ref, stage)
 
     def __serve_build_asgi_app__(self) -> Any:
-        # Asynchronous predictions are submitted here too, and the route of fast_path oip returns statistics.
-        control_client = ControlClient(self._management_client.management)
-        control = ControlPlane(control_client.api, self._settings, lambda: self._plane.access)
-        app = inference_app(self._plane, self._settings, self._meters, self._access, control)
-        ray_bypass.set_app(app, self._settings.inference.max_request_size, app.callback_app)
-        return app
+        management = self._management_client.management
+        return create_asgi_app(self._plane, self._settings, self._meters, self._access, management)
 
     def reconfigure(self, config: dict[str, Any]) -> None:
         """Apply the settings that need no restart."""
@@ -336,47 +327,19 @@ class ModelReplica:
         requests = pickle.loads(payload)
         self._handle_rows += len(requests)
         try:
-            return await self._infer_rows(requests)
+            return await pickle_responses(await self._requests.submit_all(requests))
         finally:
             self._handle_rows -= len(requests)
 
-    async def _infer_rows(self, requests: list[InferenceRequest]) -> bytes:
-        responses = await self._requests.submit_all(requests)
-        streams = [
-            (i, response) for i, response in enumerate(responses) if isinstance(response, ResponseStream)
-        ]
-        try:
-            for i, stream in streams:
-                try:
-                    responses[i] = [chunk async for chunk in write_chunks(stream)]
-                except RelayError as error:
-                    responses[i] = error
-        finally:
-            for _, stream in streams:
-                await stream.aclose()
-        return pickle.dumps(responses, pickle.HIGHEST_PROTOCOL)
-
     async def stream(self, request: InferenceRequest) -> AsyncIterator[ResponseChunk | RelayError]:
-        """Answer one request as chunks; the first has the head, and is the last where the handler does not
-        stream.
-
-        An error is yielded: raised, Ray would log its traceback as a fault of ours.
-        """
+        """Answer one request as chunks or an error; see ``stream_chunks``."""
         self._handle_rows += 1
-        response: InferenceResponse | ResponseStream | None = None
         try:
-            response = await self._requests.submit(request)
-            if isinstance(response, InferenceResponse):
-                yield ResponseChunk(b"", last=True, head=response)
-                return
-            async for chunk in write_chunks(response):
-                yield chunk
-        except RelayError as error:
-            yield error
+            async with contextlib.aclosing(stream_chunks(self._requests.submit(request))) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
             self._handle_rows -= 1
-            if isinstance(response, ResponseStream):
-                await response.aclose()
 
     async def load_adapter(self, adapter: AdapterSpec) -> RelayError | None:
         """Load a LoRA adapter; an error is returned, as Ray would log a raised one as a fault of ours."""
@@ -398,7 +361,7 @@ class ModelReplica:
         """
         self._crash_reporter.report(reason)
         self._hung = True
-        asyncio.get_running_loop().call_later(_RESPONSE_FLUSH_S, os._exit, _EXIT_HUNG)
+        exit_after_flush()
 
     async def _exit_with_group(self, group: RankGroup) -> None:
         """Fail all rows and end this process once a rank of its group is lost."""
@@ -421,7 +384,7 @@ class ModelReplica:
         ):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._batcher.close(), drain_timeout(self._spec) - _SHUTDOWN_MARGIN_S)
-            await asyncio.sleep(_RESPONSE_FLUSH_S)
+            await asyncio.sleep(RESPONSE_FLUSH_S)
 
     async def __del__(self) -> None:
         self._crash_reporter.close()

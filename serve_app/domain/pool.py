@@ -51,7 +51,7 @@ class LoadedVersion:
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """What happened to a version in a host; ``detail`` is for an operator."""
+    """An event of a version in a host; ``detail`` is a text for the operator."""
 
     kind: Literal["load_failed", "leak"]
     ref: ModelRef

@@ -15,7 +15,7 @@ PoolName = Annotated[str, pydantic.AfterValidator(check_pool_name)]
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """One pool: processes, called hosts, that load many versions on demand."""
+    """A pool: a number of hosts, the processes that load its versions on demand."""
 
     __pydantic_config__ = STRICT
 

@@ -72,7 +72,7 @@ class BatchSlot:
 
 
 class RunningBatches:
-    """The file of one process; it has room for 4,096 loaded versions."""
+    """The file of one process, which records up to 4,096 loaded versions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

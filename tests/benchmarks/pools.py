@@ -39,28 +39,8 @@ from tests.parts import Server
 OUTPUTS = 10
 MIN_BYTES, MAX_BYTES = 100_000, 20_000_000
 _MIB = 1 << 20
-# A first call since the load is marked, so that a client can tell a load from a hit.
-HANDLER = """
-import torch
-import helper
-
-CALLS = 0
-
-class Handler:
-    def initialize(self, context):
-        directory = context.system_properties["model_dir"]
-        self.model = helper.build()
-        self.model.load_state_dict(torch.load(f"{directory}/weights.pt", weights_only=True))
-        self.model.eval()
-
-    def handle(self, data, context):
-        global CALLS
-        CALLS += 1
-        rows = torch.tensor([row["body"] for row in data])
-        with torch.inference_mode():
-            outputs = self.model(rows)
-        return [{"model": helper.NAME, "first": CALLS == 1, "class": int(row.argmax())} for row in outputs]
-"""
+# Its responses mark the first call since the load, so that a client can tell a load from a hit.
+_HANDLER = Path(__file__).parents[2] / "examples" / "22_many_models" / "h.py"
 HELPER = """
 from torch import nn
 
@@ -120,7 +100,7 @@ def make_archive(path: Path, name: str, size: int, config: dict[str, Any]) -> No
     }
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
-        archive.writestr("h.py", HANDLER)
+        archive.write(_HANDLER, "h.py")
         archive.writestr("helper.py", HELPER.format(name=name, inputs=INPUTS, hidden=hidden, outputs=OUTPUTS))
         archive.writestr("weights.pt", weights.getvalue())
         archive.writestr("model-config.yaml", yaml.safe_dump(config))

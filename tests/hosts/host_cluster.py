@@ -46,7 +46,7 @@ def unavailable() -> str:
 
 
 class Host:
-    """One host: a namespace with the address 10.231.7.N, and a folder as its disk."""
+    """A host: a namespace with the address 10.231.7.N, and a folder as its disk."""
 
     def __init__(self, number: int, folder: Path, env: dict[str, str]) -> None:
         self.name = f"{_PREFIX}{number}"

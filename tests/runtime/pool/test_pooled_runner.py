@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +118,13 @@ def test_versions_have_files_modules_globals_and_variables_of_their_own(load: Lo
 
 
 def test_a_running_batch_is_in_the_file(load: Load, running: RunningBatches) -> None:
-    gate = (
-        "import os, time\ndef handle(data, context):\n    while not os.path.exists('go'): time.sleep(0.01)\n"
-    )
-    blocked = load("blocked", **{"h.py": f"{gate}    return ['x']", "go": ""})
+    blocked = load("blocked", **{"h.py": BLOCKED, "go": ""})
     folder = Path(blocked.runner._directory)
     assert read_running(running.path) == []
     (folder / "go").unlink()
     waiting = blocked.thread.submit(blocked.runner.run, [make_request()], fail_on_chunk)
-    deadline = threading.Event()
     while not (batches := read_running(running.path)):
-        assert not deadline.wait(0.01)
+        assert not wait([waiting], 0.01).done, "its batch ended without a record"
     assert [(batch.app, batch.thread) for batch in batches] == [("blocked--1.0", blocked.thread.ident)]
     (folder / "go").write_text("")
     waiting.result(30)
