@@ -67,7 +67,7 @@ class PoolService:
         if spec.min_workers > hosts.min_workers:
             raise BadRequest(
                 f"{spec.min_workers} workers are hosts of the pool {spec.pool}, which has "
-                f"{hosts.min_workers}; raise pools.{spec.pool}.hosts in app.yaml or ask for fewer workers."
+                f"{hosts.min_workers}; raise pools.{spec.pool}.hosts in app.yaml or request fewer workers."
             )
         return hosts
 
