@@ -190,7 +190,7 @@ class DataPlane:
         """Return the function that starts a request, where its backend needs no wait and no task."""
         if (local := self._local.get((request.model, route.version))) is not None:
             return None if route.phase == "stopped" else getattr(local, "find_submit", _find_none)()
-        if route.graph is not None or not route.accepts_requests:
+        if route.graph is not None or not self._reader.table.accepts_requests(route):
             return None
         try:
             backend = self._remote(ModelRef(request.model, route.version), route)
@@ -265,7 +265,7 @@ class DataPlane:
             request = self._limit_deadline(state, route)
         if not route.stateful or self._sequence_affinity is None:
             return await (await self._find_backend(request, route)).infer(request)
-        if not route.accepts_requests:
+        if not self._reader.table.accepts_requests(route):
             route = await self._wait_until_ready(request, ModelRef(request.model, route.version), route)
         selection, backend = await self._sequence_affinity(request, selection._replace(route=route))
         state.selection, state.version = selection, selection.route.version
@@ -299,7 +299,7 @@ class DataPlane:
 
     async def _find_replicas(self, request: InferenceRequest, route: VersionRoute) -> InferenceBackend:
         ref = ModelRef(request.model, route.version)
-        if not route.accepts_requests:
+        if not self._reader.table.accepts_requests(route):
             route = await self._wait_until_ready(request, ref, route)
         return self._remote(ref, route)
 
@@ -333,7 +333,7 @@ class DataPlane:
             while True:
                 changed = self._reader.changed
                 route = self.find_version(ref.name, ref.version)
-                if route.phase not in _STARTING or route.accepts_requests:
+                if route.phase not in _STARTING or self._reader.table.accepts_requests(route):
                     break
                 if route.phase == "idle":
                     with suppress(ModelLoading):

@@ -45,11 +45,6 @@ class VersionRoute:
         None  # the JSON schemas of input and output, where the handler has them
     )
 
-    @property
-    def accepts_requests(self) -> bool:
-        """Return whether requests need not wait here: for a replica, or for the first host of its pool."""
-        return self.replicas > 0 or self.phase == "ready" or (bool(self.pool) and self.phase == "idle")
-
 
 @dataclass(frozen=True, slots=True)
 class ModelRoute:
@@ -72,6 +67,15 @@ class RoutingTable:
     access: AccessTable | None = None  # None: no key is required
     on_loopback: bool = False  # the inference port is reachable from its own machine only
     pools: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the running hosts of each pool
+
+    def accepts_requests(self, route: VersionRoute) -> bool:
+        """Return whether requests need not wait: for a replica, or for the first host of a pool.
+
+        A host loads a version that has none at its first request.
+        """
+        if route.pool and route.phase == "idle":
+            return bool(self.pools.get(route.pool))
+        return route.replicas > 0 or route.phase == "ready"
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,18 @@ def compare_with_dedicated(server: Server, rounds: int, seconds: float) -> float
     return totals["pooled-mlp"] / totals["dedicated-mlp"]
 
 
+def measure_propagation(server: Server, name: str) -> float:
+    """Return the seconds from a registration's request until the model answers."""
+    started_at = time.perf_counter()
+    parameters: dict[str, str | int] = {"url": f"{name}-1.0.mar", "initial_workers": 0}
+    server.management.post("/models", params=parameters).raise_for_status()
+    while (response := server.http.post(f"/predictions/{name}", json=[0.0] * INPUTS)).status_code == 404:
+        assert time.perf_counter() - started_at < 60, response.text
+        time.sleep(0.005)
+    response.raise_for_status()
+    return time.perf_counter() - started_at
+
+
 @contextlib.contextmanager
 def started(folder: Path, budget_mib: int) -> Iterator[Server]:
     """Start a server with the pool ``bench``."""
@@ -202,13 +214,7 @@ def measure(folder: Path, count: int, seconds: float, console: Console) -> Figur
         _measure_load(server, names, seconds, figures, console)
         figures.memory["loaded"] = measure_memory(server)
         make_archive(server.store / "late-1.0.mar", "late", 1_000_000, {"pool": "bench"})
-        started_at = time.perf_counter()
-        server.management.post(
-            "/models", params={"url": "late-1.0.mar", "initial_workers": 0}
-        ).raise_for_status()
-        while server.http.post("/predictions/late", json=[0.0] * INPUTS).status_code != 200:
-            time.sleep(0.005)
-        figures.propagation = time.perf_counter() - started_at
+        figures.propagation = measure_propagation(server, "late")
         console.print("Comparing a pooled with a dedicated version")
         figures.pooled_to_dedicated = compare_with_dedicated(server, 3, min(10.0, seconds / 4))
         figures.peer = _measure_peer(folder, server, names, seconds, figures.memory["loaded"], console)

@@ -180,6 +180,7 @@ async def _measure_capture(name: str, connections: int, requests: int, share: fl
                     turns.append((loop, sum(_thread_seconds().values()) - before))
                 differences.append([(b - a) / _TURN * 1e6 for a, b in zip(*turns)])
         await asyncio.to_thread(recorder.close)
+    assert recorder.counts.captured or not share
     if recorder.counts.queue_full:
         print(f"{recorder.counts.queue_full} of {recorder.counts.captured} requests were dropped")
     loop, total = (statistics.median(column) for column in zip(*differences))

@@ -28,5 +28,6 @@ def test_the_cost_of_capture_is_measured() -> None:
         "print(*request_budget.measure_capture('echo', 4, 400, 1.0))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loop, total = map(float, done.stdout.split())
-    assert total > 0 and loop < 1000
+    # A difference of two turns of 200 requests, in microseconds, which noise may turn negative.
+    for microseconds in done.stdout.split():
+        assert abs(float(microseconds)) < 1000

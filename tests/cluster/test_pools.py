@@ -78,6 +78,11 @@ def is_loaded(server: Server, name: str) -> bool:
     return bool(describe(server, name)["workers"])
 
 
+def test_a_request_waits_for_the_first_host_of_its_pool(pooled: Server, tmp_path: Path) -> None:
+    assert pooled.register(make(tmp_path, "first"), initial_workers=0).status_code == 200
+    assert predict(pooled, "first")[0] == "first"
+
+
 def test_versions_share_a_process_and_nothing_else(pooled: Server, tmp_path: Path) -> None:
     names = [f"small{number}" for number in range(12)]
     for name in names:

@@ -133,7 +133,7 @@ def test_a_torchserve_users_day(installation: Installation, tmp_path: Path) -> N
     try:
         assert foreground.stdout is not None
         result = foreground.stdout.readline()
-        assert result == "Model server started.\n"
+        assert result == "Model server started.\n", result + foreground.stdout.read()
         here.wait(lambda: here.predict("late", b"").text == "registered at run time")
         assert here.run("--stop").stdout == "TorchServe has stopped.\n"
         log = foreground.stdout.read()

@@ -51,6 +51,8 @@ def s3():
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     address = "http://{}:{}".format(*server.get_host_and_port())
+    # The servers of one process share their buckets, also with those that other tests stopped.
+    requests.post(f"{address}/moto-api/reset", timeout=60).raise_for_status()
     try:
         client = boto3.client(
             "s3", "us-east-1", endpoint_url=address, aws_access_key_id="any", aws_secret_access_key="any"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from serve_app.control.pools.registry_changes import isolate
 from serve_app.control.pools.tracker import PoolTracker, host_states, version_states
 from serve_app.control.registry import Registry, TableBuilder, desired_states
@@ -68,10 +70,12 @@ def test_a_version_has_the_hosts_that_have_loaded_it_as_replicas() -> None:
     tracker.put("h1", HostReport("p", {A: loaded()}))
     tracker.put("h1", HostReport("p", {A: loaded(0.3)}))  # the same versions
     assert len(changes) == 1
-    rows = build(whole, tracker).models
+    table = build(whole, tracker)
+    rows = table.models
     assert (rows["a"].versions["1.0"].phase, rows["a"].versions["1.0"].replica_ids) == ("ready", ("h1",))
     assert (rows["b"].versions["1.0"].phase, rows["b"].versions["1.0"].replicas) == ("idle", 0)
-    assert rows["b"].versions["1.0"].accepts_requests
+    assert not table.accepts_requests(rows["b"].versions["1.0"])
+    assert replace(table, pools=tracker.hosts).accepts_requests(rows["b"].versions["1.0"])
     assert tracker.hosts == {"p": ("h1", "h2")}
     [worker] = tracker.observe(spec("a")).workers
     assert (worker.memory, worker.node) == (5, "10.0.0.1")
