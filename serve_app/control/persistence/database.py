@@ -20,20 +20,17 @@ from typing import Any
 
 import sqlalchemy as sa
 import yaml
-from alembic import command
-from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, make_url
 
+from serve_app.control.persistence import schema_upgrade
 from serve_app.control.persistence.schema import (
     ARCHIVES,
     EXPERIMENTS,
     GENERATION,
     MODELS,
     ROLLOUTS,
-    SCHEMA,
-    VERSION_TABLE,
     VERSIONS,
 )
 from serve_app.control.registry import ModelRecord, Registry
@@ -53,7 +50,6 @@ _SETTING = "control.database_url"
 _LOCK_TIMEOUT = 10  # seconds to reach a server, or to wait for SQLite's lock
 _LOCK_RETRY_S = 0.01  # seconds between two looks at a lock that SQLite does not wait for
 _MIGRATION = 60  # seconds to wait for another process that brings SQLite's schema up to date
-_LOCK = 0x746F726368  # PostgreSQL's advisory lock of the process that upgrades the schema
 
 
 @dataclass(frozen=True)
@@ -153,10 +149,10 @@ class Database:
             )
             if raised.rowcount != 1:
                 raise Unavailable("Another writer has changed the registry. Nothing was stored; try again.")
-            tables = list(zip(_list_tables(before), _list_tables(after)))
-            for old, new in tables:
-                _save_changes(connection, old, new)
-            on_changes(connection, [change for old, new in tables for change in _list_changes(old, new)])
+            diffs = [_TableDiff.of(*rows) for rows in zip(_list_tables(before), _list_tables(after))]
+            for diff in diffs:
+                diff.save(connection)
+            on_changes(connection, [change for diff in diffs for change in diff.list_changes()])
         self._generation += 1
         self.is_uncertain = False
 
@@ -241,7 +237,7 @@ def _open(url: URL) -> sa.Engine:
     upgrading = _engine(url, _MIGRATION)
     try:
         with upgrading.begin() as connection:
-            _upgrade(connection)
+            schema_upgrade.upgrade(connection)
     finally:
         upgrading.dispose()
     return _engine(url)
@@ -287,20 +283,6 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _upgrade(connection: Connection) -> None:
-    if connection.dialect.name == "postgresql":
-        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-    config = Config()
-    config.set_main_option("script_location", "serve_app.control.persistence:migrations")
-    config.attributes["connection"] = connection
-    if sa.inspect(connection).has_table(VERSION_TABLE):
-        command.upgrade(config, "head")
-        return
-    SCHEMA.create_all(connection, checkfirst=False)
-    connection.execute(sa.insert(GENERATION).values(id=1, generation=0))
-    command.stamp(config, "head")
-
-
 # Rows
 
 
@@ -328,37 +310,53 @@ def _list_tables(registry: Registry) -> list[_TableRows]:
     ]
 
 
-def _save_changes(connection: Connection, before: _TableRows, after: _TableRows) -> None:
-    """Store what differs between two states of a table."""
-    table, old = after.table, before.values
-    keys = list(table.primary_key)
-    for gone in old.keys() - after.values.keys():
-        connection.execute(sa.delete(table).where(*(column == part for column, part in zip(keys, gone))))
-    changed = {key: value for key, value in after.values.items() if key not in old or value != old[key]}
-    names = [column.name for column in keys]
-    upsert(
-        connection,
-        table,
-        [{**dict(zip(names, key)), **after.encode(value)} for key, value in changed.items()],
-    )
+@dataclass
+class _TableDiff:
+    """The rows of one table that differ between two states."""
 
+    before: _TableRows
+    after: _TableRows
+    removed: list[Any]
+    changed: list[Any]  # primary keys, of new rows too
 
-def _list_changes(before: _TableRows, after: _TableRows) -> list[RowChange]:
-    """Return what differs between two states of a table; digests of archives are in their versions too."""
-    table, old, new = after.table, before.values, after.values
-    if table is ARCHIVES:
-        return []
-    name = table.name.removeprefix("torchrelay_")
-    return [
-        RowChange(
-            name,
-            key,
-            before.encode(old[key]) if key in old else None,
-            after.encode(new[key]) if key in new else None,
-        )
-        for key in sorted(old.keys() | new.keys())
-        if key not in old or key not in new or old[key] != new[key]
-    ]
+    @classmethod
+    def of(cls, before: _TableRows, after: _TableRows) -> _TableDiff:
+        """Compare two states. Most rows are the same objects, whose comparison by value would be slow."""
+        old = before.values
+        changed = [
+            key
+            for key, value in after.values.items()
+            if key not in old or (old[key] is not value and old[key] != value)
+        ]
+        return cls(before, after, list(old.keys() - after.values.keys()), changed)
+
+    def save(self, connection: Connection) -> None:
+        """Store the difference."""
+        table = self.after.table
+        keys = list(table.primary_key)
+        for gone in self.removed:
+            connection.execute(sa.delete(table).where(*(column == part for column, part in zip(keys, gone))))
+        names = [column.name for column in keys]
+        rows = [
+            {**dict(zip(names, key)), **self.after.encode(self.after.values[key])} for key in self.changed
+        ]
+        upsert(connection, table, rows)
+
+    def list_changes(self) -> list[RowChange]:
+        """Return the rows before and after; digests of archives are in their versions too."""
+        table, old, new = self.after.table, self.before.values, self.after.values
+        if table is ARCHIVES:
+            return []
+        name, encode = table.name.removeprefix("torchrelay_"), self.after.encode
+        return [
+            RowChange(
+                name,
+                key,
+                encode(old[key]) if key in old else None,
+                encode(new[key]) if key in new else None,
+            )
+            for key in sorted([*self.removed, *self.changed])
+        ]
 
 
 def _encode_model(model: tuple[str, TrafficPolicy, Mapping[str, Any] | None]) -> dict[str, Any]:
