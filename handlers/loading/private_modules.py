@@ -64,9 +64,9 @@ class PrivateModules:
             yield
         finally:
             _finder.loading = None
-            for name, module in list(sys.modules.items()):
+            for name in self._names():
                 plain = name.removeprefix(self._prefix)
-                if plain != name and sys.modules.get(plain) is module:
+                if sys.modules.get(plain) is sys.modules[name]:
                     del sys.modules[plain]
 
     def load_file(self, file: Path) -> ModuleType:
@@ -111,9 +111,14 @@ class PrivateModules:
     def close(self) -> None:
         """Remove the modules, and what they refer to, from the process."""
         del _archives[self._prefix]
-        for name in [name for name in sys.modules if self._owns(name)]:
+        for name in self._names():
             # A module and its functions refer to each other, and collections are rare.
             vars(sys.modules.pop(name)).clear()
+
+    def _names(self) -> list[str]:
+        """Return the private names of the modules; a process has thousands of others."""
+        prefix = self._prefix
+        return [name for name in list(sys.modules) if name.startswith(prefix)]
 
     def find_spec(self, alias: str, path: Sequence[str] | None) -> ModuleSpec | None:
         """Return the spec of a module by its private name."""

@@ -54,6 +54,7 @@ log = logging.getLogger("torchrelay.models")
 # Sends a ``describe`` request to one of the replicas of a version.
 DescribeHandler = Callable[[ModelRef, VersionRoute], Awaitable[InferenceResponse | ResponseStream]]
 
+_QUEUE_MAX_AGE_S = 1.0  # of the length of a queue that a description shows
 _MAX_LINE_LENGTH = 300  # characters of an installer's line in an event
 
 
@@ -250,7 +251,7 @@ class ModelService:
 
     async def describe(self, model: str, version: str | None) -> VersionDescription:
         spec = find_version(self._state.registry, model, version)
-        await self._metrics.collect()
+        await self._metrics.collect(_QUEUE_MAX_AGE_S)
         pending = self._metrics.total("torchrelay_queue_depth", model=spec.name, version=spec.version)
         is_default = self._state.registry.models[model].default == spec.version
         return VersionDescription(spec, self._reconcile_loop.get_status(spec.ref), is_default, pending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ class ModelRef:
         return f"{self.name}--{version}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for its cached properties
 class ModelSpec:
     """The desired state of a version: everything that a replica needs to start, and nothing else.
 
@@ -113,7 +114,7 @@ class ModelSpec:
         """Return whether the hosts of its pool run it; workers are then the hosts that load it at first."""
         return bool(self.pool) and not self.isolated
 
-    @property
+    @cached_property
     def revision(self) -> str:
         """Return a digest of all that a host of its pool loads; a version with another one is reloaded."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -154,7 +155,7 @@ class ModelSpec:
             return None
         return autoscaling.with_defaults(self.autoscaling, self.batch_size)
 
-    @property
+    @cached_property
     def ref(self) -> ModelRef:
         return ModelRef(self.name, self.version)
 

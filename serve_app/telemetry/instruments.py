@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 from prometheus_client.utils import floatToGoString
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
 Labels = tuple[tuple[str, str], ...]  # sorted by name
+
+
+@cache
+def _bound_labels(bounds: tuple[float, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the labels of a histogram's buckets; few histograms have others."""
+    return tuple(("le", floatToGoString(bound)) for bound in (*bounds, float("inf")))
 
 
 class CounterInstrument:
@@ -80,11 +87,10 @@ class HistogramInstrument:
 
     def samples(self) -> Iterator[Sample]:
         """Return the cumulative counts by upper bound, the count and the sum, as Prometheus names them."""
-        count = 0
-        for bound, number in zip((*self.bounds, float("inf")), self.counts, strict=True):
+        count, name = 0, f"{self._name}_bucket"
+        for bound, number in zip(_bound_labels(tuple(self.bounds)), self.counts, strict=True):
             count += number
-            labels = tuple(sorted((*self._labels, ("le", floatToGoString(bound)))))
-            yield f"{self._name}_bucket", labels, float(count)
+            yield name, tuple(sorted((*self._labels, bound))), float(count)
         yield f"{self._name}_count", self._labels, float(count)
         yield f"{self._name}_sum", self._labels, self.sum
 

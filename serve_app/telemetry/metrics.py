@@ -359,9 +359,11 @@ class MetricsAggregator:
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of one of Torchrelay's own metrics over the samples with ``labels``."""
         required = set(labels.items())
+        ended = ((*key, value) for key, value in self._ended.items())
         return sum(
             value
-            for (sample_name, sample_labels), value in self._sums().items()
+            for samples in (ended, *(report.samples for report in self._live.values()))
+            for sample_name, sample_labels, value in samples
             if sample_name == name and required <= set(sample_labels)
         )
 

@@ -48,18 +48,6 @@ def host_states(specs: Iterable[ModelSpec], settings: Settings) -> dict[str, Des
     }
 
 
-def version_states(specs: Iterable[ModelSpec]) -> dict[str, DesiredState]:
-    """Return the states of the pooled versions, which have no application of their own, by name.
-
-    Their number of loaded hosts is whatever requests and evictions make it.
-    """
-    return {
-        spec.ref.app: DesiredState(spec.with_(min_workers=0, autoscaling=None), None)
-        for spec in specs
-        if spec.is_pooled
-    }
-
-
 class PoolTracker:
     """The hosts of all pools. ``on_change`` is called when what a host has loaded has changed."""
 
@@ -69,13 +57,24 @@ class PoolTracker:
         self._workers: dict[str, ReplicaInfo] = {}  # by host
         self._reports: dict[str, HostReport] = {}  # by host
         self._extra: dict[ModelRef, int] = {}  # hosts that a busy version has beyond its spec's
+        # Of each pooled spec, by application: nearly all are the same in each round.
+        self._states: dict[str, tuple[ModelSpec, DesiredState]] = {}
+        self._unloaded: dict[str, tuple[ModelSpec, ObservedApp]] = {}
+        self._changed: set[ModelRef] = set()  # whose hosts have changed since ``take_changed``
 
     def put(self, host: str, report: HostReport) -> None:
         """Store a host's report."""
         known = self._reports.get(host)
         self._reports[host] = report
-        if known is None or known.loaded.keys() != report.loaded.keys():
+        before = known.loaded.keys() if known is not None else frozenset[ModelRef]()
+        if changed := before ^ report.loaded.keys():
+            self._changed |= changed
             self._on_change()
+
+    def take_changed(self) -> set[ModelRef]:
+        """Return the versions that hosts have loaded or evicted since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def set_observed(self, observed: Mapping[str, ObservedApp]) -> None:
         """Store which hosts run."""
@@ -100,9 +99,41 @@ class PoolTracker:
             if host in self._workers and (loaded := report.loaded.get(ref)) is not None
         }
 
+    def desired_states(self, specs: Iterable[ModelSpec]) -> dict[str, DesiredState]:
+        """Return the states of the pooled versions, which have no application of their own, by name.
+
+        Their number of loaded hosts is whatever requests and evictions make it.
+        """
+        states = {spec.ref.app: self.desired_state(spec) for spec in specs if spec.is_pooled}
+        self._states = {app: self._states[app] for app in states}
+        return states
+
+    def desired_state(self, spec: ModelSpec) -> DesiredState:
+        """Return the state of one pooled version."""
+        known = self._states.get(spec.ref.app)
+        if known is None or known[0] is not spec:
+            known = spec, DesiredState(spec.with_(min_workers=0, autoscaling=None), None)
+            self._states[spec.ref.app] = known
+        return known[1]
+
     def observe_all(self, specs: Iterable[ModelSpec]) -> dict[str, ObservedApp]:
         """Return all pooled versions as if they were applications, by name."""
-        return {spec.ref.app: self.observe(spec) for spec in specs if spec.is_pooled}
+        loaded = {ref for report in self._reports.values() for ref in report.loaded}
+        before, self._unloaded = self._unloaded, {}
+        observed = {}
+        for spec in specs:
+            if not spec.is_pooled:
+                continue
+            app = spec.ref.app
+            if spec.ref in loaded:
+                observed[app] = self.observe(spec)
+                continue
+            known = before.get(app)
+            if known is None or known[0] is not spec or known[1].pool_hosts != self.wanted_hosts(spec):
+                known = spec, self.observe(spec)
+            self._unloaded[app] = known
+            observed[app] = known[1]
+        return observed
 
     def observe(self, spec: ModelSpec) -> ObservedApp:
         """Return a pooled version as if it were an application: its replicas are the hosts that have it."""

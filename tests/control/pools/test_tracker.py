@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_app.control.pools.registry_changes import isolate
-from serve_app.control.pools.tracker import PoolTracker, host_states, version_states
+from serve_app.control.pools.tracker import PoolTracker, host_states
 from serve_app.control.registry import Registry, TableBuilder, desired_states
 from serve_app.control.registry_changes import register
 from serve_app.control.replica_health import HealthTracker, ObservedApp
@@ -41,7 +41,7 @@ def loaded(busy: float = 0.0) -> LoadedVersion:
 
 def build(whole: Registry, tracker: PoolTracker) -> RoutingTable:
     health = HealthTracker()
-    health.update(version_states(whole), tracker.observe_all(whole), {})
+    health.update(tracker.desired_states(whole), tracker.observe_all(whole), {})
     return TableBuilder().build(whole, health.statuses, {}, 1, True)
 
 
@@ -125,7 +125,7 @@ def test_an_isolated_version_gets_replicas_of_its_own() -> None:
     assert (isolated.is_pooled, isolated.isolated, isolated.min_workers) == (False, "it crashed", 1)
     assert isolated.memory == 0
     assert set(desired_states(after)) == {"a--1.0"}
-    assert set(version_states(after)) == {"b--1.0"}
+    assert set(PoolTracker().desired_states(after)) == {"b--1.0"}
     assert build(after, PoolTracker()).models["a"].versions["1.0"].pool == ""
     assert isolate(after, spec("a"), "again") is after
     assert isolate(whole, spec("a").with_(digest="replaced"), "it crashed") is whole
