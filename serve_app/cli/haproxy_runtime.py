@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import socket
 import stat
@@ -12,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from serve_app.cli.errors import StartError
+from serve_app.net.bind import free_port
 
 # The ports that Ray Serve binds besides ours, and the variables that change them.
 PORTS = {
@@ -30,16 +30,6 @@ _FILES = {
 # Ray Serve adds a folder with the node's id (56 characters), and HAProxy ".<pid>.tmp" to the socket's name. A
 # Unix socket's path has at most 107 bytes.
 _MAX_FOLDER_BYTES = 107 - len(f"/{'0' * 56}/admin.sock.4194304.tmp")
-_FREE_PORTS = range(20_000, 29_000)  # outside the ranges that the kernel and Ray allocate from
-
-
-def free_port() -> int:
-    """Return a port on which nothing listens."""
-    for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):  # servers that start at once differ
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
-    raise OSError("no free port on loopback")
 
 
 def claim_ports(env: MutableMapping[str, str]) -> list[socket.socket]:

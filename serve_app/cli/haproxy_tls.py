@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from serve_app.cli.haproxy_runtime import free_port
+from serve_app.net.bind import free_port
 from serve_app.settings import HAPROXY_TLS_BIND, HAPROXY_TLS_CERTIFICATE
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
+from serve_app.net.bind import free_port
 from serve_app.net.fork_client import SOCKET
 
 _DESCRIPTORS = 65536  # as `ray.init` raises the limit
@@ -56,6 +57,12 @@ def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> Any:
         include_log_monitor=False,
         no_monitor=True,
         setup_worker_path=fork_worker.__file__,
+        # With ports that the agents choose, the raylet waits 15 s for each agent, and ends: on a busy machine
+        # the imports of an agent take longer.
+        metrics_agent_port=free_port(),
+        metrics_export_port=free_port(),
+        dashboard_agent_listen_port=free_port(),
+        runtime_env_agent_port=free_port(),
     )
     # With ``spawn_reaper`` the kernel ends Ray's processes with this one.
     node = HeadNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import random
 import socket
 
 import psutil
@@ -14,7 +15,17 @@ from serve_app.errors import ConfigurationError
 
 log = logging.getLogger("torchrelay.http_listener")
 
+_FREE_PORTS = range(20_000, 29_000)  # outside the ranges that the kernel and Ray allocate from
 BIND_TIMEOUT = 15.0  # seconds to wait for a port that a predecessor still holds
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):  # servers that start at once differ
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError("no free port on loopback")
 
 
 async def bind(
