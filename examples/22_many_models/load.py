@@ -50,6 +50,8 @@ async def send(names: list[str], seconds: float, results: Counter) -> None:
 async def main(seconds: float) -> None:
     names = random.Random(0).sample(models := list_models(), len(models))
     print(f"{len(names)} models are registered")
+    if not names:
+        raise SystemExit("Register them first: torchrelay models register-all model_store/many")
     before, results = read_metrics(), Counter()
     await asyncio.gather(*(send(names, seconds, results) for _ in range(8)))
     after = read_metrics()

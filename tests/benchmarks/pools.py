@@ -115,8 +115,8 @@ def measure_memory(server: Server) -> float:
     return total / _MIB
 
 
-async def register_all(server: Server, names: Sequence[str]) -> list[float]:
-    """Register archives of the model store, eight at a time; return the seconds of each."""
+async def register_all(server: Server, names: Sequence[str], at_once: int) -> list[float]:
+    """Register archives of the model store, some at once; return the seconds of each."""
     seconds: list[float] = []
     waiting = list(reversed(names))
 
@@ -129,7 +129,7 @@ async def register_all(server: Server, names: Sequence[str]) -> list[float]:
             seconds.append(time.perf_counter() - started_at)
 
     async with httpx.AsyncClient(base_url=server.process.management, timeout=120) as client:
-        await asyncio.gather(*(work(client) for _ in range(8)))
+        await asyncio.gather(*(work(client) for _ in range(at_once)))
     return seconds
 
 
@@ -207,9 +207,10 @@ def measure(folder: Path, count: int, seconds: float, console: Console) -> Figur
         figures.memory["started"] = measure_memory(server)
         console.print(f"Registering {count} models")
         started_at = time.perf_counter()
-        registrations = asyncio.run(register_all(server, names))
-        figures.registered_per_s = count / (time.perf_counter() - started_at)
-        figures.management["register"] = quantiles(registrations)
+        last = count // 10  # one at a time, for the latency with all others registered
+        asyncio.run(register_all(server, names[:-last], 8))
+        figures.registered_per_s = (count - last) / (time.perf_counter() - started_at)
+        figures.management["register"] = quantiles(asyncio.run(register_all(server, names[-last:], 1)))
         figures.memory["registered"] = measure_memory(server)
         _measure_load(server, names, seconds, figures, console)
         figures.memory["loaded"] = measure_memory(server)
@@ -282,7 +283,7 @@ def to_markdown(figures: Figures) -> str:
             "",
         ),
         ("memory of all processes", memory, "4 GiB"),
-        ("registrations", f"{figures.registered_per_s:.0f}/s", ""),
+        ("registrations, eight at once", f"{figures.registered_per_s:.0f}/s", ""),
         ("requests", f"{figures.requests:,}, {figures.requests_per_s:,.0f}/s, {failed} failed", "0 failed"),
         ("hit rate", f"{figures.hit_rate:.1%}", ""),
         ("hits, p50 and p99", both(figures.hits), ""),
