@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,21 @@ from xdist.scheduler import LoadScopeScheduling
 # The same examples each time, and none that fails because the machine stood still.
 hypothesis.settings.load_profile("ci")
 os.environ.pop("COLUMNS", None)  # rich's consoles, made when they are imported, would keep it
+
+
+# Seconds after which a test that hangs fails with the stacks of its threads; `make test` needs no more.
+TIMEOUTS = {"slow": 1200, "": 400}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--budget", type=float, help="Seconds after which no further test starts; the rest are skipped."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.budget is not None and not hasattr(config.option, "deadline"):
+        config.option.deadline = time.time() + config.option.budget  # the processes of xdist receive it
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -39,6 +56,10 @@ def _module_marks(file: Path) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests of the cluster, which take longest, to the front."""
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+    for item in items:
+        seconds = TIMEOUTS["slow" if item.get_closest_marker("slow") else ""]
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(seconds))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,6 +81,8 @@ class SharedServerScheduling(LoadScopeScheduling):
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > getattr(item.config.option, "deadline", math.inf):
+        pytest.skip("over the --budget of this run")
     if item.get_closest_marker("gpu") is not None:
         import torch
 

@@ -36,10 +36,10 @@ def test_kill_a_replica(server: Server, stays: str) -> None:
             lambda: len(server.pids(stays)) == 2 and killed not in server.pids(stays),
             description="a replacement",
         )
+        server.wait(lambda: sum(load.answers.values()) > 100, description="answers of both replicas")
     lost = sum(load.failed.values())
     # Only what the dead process was answering at that moment may be lost: at most one a connection.
     assert lost <= 8, load.failed
-    assert sum(load.answers.values()) > 100
 
 
 def test_the_gateway_sends_rows_of_a_dead_replica_to_another(server: Server, tmp_path: Path) -> None:

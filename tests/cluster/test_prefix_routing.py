@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,16 @@ def test_a_prefix_reaches_the_replica_that_has_cached_it(server: Server, tmp_pat
             return ask(path, body | ({"messages": messages} if "chat" in path else {"prompt": prefix + "?"}))
         return ask(path, {"prompt": f"{prefix} {turn}", "max_new_tokens": 2})
 
+    def is_routed_by_prefix() -> bool:
+        """Return whether repeated prompts are cached; a single first replica had a route that ends late."""
+        prompts = [f"warm {uuid.uuid4()} ".ljust(300, ".") for _ in range(6)]
+        return all(
+            ask_with(prompt, "/predictions/poet", 0)[1] < 256
+            and ask_with(prompt, "/predictions/poet", 1)[1] >= 256
+            for prompt in prompts
+        )
+
+    server.wait(is_routed_by_prefix, description="the gateway has the requests")
     for path in ("/predictions/poet", "/predictions/poet/1.0", "/v1/completions", "/v1/chat/completions"):
         homes = defaultdict(set)
         for turn in range(3):

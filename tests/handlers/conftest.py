@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from handlers.context import Context
+from handlers.metrics import update_sink
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,12 @@ def process(tmp_path: Path) -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def metric_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffer the updates of metrics, which a model that an earlier test served sends elsewhere."""
+    monkeypatch.setattr(update_sink, "_sink", update_sink.buffer_update)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 import handlers
 from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
-from handlers.metrics import MetricCache, update_sink, updates
+from handlers.metrics import MetricCache, updates
 
 pytestmark = pytest.mark.integration
 
@@ -292,9 +292,7 @@ def test_cancelled_requests_free_their_cache(language_model: Path) -> None:
     run_served(language_model, run_cancelled)
 
 
-def test_metrics_are_recorded(language_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_sink, "_sink", update_sink.buffer_update)  # a served model replaces it
-
+def test_metrics_are_recorded(language_model: Path) -> None:
     async def check(model: Served) -> dict[str, float]:
         updates.clear()
         await model.predict({"body": {"prompt": "Roses are red", "max_new_tokens": 30}}, "measured")
