@@ -39,6 +39,7 @@ def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> Any:
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
     from ray._private.node import Node
     from ray._private.parameter import RayParams
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
 
     from serve_app.deployments import fork_worker
 
@@ -48,6 +49,13 @@ def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> Any:
 
         def start_raylet(self, *args: Any, **options: Any) -> None:
             os.environ[SOCKET] = os.path.join(self.get_sockets_dir_path(), "fork_server")
+            # Ray does not pass this port to the raylet, which waits for the agent's file.
+            persist_port(
+                self.get_session_dir_path(),
+                self.node_id,
+                DASHBOARD_AGENT_LISTEN_PORT_NAME,
+                parameters.dashboard_agent_listen_port,
+            )
             super().start_raylet(*args, **options)
 
     ensure_token_if_auth_enabled({}, create_token_if_missing=True)
