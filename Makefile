@@ -5,6 +5,7 @@
 # make test-slow  setup, then the long tests: examples, other servers, clean environments, compilers
 # make bench      setup, then the comparison with other servers
 # make screenshots  the pictures of the console in docs/images/console
+# make docs       the site of the documentation, with the generated reference, in build/site; ARGS=--serve shows it
 # make lint       ruff, the import contracts and mypy
 # make clean      removes what the targets above made; your archives and the server's state stay
 
@@ -25,7 +26,7 @@ MODEL := model_store/digits.mar
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-fast test-slow bench screenshots lint clean
+.PHONY: help setup run test test-fast test-slow bench screenshots docs lint clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -71,6 +72,9 @@ bench: setup
 
 screenshots: setup
 	@PYTHONPATH=tests $(BIN)/python -m tests.console.screenshots $(ARGS)
+
+docs: $(INSTALLED)
+	@$(BIN)/python docs/build_site.py $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .
