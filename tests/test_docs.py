@@ -1,10 +1,9 @@
-"""Checks of the pages against the code: links, files, settings, metrics, commands and example
-configuration.
-"""
+"""Checks of the pages against the code: links, files, settings, commands, sizes and example configuration."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -22,15 +21,12 @@ from serve_app.domain.model import ModelSpec
 from serve_app.domain.pool_settings import PoolSettings
 from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import Settings
-from serve_app.telemetry.metrics import METRICS
-from serve_app.telemetry.torchserve import catalog
-from serve_app.telemetry.torchserve.recorders import BUCKETS
 
 pytestmark = pytest.mark.integration
 
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("serve_app", "handlers", "configs", "cluster", "examples", "tests")
+FOLDERS = ("serve_app", "handlers", "configs", "cluster", "examples", "tests", "docs")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -94,7 +90,7 @@ def test_command_lines_parse(page: Path) -> None:
         assert done.returncode == 0, f"{page}:\n{body}\n{done.stderr}"
     for line in commands(text):
         for word in line:
-            if word.startswith("@"):  # curl's file of a body
+            if re.match("@[^-]", word):  # curl's file of a body; @- is the standard input
                 assert (ROOT / word[1:]).is_file(), f"{page}: {word}"
 
 
@@ -139,45 +135,42 @@ def test_make_targets_are_there(page: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: make {target}"
 
 
+GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_guide_is_short_and_in_the_index(page: Path) -> None:
+    assert len(page.read_text().split()) <= 800
+    assert f"(guides/{page.name})" in (ROOT / "docs/README.md").read_text()
+    assert f"docs/guides/{page.name}" in (ROOT / "docs/mkdocs.yml").read_text()
+
+
+def test_the_pages_are_short() -> None:
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    assert sum(len(page.read_text().split()) for page in pages) <= 30_000
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_every_example_is_in_the_index() -> None:
+    index = (ROOT / "examples/README.md").read_text()
+    folders = [path.parent.name for path in (ROOT / "examples").glob("*/README.md")]
+    assert [name for name in folders if f"({name}/README.md)" not in index] == []
+
+
 def test_every_setting_is_documented_with_its_default() -> None:
-    page = (ROOT / "configs/README.md").read_text()
-    sections = dict(re.findall(r"^### `?(\w+)(.*?)(?=^###? |\Z)", page, re.MULTILINE | re.DOTALL))
-    settings = Settings()
-    documented = 0
-    for entry in dataclasses.fields(settings):
-        value = getattr(settings, entry.name)
-        if dataclasses.is_dataclass(value):
-            rows = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            section = sections[entry.name]
-        elif entry.name == "pools":  # by name
-            pool = PoolSettings()
-            rows = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
-            section = sections["pools"]
-        else:
-            rows, section = {entry.name: value}, sections["Top"]
-        for name, default in rows.items():
-            assert f"\n| `{name}` | `{json.dumps(default)}` |" in section, f"{entry.name}.{name}"
-        documented += len(rows)
-    assert documented == len(re.findall(r"^\| `\w+` \| `", page.partition("## Settings")[2], re.MULTILINE))
-
-
-def test_every_metric_is_documented() -> None:
-    page = (ROOT / "serve_app/telemetry/README.md").read_text()
-    rows = [f"| `{m.name}` | {m.kind} | {', '.join(m.labels)} |" for m in METRICS]
-    assert [row for row in rows if row not in page] == []
-    assert set(re.findall(r"^\| `(torchrelay_\w+)`", page, re.MULTILINE)) == {m.name for m in METRICS}
-
-
-def test_every_metric_of_torchserves_is_documented() -> None:
-    page = (ROOT / "serve_app/telemetry/README.md").read_text()
-    rows = [f"| `{f.name}` | {f.kind} | {f.unit} | {', '.join(f.dimensions)} |" for f in catalog.DEFAULT]
-    assert [row for row in rows if row not in page] == []
-    theirs = page.partition("### TorchServe's")[2].partition("### Modes")[0]
-    assert len(re.findall(r"^\| `", theirs, re.MULTILINE)) == len(rows)
-    assert ", ".join(f"{bound:g}" for bound in BUCKETS[:-1]) + f" and {BUCKETS[-1]:g}" in page
-    example = re.findall(r"^```yaml\n(dimensions:.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(example) == 1
-    catalog.parse(example[0], "the page")
+    path = ROOT / "configs/settings.yaml"
+    documented = yaml.safe_load(path.read_text())
+    assert documented.pop("pools") == {"shared": json.loads(json.dumps(dataclasses.asdict(PoolSettings())))}
+    defaults = json.loads(json.dumps(dataclasses.asdict(Settings())))
+    assert defaults.pop("pools") == {}
+    assert documented == defaults
+    lines = path.read_text().splitlines()
+    undocumented = [
+        line
+        for before, line in itertools.pairwise(lines)
+        if re.match(r" *\w+:", line) and not before.strip().startswith("#") and line != "  shared:"
+    ]
+    assert undocumented == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.name)

@@ -184,7 +184,7 @@ def app_yaml(translated: torchserve_config.TranslatedConfig, source: str, folder
     http = document["http_options"]
     lines = [
         f"# The settings of {source}, for `torchrelay start`. Other keys have Torchrelay's defaults;",
-        "# configs/README.md lists every key.",
+        "# configs/settings.yaml lists every key.",
         "",
         "proxy_location: EveryNode",
         "",

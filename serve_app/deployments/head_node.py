@@ -39,7 +39,7 @@ def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> Any:
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
     from ray._private.node import Node
     from ray._private.parameter import RayParams
-    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]
 
     from serve_app.deployments import fork_worker
 

@@ -2,7 +2,7 @@
 
 ``read`` returns the ``args`` of an app.yaml and the address of the inference port. Missing keys have
 TorchServe's defaults, also where Torchrelay's differ, so that the same file configures the same server.
-``KEYS`` lists all keys, which keys.csv declares and configs/README.md describes.
+``KEYS`` lists all keys, which keys.csv declares.
 """
 
 from serve_app.torchserve_config.keys import KEYS, ConfigKey, reference

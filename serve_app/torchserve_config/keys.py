@@ -149,7 +149,7 @@ MANNERS = {"inference.late_response": "drop"}
 
 
 def reference() -> str:
-    """Return ``KEYS`` as the rows of a table, for configs/README.md."""
+    """Return ``KEYS`` as the rows of a table, for the reference."""
     words = {"setting": "", "unneeded": "not needed: ", "unserved": "not served: "}
     rows = ["| key | here | TorchServe's default | |", "|---|---|---|---|"]
     for key in KEYS:

@@ -34,6 +34,7 @@ from tests.benchmarks import (
     servers as peers,
 )
 from tests.benchmarks.archives import ArchiveFailed, build
+from tests.benchmarks.chart import draw
 from tests.benchmarks.comparison import Comparison
 from tests.benchmarks.frameworks import FRAMEWORKS, Framework
 from tests.benchmarks.report import Report
@@ -97,6 +98,10 @@ def main(
         Path | None, typer.Option(help="For archives and logs; a temporary one unless said.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(help="Also draw echo and mlp: benchmark-light.svg and -dark.svg in this folder."),
+    ] = None,
 ) -> None:
     """Compare Torchrelay with TorchServe 0.12 and other servers on this machine."""
     groups = _names(only, GROUPS, "--only") or GROUPS
@@ -142,6 +147,8 @@ def main(
     ).markdown()
     if output:
         output.write_text(page)
+    if chart:
+        draw(run.figures, chart)
     print(page)
 
 

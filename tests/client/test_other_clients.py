@@ -1,4 +1,4 @@
-"""The examples of the client's page for other packages, run against servers in this process."""
+"""The code for each client of examples/18_every_client runs against servers in this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import pytest
 import tritonclient.http
 from client_helpers import streaming
 
-import serve_app
 from serve_app.domain import tensors
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 
-PAGE = (Path(serve_app.__file__).parent / "client/README.md").read_text().partition("## Other protocols")[2]
+PAGE = (Path(__file__).parents[2] / "examples/18_every_client/README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 TABLE = RoutingTable(
     1,

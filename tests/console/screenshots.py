@@ -28,6 +28,7 @@ EXAMPLES = ("04_two_versions", "05_ab_test", "06_canary", "07_shadow")
 SIZE = {"width": 1280, "height": 800}
 MAX_BYTES = 200_000
 _SETTLE_MS = 3500  # for plots and tables to be filled
+_PLOT_MS = 45_000  # for a plot of the time since the visit
 PAGES = {
     "overview": "/",
     "model": "/models/digits",
@@ -114,9 +115,11 @@ def roll_back(server: Server) -> None:
     server.client.scale("estimate", "2.0", min_worker=1, synchronous=True)
     plan = {"to": "2.0", "steps": [10, 25, 50, 100], "bake_s": 10, "min_calls": 20}
     server.client.start_rollout("estimate", plan)
-    flat = {"district": "harbour", "area": 70}
-    while server.client.rollout("estimate")["state"] in ("starting", "running"):
-        server.http.post("/predictions/estimate", json=flat)
+    while (rollout := server.client.rollout("estimate"))["state"] in ("starting", "running"):
+        for number in range(10):
+            broken = number == 0 and rollout["percent"] >= 50
+            flat = {"district": "harbour" if broken else "castle", "area": 70}
+            server.http.post("/predictions/estimate", json=flat)
 
 
 def run(script: str, environment: dict[str, str]) -> None:
@@ -135,7 +138,7 @@ def take_all(page: Page, server: Server, scheme: str, out: Path) -> None:
     origin = f"{server.process.management}/ui"
     for name, path in track(PAGES.items(), f"Taking screenshots, {scheme}", total=len(PAGES)):
         page.goto(origin + path)
-        page.wait_for_timeout(_SETTLE_MS)
+        page.wait_for_timeout(_PLOT_MS if name == "overview" else _SETTLE_MS)
         save(page, out / f"{name}-{scheme}.png")
     page.goto(f"{origin}/experiments")
     page.get_by_role("link", name="personal headlines").click()

@@ -128,7 +128,7 @@ def log_normal(sigma: float) -> float:
 
 
 # What is asserted is the promise. It is kept with room to spare: see the table in
-# serve_app/control/README.md.
+# docs/guides/ab-test.md.
 @pytest.mark.parametrize(
     ("draw", "mean", "rate", "share"),
     [

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.errors import ConfigurationError
 from serve_app.settings import VersionSettings, load
-from serve_app.torchserve_config import KEYS, ListenAddress, parse, read, reference
+from serve_app.torchserve_config import KEYS, ListenAddress, parse, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,11 +99,6 @@ class TestModels:
     def test_an_unknown_value_is_named(self) -> None:
         [warning] = read('models={"m":{"1.0":{"minWorker":1}}}', "c").warnings
         assert warning == "c: line 1: models: m 1.0: unknown key 'minWorker'; did you mean 'minWorkers'?"
-
-
-def test_every_key_is_in_the_page_with_what_becomes_of_it() -> None:
-    page = (ROOT / "configs/README.md").read_text()
-    assert reference() in page, f"the table of configs/README.md should be:\n{reference()}"
 
 
 def test_every_setting_that_is_named_is_there() -> None:

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol, version 2. README.md describes its routes and design decisions."""
+"""The Open Inference Protocol, version 2."""

@@ -1,1 +1,1 @@
-"""TorchServe's REST APIs, to the byte where a client can see it. README.md has its every quirk."""
+"""TorchServe's REST APIs, to the byte where a client can see it; docs/compatibility.md has differences."""

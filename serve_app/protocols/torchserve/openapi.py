@@ -2,7 +2,7 @@
 
 Their operations come in TorchServe's order, with its ids, parameters and schemas, so that a client generated
 from them has the same methods. The routes that TorchServe serves and does not describe follow, and then our
-own. README.md lists where TorchServe's own documents are wrong and these are not.
+own. Errors of TorchServe's documents are corrected: a partial success is 206, ``synchronous`` is true.
 
 ``openapi.json`` has paths by group, and the parts that several paths share, each referred to by ``$ref``.
 The documents have the parts in place of the references, as TorchServe's have.

@@ -9,7 +9,7 @@ from typing import TypeVar
 R = TypeVar("R")
 
 # Of what a batch computes, the part that may be padding. With more, two batches are quicker than one
-# (README.md).
+# (docs/guides/handlers.md).
 MAX_PADDING = 0.2
 
 

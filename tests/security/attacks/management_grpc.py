@@ -255,7 +255,7 @@ def unfinished_messages(target: Target) -> Outcome:
 
 @attack("management_grpc", "SETTINGS of 196 KB, repeated", "p99 82 ms, +193 MiB, 106 left")
 def settings(target: Target) -> Outcome:
-    # gRPC buffers its acknowledgements, which no option limits; see serve_app/protocols/grpc/README.md.
+    # gRPC buffers its acknowledgements, which no option limits; see tests/security/README.md.
     return measure(target, _settings, max_added=512 * _MIB)
 
 
