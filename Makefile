@@ -6,6 +6,7 @@
 # make bench      setup, then the comparison with other servers
 # make screenshots  the pictures of the console in docs/images/console
 # make docs       the site of the documentation, with the generated reference, in build/site; ARGS=--serve shows it
+# make release    wheel, source distribution, bill of materials and changelog section in dist/
 # make lint       ruff, the import contracts and mypy
 # make clean      removes what the targets above made; your archives and the server's state stay
 
@@ -26,7 +27,7 @@ MODEL := model_store/digits.mar
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-fast test-slow bench screenshots docs lint clean
+.PHONY: help setup run test test-fast test-slow bench screenshots docs release lint clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -75,6 +76,9 @@ screenshots: setup
 
 docs: $(INSTALLED)
 	@$(BIN)/python docs/build_site.py $(ARGS)
+
+release: $(INSTALLED)
+	@.ci/package
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

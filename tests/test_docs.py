@@ -203,6 +203,16 @@ def test_the_model_config_reference_is_whole_and_says_the_defaults() -> None:
             assert value == getattr(runtime, field.name), field.name
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem
+)
+def test_issue_forms_have_labelled_fields(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert all(field["id"] and field["attributes"]["label"] for field in fields)
+
+
 def test_the_changelog_knows_this_version() -> None:
     versions = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == __version__

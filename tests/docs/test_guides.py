@@ -6,6 +6,7 @@ machine, the network or a long time.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -99,3 +100,18 @@ def test_the_commands_of_a_guide_run(server: Server, workspace: Path, guide: str
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    documents = list(find_documents(done.stdout))
+    for promised in re.findall(r"```\n\n```json\n(.*?)^```$", GUIDES[guide], re.MULTILINE | re.DOTALL):
+        assert json.loads(promised) in documents, promised
+
+
+def find_documents(text: str) -> Iterator[object]:
+    """Yield the JSON objects in the output of commands."""
+    decoder, place = json.JSONDecoder(), text.find("{")
+    while place >= 0:
+        try:
+            document, place = decoder.raw_decode(text, place)
+            yield document
+        except ValueError:
+            place += 1
+        place = text.find("{", place)
