@@ -62,7 +62,7 @@ def main() -> None:
     )
     if done.returncode:
         sys.exit(done.returncode)
-    print(f"The site is in {ROOT / 'build' / 'site'}: open index.html, or run with --serve.")
+    print(f"The site is in {ROOT / 'build' / 'site'}: run with --serve to read and search it.")
 
 
 if __name__ == "__main__":
