@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -49,4 +50,4 @@ def nothing_stays(server: Server) -> Iterator[None]:
             server.management.delete(f"/models/{model}/{version['modelVersion']}")
         server.management.delete(f"/models/{model}")
     for archive in set(server.store.iterdir()) - archives:
-        archive.unlink()
+        shutil.rmtree(archive) if archive.is_dir() else archive.unlink()
