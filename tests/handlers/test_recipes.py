@@ -133,9 +133,8 @@ def test_the_guides_envelope_runs() -> None:
 
 
 def test_micro_batches_run(archive, begin) -> None:  # type: ignore[no-untyped-def]
-    config = (
-        "micro_batching: {micro_batch_size: 4, parallelism: {preprocess: 2, inference: 1, postprocess: 2}}"
-    )
+    stages = {"preprocess": 2, "inference": 1, "postprocess": 2}
+    config = {"micro_batching": {"micro_batch_size": 4, "parallelism": stages}}
     directory, manifest = archive(model=MODEL), {"model": {"modelFile": "model.py"}}
     entry = handlers.load("base_handler", directory, manifest)
     context = Context("m", str(directory), manifest, model_yaml_config=config)
