@@ -25,7 +25,7 @@ COMPOSE = yaml.safe_load((EXAMPLE / "compose.yaml").read_text())
 
 def test_the_file_is_valid() -> None:
     schema = json.loads((ROOT / "tests/data/compose_spec.json").read_text())
-    schema["$schema"] = "http://json-schema.org/draft-07/schema#"  # the file's own URL has http instead of https
+    schema["$schema"] = "http://json-schema.org/draft-07/schema#"  # its own URL is wrong
     jsonschema.validate(COMPOSE, schema)
 
 
