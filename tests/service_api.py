@@ -21,7 +21,7 @@ from serve_app.control.table_publisher import TablePublisher
 from serve_app.dataplane.experiment_collector import ExperimentCollector
 from serve_app.domain.access import AccessTable
 from serve_app.domain.model import ModelSpec
-from serve_app.telemetry.metrics import MetricsAggregator
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 METHODS = {name for name in vars(ControlAPI) if not name.startswith("_")}
 

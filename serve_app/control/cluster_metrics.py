@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.domain.model import VersionStats
-from serve_app.telemetry.metrics import Meters, MetricsAggregator
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 _COLLECT_TIMEOUT = 1.0  # seconds for which a slow process is waited for
 
@@ -34,18 +36,18 @@ class ClusterMetrics:
     async def collect(self, max_age: float = 0.0) -> None:
         """Bring the samples of every live process up to date, unless they are younger than ``max_age``.
 
-        ``max_age`` is in seconds. A process with 1,000 versions takes 0.2 s for it.
+        ``max_age`` is in seconds.
         """
         if time.monotonic() - self._collected_at < max_age:
             return
         await self._publisher.collect_metrics(_COLLECT_TIMEOUT, self._live_readers)
-        self._aggregator.put("management", self._meters.report())
+        self._aggregator.put("management", self._meters.report(full=False))
         self._collected_at = time.monotonic()
 
     async def render(self, names: frozenset[str] | None = None) -> bytes:
         """Return the metrics page; with ``names``, only the samples of these names."""
         await self.collect()
-        return self._aggregator.render(names)
+        return await asyncio.to_thread(self._aggregator.prepare_page(names))
 
     async def get_version_stats(self) -> list[VersionStats]:
         """Return what the whole cluster has counted of each version."""

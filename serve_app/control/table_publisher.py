@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from serve_app.domain.routing_table import RoutingTable, TableDelta
-from serve_app.telemetry.metrics import MetricsAggregator, MetricsReport
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from serve_app.telemetry.metrics_report import MetricsReport
 
-Nudge = Literal["samples"]  # a request for the reader's samples
+Nudge = Literal["samples", "all samples"]  # a request for the changed values of the reader's metrics, or all
 
 _KEPT_TABLES = 16  # earlier tables; they share the rows that have not changed
 _LIVENESS_CHECK_S = 0.25  # seconds for which a slow reader is waited for before its process is looked up
@@ -66,7 +67,8 @@ class TablePublisher:
         reader = self._readers.setdefault(source, _TableReader())
         reader.generation, reader.last_seen = generation, time.monotonic()
         if samples is not None:
-            self._metrics.put(source, samples)
+            if not self._metrics.put(source, samples):
+                return "all samples"
             reader.collection = self._collection
         self._reader_changed.set()
         if generation > self.table.generation:

@@ -20,7 +20,8 @@ from serve_app.deployments.actor_classes import bound_actor_classes
 from serve_app.deployments.names import MANAGEMENT, SERVER
 from serve_app.domain.routing_table import TableDelta
 from serve_app.protocols.http import json_web_tokens
-from serve_app.telemetry.metrics import Meters, MetricsReport
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_report import MetricsReport
 
 log = logging.getLogger("torchrelay.management_client")
 
@@ -142,11 +143,11 @@ class ManagementClient:
             await self.reports.drain(_SHUTDOWN_TIMEOUT_S)
         await self.management.disconnect.remote(self._source, self._collect_samples())
 
-    def _collect_samples(self) -> MetricsReport:
+    def _collect_samples(self, full: bool = True) -> MetricsReport:
         self.before_report()
         if self.key_limiter is not None:
             self.key_limiter.report(self._meters)
-        return self._meters.report()
+        return self._meters.report(full)
 
     async def _poll(self) -> None:
         samples: MetricsReport | None = self._collect_samples()
@@ -166,7 +167,7 @@ class ManagementClient:
             if not is_connected:
                 is_connected = True
                 self.on_connect()
-            samples = self._collect_samples() if answer == "samples" else None
+            samples = self._collect_samples(answer == "all samples") if isinstance(answer, str) else None
             if isinstance(answer, TableDelta):
                 self._reader.update(answer.apply(self._reader.table))
             elif isinstance(answer, bytes):

@@ -24,6 +24,14 @@ class BatchStats:
         self.sizes[rows] = count + 1, total + seconds
         self.last = time.time()
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BatchStats) and (self.last, self.sizes) == (other.last, other.sizes)
+
+    def copy(self) -> BatchStats:
+        copy = BatchStats()
+        copy.add(self)
+        return copy
+
     def add(self, other: BatchStats) -> None:
         """Add the batches of another process."""
         self.last = max(self.last, other.last)

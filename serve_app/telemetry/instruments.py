@@ -6,47 +6,41 @@ a value with each bucket: 3 µs for an observation, against 0.3 µs here. A requ
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 from prometheus_client.utils import floatToGoString
 
+from serve_app.telemetry.metric_definitions import MetricDefinition
+
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
 Labels = tuple[tuple[str, str], ...]  # sorted by name
-
-
-@cache
-def _bound_labels(bounds: tuple[float, ...]) -> tuple[tuple[str, str], ...]:
-    """Return the labels of a histogram's buckets; few histograms have others."""
-    return tuple(("le", floatToGoString(bound)) for bound in (*bounds, float("inf")))
+Number = float | tuple[float, ...]  # of a histogram the count of each bucket, and the sum
 
 
 class CounterInstrument:
     """A number that only increases."""
 
-    __slots__ = ("_labels", "_name", "value")
+    __slots__ = ("value",)
 
-    def __init__(self, name: str, labels: Labels, buckets: Sequence[float] = ()) -> None:
-        self._name = f"{name}_total"
-        self._labels = labels
+    def __init__(self, buckets: Sequence[float] = ()) -> None:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
         self.value += amount
 
-    def samples(self) -> Iterator[Sample]:
-        yield self._name, self._labels, self.value
+    def read(self) -> Number:
+        return self.value
 
 
 class GaugeInstrument:
     """A number that is set, or changes in both directions."""
 
-    __slots__ = ("_labels", "_name", "value")
+    __slots__ = ("value",)
 
-    def __init__(self, name: str, labels: Labels, buckets: Sequence[float] = ()) -> None:
-        self._name = name
-        self._labels = labels
+    def __init__(self, buckets: Sequence[float] = ()) -> None:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
@@ -55,8 +49,8 @@ class GaugeInstrument:
     def set(self, value: float) -> None:
         self.value = float(value)
 
-    def samples(self) -> Iterator[Sample]:
-        yield self._name, self._labels, self.value
+    def read(self) -> Number:
+        return self.value
 
 
 class HistogramInstrument:
@@ -65,11 +59,9 @@ class HistogramInstrument:
     The last of ``counts`` is of the values beyond all ``bounds``.
     """
 
-    __slots__ = ("_labels", "_name", "bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "sum")
 
-    def __init__(self, name: str, labels: Labels, buckets: Sequence[float]) -> None:
-        self._name = name
-        self._labels = labels
+    def __init__(self, buckets: Sequence[float]) -> None:
         self.bounds = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
@@ -85,14 +77,50 @@ class HistogramInstrument:
             total += value
         self.sum += total
 
-    def samples(self) -> Iterator[Sample]:
-        """Return the cumulative counts by upper bound, the count and the sum, as Prometheus names them."""
-        count, name = 0, f"{self._name}_bucket"
-        for bound, number in zip(_bound_labels(tuple(self.bounds)), self.counts, strict=True):
-            count += number
-            yield name, tuple(sorted((*self._labels, bound))), float(count)
-        yield f"{self._name}_count", self._labels, float(count)
-        yield f"{self._name}_sum", self._labels, self.sum
+    def read(self) -> Number:
+        return (*self.counts, self.sum)
 
 
 Instrument = CounterInstrument | GaugeInstrument | HistogramInstrument
+
+
+def add_numbers(first: Number, second: Number) -> Number:
+    """Return the sum of two values of one metric."""
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return tuple(map(operator.add, first, second))
+    assert not isinstance(first, tuple)
+    assert not isinstance(second, tuple)
+    return first + second
+
+
+def count_and_sum(number: Number) -> tuple[float, float]:
+    """Return the number of a histogram's values, and their sum."""
+    assert isinstance(number, tuple)
+    return sum(number[:-1]), number[-1]
+
+
+def list_sample_names(metric: MetricDefinition) -> tuple[str, ...]:
+    """Return the names of a metric's samples in Prometheus' text format."""
+    suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+    return tuple(f"{metric.name}{suffix}" for suffix in suffixes[metric.kind])
+
+
+def to_samples(metric: MetricDefinition, values: Sequence[str], number: Number) -> Iterator[Sample]:
+    """Return the samples of a value with its label values; of a histogram the counts are cumulative."""
+    labels = tuple(sorted(zip(metric.labels, values, strict=True)))
+    name, *others = list_sample_names(metric)
+    if not isinstance(number, tuple):
+        yield name, labels, number
+        return
+    count = 0.0
+    for bound, in_bucket in zip(_bound_labels(metric.buckets), number[:-1], strict=True):
+        count += in_bucket
+        yield name, tuple(sorted((*labels, bound))), count
+    for other, value in zip(others, (count, number[-1]), strict=True):
+        yield other, labels, value
+
+
+@cache
+def _bound_labels(bounds: tuple[float, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the labels of a histogram's buckets; few histograms have others."""
+    return tuple(("le", floatToGoString(bound)) for bound in (*bounds, float("inf")))

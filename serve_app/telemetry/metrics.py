@@ -1,8 +1,7 @@
-"""The meters of a process, and their sums over all processes.
+"""The meters of a process.
 
-Each process keeps its meters in its own registry. The Management deployment collects their reports and
-renders the sums, so that a scrape covers the whole cluster. TorchServe's metrics (torchserve/) are collected
-likewise.
+Management collects the reports of all processes, so that a scrape covers the whole cluster (see
+``metrics_aggregator.py``). TorchServe's metrics (torchserve/) are collected likewise.
 """
 
 from __future__ import annotations
@@ -11,38 +10,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric as Metrics
-
-from serve_app.domain.model import VersionStats
 from serve_app.telemetry import tracing
 from serve_app.telemetry.batch_stats import BatchStats
 from serve_app.telemetry.instruments import (
     CounterInstrument,
     GaugeInstrument,
     HistogramInstrument,
-    Instrument,
     Sample,
+    to_samples,
 )
 from serve_app.telemetry.metric_definitions import METRICS
-from serve_app.telemetry.torchserve.catalog import MetricFamily
-from serve_app.telemetry.torchserve.exposition import MetricsPage
-from serve_app.telemetry.torchserve.recorders import LabeledRecorder, RecorderSample, TorchServeRecorders
+from serve_app.telemetry.metrics_report import MetricsReport, ReportedValues
+from serve_app.telemetry.torchserve.recorders import LabeledRecorder, TorchServeRecorders
 
 _DEFINITIONS = {metric.name: metric for metric in METRICS}
 _INSTRUMENTS: dict[str, type[CounterInstrument] | type[GaugeInstrument] | type[HistogramInstrument]] = {
     "counter": CounterInstrument,
     "gauge": GaugeInstrument,
     "histogram": HistogramInstrument,
-}
-# The samples that ``MetricsAggregator.version_stats`` sums up.
-_STATS_SAMPLES = {
-    "torchrelay_requests_total": "answered",
-    "torchrelay_request_latency_seconds_sum": "seconds",
-    "torchrelay_batch_size_sum": "rows",
-    "torchrelay_queue_seconds_sum": "queue",
-    "torchrelay_inference_seconds_count": "batches",
-    "torchrelay_inference_seconds_sum": "inference",
 }
 
 
@@ -81,6 +66,7 @@ class Meters:
         self._request_meters: dict[tuple[str, str, str, str | None], _RequestMeters] = {}
         self._batches: dict[tuple[str, str], _BatchMeters] = {}
         self._batch_stats: dict[tuple[str, str], BatchStats] = {}
+        self._reported = ReportedValues()
         self._responses: dict[int, CounterInstrument] = {}
         self._torchserve_responses: dict[int, LabeledRecorder] = {}
         self._thread_time = self.torchserve.child("WorkerThreadTime", "Host")
@@ -92,8 +78,8 @@ class Meters:
         instrument = self._instruments.get(key)
         if instrument is None:
             metric = _DEFINITIONS[key[0]]
-            labels = tuple(sorted(zip(metric.labels, key[1:], strict=True)))
-            instrument = _INSTRUMENTS[metric.kind](metric.name, labels, metric.buckets)
+            assert len(key) == len(metric.labels) + 1, key
+            instrument = _INSTRUMENTS[metric.kind](metric.buckets)
             self._instruments[key] = instrument
         return instrument
 
@@ -305,137 +291,16 @@ class Meters:
 
     def samples(self) -> list[Sample]:
         """Return the samples of Torchrelay's own metrics."""
-        instruments: Iterable[Instrument] = self._instruments.values()
-        return [sample for instrument in instruments for sample in instrument.samples()]
+        return [
+            sample
+            for (name, *labels), instrument in self._instruments.items()
+            for sample in to_samples(_DEFINITIONS[name], labels, instrument.read())
+        ]
 
-    def report(self) -> MetricsReport:
-        """Return all values as plain data, for another process to sum up."""
+    def report(self, full: bool = True) -> MetricsReport:
+        """Return the values for another process to sum up: all, or those changed since the last report."""
         process, dropped = tracing.take_dropped()
         if dropped:
             self._child("torchrelay_spans_dropped", process).inc(dropped)
-        return MetricsReport(self.samples(), self.torchserve.samples(), self._batch_stats)
-
-
-class MetricsReport(NamedTuple):
-    """The measurements of a process: own samples, those under TorchServe's names, and batches by size."""
-
-    samples: list[Sample]
-    readings: list[RecorderSample]
-    batches: Mapping[tuple[str, str], BatchStats]  # by model and version
-
-
-class MetricsAggregator:
-    """The sums of many processes' reports; the counts of ended processes are kept.
-
-    ``initial`` are TorchServe's metrics that are rendered before their first update.
-    """
-
-    def __init__(self, initial: Iterable[MetricFamily] = ()) -> None:
-        self._live: dict[str, MetricsReport] = {}
-        # Of ended processes.
-        self._ended: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        self._ended_batches: dict[tuple[str, str], BatchStats] = {}
-        self._page = MetricsPage(initial)
-
-    def put(self, source: str, report: MetricsReport) -> None:
-        self._live[source] = report
-
-    def end(self, source: str) -> None:
-        """Keep the counts of the ended process ``source``, and remove its gauges."""
-        report = self._live.pop(source, None)
-        if report is None:
-            return
-        gauges = {metric.name for metric in METRICS if metric.kind == "gauge"}
-        for name, labels, value in report.samples:
-            if name not in gauges:
-                self._ended[name, labels] = self._ended.get((name, labels), 0.0) + value
-        _add(self._ended_batches, report.batches)
-        self._page.keep_counts(report.readings)
-
-    @property
-    def sources(self) -> list[str]:
-        return list(self._live)
-
-    def total(self, name: str, **labels: str) -> float:
-        """Return the sum of one of Torchrelay's own metrics over the samples with ``labels``."""
-        required = set(labels.items())
-        ended = ((*key, value) for key, value in self._ended.items())
-        return sum(
-            value
-            for samples in (ended, *(report.samples for report in self._live.values()))
-            for sample_name, sample_labels, value in samples
-            if sample_name == name and required <= set(sample_labels)
-        )
-
-    def version_stats(self) -> list[VersionStats]:
-        """Return the statistics of every version with a completed or refused request, sorted by name."""
-        sums: dict[tuple[str, str], dict[str, float]] = {}
-        for (name, labels), value in self._sums().items():
-            label = dict(labels)
-            if name in _STATS_SAMPLES and label["version"]:
-                zeros = dict.fromkeys((*_STATS_SAMPLES.values(), "failed"), 0.0)
-                version_sums = sums.setdefault((label["model"], label["version"]), zeros)
-                failed = label.get("status", "ok") != "ok"
-                version_sums["failed" if failed else _STATS_SAMPLES[name]] += value
-        batch_stats: dict[tuple[str, str], BatchStats] = {}
-        for batches in (self._ended_batches, *(report.batches for report in self._live.values())):
-            _add(batch_stats, batches)
-        no_batches = BatchStats()
-        return [
-            VersionStats(
-                *version,
-                int(version_sums["answered"]),
-                int(version_sums["failed"]),
-                version_sums["seconds"],
-                int(version_sums["rows"]),
-                version_sums["queue"],
-                int(version_sums["batches"]),
-                version_sums["inference"],
-                batch_stats.get(version, no_batches).last,
-                tuple(
-                    (rows, *totals)
-                    for rows, totals in sorted(batch_stats.get(version, no_batches).sizes.items())
-                ),
-            )
-            for version, version_sums in sorted(sums.items())
-        ]
-
-    def render(self, names: Collection[str] | None = None) -> bytes:
-        """Return the sums in Prometheus' text format 0.0.4; with ``names`` only these samples."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_MetricCollector(self._families(names)))
-        readings = [reading for report in self._live.values() for reading in report.readings]
-        return self._page.render(readings, names).encode() + generate_latest(registry)
-
-    def _sums(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        sums = dict(self._ended)
-        for report in self._live.values():
-            for name, labels, value in report.samples:
-                sums[name, labels] = sums.get((name, labels), 0.0) + value
-        return sums
-
-    def _families(self, names: Collection[str] | None) -> list[Metrics]:
-        families = {metric.name: Metrics(metric.name, metric.help, metric.kind) for metric in METRICS}
-        for (name, labels), value in self._sums().items():
-            if names is not None and name not in names:
-                continue
-            base = name
-            for suffix in ("_total", "_bucket", "_count", "_sum"):
-                base = base.removesuffix(suffix) if base not in families else base
-            families[base].add_sample(name, dict(labels), value)
-        return [family for family in families.values() if names is None or family.samples]
-
-
-def _add(totals: dict[tuple[str, str], BatchStats], others: Mapping[tuple[str, str], BatchStats]) -> None:
-    for version, batches in others.items():
-        totals.setdefault(version, BatchStats()).add(batches)
-
-
-class _MetricCollector:
-    """prometheus_client's collector protocol."""
-
-    def __init__(self, families: list[Metrics]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metrics]:
-        return self._families
+        values = {key: instrument.read() for key, instrument in self._instruments.items()}
+        return self._reported.report(values, self.torchserve.samples(), self._batch_stats, full)

@@ -33,7 +33,7 @@ from serve_app.deployments.replica_options import autoscaling_config, user_confi
 from serve_app.domain.model import ModelSpec, ReplicaInfo
 from serve_app.domain.routing_table import RoutingTable, TableDelta
 from serve_app.settings import Settings
-from serve_app.telemetry.metrics import MetricsAggregator
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 _CHANGES = 10
 

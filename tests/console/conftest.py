@@ -25,7 +25,8 @@ from serve_app.domain.access import AccessTable
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.protocols.http_app import inference_app, management_app
 from serve_app.settings import Settings
-from serve_app.telemetry.metrics import Meters, MetricsAggregator
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 __all__ = ["over_http"]
 _WAIT_MS = 15_000

@@ -37,7 +37,7 @@ from serve_app.domain.traffic_policy import TrafficPolicy, read
 from serve_app.errors import ModelNotFound, Unavailable
 from serve_app.settings import Settings, load
 from serve_app.telemetry.audit_log import run_as_server
-from serve_app.telemetry.metrics import MetricsAggregator
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 OPS = Actor("ops", "192.0.2.1:5")
 SPLIT = read({"versions": {"1.0": 9000, "2.0": 1000}})

@@ -27,7 +27,7 @@ from serve_app.domain.key_errors import KeyNotFound
 from serve_app.domain.key_settings import JwtSettings, KeySettings
 from serve_app.errors import BadRequest, Conflict, Forbidden, ModelNotAllowed
 from serve_app.settings import AuthSettings, Settings
-from serve_app.telemetry.metrics import MetricsAggregator
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 pytestmark = pytest.mark.integration
 

@@ -19,7 +19,8 @@ from serve_app.errors import ConfigurationError
 from serve_app.settings import load
 from serve_app.telemetry import torchserve
 from serve_app.telemetry.metric_definitions import METRICS
-from serve_app.telemetry.metrics import Meters, MetricsAggregator
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from serve_app.telemetry.torchserve import catalog
 from serve_app.telemetry.torchserve.recorders import BUCKETS, LEGACY, TorchServeRecorders
 

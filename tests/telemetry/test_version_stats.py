@@ -6,7 +6,8 @@ import pickle
 import time
 
 from serve_app.domain.model import VersionStats
-from serve_app.telemetry.metrics import Meters, MetricsAggregator
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 
 def test_stats_cover_all_processes_including_ended_ones() -> None:

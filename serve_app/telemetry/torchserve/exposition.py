@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 from serve_app.telemetry.torchserve.catalog import MetricFamily
 from serve_app.telemetry.torchserve.recorders import BUCKETS, RecorderSample
@@ -29,25 +30,16 @@ class MetricsPage:
         """Keep the counts of an ended process, without its gauges."""
         self._add(self._ended, (reading for reading in readings if reading.family.kind != "gauge"))
 
-    def render(self, live: Iterable[RecorderSample], names: Collection[str] | None = None) -> str:
-        """Return the page with the samples of all ``live`` processes.
+    def prepare(
+        self, live: Iterable[RecorderSample], names: Collection[str] | None = None
+    ) -> Callable[[], str]:
+        """Return a function that renders the page with the samples of all ``live`` processes, in any thread.
 
         With ``names`` it has only these samples, and the families that have some.
         """
         totals = dict(self._ended)
         self._add(totals, live)
-        samples: dict[str, list[str]] = {name: [] for name in self._families}
-        for (name, _), reading in totals.items():
-            samples[name] += (line for sample, line in _samples(reading) if names is None or sample in names)
-        lines: list[str] = []
-        for name, family in self._families.items():
-            if names is None or samples[name]:
-                lines += (
-                    f"# HELP {name} {_escape(family.help)}",
-                    f"# TYPE {name} {family.kind}",
-                    *samples[name],
-                )
-        return "".join(f"{line}\n" for line in lines)
+        return partial(_render, dict(self._families), totals, names)
 
     def _add(
         self, totals: dict[tuple[str, tuple[str, ...]], RecorderSample], readings: Iterable[RecorderSample]
@@ -65,6 +57,25 @@ class MetricsPage:
             key = (family.name, reading.values)
             total = totals.get(key)
             totals[key] = reading if total is None else _combine(total, reading)
+
+
+def _render(
+    families: Mapping[str, MetricFamily],
+    totals: Mapping[tuple[str, tuple[str, ...]], RecorderSample],
+    names: Collection[str] | None,
+) -> str:
+    samples: dict[str, list[str]] = {name: [] for name in families}
+    for (name, _), reading in totals.items():
+        samples[name] += (line for sample, line in _samples(reading) if names is None or sample in names)
+    lines: list[str] = []
+    for name, family in families.items():
+        if names is None or samples[name]:
+            lines += (
+                f"# HELP {name} {_escape(family.help)}",
+                f"# TYPE {name} {family.kind}",
+                *samples[name],
+            )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _combine(first: RecorderSample, second: RecorderSample) -> RecorderSample:

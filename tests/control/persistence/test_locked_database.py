@@ -19,7 +19,7 @@ from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import Unavailable
-from serve_app.telemetry.metrics import MetricsAggregator
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 pytestmark = pytest.mark.integration
 

@@ -49,10 +49,10 @@ from serve_app.errors import (
 from serve_app.model_store.workflow_archiver import WorkflowArchiveRecipe, make
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import ControlSettings, Settings
-from serve_app.telemetry.metrics import Meters, MetricsAggregator
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 pytestmark = pytest.mark.integration
-
 
 FUNCTIONS = """
 def pre(data, context):

@@ -10,7 +10,8 @@ import pytest
 
 from serve_app.protocols.http_app import ASGIApp, metrics_app
 from serve_app.settings import Settings
-from serve_app.telemetry.metrics import Meters, MetricsAggregator
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 
 class Page:

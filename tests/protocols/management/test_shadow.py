@@ -35,7 +35,8 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, InputP
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
 from serve_app.domain.traffic_policy import ShadowPolicy
 from serve_app.errors import HandlerFailed
-from serve_app.telemetry.metrics import Meters, MetricsAggregator
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
 SHADOW = {"shadow": {"version": "2.0", "compare": {"kind": "label", "at": "digit"}}}
 

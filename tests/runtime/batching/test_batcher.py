@@ -15,7 +15,8 @@ from serve_app.errors import (
 )
 from serve_app.protocols.openinference.metadata import describe_statistics
 from serve_app.runtime.batching.batcher import Batcher
-from serve_app.telemetry.metrics import Meters, MetricsAggregator
+from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from tests.runtime.batching.batcher_fakes import (
     REF,
     Clock,
