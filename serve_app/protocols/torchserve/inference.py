@@ -131,6 +131,8 @@ class InferenceRoutes:
                 return self._model_in_path
             case ["models", *_]:
                 return None
+            case ["v1" | "v2", "models", _]:  # of a model that is named predict
+                return None
             case [_, "predict"] | [_, _, "predict"]:
                 return self._model_in_path
         return None

@@ -171,6 +171,7 @@ def test_a_disconnected_client_closes_the_stream(inference: Any) -> None:
         ("POST", "/v1/models", b"", 405, "method_not_allowed", None),
         ("GET", "/v1/models/none", b"", 404, "model_not_found", "model"),
         ("GET", "/v1/models/m:9", b"", 404, "model_not_found", "model"),
+        ("GET", "/v1/models/predict", b"", 404, "model_not_found", "model"),  # not TorchServe's route
         ("POST", "/v1/embeddings", b'{"model": "m"}', 400, "bad_request", "input"),
         ("POST", "/v1/embeddings", b'{"model": "m", "input": ""}', 400, "bad_request", "input"),
         ("POST", "/v1/embeddings", b'{"model": "m", "input": [1, 2]}', 400, "bad_request", "input"),
