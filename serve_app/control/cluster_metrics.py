@@ -11,7 +11,7 @@ from serve_app.domain.model import VersionStats
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
-_COLLECT_TIMEOUT = 1.0  # seconds for which a slow process is waited for
+_COLLECT_TIMEOUT_S = 1.0  # for which a slow process is waited for
 
 
 class ClusterMetrics:
@@ -33,14 +33,14 @@ class ClusterMetrics:
         self._meters = meters
         self._collected_at = float("-inf")  # on the monotonic clock
 
-    async def collect(self, max_age: float = 0.0) -> None:
+    async def collect(self, max_age: float = 0.0, timeout: float = _COLLECT_TIMEOUT_S) -> None:
         """Bring the samples of every live process up to date, unless they are younger than ``max_age``.
 
-        ``max_age`` is in seconds.
+        Samples that arrive after ``timeout`` count from then on. Both are in seconds.
         """
         if time.monotonic() - self._collected_at < max_age:
             return
-        await self._publisher.collect_metrics(_COLLECT_TIMEOUT, self._live_readers)
+        await self._publisher.collect_metrics(timeout, self._live_readers)
         self._aggregator.put("management", self._meters.report(full=False))
         self._collected_at = time.monotonic()
 

@@ -55,6 +55,9 @@ log = logging.getLogger("torchrelay.models")
 DescribeHandler = Callable[[ModelRef, VersionRoute], Awaitable[InferenceResponse | ResponseStream]]
 
 _QUEUE_MAX_AGE_S = 1.0  # of the length of a queue that a description shows
+# For which a description waits for it. A process that loads a model may take 0.2 s; samples also arrive with
+# its next long poll, which takes at most 5 s.
+_QUEUE_TIMEOUT_S = 0.03
 _MAX_LINE_LENGTH = 300  # characters of an installer's line in an event
 
 
@@ -251,7 +254,7 @@ class ModelService:
 
     async def describe(self, model: str, version: str | None) -> VersionDescription:
         spec = find_version(self._state.registry, model, version)
-        await self._metrics.collect(_QUEUE_MAX_AGE_S)
+        await self._metrics.collect(_QUEUE_MAX_AGE_S, _QUEUE_TIMEOUT_S)
         pending = self._metrics.total("torchrelay_queue_depth", model=spec.name, version=spec.version)
         is_default = self._state.registry.models[model].default == spec.version
         return VersionDescription(spec, self._reconcile_loop.get_status(spec.ref), is_default, pending)

@@ -330,10 +330,11 @@ class ReconcileLoop:
 
     def _update_health(self, desired: Mapping[str, DesiredState], observed: dict[str, ObservedApp]) -> None:
         known = set(self._health.statuses)
-        self._health.update(desired, observed, self._observed)
+        updated = self._health.update(desired, observed, self._observed)
         self._observed = observed
-        for app, state in desired.items():
+        for state in updated:
             ref = state.spec.ref
+            app = ref.app
             wanted = (
                 state.min_replicas
                 if state.min_replicas == state.max_replicas

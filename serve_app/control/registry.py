@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from operator import is_not
+from typing import Any, NamedTuple
 
 from serve_app.dataplane import version_router
 from serve_app.domain.experiment import Experiment
@@ -114,7 +115,7 @@ def _route(registry: Registry, name: str, spec: ModelSpec) -> str | None:
 
 
 def is_workflow(record: ModelRecord) -> bool:
-    return any(spec.graph is not None for spec in record.versions.values())
+    return record.versions[record.default].graph is not None  # a model has no version that is a workflow
 
 
 def workflow_versions(registry: Registry) -> dict[str, list[ModelSpec]]:
@@ -148,6 +149,16 @@ def active_split(registry: Registry, name: str) -> ActiveSplit | None:
     return rollout.active_split if rollout is not None and rollout.state in ("running", "paused") else None
 
 
+class _Row(NamedTuple):
+    """The row of a model, and what it was built from."""
+
+    record: ModelRecord
+    observed: tuple[ModelStatus | None, ...]  # of its versions
+    unhealthy: frozenset[str]  # versions
+    split: ActiveSplit | None
+    route: ModelRoute
+
+
 class TableBuilder:
     """A builder of routing tables that keeps the rows of unchanged models.
 
@@ -157,7 +168,7 @@ class TableBuilder:
 
     def __init__(self, sequence_header: str = "") -> None:
         self._sequence_header = sequence_header
-        self._rows: dict[str, tuple[tuple[Any, ...], ModelRoute]] = {}  # by model: the sources and the row
+        self._rows: dict[str, _Row] = {}  # by model
 
     def build(
         self,
@@ -172,28 +183,41 @@ class TableBuilder:
         A version without an observation counts as healthy.
         """
         splits = _active_splits(registry)
-        rows: dict[str, tuple[tuple[Any, ...], ModelRoute]] = {}
+        rows: dict[str, _Row] = {}
         for name, record in registry.models.items():
-            observed = [
-                (statuses.get(spec.ref), healthy.get(spec.ref, True)) for spec in record.versions.values()
-            ]
-            sources = (record, splits.get(name), *(value for pair in observed for value in pair))
+            specs = record.versions.values()
+            observed = tuple([statuses.get(spec.ref) for spec in specs])
+            unhealthy = frozenset(
+                [s.version for s in specs if not healthy.get(s.ref, True)] if healthy else ()
+            )
+            split = splits.get(name)
             known = self._rows.get(name)
-            if known is None or not _are_same(known[0], sources):
-                known = (sources, self._build_row(record, observed, splits.get(name)))
+            if (
+                known is None
+                or known.record is not record
+                or any(map(is_not, known.observed, observed))
+                or known.unhealthy != unhealthy
+                or known.split != split
+            ):
+                route = self._build_row(record, observed, unhealthy, split)
+                known = _Row(record, observed, unhealthy, split, route)
             rows[name] = known
         self._rows = rows
-        models = {name: row for name, (_, row) in rows.items()}
+        models = {name: row.route for name, row in rows.items()}
         return RoutingTable(generation=generation, models=models, startup_complete=startup_complete)
 
     def _build_row(
-        self, record: ModelRecord, observed: list[tuple[ModelStatus | None, bool]], split: ActiveSplit | None
+        self,
+        record: ModelRecord,
+        observed: tuple[ModelStatus | None, ...],
+        unhealthy: frozenset[str],
+        split: ActiveSplit | None,
     ) -> ModelRoute:
         return ModelRoute(
             default=record.default,
             versions={
-                version: _version_route(spec, status, healthy)
-                for (version, spec), (status, healthy) in zip(record.versions.items(), observed)
+                version: _version_route(spec, status, version not in unhealthy)
+                for (version, spec), status in zip(record.versions.items(), observed)
             },
             policy=record.policy,
             active_split=split,
@@ -206,13 +230,6 @@ def _active_splits(registry: Registry) -> dict[str, ActiveSplit]:
     models = {*registry.rollouts, *(e.model for e in registry.experiments.values() if e.running)}
     splits = ((name, active_split(registry, name)) for name in models)
     return {name: split for name, split in splits if split is not None}
-
-
-def _are_same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Return whether two tuples hold the same objects, or equal splits."""
-    return len(before) == len(after) and all(
-        one is other or (isinstance(one, ActiveSplit) and one == other) for one, other in zip(before, after)
-    )
 
 
 def _is_stateful(record: ModelRecord) -> bool:

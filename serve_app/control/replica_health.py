@@ -67,6 +67,9 @@ class HealthTracker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.statuses: dict[ModelRef, ModelStatus] = {}
+        self.revision = 0  # changes with each change of ``statuses``
+        # Versions whose status only changes with these objects; nearly all of a pool's are the same.
+        self._settled: dict[ModelRef, tuple[DesiredState, ObservedApp | None]] = {}
         self._failures: dict[ModelRef, _CrashRecord] = {}
         # The last attempt that Ray Serve gave up and that was recorded.
         self._failed_attempts: dict[ModelRef, int] = {}
@@ -87,23 +90,33 @@ class HealthTracker:
         desired: Mapping[str, DesiredState],
         observed: Mapping[str, ObservedApp],
         previous: Mapping[str, ObservedApp],
-    ) -> None:
-        """Derive every version's status from the present observation and the previous one."""
-        self.update_versions(desired, observed, previous)
+    ) -> list[DesiredState]:
+        """Derive every version's status from the present observation and the previous one.
+
+        Return the versions whose status may have changed.
+        """
+        updated = self.update_versions(desired, observed, previous)
         kept = {state.spec.ref for state in desired.values()}
         for ref in self.statuses.keys() - kept:
             self.forget(ref)
+        return updated
 
     def update_versions(
         self,
         desired: Mapping[str, DesiredState],
         observed: Mapping[str, ObservedApp],
         previous: Mapping[str, ObservedApp],
-    ) -> None:
-        """Derive the status of some versions."""
+    ) -> list[DesiredState]:
+        """Derive the status of some versions; return those whose status may have changed."""
         now = self._clock()
+        updated = []
         for app, state in desired.items():
-            self._update_version(state, observed.get(app), previous.get(app), now)
+            current = observed.get(app)
+            settled = self._settled.get(state.spec.ref)
+            if settled is None or settled[0] is not state or settled[1] is not current:
+                self._update_version(state, current, previous.get(app), now)
+                updated.append(state)
+        return updated
 
     def _update_version(
         self,
@@ -153,7 +166,16 @@ class HealthTracker:
             observed.pool_hosts if observed is not None else 0,
         )
         if status != self.statuses.get(ref):  # an unchanged one stays the same object: see TableBuilder
-            self.statuses[ref] = status
+            self._set_status(ref, status)
+        changes_with_time = (self._failures, self._incomplete_since, self._loading_since, self.waiting)
+        if not any(ref in by_ref for by_ref in changes_with_time):
+            self._settled[ref] = state, observed
+        else:
+            self._settled.pop(ref, None)
+
+    def _set_status(self, ref: ModelRef, status: ModelStatus) -> None:
+        self.statuses[ref] = status
+        self.revision += 1
 
     def _count_crashes(self, ref: ModelRef, observed: ObservedApp, previous: ObservedApp, now: float) -> None:
         """Count ready replicas that disappeared without an update or a scale-down."""
@@ -187,6 +209,7 @@ class HealthTracker:
         schemas: Mapping[str, Any] | None = None,
     ) -> None:
         """Store inputs, outputs, the input's media type and the schemas that a replica's handler declares."""
+        self._settled.pop(ref, None)
         self._input_types[ref] = input_type
         self._schemas[ref] = schemas
         if signature is not None:
@@ -203,19 +226,19 @@ class HealthTracker:
         failure = self._failures.setdefault(spec.ref, _CrashRecord(error, 0, now, now))
         failure.error = error
         failure.count += 1
-        self._last_errors[spec.ref] = (error.detail, time.time())
+        self._set_last_error(spec.ref, error.detail, time.time())
         expired = now - failure.first_at >= spec.max_retry_timeout
         failure.retry_at = float("inf") if expired else now + _backoff(failure.count + 1)
 
     def record_note(self, ref: ModelRef, note: str) -> None:
         """Store an error that needs no new start as a version's last one."""
-        self._last_errors[ref] = (note, time.time())
+        self._set_last_error(ref, note, time.time())
 
     def record_shortage(self, ref: ModelRef, note: str) -> bool:
         """Store that the cluster holds fewer workers than desired; return whether the note is new."""
         if self._last_errors.get(ref, ("", 0.0))[0] == note:
             return False
-        self._last_errors[ref] = (note, time.time())
+        self._set_last_error(ref, note, time.time())
         return True
 
     def record_crash(self, spec: ModelSpec, crash: CrashReport) -> None:
@@ -228,7 +251,11 @@ class HealthTracker:
         if crash.loading:
             error_type = StartOutOfMemory if crash.out_of_memory else StartFailed
             self.record_start_failure(spec, error_type(spec.name, spec.version, crash.cause))
-        self._last_errors[spec.ref] = (crash.cause, crash.when)
+        self._set_last_error(spec.ref, crash.cause, crash.when)
+
+    def _set_last_error(self, ref: ModelRef, error: str, when: float) -> None:
+        self._settled.pop(ref, None)
+        self._last_errors[ref] = (error, when)
 
     def get_failure(self, ref: ModelRef) -> StartFailed | None:
         """Return the error for which a version's replicas do not start."""
@@ -255,6 +282,11 @@ class HealthTracker:
         failure = self._failures.get(ref)
         return _backoff(len(recent) + (failure.count if failure is not None else 0))
 
+    def find_unhealthy(self, find_spec: Callable[[ModelRef], ModelSpec | None]) -> set[ModelRef]:
+        """Return the versions that are not healthy; ``find_spec`` returns the spec of a registered one."""
+        specs = ((ref, find_spec(ref)) for ref in self._incomplete_since)
+        return {ref for ref, spec in specs if spec is not None and not self.is_healthy(spec)}
+
     def is_healthy(self, spec: ModelSpec) -> bool:
         """Return whether a version has all its replicas, or time left to get them back."""
         since = self._incomplete_since.get(spec.ref)
@@ -279,16 +311,18 @@ class HealthTracker:
 
     def reset_backoff(self, ref: ModelRef) -> None:
         """Allow a start at once, and clear the last error, because a caller requested the version again."""
-        self._failures.pop(ref, None)
-        self._last_errors.pop(ref, None)
+        for by_ref in (self._settled, self._failures, self._last_errors):
+            by_ref.pop(ref, None)
         self._reset_times[ref] = time.time()
         if (status := self.statuses.get(ref)) is not None:
-            self.statuses[ref] = replace(status, last_error="", error_time=0.0)
+            self._set_status(ref, replace(status, last_error="", error_time=0.0))
 
     def forget(self, ref: ModelRef) -> None:
         """Drop the state of a version that was removed or should not run."""
+        self.revision += 1
         for by_ref in (
             self.statuses,
+            self._settled,
             self._failures,
             self._failed_attempts,
             self._crashes,

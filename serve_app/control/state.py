@@ -14,7 +14,7 @@ from serve_app.control.registry import Registry, TableBuilder
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.domain.audit import AuditRecord
-from serve_app.domain.model import ModelRef
+from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.errors import InProgress, Unavailable
 
@@ -57,6 +57,9 @@ class StateStore:
         self._acknowledgement = acknowledgement
         self._on_change = on_change
         self._table_builder = TableBuilder(sequence_header)
+        # Of what the table was built last, with its generation.
+        self._published_registry: Registry | None = None
+        self._published: tuple[object, ...] = ()
         # the running hosts of each pool
         self.pool_hosts: Callable[[], Mapping[str, tuple[str, ...]]] = dict
 
@@ -130,15 +133,29 @@ class StateStore:
 
     def publish(self) -> None:
         """Publish the present routing table where it differs from the last one."""
-        healthy = {spec.ref: self._health.is_healthy(spec) for spec in self.registry}
         current = self._publisher.table
-        table = self._table_builder.build(
-            self.registry, self._health.statuses, healthy, current.generation, self.startup_complete
-        )
+        unhealthy = self._health.find_unhealthy(self._find_spec)
         access = self._keys.access if self._keys is not None else None
-        table = replace(table, access=access, on_loopback=self.on_loopback, pools=self.pool_hosts())
+        pools = self.pool_hosts()
+        sources = (self._health.revision, unhealthy, access, pools, self.on_loopback, self.startup_complete)
+        if self._published_registry is self.registry and self._published == (current.generation, sources):
+            return
+        table = self._table_builder.build(
+            self.registry,
+            self._health.statuses,
+            dict.fromkeys(unhealthy, False),
+            current.generation,
+            self.startup_complete,
+        )
+        table = replace(table, access=access, on_loopback=self.on_loopback, pools=pools)
         if table != current or current.generation == 0:
-            self._publisher.publish(replace(table, generation=self._publisher.next_generation()))
+            table = replace(table, generation=self._publisher.next_generation())
+            self._publisher.publish(table)
+        self._published_registry, self._published = self.registry, (table.generation, sources)
+
+    def _find_spec(self, ref: ModelRef) -> ModelSpec | None:
+        record = self.registry.models.get(ref.name)
+        return record.versions.get(ref.version) if record is not None else None
 
     async def wait_until_applied(self) -> None:
         """Wait until every live reader has the published table. Raises InProgress."""

@@ -164,6 +164,8 @@ class TablePublisher:
             try:
                 await asyncio.wait_for(self._reader_changed.wait(), min(_LIVENESS_CHECK_S, remaining))
             except asyncio.TimeoutError:
+                if timeout < _LIVENESS_CHECK_S:
+                    continue
                 running = await live_readers()
                 for source in missing:
                     if source not in running:

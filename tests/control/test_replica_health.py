@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -209,3 +210,31 @@ def test_a_shortage_is_part_of_the_status(health: HealthTracker) -> None:
     assert health.record_shortage(SPEC.ref, "too few") and not health.record_shortage(SPEC.ref, "too few")
     health.update(WANT, app("a"), {})
     assert health.statuses[SPEC.ref].last_error == "too few"
+
+
+def test_only_changes_update_a_settled_version(health: HealthTracker) -> None:
+    """A pool has 1,000 versions, of which few change between two rounds."""
+    ready = app("a", "b")
+    states = list(WANT.values())
+    assert health.update(WANT, ready, {}) == states
+    revision = health.revision
+    assert health.update(WANT, ready, ready) == [] and health.revision == revision
+    changes: list[Callable[[], object]] = [
+        lambda: health.record_note(SPEC.ref, "evicted"),
+        lambda: health.record_shortage(SPEC.ref, "2 workers are desired"),
+        lambda: health.set_signature(SPEC.ref, Signature((TensorSpec("x", "FP32", (-1,)),))),
+        lambda: health.record_crash(SPEC, CrashReport("m--1", SPEC.digest, "a", False, time.time(), "gone")),
+        lambda: health.record_start_failure(SPEC, StartFailed("m", "1", "no file")),
+        lambda: health.reset_backoff(SPEC.ref),
+    ]
+    for change in changes:
+        before = health.statuses[SPEC.ref]
+        change()
+        assert health.update(WANT, ready, ready) == states
+        assert health.statuses[SPEC.ref] != before and health.revision > revision
+        revision = health.revision
+        assert health.update(WANT, ready, ready) == []
+    assert health.update(WANT, app("a"), ready) == states
+    assert health.update(WANT, app("a"), app("a")) == states, "it waits for its second replica"
+    health.update({}, {}, {})
+    assert health.revision > revision + 1 and not health.statuses

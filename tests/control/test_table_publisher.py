@@ -159,6 +159,25 @@ def test_samples_are_collected_from_all_and_outlive_their_reader() -> None:
     asyncio.run(main())
 
 
+def test_a_short_collection_neither_waits_for_a_slow_reader_nor_looks_it_up() -> None:
+    async def look_up() -> set[str]:
+        raise AssertionError("a call of Ray Serve's controller")
+
+    async def main() -> None:
+        total = MetricsAggregator()
+        publisher = TablePublisher(total)
+        slow, fast = Meters(), Reader(publisher, "fast")
+        slow.depth("m", "1.0", 2)
+        await publisher.poll("slow", -1, slow.report())
+        slow.depth("m", "1.0", 5)
+        fast.meters.depth("m", "1.0", 1)
+        await publisher.collect_metrics(0.01, look_up)
+        assert total.total("torchrelay_queue_depth") == 3, "what it has sent before"
+        fast.task.cancel()
+
+    asyncio.run(main())
+
+
 def test_a_reader_that_was_dropped_sends_all_its_samples_again() -> None:
     async def main() -> None:
         total = MetricsAggregator()

@@ -12,7 +12,7 @@ import logging
 import shlex
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,7 +149,9 @@ class Database:
             )
             if raised.rowcount != 1:
                 raise Unavailable("Another writer has changed the registry. Nothing was stored; try again.")
-            diffs = [_TableDiff.of(*rows) for rows in zip(_list_tables(before), _list_tables(after))]
+            names = _changed_models(before, after)
+            tables = zip(_list_tables(before, names), _list_tables(after, names))
+            diffs = [_TableDiff.of(*rows) for rows in tables]
             for diff in diffs:
                 diff.save(connection)
             on_changes(connection, [change for diff in diffs for change in diff.list_changes()])
@@ -295,15 +297,26 @@ class _TableRows:
     encode: Callable[[Any], dict[str, Any]]
 
 
-def _list_tables(registry: Registry) -> list[_TableRows]:
-    """Return a registry as rows; a model's row is stored before those of its versions, which refer to it."""
-    models = {(name,): (r.default, r.policy, r.declared) for name, r in registry.models.items()}
+def _changed_models(before: Registry, after: Registry) -> list[str]:
+    """Return the models whose records are different objects; a change replaces those that it concerns."""
+    old, new = before.models, after.models
+    return [name for name in (*new, *(old.keys() - new.keys())) if old.get(name) is not new.get(name)]
+
+
+def _list_tables(registry: Registry, names: Collection[str]) -> list[_TableRows]:
+    """Return a registry as rows, of the models ``names`` only.
+
+    A model's row is stored before those of its versions, which refer to it.
+    """
+    records = {name: registry.models[name] for name in names if name in registry.models}
+    models = {(name,): (r.default, r.policy, r.declared) for name, r in records.items()}
+    versions = {(s.name, s.version): s for record in records.values() for s in record.versions.values()}
     archives = {(ref.name, ref.version): digest for ref, digest in registry.archives.items()}
     experiments = {(id,): experiment for id, experiment in registry.experiments.items()}
     rollouts = {(model,): rollout for model, rollout in registry.rollouts.items()}
     return [
         _TableRows(MODELS, models, _encode_model),
-        _TableRows(VERSIONS, {(spec.name, spec.version): spec for spec in registry}, _encode_spec),
+        _TableRows(VERSIONS, versions, _encode_spec),
         _TableRows(ARCHIVES, archives, lambda digest: {"digest": digest}),
         _TableRows(EXPERIMENTS, experiments, lambda value: {"document": validation.write(value)}),
         _TableRows(ROLLOUTS, rollouts, lambda value: {"document": validation.write(value)}),

@@ -60,6 +60,7 @@ class PoolTracker:
         # Of each pooled spec, by application: nearly all are the same in each round.
         self._states: dict[str, tuple[ModelSpec, DesiredState]] = {}
         self._unloaded: dict[str, tuple[ModelSpec, ObservedApp]] = {}
+        self._loaded: dict[str, ObservedApp] = {}
         self._changed: set[ModelRef] = set()  # whose hosts have changed since ``take_changed``
 
     def put(self, host: str, report: HostReport) -> None:
@@ -86,6 +87,7 @@ class PoolTracker:
         }
         if hosts != self.hosts:
             self.hosts = hosts
+            self._unloaded.clear()
         self._workers = workers
         living = {w.id for current in pools.values() for w in current.workers}
         for host in self._reports.keys() - living:
@@ -126,13 +128,17 @@ class PoolTracker:
                 continue
             app = spec.ref.app
             if spec.ref in loaded:
-                observed[app] = self.observe(spec)
+                current = self.observe(spec)
+                if current == self._loaded.get(app):  # the same object needs no update: see HealthTracker
+                    current = self._loaded[app]
+                self._loaded[app] = observed[app] = current
                 continue
             known = before.get(app)
-            if known is None or known[0] is not spec or known[1].pool_hosts != self.wanted_hosts(spec):
+            if known is None or known[0] is not spec:
                 known = spec, self.observe(spec)
             self._unloaded[app] = known
             observed[app] = known[1]
+        self._loaded = {app: current for app, current in self._loaded.items() if app in observed}
         return observed
 
     def observe(self, spec: ModelSpec) -> ObservedApp:
@@ -166,6 +172,7 @@ class PoolTracker:
         """
         grown = []
         known = set()
+        before = dict(self._extra)
         for spec in specs:
             if not spec.is_pooled:
                 continue
@@ -182,6 +189,8 @@ class PoolTracker:
             elif busy < _COLD and extra:
                 self._extra[spec.ref] = extra - 1
         self._extra = {ref: extra for ref, extra in self._extra.items() if extra and ref in known}
+        if self._extra != before:
+            self._unloaded.clear()
         return grown
 
 
