@@ -1,9 +1,11 @@
-"""Measure and draw the throughput of a BERT-size NER model by batch size, in PyTorch and ONNX Runtime.
+"""Measure and draw the throughput of a NER model by batch size, in PyTorch and ONNX Runtime.
 
     python measure.py                                # on the GPU: bert-base, 128 tokens, batches of 1 to 64
     python measure.py --device cpu --layers 2 --hidden 128 --batches 1,4
+    python measure.py --device cpu --model ../../model_store/entities --length 32 --batches 1,4,16
 
-The weights are random: speed does not depend on them.
+Without --model the weights are random: speed does not depend on them. With it, the share of tokens that get
+the label of PyTorch in fp32 is that of a trained model.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import onnx
 import onnxruntime
 import torch
 from onnxruntime.transformers.float16 import convert_float_to_float16
-from transformers import BertConfig, BertForTokenClassification
+from transformers import AutoModelForTokenClassification, BertConfig, BertForTokenClassification
 
 LABELS = 9  # of CoNLL-2003: O, and B and I of four kinds of entities
 TORCH, ONNX = "PyTorch", "ONNX Runtime"
@@ -40,7 +42,13 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=ids).logits
 
 
+def load_network(folder: Path) -> Logits:
+    """Return a saved model, such as the one that example 10 trains."""
+    return Logits(AutoModelForTokenClassification.from_pretrained(folder).float()).eval()
+
+
 def build_network(layers: int, hidden: int) -> Logits:
+    """Return a model of random weights."""
     torch.manual_seed(0)
     heads = max(1, hidden // 64)
     config = BertConfig(
@@ -64,9 +72,15 @@ def torch_forward(model: Logits, device: str, half: bool) -> Forward:
     return forward
 
 
+def draw_ids(model: Logits, batch: int, length: int) -> np.ndarray:
+    """Return random tokens of the model's vocabulary."""
+    return np.random.default_rng(batch).integers(0, model.model.config.vocab_size, (batch, length))
+
+
 def export(model: Logits, length: int, file: Path) -> None:
-    batch, tokens = torch.export.Dim("batch", min=1, max=4096), torch.export.Dim("tokens", min=2, max=512)
-    ids = torch.randint(1000, (2, length))
+    longest = model.model.config.max_position_embeddings
+    batch, tokens = torch.export.Dim("batch", min=1, max=4096), torch.export.Dim("tokens", min=2, max=longest)
+    ids = torch.from_numpy(draw_ids(model, 2, length))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter announces its own changes
         program = torch.onnx.export(
@@ -92,9 +106,8 @@ def onnx_forward(file: Path, device: str, half: bool) -> Forward:
     return lambda ids: session.run(None, {name: ids})[0]
 
 
-def throughput(forward: Forward, batch: int, length: int, seconds: float) -> float:
+def throughput(forward: Forward, ids: np.ndarray, seconds: float) -> float:
     """Return rows per second: the median of five windows, after a warm-up."""
-    ids = np.random.default_rng(0).integers(0, 1000, (batch, length))
     for _ in range(3):
         forward(ids)
     rates = []
@@ -102,7 +115,7 @@ def throughput(forward: Forward, batch: int, length: int, seconds: float) -> flo
         started, rows = time.perf_counter(), 0
         while not rows or time.perf_counter() - started < seconds / 5:
             forward(ids)
-            rows += batch
+            rows += len(ids)
         rates.append(rows / (time.perf_counter() - started))
     return statistics.median(rates)
 
@@ -162,7 +175,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--model", type=Path, help="folder of a trained model, as save_pretrained writes it")
+    parser.add_argument("--layers", type=int, default=12, help="of a model with random weights")
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--folder", type=Path, default=Path("figures"))
@@ -171,10 +185,12 @@ def main() -> None:
         raise SystemExit("No GPU is here that torch can use; --device cpu measures on the CPU.")
     device, batches = options.device, [int(batch) for batch in options.batches.split(",")]
     device_name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    model = build_network(options.layers, options.hidden)
+    if options.model and not (options.model / "config.json").is_file():
+        raise SystemExit(f"{options.model} has no config.json; examples/10_ner/train.py makes such a folder.")
+    model = load_network(options.model) if options.model else build_network(options.layers, options.hidden)
     options.folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, dict[int, float]] = {}
-    ids = np.random.default_rng(1).integers(0, 1000, (2, options.length))
+    ids = draw_ids(model, 64, options.length)
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "ner.onnx"
         print("exporting to ONNX ...", flush=True)
@@ -188,13 +204,18 @@ def main() -> None:
         }
         for name, create in variants.items():
             forward = create()
-            difference = float(np.abs(forward(ids) - expected).max())
+            logits = forward(ids)
+            difference = float(np.abs(logits - expected).max())
+            equal = float((logits.argmax(-1) == expected.argmax(-1)).mean())
             figures[name] = {
-                batch: throughput(forward, batch, options.length, options.seconds) for batch in batches
+                batch: throughput(forward, draw_ids(model, batch, options.length), options.seconds)
+                for batch in batches
             }
             summary = "  ".join(f"{batch}: {rate:,.0f}/s" for batch, rate in figures[name].items())
-            print(f"{name:<18} {summary}   (logits differ by {difference:.1e} at most)", flush=True)
-    title = f"NER, {options.layers} layers of {options.hidden}, {options.length} tokens, {device_name}"
+            compared = f"logits differ by {difference:.1e} at most, {equal:.2%} of the labels are equal"
+            print(f"{name:<18} {summary}   ({compared})", flush=True)
+    network = options.model.name if options.model else f"{options.layers} layers of {options.hidden}"
+    title = f"NER, {network}, {options.length} tokens, {device_name}"
     (options.folder / "throughput.json").write_text(
         json.dumps({"about": title, "rows_per_second": figures}, indent=2)
     )

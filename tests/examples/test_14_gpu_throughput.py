@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 SCRIPT = Path(__file__).parents[2] / "examples/14_gpu_throughput/measure.py"
+TRAIN = Path(__file__).parents[2] / "examples/10_ner/train.py"
 SMALL = ["--layers", "1", "--hidden", "64", "--length", "16", "--batches", "1,2", "--seconds", "0.05"]
 VARIANTS = ["PyTorch fp32", "PyTorch fp16", "ONNX Runtime fp32", "ONNX Runtime fp16"]
 
@@ -43,6 +45,21 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     differences = [float(line.rsplit("differ by ", 1)[1].split()[0]) for line in lines]
     assert len(differences) == 4
     assert max(differences) < 0.01
+
+
+def test_on_a_trained_model(tmp_path: Path) -> None:
+    trained = tmp_path / "entities"
+    subprocess.run([sys.executable, str(TRAIN), "--model-store", str(tmp_path)], check=True, timeout=300)
+    done = measure(tmp_path, "--device", "cpu", "--model", str(trained))
+    assert done.returncode == 0, done.stderr
+    drawn(tmp_path)
+    assert "NER, entities, 16 tokens, CPU" in (tmp_path / "throughput.json").read_text()
+    equal = [float(share) for share in re.findall(r"([\d.]+)% of the labels are equal", done.stdout)]
+    assert len(equal) == 4 and equal[0] == 100 and min(equal) > 99
+
+    refused = measure(tmp_path, "--device", "cpu", "--model", str(tmp_path))
+    assert refused.returncode == 1
+    assert "train.py makes such a folder" in refused.stderr
 
 
 @pytest.mark.gpu
