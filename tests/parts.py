@@ -180,7 +180,7 @@ class Server:
                     return result
             except (httpx.HTTPError, json.JSONDecodeError, KeyError):
                 pass
-            assert time.monotonic() < deadline, f"waited {timeout} s in vain: {description}\n{self.log()}"
+            assert time.monotonic() < deadline, f"not within {timeout} s: {description}\n{self.log()}"
             time.sleep(0.05)
 
     def register(self, archive: Path, **parameters: Any) -> httpx.Response:

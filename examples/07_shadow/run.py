@@ -52,7 +52,7 @@ async def send(client: AsyncClient, images: list[list[float]]) -> Counter[tuple[
                 answer = await client.request(MODEL, json.dumps(pixels), "application/json")
             except ServerError as error:
                 answer = error
-            answers[answer.version or "nobody", answer.status] += 1
+            answers[answer.version or "none", answer.status] += 1
 
     await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
     return answers

@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--inference", default="127.0.0.1:7070")
     parser.add_argument("--management", default="127.0.0.1:7071")
-    parser.add_argument("--token", default="", help="the key, where the server asks for one")
+    parser.add_argument("--token", default="", help="the key, where the server requires one")
     arguments = parser.parse_args()
     arguments.metadata = [("authorization", f"Bearer {arguments.token}")] if arguments.token else []
     try:

@@ -167,7 +167,7 @@ def _load(folder: Path, tensor: int) -> RaggedEngine:
         raise HandlerLoadError(
             f"{folder}: DeepSpeed-MII cannot serve this model ({error}). It has Llama, Mistral, Mixtral, "
             "Qwen 2, Phi, "
-            "OPT and Falcon, in float16 or bfloat16 as their config.json says; others have engine: {name: "
+            "OPT and Falcon, in the float16 or bfloat16 of their config.json; others have engine: {name: "
             "transformers}."
         ) from error
     return RaggedEngine(engine, config, generation, settings)

@@ -85,8 +85,8 @@ class GenerationChunk:
     """A chunk of new ``tokens``.
 
     Only the last chunk has a ``finish_reason``: ``stop``, ``length`` or ``abort``. ``logprobs`` has one entry
-    per token where the request asks for them. ``cached_tokens`` is how many tokens of the prompt were in the
-    cache, or None where the engine does not report it.
+    per token where the request has ``logprobs``. ``cached_tokens`` is how many tokens of the prompt were in
+    the cache, or None where the engine does not report it.
     """
 
     tokens: list[int]

@@ -20,7 +20,7 @@ _DATATYPES = {
 class KServev2Envelope(GroupedEnvelope):
     """An envelope in which each input tensor is a row, ``{"name", "shape", "datatype", "data"}``.
 
-    ``data`` is nested as ``shape`` says; a BYTES input's data is its first element. The n-th value that the
+    ``data`` is nested as in ``shape``; a BYTES input's data is its first element. The n-th value that the
     handler returns for a request is its n-th output, flat, under the n-th input's name. While the handler
     runs, ``context.input_names`` has the names of the rows, and ``context.input_request_id`` the id of the
     first request, where it has one.

@@ -32,7 +32,7 @@ class Retries:
     """The number of attempts of a request and the delays between them, in seconds.
 
     A request is sent at most ``max_attempts`` times. Before each retry the client waits as long as the
-    server's ``Retry-After`` asks for, plus a random delay. The random delay is at most ``initial_delay``
+    server's ``Retry-After`` states, plus a random delay. The random delay is at most ``initial_delay``
     before the first retry and doubles with each further one, so that many clients do not retry at once.
     Where ``Retry-After`` exceeds ``max_delay``, or the wait exceeds the rest of the request's timeout, the
     error is raised at once.

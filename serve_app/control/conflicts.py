@@ -45,7 +45,7 @@ def with_workflows(
             for step, (called, version) in spec.graph.models.items():
                 if called == model and (not remaining or (version is not None and version not in remaining)):
                     return (
-                        f"the workflow {name} (version {spec.version}) asks it in its step {step}; "
+                        f"the workflow {name} (version {spec.version}) calls it in its step {step}; "
                         f"remove that first: DELETE /workflows/{name}"
                     )
     return ""

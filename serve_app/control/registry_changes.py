@@ -173,7 +173,7 @@ def scale(
         if low == high:
             raise BadRequest(
                 f"{', '.join(autoscaling)}: autoscaling holds between two different numbers of workers, and "
-                f"{low} to {high} were asked for. Give min_worker and max_worker, the one below the other."
+                f"{low} to {high} were requested. Give min_worker and max_worker, the one below the other."
             )
         policy = autoscaling_policy.read(autoscaling, policy)
     spec = spec.with_(min_workers=low, max_workers=high, autoscaling=policy if low < high else None)

@@ -162,7 +162,7 @@ class ExperimentCollector:
     """The collector of one process, on its event loop. ``max_exposures`` limits those that wait, and the
     known keys.
 
-    Memory is limited by the number of active splits and of exposures: the oldest are dropped while nobody
+    Memory is limited by the number of active splits and of exposures: the oldest are dropped while no process
     drains them.
     """
 

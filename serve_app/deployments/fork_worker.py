@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _is_plain(context: dict[str, object]) -> bool:
-    """Return whether a runtime environment asks for nothing but modules that are imported."""
+    """Return whether a runtime environment needs nothing but modules that are imported."""
     return (
         not context.get("command_prefix")
         and not context.get("override_worker_entrypoint")

@@ -1,7 +1,7 @@
 """Prefix-aware routing: sends requests with the same beginning to the replica that has cached it.
 
-Only versions whose route asks for it (``routing: prefix``) are concerned. HAProxy cannot choose by the body,
-so the gateways own the routes of such versions. Each counts the requests that it has sent itself.
+It routes versions with ``routing: prefix`` only. HAProxy cannot choose by the body, so the gateways own the
+routes of such versions. Each counts the requests that it has sent itself.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class JwtSettings:
         url = urlsplit(self.jwks_url)
         is_safe = url.scheme == "https" or (url.scheme == "http" and url.hostname in _LOOPBACK)
         if self.jwks_url and not is_safe:
-            raise ValueError("auth.jwt.jwks_url must be https: whoever changes the keys can sign tokens")
+            raise ValueError("auth.jwt.jwks_url must be https: who changes the keys can sign tokens")
 
     def to_policy(self, default_limits: KeyLimits, keys: str) -> JwtPolicy:
         """Return the rules for readers; ``keys``: the issuer's public keys as a JWK set."""

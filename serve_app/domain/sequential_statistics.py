@@ -64,7 +64,7 @@ def estimate(counts: np.ndarray, sums: np.ndarray, rate: bool = False) -> Estima
 
     It stands on few large deviations where values are skewed or few keys call most, and is then uncertain
     itself.
-    ``freedom`` says so: Satterthwaite's degrees of freedom from the second and fourth moments of the
+    ``freedom`` is set: Satterthwaite's degrees of freedom from the second and fourth moments of the
     deviations, and never more than the groups less one.
 
     No error in n calls does not mean a rate of zero for certain. So of a ``rate`` four more deviations of 1

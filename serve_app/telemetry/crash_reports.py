@@ -79,9 +79,7 @@ class CrashReporter:
         self._write(app=app, digest=digest, replica=replica, stderr=error, offset=offset, kills=_oom_kills())
         self._exit = os._exit
         os._exit = self._report_and_exit  # type: ignore[assignment]
-        atexit.register(
-            self.report, "its interpreter was asked to exit: by SIGTERM, or by the handler's code"
-        )
+        atexit.register(self.report, "its interpreter has exited: by SIGTERM, or by the handler's code")
 
     def set_ready(self) -> None:
         """Record that the model is loaded and ready."""

@@ -1,4 +1,4 @@
-"""The group `oip` asks in the protocol's own bytes, and takes no wrong answer for a right one."""
+"""The group `oip` sends the bytes of the protocol, and counts no wrong response as a right one."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class TestScale:
                 {"upscale_delay_s": 1},
                 "upscale_delay_s: autoscaling holds between two different numbers",
             ),
-            (None, None, {"upscale_delay_s": 1}, "2 to 2 were asked for"),
+            (None, None, {"upscale_delay_s": 1}, "2 to 2 were requested"),
             (1, 2, {"upscale_delay": 1}, "upscale_delay_s"),
         ):
             with pytest.raises(BadRequest, match=why):

@@ -277,9 +277,7 @@ class Hosts:
             with contextlib.suppress(httpx.HTTPError, ValueError, LookupError):
                 if result := condition():
                     return result
-            assert time.monotonic() < deadline, (
-                f"waited {timeout:g} s in vain: {description}\n{self[0].log()}"
-            )
+            assert time.monotonic() < deadline, f"not within {timeout:g} s: {description}\n{self[0].log()}"
             time.sleep(0.1)
 
     def close(self) -> None:

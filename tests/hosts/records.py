@@ -66,9 +66,7 @@ class HostLoad:
         """Wait for a condition; return the time at which it was true."""
         deadline = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < deadline, (
-                f"waited {timeout:g} s in vain: {description}\n{self.summary()}"
-            )
+            assert time.monotonic() < deadline, f"not within {timeout:g} s: {description}\n{self.summary()}"
             time.sleep(0.2)
         return time.monotonic()
 

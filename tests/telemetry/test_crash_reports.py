@@ -101,7 +101,7 @@ def test_sigterm_is_reported(die):
     [report] = die(
         "import signal, time\nsignal.signal(15, lambda *_: sys.exit(0))\nos.kill(os.getpid(), 15)\n"
     )
-    assert "its interpreter was asked to exit: by SIGTERM" in report.cause
+    assert "its interpreter has exited: by SIGTERM" in report.cause
 
 
 def test_out_of_memory_is_detected_by_the_kernels_count(die, monkeypatch):

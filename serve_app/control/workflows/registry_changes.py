@@ -37,7 +37,7 @@ def register(registry: Registry, spec: ModelSpec, models: Iterable[ModelSpec] = 
 def _check_step(registry: Registry, spec: ModelSpec, step: str, name: str, version: str | None) -> None:
     place = f"steps.{step}.model"
     if name == spec.name:
-        raise InvalidGraph(f"Workflow {spec.name}", f"{place}: it asks itself; name a model")
+        raise InvalidGraph(f"Workflow {spec.name}", f"{place}: it calls itself; name a model")
     record = registry.models.get(name)
     if record is None:
         near = validation.did_you_mean(name, registry.models)
@@ -50,7 +50,7 @@ def _check_step(registry: Registry, spec: ModelSpec, step: str, name: str, versi
         )
     if path := _call_path(registry, name, spec.name):
         cycle = " → ".join([spec.name, *path])
-        raise InvalidGraph(f"Workflow {spec.name}", f"{place}: workflows would ask each other: {cycle}")
+        raise InvalidGraph(f"Workflow {spec.name}", f"{place}: workflows would call each other: {cycle}")
 
 
 def check_new(registry: Registry, spec: ModelSpec) -> None:

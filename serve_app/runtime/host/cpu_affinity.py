@@ -102,14 +102,12 @@ def _move_threads(before: Collection[int], after: Collection[int]) -> None:
 def pin(count: int, what: str) -> CpuClaim | None:
     """Return a claim of ``count`` cores; None, with a warning, where the system supports none."""
     if not hasattr(os, "sched_setaffinity"):
-        log.warning(
-            "%s asks for pin, and this system lets no program choose its cores; it runs unpinned", what
-        )
+        log.warning("%s has pin, and this system lets no program choose its cores; it runs unpinned", what)
         return None
     try:
         claim = CpuClaim(count, lock_directory())
     except OSError as error:
-        log.warning("%s asks for pin, and %s; it runs unpinned", what, error)
+        log.warning("%s has pin, and %s; it runs unpinned", what, error)
         return None
     log.info("%s computes on the cores %s", what, ", ".join(map(str, claim.cores)))
     return claim

@@ -279,11 +279,11 @@ def test_workflows_do_not_ask_each_other_in_a_circle(cluster: Cluster) -> None:
     cluster.model("m")
     cluster.register(document={"name": "one", "steps": {"a": {"model": "m"}}})
     cluster.register(document={"name": "two", "steps": {"a": {"model": "one"}}})
-    with pytest.raises(InvalidGraph, match="workflows would ask each other: one → two → one"):
+    with pytest.raises(InvalidGraph, match="workflows would call each other: one → two → one"):
         cluster.register(document={"name": "one", "version": "2.0", "steps": {"a": {"model": "two"}}})
-    with pytest.raises(InvalidGraph, match=r"steps.a.model: it asks itself"):
+    with pytest.raises(InvalidGraph, match=r"steps.a.model: it calls itself"):
         cluster.register(document={"name": "one", "version": "2.0", "steps": {"a": {"model": "one:1.0"}}})
-    with pytest.raises(Conflict, match=r"the workflow two .version 1.0. asks it in its step a"):
+    with pytest.raises(Conflict, match=r"the workflow two .version 1.0. calls it in its step a"):
         cluster(cluster.control.unregister_workflow("one"))
     cluster(cluster.control.unregister_workflow("two"))
     cluster(cluster.control.unregister_workflow("one"))

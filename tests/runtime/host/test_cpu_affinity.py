@@ -163,7 +163,7 @@ def test_where_the_system_has_no_such_thing_one_warning_says_so(monkeypatch, cap
     monkeypatch.delattr(os, "sched_setaffinity")
     assert cpu_affinity.pin(1, "m--1.0") is None
     [record] = caplog.records
-    assert record.levelno == logging.WARNING and "m--1.0 asks for pin" in record.getMessage()
+    assert record.levelno == logging.WARNING and "m--1.0 has pin" in record.getMessage()
 
 
 def test_locks_that_cannot_be_had_cost_a_warning_and_no_start(monkeypatch, caplog, tmp_path, unpinned):
