@@ -149,7 +149,7 @@ def active_split(registry: Registry, name: str) -> ActiveSplit | None:
     return rollout.active_split if rollout is not None and rollout.state in ("running", "paused") else None
 
 
-class _Row(NamedTuple):
+class _BuiltRow(NamedTuple):
     """The row of a model, and what it was built from."""
 
     record: ModelRecord
@@ -168,7 +168,7 @@ class TableBuilder:
 
     def __init__(self, sequence_header: str = "") -> None:
         self._sequence_header = sequence_header
-        self._rows: dict[str, _Row] = {}  # by model
+        self._rows: dict[str, _BuiltRow] = {}  # by model
 
     def build(
         self,
@@ -183,7 +183,7 @@ class TableBuilder:
         A version without an observation counts as healthy.
         """
         splits = _active_splits(registry)
-        rows: dict[str, _Row] = {}
+        rows: dict[str, _BuiltRow] = {}
         for name, record in registry.models.items():
             specs = record.versions.values()
             observed = tuple([statuses.get(spec.ref) for spec in specs])
@@ -200,7 +200,7 @@ class TableBuilder:
                 or known.split != split
             ):
                 route = self._build_row(record, observed, unhealthy, split)
-                known = _Row(record, observed, unhealthy, split, route)
+                known = _BuiltRow(record, observed, unhealthy, split, route)
             rows[name] = known
         self._rows = rows
         models = {name: row.route for name, row in rows.items()}
