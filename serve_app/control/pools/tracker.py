@@ -122,6 +122,7 @@ class PoolTracker:
         """Return all pooled versions as if they were applications, by name."""
         loaded = {ref for report in self._reports.values() for ref in report.loaded}
         before, self._unloaded = self._unloaded, {}
+        loaded_before, self._loaded = self._loaded, {}
         observed = {}
         for spec in specs:
             if not spec.is_pooled:
@@ -129,8 +130,8 @@ class PoolTracker:
             app = spec.ref.app
             if spec.ref in loaded:
                 current = self.observe(spec)
-                if current == self._loaded.get(app):  # the same object needs no update: see HealthTracker
-                    current = self._loaded[app]
+                if current == loaded_before.get(app):  # the same object needs no update: see HealthTracker
+                    current = loaded_before[app]
                 self._loaded[app] = observed[app] = current
                 continue
             known = before.get(app)
@@ -138,7 +139,6 @@ class PoolTracker:
                 known = spec, self.observe(spec)
             self._unloaded[app] = known
             observed[app] = known[1]
-        self._loaded = {app: current for app, current in self._loaded.items() if app in observed}
         return observed
 
     def observe(self, spec: ModelSpec) -> ObservedApp:

@@ -139,3 +139,21 @@ def test_a_hosts_share_of_keys_moves_only_with_lost_hosts() -> None:
     after = {ref: rank_hosts(ref, hosts[:3])[0] for ref in refs}
     assert all(after[ref] == before[ref] for ref in refs if before[ref] != "h4")
     assert len(set(before.values())) == 4
+
+
+def test_observations_are_the_same_objects_until_they_change() -> None:
+    specs = [spec("a", min_workers=2), spec("b", min_workers=2)]
+    tracker = PoolTracker()
+    tracker.set_observed(pool_app("h1"))
+    tracker.put("h1", HostReport("p", {A: loaded()}))
+    first = tracker.observe_all(specs)
+    tracker.put("h1", HostReport("p", {A: loaded(0.3)}))
+    again = tracker.observe_all(specs)
+    assert all(again[app] is first[app] for app in first) and len(first) == 2
+    tracker.set_observed(pool_app("h1", "h2"))
+    more = tracker.observe_all(specs)
+    assert [one.pool_hosts for one in (*first.values(), *more.values())] == [1, 1, 2, 2]
+    tracker.put("h1", HostReport("p", {}))
+    evicted = tracker.observe_all(specs)
+    assert [one.running for one in evicted.values()] == [0, 0]
+    assert evicted[specs[1].ref.app] is more[specs[1].ref.app]
