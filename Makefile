@@ -72,7 +72,7 @@ bench: setup
 	@$(BIN)/python -m tests.benchmarks.suite $(ARGS)
 
 screenshots: setup
-	@PYTHONPATH=tests $(BIN)/python -m tests.console.screenshots $(ARGS)
+	@$(BIN)/python -m tests.recorders.screenshots $(ARGS)
 
 docs: $(INSTALLED)
 	@$(BIN)/python docs/build_site.py $(ARGS)

@@ -1,4 +1,4 @@
-"""One real server for the whole run of tests; its class is in parts.py."""
+"""One real server for the whole run of tests, and the rules of the run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 import hypothesis
 import pytest
-from parts import Server
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.support.server import Server
 
 # The same examples each time, and none that fails because the machine stood still.
 hypothesis.settings.load_profile("ci")
@@ -87,7 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip("no NVIDIA GPU is here")
+            pytest.skip("needs an NVIDIA GPU")
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,13 @@ from pathlib import Path
 import onnx
 import pytest
 import yaml
-from clean_environments import CleanEnvironment, build_wheel
-from explanation_checks import ENTITIES, label_config
-from hf_folders import SHORT, save_bert, save_llama
 from onnx import TensorProto, helper
-from parts import Server
 
 from serve_app.model_store.archiver import ArchiveRecipe, make
+from tests.support.clean_environments import CleanEnvironment, build_wheel
+from tests.support.explanation_checks import ENTITIES, label_config
+from tests.support.hf_folders import SHORT, save_bert, save_llama
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 

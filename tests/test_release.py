@@ -15,9 +15,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from clean_environments import CleanEnvironment
 
 from serve_app import __version__
+from tests.support.clean_environments import CleanEnvironment
 
 pytestmark = pytest.mark.slow
 

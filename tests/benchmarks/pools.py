@@ -34,7 +34,7 @@ from rich.progress import track
 from tests.benchmarks import pool_peer
 from tests.benchmarks.environments import PeerFailed
 from tests.benchmarks.pool_load import INPUTS, ZipfLoad, quantiles
-from tests.parts import Server
+from tests.support.server import Server
 
 OUTPUTS = 10
 MIN_BYTES, MAX_BYTES = 100_000, 20_000_000

@@ -46,8 +46,8 @@ from serve_app.telemetry import torchserve, tracing
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
 from tests.benchmarks.archives import MODELS
-from tests.otlp_receiver import collect_grpc
-from tests.wire_client import RecordingTransport, connect, use_callbacks
+from tests.support.otlp_receiver import collect_grpc
+from tests.support.wire_client import RecordingTransport, connect, use_callbacks
 
 _STAGES = ("parse and admit", "respond and record", "handler thread", "access log", "total")
 _PATHS = (("tasks", False, False), ("callbacks", True, False), ("callbacks, with a key", True, True))

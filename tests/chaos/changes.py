@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 
-from tests.parts import ECHO, Server, make_archive
+from tests.support.archives import ECHO, make_archive
+from tests.support.server import Server
 
 _TIMEOUT_S = 30.0  # of one change; a database is waited for, for 20 s
 

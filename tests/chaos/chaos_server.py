@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.parts import ECHO, ROOT, Server, make_archive, says
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.server import ROOT, Server
 
 _RESTART_DELAY_S = 0.5  # of the supervisor
 LETTERS = """

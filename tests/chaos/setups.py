@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.chaos_server import ChaosServer
-from tests.parts import free_port
-from tests.postgres_server import MISSING, Postgres, find_postgres, running_postgres
+from tests.support.ports import free_port
+from tests.support.postgres_server import MISSING, Postgres, find_postgres, running_postgres
 
 _DISK_MIB = 192  # of state, logs and Ray's session; a start takes about 20
 

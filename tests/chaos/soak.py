@@ -29,7 +29,8 @@ import psutil
 
 from serve_app.loadgen import LoadProfile, LoadRequest, send
 from tests.chaos.report import describe_machine
-from tests.parts import ECHO, Server, make_archive
+from tests.support.archives import ECHO, make_archive
+from tests.support.server import Server
 
 LOAD_SHARE = 0.7  # of the measured capacity
 SAMPLE_PERIOD_S = 5.0

@@ -8,13 +8,13 @@ import pytest
 import typer
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from parts import ECHO
 from typer.testing import CliRunner
 
 from serve_app.cli.app import app
 from serve_app.cli.store_copy import add_to_store
 from serve_app.model_store.signatures import SignatureVerifier
 from serve_app.settings import ModelStoreSettings
+from tests.support.archives import ECHO
 
 
 def test_a_signed_archive_has_its_signature_beside_it(

@@ -17,10 +17,10 @@ import pyarrow
 import pytest
 import yaml
 from moto.server import ThreadedMotoServer
-from parts import make_archive
 from pyarrow import parquet
 
 from handlers import extras
+from tests.support.archives import make_archive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
 

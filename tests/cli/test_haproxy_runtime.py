@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 
 import pytest
-from parts import free_port
 
 from serve_app.cli import haproxy_runtime
 from serve_app.cli.errors import StartError
+from tests.support.ports import free_port
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -15,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from parts import free_port
 from typer.testing import CliRunner
 
 from serve_app.cli.app import app
@@ -24,6 +22,8 @@ from serve_app.model_store.archive import unpack
 from serve_app.model_store.manifest import Manifest
 from serve_app.model_store.model_check import check_model
 from serve_app.settings import ModelStoreSettings
+from tests.support.ports import free_port
+from tests.support.requirements import needs_no_package
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def run(*arguments: str) -> Any:
     return result.exit_code, " ".join(re.sub(r"\s+", " ", result.output).split())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+@needs_no_package("vllm")
 def test_the_archive_serves_a_folder_with_the_given_flags(folder: Path, tmp_path: Path) -> None:
     options = LauncherOptions(
         "llama", str(folder), str(tmp_path / "store"), max_num_seqs=8, max_model_len=200, dtype="bfloat16"
@@ -92,7 +92,7 @@ def test_unknown_flags_and_models_are_refused(
     assert not list(tmp_path.rglob("*.mar"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is not None, reason="it is installed")
+@needs_no_package("tensorrt_llm")
 def test_a_missing_tensorrt_llm_is_named_before_the_start(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     code, output = run("--engine", "trt_llm", "--model_id", "a/b")
@@ -103,7 +103,7 @@ def test_a_missing_tensorrt_llm_is_named_before_the_start(tmp_path: Path, monkey
 @pytest.mark.own_server
 @pytest.mark.slow
 def test_a_folder_is_served_with_torchserves_routes(tmp_path: Path) -> None:
-    from hf_folders import save_byte_llama
+    from tests.support.hf_folders import save_byte_llama
 
     save_byte_llama(tmp_path / "llama")
     ports = [free_port() for _ in range(5)]

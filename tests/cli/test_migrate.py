@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from parts import free_port
 from typer.testing import CliRunner
 
 from serve_app import torchserve_config
 from serve_app.cli.app import _server, app
 from serve_app.cli.server_process import ServerProcess, StartError
 from serve_app.cli.torchserve_flags import TorchServeFlags, default_config
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests/data/config.properties"

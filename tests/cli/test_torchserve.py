@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from parts import free_port
 
 from serve_app.cli import torchserve
 from serve_app.cli.server_process import StartError
@@ -23,6 +22,7 @@ from serve_app.cli.torchserve_flags import (
     find_config,
     translate,
 )
+from tests.support.ports import free_port
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import ECHO, make_archive
 from typer.testing import CliRunner
 
 from serve_app.cli.app import app
 from serve_app.cli.commands.tune import parse_duration
 from serve_app.cli.variant_search import promising_variants
+from tests.support.archives import ECHO, make_archive
 
 pytestmark = pytest.mark.integration
 

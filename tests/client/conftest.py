@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from blocking_clients import BlockingAsyncClient
-from client_helpers import ClientFactory
-from protocol_servers import inference, management, over_grpc, over_http
 
 from serve_app.client import Client
+from tests.support.blocking_clients import BlockingAsyncClient
+from tests.support.inference_functions import ClientFactory
+from tests.support.protocol_servers import inference, management, over_grpc, over_http
 
 __all__ = ["inference", "management", "over_grpc", "over_http"]
 

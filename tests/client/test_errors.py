@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from client_helpers import ClientFactory, failing
 
 from serve_app import errors
 from serve_app.client import NO_RETRIES
@@ -15,6 +14,7 @@ from serve_app.client import errors as client_errors
 from serve_app.client.errors import _BY_REASON
 from serve_app.deployments import haproxy
 from serve_app.protocols.openinference.errors import UnsupportedFeature
+from tests.support.inference_functions import ClientFactory, failing
 
 
 def test_error_has_every_field_of_the_response(make_client: ClientFactory, inference: Any) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from client_helpers import ClientFactory
 
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.routing_table import RoutingTable
+from tests.support.inference_functions import ClientFactory
 
 pytestmark = pytest.mark.integration
 

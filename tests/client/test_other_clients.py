@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import tritonclient.http
-from client_helpers import streaming
 
 from serve_app.domain import tensors
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from tests.support.inference_functions import streaming
 
 PAGE = (Path(__file__).parents[2] / "examples/18_every_client/README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

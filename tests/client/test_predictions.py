@@ -8,14 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from client_helpers import (
-    ClientFactory,
-    failing,
-    quick_retries,
-    stalled_stream,
-    streaming,
-    without_retry_after,
-)
 
 from serve_app import errors
 from serve_app.client import Client, ServerSentEvent
@@ -23,6 +15,14 @@ from serve_app.client import errors as client_errors
 from serve_app.domain.async_prediction import StoredResponse
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.protocols.torchserve import form_data
+from tests.support.inference_functions import (
+    ClientFactory,
+    failing,
+    quick_retries,
+    stalled_stream,
+    streaming,
+    without_retry_after,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from client_helpers import ClientFactory, failing, quick_retries, without_retry_after
-from parts import Pulse
 
 from serve_app import errors
 from serve_app.client import ServerError
 from serve_app.client import errors as client_errors
+from tests.support.inference_functions import ClientFactory, failing, quick_retries, without_retry_after
+from tests.support.load import Pulse
 
 pytestmark = pytest.mark.integration
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from hf_folders import save_byte_llama
-from lora_folders import generate, save_adapter
-from parts import Server
+
+from tests.support.hf_folders import save_byte_llama
+from tests.support.lora_folders import generate, save_adapter
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 
@@ -86,7 +87,7 @@ def test_an_adapter_is_served_until_it_is_removed(adapted: Server) -> None:
 
 
 def test_an_adapter_of_another_model_is_refused(adapted: Server, tmp_path: Path) -> None:
-    from hf_folders import save_llama
+    from tests.support.hf_folders import save_llama
 
     other = save_llama(tmp_path / "other", vocab_size=257, num_hidden_layers=3)
     save_adapter(other, adapted.store / "other")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from parts import Server, make_archive
 
 from serve_app.runtime.batching.request_queue import PRIORITY_AGING_S
+from tests.support.archives import make_archive
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -9,7 +9,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from parts import Server, make_archive
+
+from tests.support.archives import make_archive
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

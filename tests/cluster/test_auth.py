@@ -16,7 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
-from parts import ECHO, Server, free_port, make_archive
+
+from tests.support.archives import ECHO, make_archive
+from tests.support.ports import free_port
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 

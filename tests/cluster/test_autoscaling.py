@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import Load, Server, make_archive, says
+
+from tests.support.archives import make_archive, says
+from tests.support.load import Load
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -11,9 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from parts import ECHO, Load, Server, Trickle, free_port, make_archive, says
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
+
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.load import Load, Trickle
+from tests.support.ports import free_port
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from parts import Server, make_archive
+
+from tests.support.archives import make_archive
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -14,13 +14,14 @@ import grpc
 import httpx
 import pytest
 from moto.server import ThreadedMotoServer
-from parts import Server, make_archive
 from websockets.sync.client import connect
 
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
 from serve_app.proto.open_inference_grpc_pb2 import ModelInferRequest
 from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.archives import make_archive
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 

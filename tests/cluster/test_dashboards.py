@@ -13,11 +13,7 @@ from typing import Any
 
 import grpc
 import httpx
-import prometheus_server
 import pytest
-from hf_folders import make_tokenizer, save_llama
-from parts import ECHO, ROOT, Server, free_port, make_archive, says
-from prometheus_server import Prometheus, running_prometheus
 from ray.dashboard.modules.metrics.dashboards.serve_dashboard_panels import serve_dashboard_config
 from ray.dashboard.modules.metrics.dashboards.serve_deployment_dashboard_panels import (
     serve_deployment_dashboard_config,
@@ -25,6 +21,12 @@ from ray.dashboard.modules.metrics.dashboards.serve_deployment_dashboard_panels 
 
 from serve_app.client import Client
 from serve_app.proto import inference_pb2, inference_pb2_grpc
+from tests.support import prometheus_server
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.hf_folders import make_tokenizer, save_llama
+from tests.support.ports import free_port
+from tests.support.prometheus_server import Prometheus, running_prometheus
+from tests.support.server import ROOT, Server
 
 pytestmark = [
     pytest.mark.cluster,

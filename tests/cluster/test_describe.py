@@ -7,7 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from parts import ECHO, Server, make_archive, says
+
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from parts import Load, Server, make_archive, says
+
+from tests.support.archives import make_archive, says
+from tests.support.load import Load
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

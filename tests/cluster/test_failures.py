@@ -11,7 +11,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from parts import ECHO, Load, Pulse, Server, check_rows_outlive_their_replica, make_archive, says
+
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.load import Load, Pulse
+from tests.support.server import Server, check_rows_outlive_their_replica
 
 pytestmark = pytest.mark.cluster
 

@@ -16,7 +16,9 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from parts import ROOT, Server, make_archive
+
+from tests.support.archives import make_archive
+from tests.support.server import ROOT, Server
 
 pytestmark = pytest.mark.cluster
 

@@ -16,7 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from parts import free_port, make_archive
+
+from tests.support.archives import make_archive
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

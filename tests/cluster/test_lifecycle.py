@@ -7,7 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from parts import ECHO, Load, Server, make_archive, says
+
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.load import Load
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from parts import ECHO, Server, make_archive
+
+from tests.support.archives import ECHO, make_archive
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from parts import Server, make_archive
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.archives import make_archive
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 from onnx import TensorProto, helper
-from parts import Server, make_archive
 from tritonclient.utils import InferenceServerException
+
+from tests.support.archives import make_archive
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

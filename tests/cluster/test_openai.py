@@ -9,8 +9,9 @@ from typing import Any
 
 import openai
 import pytest
-from hf_folders import save_byte_llama
-from parts import Server
+
+from tests.support.hf_folders import save_byte_llama
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

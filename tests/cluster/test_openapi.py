@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from parts import ECHO, Server, make_archive
 from schemathesis.checks import CHECKS
+
+from tests.support.archives import ECHO, make_archive
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
 
@@ -36,7 +38,7 @@ def _use_known_model(value: str) -> str:
     return "m" if len(value) % 3 else value
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="another version of schemathesis is installed there")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python 3.11, for its version of schemathesis")
 @pytest.mark.parametrize("port", ["inference", "management", "metrics"])
 def test_every_port_responds_as_it_describes(own: Server, port: str) -> None:
     url = {

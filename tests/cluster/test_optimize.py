@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from parts import Server
 from typer.testing import CliRunner
 
 from serve_app.cli.app import app
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 MODEL = """

@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from parts import Server, Trickle, make_archive
 
 from serve_app.proto import inference_pb2, inference_pb2_grpc
+from tests.support.archives import make_archive
+from tests.support.load import Trickle
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

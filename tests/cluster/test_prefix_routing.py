@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_folders import save_byte_llama
-from parts import Server, make_archive
+
+from tests.support.archives import make_archive
+from tests.support.hf_folders import save_byte_llama
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import httpx
 import pytest
-from parts import ECHO, Server, make_archive, says
 from ray._private.utils import get_num_cpus
 from rich.console import Console
 
 from serve_app.cli import progress
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

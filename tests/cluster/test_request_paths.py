@@ -14,7 +14,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from parts import ECHO, Load, Server, check_rows_outlive_their_replica, make_archive
+
+from tests.support.archives import ECHO, make_archive
+from tests.support.load import Load
+from tests.support.server import Server, check_rows_outlive_their_replica
 
 pytestmark = pytest.mark.cluster
 

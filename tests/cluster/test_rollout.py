@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from parts import Load, Server, Trickle, make_archive, says
+
+from tests.support.archives import make_archive, says
+from tests.support.load import Load, Trickle
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

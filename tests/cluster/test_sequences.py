@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from parts import Server, make_archive
+
+from tests.support.archives import make_archive
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
 

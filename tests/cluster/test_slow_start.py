@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from parts import ROOT, Server
+
+from tests.support.server import ROOT, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
 

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from certificates import make_pair
-from parts import ECHO, free_port, make_archive, says
+
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.certificates import make_pair
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

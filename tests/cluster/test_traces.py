@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import grpc
 import httpx
 import pytest
-from otlp_receiver import Collector, Tree, collect_grpc, collect_http
-from parts import Server, free_port, make_archive
 from websockets.sync.client import connect
 
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
+from tests.support.archives import make_archive
+from tests.support.otlp_receiver import Collector, Tree, collect_grpc, collect_http
+from tests.support.ports import free_port
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 

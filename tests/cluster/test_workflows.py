@@ -10,9 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from parts import Server, make_archive
 
 from serve_app.model_store.workflow_archiver import WorkflowArchiveRecipe, make
+from tests.support.archives import make_archive
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

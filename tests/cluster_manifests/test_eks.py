@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from typing import Any
 
 import pytest
 import yaml
-from kustomize import CLUSTER
+
+from tests.support.kustomize import CLUSTER
+from tests.support.requirements import needs_program
 
 TERRAFORM = CLUSTER / "terraform/eks"
 FILES = {path.name: path.read_text() for path in TERRAFORM.glob("*.tf")}
@@ -23,7 +24,7 @@ BUCKET = "torchrelay-models-"
 
 
 @pytest.mark.integration
-@pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed")
+@needs_program("terraform")
 def test_terraform_parses_the_files_and_finds_them_formatted() -> None:
     command = ["terraform", "fmt", "-check", "-diff", str(TERRAFORM)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

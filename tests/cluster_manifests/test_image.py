@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from image_root import read_stages, read_target
 
 from cluster import lock
 from serve_app.cli.server_process import read_env
+from tests.support.image_root import read_stages, read_target
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"

@@ -17,15 +17,15 @@ import onnx
 import pytest
 import torch
 import yaml
-from explanation_checks import ENTITIES, label_config
-from hf_folders import SHORT, save_bert, save_byte_llama
-from image_root import Container, ImageBuilder, Stage, make_debian, missing_tools
 from onnx import TensorProto, helper
 from packaging.utils import canonicalize_name
 from PIL import Image
 
 from cluster import lock
 from serve_app.model_store.archiver import ArchiveRecipe, make
+from tests.support.explanation_checks import ENTITIES, label_config
+from tests.support.hf_folders import SHORT, save_bert, save_byte_llama
+from tests.support.image_root import Container, ImageBuilder, Stage, make_debian, missing_tools
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())]
 
@@ -57,7 +57,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     if done.returncode != 0:
-        pytest.skip(f"{pin} cannot be downloaded: {done.stderr[-200:]}")
+        pytest.skip(f"needs a download of {pin}: {done.stderr[-200:]}")
     [wheel] = folder.glob("torch-*.whl")
     page = folder / "index/torch/index.html"
     page.parent.mkdir(parents=True)

@@ -9,13 +9,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import prometheus_server
 import pytest
 import yaml
 
 from serve_app import errors
 from serve_app.telemetry.metric_definitions import METRICS
 from serve_app.telemetry.torchserve import catalog
+from tests.support import prometheus_server
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 MONITORING = CLUSTER / "monitoring"

@@ -13,7 +13,10 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from kustomize import (
+
+from serve_app.cli.server_process import read_env
+from serve_app.settings import Settings, load
+from tests.support.kustomize import (
     CLUSTER,
     OVERLAYS,
     build,
@@ -24,10 +27,7 @@ from kustomize import (
     serve_config,
     service_of_ray,
 )
-from parts import ROOT
-
-from serve_app.cli.server_process import read_env
-from serve_app.settings import Settings, load
+from tests.support.server import ROOT
 
 pytestmark = [needs_kubectl, pytest.mark.integration]
 
@@ -105,7 +105,7 @@ def test_a_misspelt_field_does_not_fit() -> None:
         jsonschema.Draft202012Validator(CUSTOM["ray.io/v1", "RayService"]).validate(broken)
 
 
-@pytest.mark.skipif(not MORE_CRDS, reason="TORCHRELAY_CRDS names no folder of resource definitions")
+@pytest.mark.skipif(not MORE_CRDS, reason="needs TORCHRELAY_CRDS, a folder of resource definitions")
 def test_custom_resources_fit_their_operators_definitions() -> None:
     schemas = definitions(Path(MORE_CRDS).glob("*.yaml"))
     overlays = [each for name in OVERLAYS for each in build(f"overlays/{name}")]

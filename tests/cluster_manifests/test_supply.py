@@ -11,9 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("cyclonedx_py")
-
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 

@@ -14,10 +14,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from parts import free_port
 from playwright.sync_api import Browser, Page, sync_playwright
-from protocol_fakes import FakeBackend, FakeControlAPI, echo
-from protocol_servers import over_http
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
@@ -27,6 +24,9 @@ from serve_app.protocols.http_app import inference_app, management_app
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.ports import free_port
+from tests.support.protocol_fakes import FakeBackend, FakeControlAPI, echo
+from tests.support.protocol_servers import over_http
 
 __all__ = ["over_http"]
 _WAIT_MS = 15_000
@@ -40,7 +40,7 @@ def chromium() -> Iterator[Browser]:
     """
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
-        pytest.skip("chromium is not installed")
+        pytest.skip("needs chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

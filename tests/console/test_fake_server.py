@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from console.conftest import FakeServer, Visitor, running_console
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ReplicaInfo
 from serve_app.errors import StartFailed
+from tests.console.conftest import FakeServer, Visitor, running_console
 
 pytestmark = pytest.mark.integration
 

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from console.conftest import Visitor
-from parts import Server, Trickle, make_archive
+
+from tests.console.conftest import Visitor
+from tests.support.archives import make_archive
+from tests.support.load import Trickle
+from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 

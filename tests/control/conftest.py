@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from postgres_server import MISSING, Postgres, find_postgres, running_postgres
 
 from serve_app.control.persistence.database import Database
+from tests.support.postgres_server import MISSING, Postgres, find_postgres, running_postgres
 
 NUMBERS = itertools.count(1)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.domain.model import Registration
@@ -27,6 +26,7 @@ from serve_app.errors import (
     Unavailable,
 )
 from serve_app.settings import ModelStoreSettings, Settings, TelemetrySettings, load
+from tests.support.archives import ECHO, make_archive
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tests", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system can be mounted here by root only")
+        pytest.skip("needs root, to mount a file system")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 

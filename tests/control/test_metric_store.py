@@ -12,7 +12,6 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from metric_store_helpers import reward, rows, run, seen, units
 
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.persistence.database import Database
@@ -31,6 +30,7 @@ from serve_app.control.registry import Registry
 from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
 from serve_app.domain.experiment import BUCKET_GROUPS, Reward
 from serve_app.errors import Unavailable
+from tests.support.metric_stores import reward, rows, run, seen, units
 
 pytestmark = [pytest.mark.usefixtures("fast_commits"), pytest.mark.integration]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from metric_store_helpers import rows, run, seen
 
 import serve_app
 from serve_app.control.metric_store import MetricStore
@@ -23,6 +22,7 @@ from serve_app.control.persistence.schema import (
     EXPOSED_UNITS,
     METRIC_SOURCES,
 )
+from tests.support.metric_stores import rows, run, seen
 
 pytestmark = pytest.mark.usefixtures("fast_commits")
 

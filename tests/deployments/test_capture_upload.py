@@ -11,7 +11,6 @@ from typing import Any
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
-from parts import free_port
 
 from serve_app.control.drift.destination import CaptureDestination
 from serve_app.dataplane.capture.recorder import CaptureRecorder
@@ -20,6 +19,7 @@ from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
 from serve_app.settings import ModelStoreSettings, Settings, TelemetrySettings
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 

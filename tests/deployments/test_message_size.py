@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-from parts import ROOT, free_port
 from ray.serve._private import http_util
 from ray.serve.config import HTTPOptions
 from websockets.asyncio.client import connect
@@ -17,6 +16,8 @@ from websockets.exceptions import ConnectionClosed
 
 from serve_app.cli.server_process import read_env
 from serve_app.protocols.http import ray_bypass, uvicorn_websocket
+from tests.support.ports import free_port
+from tests.support.server import ROOT
 
 LIMIT = 17 << 20
 CALLBACK = read_env(ROOT / "configs/serve.env")["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.domain.model import Registration
 from serve_app.errors import SignatureRejected
 from serve_app.settings import Settings, load
+from tests.support.archives import ECHO, make_archive
 
 
 def test_a_replica_starts_only_with_a_signed_archive(tmp_path: Path) -> None:

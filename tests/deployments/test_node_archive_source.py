@@ -11,12 +11,12 @@ from typing import Any
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
-from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.domain.model import ModelSpec, Registration
 from serve_app.settings import Settings, load
+from tests.support.archives import ECHO, make_archive
 
 pytestmark = pytest.mark.integration
 

@@ -15,13 +15,15 @@ from typing import Any
 
 import httpx
 import pytest
-from hf_folders import save_llama
-from parts import Pulse, Server, make_archive
 from safetensors.torch import load_file
 
 from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
+from tests.support.archives import make_archive
+from tests.support.hf_folders import save_llama
+from tests.support.load import Pulse
+from tests.support.server import Server
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from parts import Server
+
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ from serve_app.telemetry.metric_definitions import METRICS
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="the tools of the site need Python 3.11"),
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python 3.11, for the tools of the site"),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from parts import Server
+
+from tests.support.server import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Run = Callable[..., str]

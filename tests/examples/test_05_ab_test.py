@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 
 import pytest
-from parts import ROOT, Server
+
+from tests.support.server import ROOT, Server
 
 EXAMPLE = ROOT / "examples/05_ab_test"
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]

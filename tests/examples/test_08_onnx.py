@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from parts import ROOT, Server
+from magika import Magika
+
+from tests.support.server import ROOT, Server
 
 EXAMPLE = ROOT / "examples/08_onnx"
 FILES = {
@@ -24,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pyt
 
 
 def test_08_onnx(server: Server, run: Callable[..., str]) -> None:
-    magika = pytest.importorskip("magika").Magika()
+    magika = Magika()
     run("08_onnx/archive.py", "--model-store", str(server.store))
     answer = server.management.post("/models?url=magika.mar&initial_workers=1")
     assert answer.status_code == 200, answer.text

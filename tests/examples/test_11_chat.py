@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from parts import ROOT, Server, free_port
 from playwright.sync_api import Page, expect, sync_playwright
+
+from tests.support.ports import free_port
+from tests.support.server import ROOT, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
@@ -20,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pyt
 def page(server: Server, run) -> Iterator[Page]:
     path = shutil.which("chromium")
     if path is None:
-        pytest.skip("chromium is not installed")
+        pytest.skip("needs chromium")
     run("11_text_generation/train.py", "--model-store", str(server.store))
     assert server.management.post("/models", params={"url": "rhymes.mar"}).status_code == 200
     port = free_port()

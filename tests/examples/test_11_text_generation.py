@@ -6,9 +6,10 @@ import json
 import re
 
 import pytest
-from parts import ROOT, Server
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
+
+from tests.support.server import ROOT, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from parts import ROOT, Pulse, Server
+
+from tests.support.load import Pulse
+from tests.support.server import ROOT, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from parts import Server
 
-pytest.importorskip("captum")
+from tests.support.server import Server
+
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 THREE = Path(__file__).parents[2] / "examples/01_first_model/three.png"

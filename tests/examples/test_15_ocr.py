@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parts import ROOT, Server
 from PIL import Image
+
+from tests.support.server import ROOT, Server
 
 EXAMPLE = ROOT / "examples/15_ocr"
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 
 
 def test_15_ocr(server: Server, run: Callable[..., str]) -> None:
-    pytest.importorskip("rapidocr")
     run("15_ocr/archive.py", "--model-store", str(server.store))
     answer = server.management.post("/models?url=ocr.mar&initial_workers=1")
     assert answer.status_code == 200, answer.text

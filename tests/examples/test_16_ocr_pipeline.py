@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from parts import ROOT, Server
 from PIL import Image
+
+from tests.support.server import ROOT, Server
 
 EXAMPLE = ROOT / "examples/16_ocr_pipeline"
 pytestmark = [
@@ -31,7 +32,6 @@ def words(printed: str) -> str:
 
 
 def test_16_ocr_pipeline(server: Server, run: Callable[..., str]) -> None:
-    pytest.importorskip("rapidocr")
     run("16_ocr_pipeline/archive.py", "--model-store", str(server.store))
     printed = run("16_ocr_pipeline/run.py")
     page = (EXAMPLE / "README.md").read_text()

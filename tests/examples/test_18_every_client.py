@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from parts import Server
+
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 

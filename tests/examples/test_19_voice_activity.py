@@ -15,7 +15,8 @@ from types import ModuleType
 import numpy as np
 import onnxruntime
 import pytest
-from parts import ROOT, Server
+
+from tests.support.server import ROOT, Server
 
 EXAMPLE = ROOT / "examples/19_voice_activity"
 NAME, END = "ts_request_sequence_id", "ts_request_sequence_end"

@@ -12,10 +12,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import jsonschema
-import prometheus_server
 import pytest
 import yaml
-from parts import ROOT, Server, free_port
+
+from tests.support import prometheus_server
+from tests.support.ports import free_port
+from tests.support.server import ROOT, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import prometheus_server
 import pytest
-from parts import ECHO, ROOT, Load, Server, free_port, make_archive
+
+from tests.support import prometheus_server
+from tests.support.archives import ECHO, make_archive
+from tests.support.load import Load
+from tests.support.ports import free_port
+from tests.support.server import ROOT, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from parts import Server
 from typer.testing import CliRunner
 
 from serve_app.cli.app import app
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 

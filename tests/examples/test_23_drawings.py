@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from parts import Server
 from PIL import Image
+
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
 

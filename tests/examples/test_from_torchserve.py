@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from parts import free_port
+
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

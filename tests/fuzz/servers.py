@@ -24,8 +24,8 @@ from serve_app.settings import InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from tests.fuzz.documents import ByteReader
 from tests.fuzz.target import target
-from tests.http2_peer import encode_message
-from tests.protocol_fakes import FakeBackend, FakeControlAPI, echo, send_request, two_versions
+from tests.support.http2_peer import encode_message
+from tests.support.protocol_fakes import FakeBackend, FakeControlAPI, echo, send_request, two_versions
 
 _PATHS = (
     *("/predictions/m", "/predictions/m/1.0", "/explanations/m", "/v1/models/m:predict", "/invocations"),

@@ -73,6 +73,6 @@ def deterministic() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny untrained Llama whose tokens are bytes, with a context of 256 tokens."""
-    from hf_folders import save_byte_llama
+    from tests.support.hf_folders import save_byte_llama
 
     return save_byte_llama(tmp_path_factory.mktemp("language_model"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from handlers.builtin.image_classifier import ImageClassifier
 from handlers.builtin.image_segmenter import ImageSegmenter
+from tests.support.photographs import photographs
 
 pytestmark = pytest.mark.integration
 
@@ -23,14 +23,7 @@ NAMES = [name for name in RECORDED if not name.endswith(": mean")]
 
 @pytest.fixture(scope="module")
 def contents() -> dict[str, bytes]:
-    sys.path.insert(0, str(DATA))
-    try:
-        from photographs import photographs
-
-        return photographs()
-    finally:
-        sys.path.remove(str(DATA))
-        sys.modules.pop("photographs", None)
+    return photographs()
 
 
 def test_every_photograph_is_recorded(contents: dict[str, bytes]) -> None:

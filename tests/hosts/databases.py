@@ -15,7 +15,7 @@ import boto3
 from moto.server import ThreadedMotoServer
 
 from tests.hosts.host_cluster import GATEWAY
-from tests.postgres_server import Postgres, find_postgres
+from tests.support.postgres_server import Postgres, find_postgres
 
 REDIS_ADDRESS = f"{GATEWAY}:6379"
 S3_VARIABLES = {

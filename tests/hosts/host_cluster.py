@@ -29,7 +29,7 @@ import psutil
 import yaml
 
 from serve_app.cli.server_process import read_env
-from tests.parts import ROOT
+from tests.support.server import ROOT
 
 NETWORK = "torchrelay-net"
 GATEWAY = "10.231.7.254"  # the bridge's address, where the clients and the databases are
@@ -42,9 +42,9 @@ _NEWNET = 0x40000000  # CLONE_NEWNET
 def unavailable() -> str:
     """Return why several hosts cannot run here, or an empty string."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return "needs root, for network namespaces"
     missing = [tool for tool in ("ip", "nft", "tc") if not shutil.which(tool)]
-    return f"not installed: {', '.join(missing)}" if missing else ""
+    return f"needs {', '.join(missing)}" if missing else ""
 
 
 class Host:

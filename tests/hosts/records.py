@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hosts.host_load import PROTOCOLS
-from tests.parts import ROOT
+from tests.support.server import ROOT
 
 
 @dataclass(frozen=True)

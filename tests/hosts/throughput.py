@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.hosts.host_cluster import Hosts, network
-from tests.parts import ECHO, make_archive
+from tests.support.archives import ECHO, make_archive
 
 ROUNDS = 3
 _GATEWAY_PORT = 30000  # the first of Ray Serve's ports on each host

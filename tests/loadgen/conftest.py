@@ -1,5 +1,5 @@
 """The faulty HTTP server as a fixture."""
 
-from faulty_server import server
+from tests.support.faulty_server import server
 
 __all__ = ["server"]

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import typer
-from report_checks import ReportPage
 from typer.testing import CliRunner
 
 from serve_app.loadgen.command import bench
+from tests.support.report_checks import ReportPage
 
 pytestmark = pytest.mark.integration
 

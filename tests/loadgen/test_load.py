@@ -186,7 +186,7 @@ def test_the_wire_is_one_request_that_a_parser_reads():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not wrk.installed(), reason="wrk is not installed")
+@pytest.mark.skipif(not wrk.installed(), reason="needs wrk")
 class TestWrk:
     def test_a_real_run_is_read(self, server):
         request = LoadRequest(server.base + "/ok", body=b'{"a": "\\"]]"}', headers={"X-A": 'q"\\'})

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report_checks import ReportPage
 
 from serve_app.loadgen.bench_report import write_bench_report
 from serve_app.loadgen.echarts import EChartsMissing, load_script
 from serve_app.loadgen.plots import PlotSeries, bar_plot, line_plot
 from serve_app.loadgen.profile import LoadRequest, LoadResult
 from serve_app.loadgen.report import Report, ReportSection, ReportTable, write_report
+from tests.support.report_checks import ReportPage
+from tests.support.requirements import needs_program
 
 HOSTILE = '</script><script>alert("1")</script><img src=x onerror=alert(2)>&amp;'
 
@@ -79,7 +79,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
         load_script()
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="the script runs in Node.js")
+@needs_program("node")
 @pytest.mark.integration
 def test_the_script_defines_echarts(tmp_path: Path) -> None:
     (tmp_path / "check.js").write_text(f"{load_script()}\nconsole.log(typeof echarts.init)")

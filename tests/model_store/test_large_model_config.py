@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,9 @@ from serve_app.errors import ConfigurationError, InvalidArchive
 from serve_app.model_store.manifest import MANIFEST, Manifest
 from serve_app.model_store.model_check import check_model
 from serve_app.model_store.model_config import ModelConfig
+from tests.support.requirements import needs_no_package
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+pytestmark = needs_no_package("vllm")
 
 Check = Callable[..., ModelConfig]
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
@@ -127,7 +127,7 @@ def test_a_class_of_an_archive_gets_the_keys_of_its_base(check: Check) -> None:
     assert (config.tensor_parallel, config.raw["engine"]) == (2, {"name": "transformers"})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is not None, reason="it is installed")
+@needs_no_package("tensorrt_llm")
 def test_trt_llm_archives_fall_back_to_the_tokenizers_folder(check: Check) -> None:
     config = check("trt_llm_handler", {"handler": {"tokenizer_dir": "snapshot", "engine_dir": "engine"}})
     assert config.raw["engine"] == {"name": "transformers"}

@@ -11,12 +11,12 @@ import boto3
 import pytest
 import requests
 from moto.server import ThreadedMotoServer
-from parts import serving
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store import object_stores
 from serve_app.model_store.sources import fetch
 from serve_app.settings import ModelStoreSettings
+from tests.support.http_server import serving
 
 pytestmark = pytest.mark.integration
 

@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from model_signing import signing
-from parts import ECHO, make_archive
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.domain.model import Registration
 from serve_app.errors import ConfigurationError, SignatureRejected
 from serve_app.model_store.signatures import SignatureVerifier, sign, signature_url
 from serve_app.settings import ModelStoreSettings, Settings, load
+from tests.support.archives import ECHO, make_archive
 
 
 def make_key(folder: Path, name: str) -> tuple[Path, Path]:

@@ -4,11 +4,11 @@ import contextlib
 import threading
 
 import pytest
-from parts import serving
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store.sources import fetch, split_digest
 from serve_app.settings import ModelStoreSettings
+from tests.support.http_server import serving
 
 BODY = bytes(range(256)) * 5000
 

@@ -45,8 +45,9 @@ def test_invalid_networks_are_refused():
 
 
 def test_haproxy_sends_the_clients_address():
-    haproxy = pytest.importorskip("serve_app.deployments.haproxy")
     from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
+
+    from serve_app.deployments import haproxy
 
     template = haproxy.adapt_template(HAPROXY_CONFIG_TEMPLATE)
     assert "http-request set-header x-forwarded-for %[src]" in template or "option forwardfor" in template

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from parts import serving
 
 from serve_app.net.egress import AsyncPublicTransport, PrivateAddress, PublicTransport, is_public, resolve
+from tests.support.http_server import serving
 
 PRIVATE = [
     "127.0.0.1",

@@ -17,7 +17,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from parts import free_port
 
 from serve_app.deployments.grpc_listener import GrpcListener, ManagementGrpcListener, load_credentials
 from serve_app.deployments.http_listener import HttpListener
@@ -25,6 +24,7 @@ from serve_app.errors import ConfigurationError
 from serve_app.net import tls
 from serve_app.protocols.grpc.http2.server import Http2Server
 from serve_app.settings import GrpcSettings, ManagementSettings, Settings
+from tests.support.ports import free_port
 
 DAY = datetime.timedelta(days=1)
 

@@ -1,6 +1,6 @@
 """The fixtures of the in-process servers."""
 
-from protocol_servers import (
+from tests.support.protocol_servers import (
     asgi_inference,
     grpc_listening,
     inference,

@@ -17,8 +17,6 @@ from serve_app.errors import HandlerRejected
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings
 
-pytest.importorskip("captum")
-
 pytestmark = pytest.mark.integration
 
 

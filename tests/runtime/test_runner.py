@@ -15,7 +15,7 @@ from serve_app.errors import (
     UnsupportedOutput,
 )
 from serve_app.settings import RuntimeSettings
-from tests.runtime.runner_fakes import ECHO, OBEDIENT, fail_on_chunk, make_json_request, make_request
+from tests.support.runner_fakes import ECHO, OBEDIENT, fail_on_chunk, make_json_request, make_request
 
 pytestmark = pytest.mark.integration
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.parts import ECHO, Server, make_archive
 from tests.security import attacks
 from tests.security.attack import ATTACKS, KEYS, Attack, Outcome, Target
+from tests.support.archives import ECHO, make_archive
+from tests.support.server import Server
 
 SLOW = """
 import time

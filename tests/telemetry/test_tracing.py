@@ -13,7 +13,6 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import Link, SpanContext, StatusCode, TraceFlags
 from opentelemetry.util._once import Once
-from otlp_receiver import Collector, ReceivedSpan, collect_grpc, collect_http
 
 from handlers.tracing import stage_spans
 from serve_app.domain.model import ModelRef
@@ -22,6 +21,7 @@ from serve_app.errors import ModelNotFound
 from serve_app.settings import Settings, TelemetrySettings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.spans import RequestSpan, parse_context
+from tests.support.otlp_receiver import Collector, ReceivedSpan, collect_grpc, collect_http
 
 _REF = ModelRef("echo", "1.0")
 _TRACE, _SPAN = "a" * 32, "b" * 16

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from parts import ECHO, make_archive
-
 from serve_app.model_store.archive import unpack
 from serve_app.settings import ModelStoreSettings
 from serve_app.tuning.candidate import Candidate
 from serve_app.tuning.deployment import read_config, write_archive
+from tests.support.archives import ECHO, make_archive
 
 CANDIDATE = Candidate("plain", 2, 1, 8, 5)
 VALUES = {"minWorkers": 2, "maxWorkers": 2, "batchSize": 8, "maxBatchDelay": 5, "threads": 1}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from serve_app.tuning.rate_search import LoadStep, RateOptions, best_step, find_rate
-from tests.tuning.simulated_server import load_step
+from tests.support.simulated_server import load_step
 
 LIMIT = 0.02
 OPTIONS = RateOptions(repeats=False)

@@ -6,15 +6,14 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
-from report_checks import ReportPage
-
 from serve_app.tuning.candidate import Candidate, SearchSpace
 from serve_app.tuning.rate_search import LoadStep
 from serve_app.tuning.report import TuningResult, write_output
 from serve_app.tuning.search import SearchBudget, TuningSearch
 from serve_app.tuning.trials import Trial
 from serve_app.tuning.tuner import CONCURRENCY
-from tests.tuning.simulated_server import SimulatedServer
+from tests.support.report_checks import ReportPage
+from tests.support.simulated_server import SimulatedServer
 
 HOSTILE = "</script><b>model"
 SPACE = SearchSpace(2, ("plain", "int8"), max_workers=2, max_batch_size=8, limit=0.02)

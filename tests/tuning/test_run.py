@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hf_folders import make_tokenizer, save_llama
-from parts import ROOT, Server, make_archive
-from report_checks import ReportPage
+
+from tests.support.archives import make_archive
+from tests.support.hf_folders import make_tokenizer, save_llama
+from tests.support.report_checks import ReportPage
+from tests.support.server import ROOT, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from serve_app.tuning.candidate import Candidate, SearchSpace
 from serve_app.tuning.rate_search import RateOptions
 from serve_app.tuning.search import HALVING, SearchBudget, TrialRequest, TuningSearch
 from serve_app.tuning.trials import Trial, TrialStore
-from tests.tuning.simulated_server import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 SPACE = SearchSpace(4, ("plain", "int8", "onnx"), max_workers=4, max_batch_size=32, limit=0.02)
 BASELINE = Candidate(batch_size=8)

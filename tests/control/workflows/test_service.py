@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import ECHO, make_archive
 
 from serve_app.control import registry_changes
 from serve_app.control.api import ControlPlane
@@ -51,6 +50,7 @@ from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import ControlSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.archives import ECHO, make_archive
 
 pytestmark = pytest.mark.integration
 

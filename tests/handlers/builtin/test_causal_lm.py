@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from handlers.builtin.causal_lm import CausalLM
 from handlers.builtin.llm import LanguageModel
 from handlers.context import Context
@@ -28,7 +26,7 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from hf_folders import save_byte_llama
+    from tests.support.hf_folders import save_byte_llama
 
     return save_byte_llama(tmp_path_factory.mktemp("model"))
 
@@ -136,7 +134,7 @@ def test_an_invalid_row_fails_alone(model: CausalLM, body: Any, message: str) ->
 
 
 def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
-    from hf_folders import save_llama
+    from tests.support.hf_folders import save_llama
 
     model = CausalLM()
     model.initialize(Context("m", str(save_llama(tmp_path)), {}))

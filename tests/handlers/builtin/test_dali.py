@@ -38,7 +38,7 @@ def make_png(red: int) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.skipif(HAVE_DALI, reason="nvidia-dali is installed")
+@pytest.mark.skipif(HAVE_DALI, reason="needs an environment without nvidia-dali")
 def test_a_missing_dali_is_an_error(archive: Any) -> None:
     entry = handlers.load("dali_image_classifier", archive(model=MODEL), MANIFEST)
     with pytest.raises(

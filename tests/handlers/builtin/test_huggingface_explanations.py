@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hf_folders import (
+
+from handlers import PredictionException
+from handlers.context import Row
+from handlers.explain import attributions
+from tests.support.hf_folders import (
     MINILM,
     SHORT,
     ServedFolder,
@@ -22,10 +26,6 @@ from hf_folders import (
     save_yolos,
 )
 
-from handlers import PredictionException
-from handlers.context import Row
-from handlers.explain import attributions
-
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.integration]
 
 
@@ -35,7 +35,6 @@ pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.integration]
 def test_a_texts_label_is_attributed_to_tokens(
     tmp_path: Path, method: str, steps: int, tolerance: float
 ) -> None:
-    pytest.importorskip("captum")
     labels = {0: "cats", 1: "dogs"}
     config = {"id2label": labels, "label2id": {label: i for i, label in labels.items()}}
     options = {"method": method, "steps": steps}
@@ -55,14 +54,12 @@ def test_a_texts_label_is_attributed_to_tokens(
 
 
 def test_an_images_label_is_attributed_to_pixels(tmp_path: Path) -> None:
-    pytest.importorskip("captum")
     served = ServedFolder(save_vit(tmp_path), task="image-classification")
     results = np.array(explain_row(served, data=encode_png(make_image(1)), method="feature_ablation"))
     assert results.ndim == 3 and len(results) == 3 and np.isfinite(results).all() and results.any()
 
 
 def test_detections_and_segments_are_attributed_to_pixels(tmp_path: Path) -> None:
-    pytest.importorskip("captum")
     for folder in (save_yolos(tmp_path / "boxes"), save_segformer(tmp_path / "segments")):
         served = ServedFolder(folder)
         handler = served.entry.instance
@@ -94,7 +91,6 @@ def test_detections_and_segments_are_attributed_to_pixels(tmp_path: Path) -> Non
 
 def test_the_similarity_of_sentences_is_attributed_to_tokens() -> None:
     """Attribute an output that no head computes: the similarity of two sentences."""
-    pytest.importorskip("captum")
     handler = ServedFolder(MINILM).entry.instance
 
     class Similarity:

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_folders import LONG, MINILM, SHORT, ServedFolder, assert_close, load_error, save_bert, save_vit
 
 from handlers import tasks
+from tests.support.hf_folders import (
+    LONG,
+    MINILM,
+    SHORT,
+    ServedFolder,
+    assert_close,
+    load_error,
+    save_bert,
+    save_vit,
+)
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 

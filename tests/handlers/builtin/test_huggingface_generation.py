@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import transformers
-from hf_folders import (
+
+from tests.support.hf_folders import (
     LONG,
     SHORT,
     TEXTS,

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_folders import (
+from PIL import Image
+
+import handlers
+from handlers import PredictionException
+from handlers.context import Context, Row
+from tests.support.hf_folders import (
     ServedFolder,
     assert_close,
     encode_png,
@@ -20,11 +25,6 @@ from hf_folders import (
     save_vit,
     save_yolos,
 )
-from PIL import Image
-
-import handlers
-from handlers import PredictionException
-from handlers.context import Context, Row
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hf_folders import (
+
+from handlers import PredictionException
+from tests.support.hf_folders import (
     LONG,
     MINILM,
     SHORT,
@@ -19,8 +21,6 @@ from hf_folders import (
     make_tokenizer,
     save_bert,
 )
-
-from handlers import PredictionException
 
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.integration]
 

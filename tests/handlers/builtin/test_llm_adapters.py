@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_folders import save_byte_llama
-from lora_folders import generate, save_adapter
 
 import handlers
 from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
+from tests.support.hf_folders import save_byte_llama
+from tests.support.lora_folders import generate, save_adapter
 
 pytestmark = pytest.mark.integration
 

@@ -122,7 +122,6 @@ def test_a_subclass_may_set_the_threshold(archive: Any, predict: Any) -> None:
 
 
 def test_a_box_is_attributed_to_pixels(predict: Any) -> None:
-    pytest.importorskip("captum")
     rows = [{"data": make_png(204, 8, 6), "target": "2"}, {"data": make_png(51, 4, 4), "target": "2"}]
     wide, small = map(np.array, predict("object_detector", DETECTOR, rows, explain="True"))
     assert (wide.shape, small.shape) == ((3, 6, 8), (3, 4, 4))
@@ -140,7 +139,6 @@ def test_a_box_is_attributed_to_pixels(predict: Any) -> None:
 
 
 def test_a_segment_is_attributed_to_pixels(predict: Any) -> None:
-    pytest.importorskip("captum")
     tensor = np.random.default_rng(0).normal(size=(3, 8, 8))
     row = {"body": tensor.tolist(), "target": 1, "steps": 200}
     [attributions] = predict("image_segmenter", SEGMENTER, [row], explain="True")

@@ -392,7 +392,6 @@ def test_a_signature_must_match_the_graph(tmp_path: Path, begin: Callable[..., C
 
 
 def test_outputs_are_attributed_to_input_numbers(answers: Any) -> None:
-    pytest.importorskip("captum")
     rows = [{"body": [1, 2, 3], "target": target} for target in (0, 1)] + [{"body": [1, 2]}]
     first, second, error = answers(make_linear(), rows, explain="True")
     assert first == pytest.approx([1, 0, 9]) and second == pytest.approx([0, 4, 0])

@@ -5,7 +5,6 @@ Without a GPU, a model of transformers replaces MII's kernels; the rest of MII r
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,8 +20,7 @@ from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
 from handlers.distributed import mii
 from handlers.errors import HandlerLoadError
-
-pytest.importorskip("transformers")
+from tests.support.requirements import needs_no_package
 
 PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42], list(range(1, 40))]
 ROWS = [{"body": {"prompt": prompt, "max_new_tokens": 8 + index}} for index, prompt in enumerate(PROMPTS)]
@@ -52,7 +50,7 @@ os._exit(0)  # skips the teardown of the process group, whose peer may have exit
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a random Llama without an end token, with the head size that the kernels need."""
-    from hf_folders import save_llama
+    from tests.support.hf_folders import save_llama
 
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
     return save_llama(tmp_path_factory.mktemp("llama"), torch.bfloat16, **sizes)
@@ -232,7 +230,7 @@ def test_unsupported_models_are_rejected_on_a_gpu(
         load_model(tmp_path, 0, engine={"name": "mii"}, tensor_parallel=1)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mii") is not None, reason="DeepSpeed-MII is installed")
+@needs_no_package("mii")
 def test_missing_mii_names_the_package_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(

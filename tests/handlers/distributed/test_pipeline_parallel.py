@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
+import transformers
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,6 @@ from handlers.builtin.llm import LanguageModel
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
 
-pytest.importorskip("transformers")
-
 pytestmark = pytest.mark.integration
 
 
@@ -81,7 +79,7 @@ def handle_streams(model: CausalLM, bodies: list[Any]) -> list[Any]:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a random Llama without an end token: 4 heads and 2 key-value heads."""
-    from hf_folders import save_llama
+    from tests.support.hf_folders import save_llama
 
     return save_llama(tmp_path_factory.mktemp("llama"))
 
@@ -104,7 +102,6 @@ def assert_equal(answers: list[Any], expected: list[Any]) -> None:
 def test_layers_can_be_offloaded_to_the_disk(
     llama: Path, tmp_path: Path, memory: Any, devices: set[str]
 ) -> None:
-    pytest.importorskip("accelerate")
     layout = {
         "device_map": "auto",
         "max_memory": {"cpu": memory},
@@ -117,9 +114,9 @@ def test_layers_can_be_offloaded_to_the_disk(
 
 @pytest.mark.slow
 def test_two_deepspeed_ranks_generate_the_same_as_one(llama: Path, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    from hf_folders import save_byte_llama
     from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.support.hf_folders import save_byte_llama
 
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1)).save_pretrained(tmp_path / "gpt2")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from parts import Pulse
 
 from handlers import engines
 from handlers.engines.engine import GenerationRequest, SamplingParams
+from tests.support.load import Pulse
 
 pytestmark = pytest.mark.slow
 

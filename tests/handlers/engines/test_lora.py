@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_folders import save_gpt2, save_llama
-from lora_folders import generate, save_adapter
 
 from handlers import engines
 from handlers.engines import adapter_files
@@ -20,6 +18,8 @@ from handlers.engines.adapter_files import AdapterOptions
 from handlers.engines.engine import Engine, GenerationRequest
 from handlers.engines.lora import find_modules
 from handlers.errors import HandlerLoadError, PredictionException
+from tests.support.hf_folders import save_gpt2, save_llama
+from tests.support.lora_folders import generate, save_adapter
 
 pytestmark = pytest.mark.integration
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 
 from handlers.engines import openai
 from handlers.errors import PredictionException
+from tests.support.served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 
 pytestmark = pytest.mark.integration
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 
 from handlers.engines import openai
 from handlers.engines.engine import SamplingParams
 from handlers.errors import PredictionException
+from tests.support.served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 
 pytestmark = pytest.mark.integration
 

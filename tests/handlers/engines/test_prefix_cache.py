@@ -121,7 +121,6 @@ def test_requests_that_share_running_pages_are_preempted_without_a_change(langua
 
 
 def test_sampling_logprobs_and_formats_do_not_depend_on_the_cache(language_model: Path) -> None:
-    pytest.importorskip("llguidance")
     variants = [
         SamplingParams(1.0, seed=7),
         SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from served_llm import ServedModel
 
 from handlers.engines import openai
+from tests.support.served_llm import ServedModel
 
 pytestmark = pytest.mark.integration
 

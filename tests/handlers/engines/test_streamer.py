@@ -26,7 +26,6 @@ def test_missing_transformers_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_each_step_has_the_text_of_every_row() -> None:
-    pytest.importorskip("transformers")
     streamer = TextIteratorStreamerBatch(LetterTokenizer(), 2, skip_prompt=True, timeout=60)
 
     def generate() -> None:

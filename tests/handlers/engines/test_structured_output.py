@@ -13,11 +13,11 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from served_llm import HELLO, ServedModel
 
 from handlers.engines import openai
 from handlers.engines.engine import SamplingParams
 from handlers.errors import PredictionException
+from tests.support.served_llm import HELLO, ServedModel
 
 pytestmark = pytest.mark.integration
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import textwrap
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from handlers import engines
 from handlers.engines.engine import Engine, GenerationRequest, SamplingParams, StructuredOutput
 from handlers.errors import HandlerLoadError, PredictionException
+from tests.support.requirements import needs_no_package
 
 # The part of TensorRT-LLM's API that the adapter uses, with an engine that counts upwards.
 SOURCES = {
@@ -165,7 +165,7 @@ def test_errors_name_what_failed(folder: Path) -> None:
         start(folder, engine_dir=str(folder / "nowhere"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is not None, reason="it is installed")
+@needs_no_package("tensorrt_llm")
 def test_a_missing_package_names_its_command(tmp_path: Path) -> None:
     with pytest.raises(HandlerLoadError, match=r"not installed where .*pip install tensorrt_llm"):
         start(tmp_path)

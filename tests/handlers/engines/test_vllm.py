@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ import pytest
 from handlers import engines
 from handlers.engines.engine import Engine, GenerationRequest, Logprob, SamplingParams, StructuredOutput
 from handlers.errors import HandlerLoadError, PredictionException
+from tests.support.requirements import needs_no_package
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+@needs_no_package("vllm")
 def test_a_missing_vllm_names_its_requirements(language_model: Path) -> None:
     with pytest.raises(
         HandlerLoadError, match=r"vllm is not installed.*requirements\.txt.*useVenv: true.*name: tran"

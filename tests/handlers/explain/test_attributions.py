@@ -77,7 +77,6 @@ def constant_image(value: float) -> list[Any]:
 
 
 def test_an_image_is_explained_by_pixel(explain: Any) -> None:
-    pytest.importorskip("captum")
     first, second = explain(
         "image_classifier", IMAGES, [{"data": constant_image(1.0)}, {"data": constant_image(2.0)}]
     )
@@ -90,7 +89,6 @@ def test_an_image_is_explained_by_pixel(explain: Any) -> None:
 
 
 def test_each_row_has_its_own_target(explain: Any) -> None:
-    pytest.importorskip("captum")
     rows = [
         {"data": constant_image(1.0), "target": bytearray(b"1")},
         {"data": constant_image(1.0)},
@@ -104,7 +102,6 @@ def test_each_row_has_its_own_target(explain: Any) -> None:
 
 
 def test_a_text_is_explained_by_word(explain: Any) -> None:
-    pytest.importorskip("captum")
     [first, second, third] = explain(
         "text_classifier",
         TEXTS,
@@ -128,14 +125,12 @@ def test_a_text_is_explained_by_word(explain: Any) -> None:
 
 
 def test_a_text_model_without_a_known_embedding_is_perturbed(explain: Any) -> None:
-    pytest.importorskip("captum")
     source = TEXTS.replace("self.embedding", "self.words")
     [found] = explain("text_classifier", source, [{"data": "the cat", "target": 1}])
     assert found["attributions"] == pytest.approx([1.5, 7.5], abs=1e-5)
 
 
 def test_errors_of_the_model_are_raised(explain: Any) -> None:
-    pytest.importorskip("captum")
     source = IMAGES.replace("        return", "        assert len(x) == 1, 'one at a time'\n        return")
     with pytest.raises(AssertionError, match="one at a time"):
         explain("image_classifier", source, [{"data": constant_image(1.0)}])
@@ -195,7 +190,6 @@ class Net(torch.nn.Module):
 
 @pytest.mark.parametrize("method", ["shapley", "feature_ablation", "occlusion", "integrated_gradients"])
 def test_every_method_finds_the_weights_of_a_linear_model(explain: Any, method: str) -> None:
-    pytest.importorskip("captum")
     form = {"data": constant_image(2.0), "method": method.encode(), "internal_batch_size": "4", "target": 1}
     [found] = explain("image_classifier", IMAGES, [form])
     # The model weights the channels' means by four, five and six; tiles span all channels.
@@ -204,7 +198,6 @@ def test_every_method_finds_the_weights_of_a_linear_model(explain: Any, method: 
 
 
 def test_a_request_overrides_the_model_config(explain: Any) -> None:
-    pytest.importorskip("captum")
     rows = [
         {"data": constant_image(1.0)},
         {"data": constant_image(1.0), "method": "integrated_gradients", "target": "0"},
@@ -227,7 +220,6 @@ def test_a_request_overrides_the_model_config(explain: Any) -> None:
     ],
 )
 def test_invalid_options_are_rejected_with_the_cure(explain: Any, options: dict[str, Any], cure: str) -> None:
-    pytest.importorskip("captum")
     with pytest.raises(HandlerLoadError, match=f"model-config.yaml: explain.*{cure}"):
         explain("image_classifier", IMAGES, [{"data": constant_image(1.0)}], explain=options)
     rejected, explained = explain(
@@ -245,7 +237,6 @@ def test_invalid_explain_blocks_are_rejected(explain: Any) -> None:
 
 
 def test_a_frozen_model_without_gradients_is_perturbed(tmp_path: Path, begin: Any) -> None:
-    pytest.importorskip("captum")
     save_frozen(CONVOLUTION, tmp_path)
     handler = ImageClassifier()
     handler.initialize(Context("m", str(tmp_path), {"model": {"serializedFile": "model.pt"}}))
@@ -267,9 +258,8 @@ def test_a_frozen_model_without_gradients_is_perturbed(tmp_path: Path, begin: An
 
 
 def test_an_onnx_session_is_perturbed(tmp_path: Path, begin: Any) -> None:
-    pytest.importorskip("captum")
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
+    import onnx
+
     weights = np.arange(96, dtype=np.float32).reshape(48, 2) / 96
     graph = onnx.helper.make_graph(
         [
@@ -293,7 +283,6 @@ def test_an_onnx_session_is_perturbed(tmp_path: Path, begin: Any) -> None:
 
 
 def test_any_callable_can_be_explained() -> None:
-    pytest.importorskip("captum")
 
     def forward(rows: torch.Tensor) -> list[np.ndarray]:
         calls.append(len(rows))
@@ -310,7 +299,6 @@ def test_any_callable_can_be_explained() -> None:
 
 
 def test_equal_requests_get_equal_explanations() -> None:
-    pytest.importorskip("captum")
     inputs = torch.rand(1, 6)
     found = [
         attribute(lambda rows: rows.prod(1).round(), inputs, ExplanationOptions("shapley", steps=2))

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from explanation_checks import (
+
+from handlers.builtin.causal_lm import CausalLM
+from handlers.builtin.llm import LanguageModel
+from handlers.context import Context
+from handlers.errors import PredictionException
+from tests.support.explanation_checks import (
     ENTITIES,
     METHODS,
     approximate_scores,
@@ -20,7 +25,7 @@ from explanation_checks import (
     label_config,
     rejection_message,
 )
-from hf_folders import (
+from tests.support.hf_folders import (
     LONG,
     SHORT,
     ServedFolder,
@@ -32,12 +37,6 @@ from hf_folders import (
     save_t5,
 )
 
-from handlers.builtin.causal_lm import CausalLM
-from handlers.builtin.llm import LanguageModel
-from handlers.context import Context
-from handlers.errors import PredictionException
-
-pytest.importorskip("captum")
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.slow]
 
 

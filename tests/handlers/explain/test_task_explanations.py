@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from explanation_checks import (
+
+from handlers.context import Row
+from tests.support.explanation_checks import (
     ENTITIES,
     METHODS,
     NLI_LABELS,
@@ -22,7 +24,7 @@ from explanation_checks import (
     pad_tokens,
     rejection_message,
 )
-from hf_folders import (
+from tests.support.hf_folders import (
     LONG,
     MINILM,
     SHORT,
@@ -32,9 +34,6 @@ from hf_folders import (
     save_bert,
 )
 
-from handlers.context import Row
-
-pytest.importorskip("captum")
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.slow]
 
 # Entities

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from handlers.context import Context
 from handlers.errors import HandlerLoadError
 from handlers.loading import weights
 from handlers.loading.module_loader import add_archive_to_path
+from tests.support.requirements import needs_program
 
 pytestmark = pytest.mark.integration
 
@@ -86,7 +86,7 @@ def _mapped_file(address: int) -> str:
     return ""
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system shows no mappings")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
 def test_safetensors_are_mapped_from_their_file(archive: Any, net: Any) -> None:
     directory = archive(model=MODEL)
     add_archive_to_path(directory)
@@ -139,7 +139,7 @@ def test_an_exported_program_is_loaded(archive: Any, answers: Any, net: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
+@needs_program("g++")
 def test_an_aotinductor_package_is_loaded(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()
     with warnings.catch_warnings():

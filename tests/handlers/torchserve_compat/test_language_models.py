@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import shutil
 from collections.abc import Awaitable, Callable
@@ -12,16 +11,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 import handlers
 from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.torchserve_compat import names
+from tests.support.requirements import needs_no_package
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed"),
+    needs_no_package("vllm"),
 ]
 
 PROMPT = "Once upon"
@@ -31,7 +29,7 @@ Ask = Callable[..., Awaitable[Any]]
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from hf_folders import save_byte_llama
+    from tests.support.hf_folders import save_byte_llama
 
     return save_byte_llama(tmp_path_factory.mktemp("byte_llama"))
 
@@ -220,8 +218,7 @@ def test_files_without_a_manifest_name_no_other_folder(tmp_path: Path, model_fol
 
 
 def test_vllm_archives_have_their_adapters(archive_dir: Path, model_folder: Path) -> None:
-    pytest.importorskip("peft")
-    from lora_folders import save_adapter
+    from tests.support.lora_folders import save_adapter
 
     save_adapter(model_folder, archive_dir / "adapters" / "one", strength=1.0)
     engine = {"enable_lora": True, "max_loras": 4, "max_model_len": 100, "served_model_name": "base"}

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 import handlers
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
@@ -105,7 +103,7 @@ OPTIONS = {"dtype": "torch.float32", "replace_with_kernel_inject": True, "tensor
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
     """Return a function that writes an archive with a handler and a model."""
-    from hf_folders import save_byte_llama
+    from tests.support.hf_folders import save_byte_llama
 
     def write_archive(handler: str) -> Path:
         for name, text in (("common", COMMON), ("handler", handler)):
@@ -146,7 +144,6 @@ def generate_whole(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_two_ranks_of_deepspeed_answer_as_one(write: Any) -> None:
-    pytest.importorskip("deepspeed")
     config = {"handler": HANDLER, "deepspeed": {"config": "ds-config.json", "checkpoint": "c.json"}}
     folder = write(DEEPSPEED)
     (first, held), (second, other) = run_ranks(folder, config)
@@ -191,8 +188,6 @@ def load(folder: Path, **config: Any) -> None:
 def test_impossible_configurations_are_rejected_with_the_cure(
     write: Any, monkeypatch: pytest.MonkeyPatch, source: str, config: Any, message: str
 ) -> None:
-    if source is DEEPSPEED:
-        pytest.importorskip("deepspeed")
     folder = write(source)
     monkeypatch.chdir(folder)
     with pytest.raises(HandlerLoadError, match=message):
@@ -219,7 +214,7 @@ def test_one_process_needs_no_ranks_and_a_missing_model_is_named(
 )
 def test_a_missing_package_of_an_author_names_the_cure(archive: Any, package: str, message: str) -> None:
     if importlib.util.find_spec(package) is not None:
-        pytest.skip(f"{package} is installed")
+        pytest.skip(f"needs an environment without {package}")
     folder = archive(handler=f"import {package}\n\nclass H:\n    def handle(self, data, context): ...\n")
     with pytest.raises(HandlerLoadError, match=message):
         handlers.load("handler.py", folder, {})

@@ -1,5 +1,5 @@
 """Tests of vocabularies in the forms of archives; torchtext itself wrote two of them
-(data/record_vocabulary.py).
+(tests/recorders/vocabulary.py).
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpc_helpers import access_table
-from http2_peer import Peer, request_fields
-
 from serve_app.domain.access import KeyGrant
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.protocols.grpc.http2.frames import END_HEADERS, HEADERS, encode_frame
 from serve_app.protocols.torchserve.grpc import INFERENCE
+from tests.support.grpc_calls import access_table
+from tests.support.http2_peer import Peer, request_fields
 
 
 def test_the_key_is_checked_before_a_message_is_received(over_grpc: Any) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from grpc_helpers import expect_error, trailing_metadata
 
 from serve_app import errors
 from serve_app.domain.model import ModelSpec
@@ -18,6 +17,7 @@ from serve_app.proto.inference_pb2 import PredictionsRequest
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
 from serve_app.proto.management_pb2_grpc import ManagementAPIsServiceStub
 from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.grpc_calls import expect_error, trailing_metadata
 
 
 def to_document(message: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_server import ASYNC, Server, build_table, echo, server_runs
 
 from serve_app.domain.access import ROLES, AccessTable, KeyGrant, Role
 from serve_app.domain.request import InferenceRequest, InferenceResponse
+from tests.support.async_server import ASYNC, Server, build_table, echo, server_runs
 
 pytestmark = pytest.mark.integration
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_server import ASYNC, Server, build_table, echo, server_runs
 
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import HandlerRejected, QueueFull
+from tests.support.async_server import ASYNC, Server, build_table, echo, server_runs
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,6 @@ import boto3
 import fsspec.core  # noqa: F401 (with its registry)
 import pytest
 import requests
-from async_server import ASYNC, Server, echo, server_runs
 from moto.server import ThreadedMotoServer
 
 from serve_app import main
@@ -21,6 +20,7 @@ from serve_app.control.async_predictions import blob_store
 from serve_app.control.async_predictions import service as async_service
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import ConfigurationError, ResultStoreUnavailable
+from tests.support.async_server import ASYNC, Server, echo, server_runs
 
 pytestmark = pytest.mark.integration
 

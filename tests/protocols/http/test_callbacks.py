@@ -10,8 +10,6 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from callback_port import HEAD, ROUTE, Gate, Port, message, talk
-from wire_client import RecordingTransport, connect, mask, parse_response, wait_until
 
 from serve_app.dataplane.admitted_request import AdmittedRequest
 from serve_app.domain.access import AccessTable, KeyGrant, KeyLimits
@@ -20,6 +18,8 @@ from serve_app.domain.routing_table import ModelRoute, RoutingTable
 from serve_app.errors import BatchSizeMismatch
 from serve_app.protocols.http import uvicorn_callbacks, uvicorn_http
 from serve_app.protocols.http.callback_app import CallbackRequest
+from tests.support.callback_port import HEAD, ROUTE, Gate, Port, message, talk
+from tests.support.wire_client import RecordingTransport, connect, mask, parse_response, wait_until
 
 
 @pytest.fixture

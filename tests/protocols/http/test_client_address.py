@@ -8,8 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from parts import free_port
-from protocol_fakes import FakeControlAPI, RecordingAccessLog, echo
 
 from serve_app.control.api import ControlPlane
 from serve_app.deployments.http_listener import HttpListener
@@ -17,6 +15,8 @@ from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.protocols.http_app import management_app
 from serve_app.settings import load
+from tests.support.ports import free_port
+from tests.support.protocol_fakes import FakeControlAPI, RecordingAccessLog, echo
 
 ROUTES = {"m": ModelRoute("1.0", {"1.0": VersionRoute("1.0", "ready", 1)})}
 FORWARDED = {"X-Forwarded-For": "192.0.2.7"}

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from protocol_fakes import FakeControlAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,6 +24,7 @@ from serve_app.control.api import ControlPlane
 from serve_app.errors import Unavailable
 from serve_app.protocols.http_app import management_app
 from serve_app.settings import Settings
+from tests.support.protocol_fakes import FakeControlAPI
 
 pytestmark = pytest.mark.integration
 

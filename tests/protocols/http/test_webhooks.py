@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_server import ASYNC, Server, server_runs
 
 from serve_app.control.async_predictions.webhooks import WebhookSender
 from serve_app.errors import ConfigurationError
 from serve_app.settings import load
+from tests.support.async_server import ASYNC, Server, server_runs
 
 
 @pytest.fixture

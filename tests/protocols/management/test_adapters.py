@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_api import ServiceApi
 
 from handlers.errors import HandlerLoadError
 from serve_app.control import registry_changes
@@ -32,6 +31,7 @@ from serve_app.protocols.torchserve.descriptions import describe_version
 from serve_app.runtime.adapters import HandlerAdapters
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
+from tests.support.service_api import ServiceApi
 
 pytestmark = pytest.mark.integration
 

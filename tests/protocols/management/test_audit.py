@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from openapi_checks import assert_described
 
 from serve_app.control.audit import AuditTrail
 from serve_app.control.persistence.database import Database
@@ -20,6 +19,7 @@ from serve_app.domain.audit import Actor, AuditQuery
 from serve_app.proto import management_pb2, management_pb2_grpc
 from serve_app.settings import load
 from serve_app.telemetry.audit_log import set_actor
+from tests.support.openapi_checks import assert_described
 
 ACCESS = AccessTable(
     {

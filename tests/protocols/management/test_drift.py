@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from service_api import ServiceApi
 
 from serve_app.control import registry_changes
 from serve_app.control.drift.service import DriftService
@@ -23,6 +22,7 @@ from serve_app.domain.drift_window import FeatureWindow
 from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.settings import Settings, TelemetrySettings
 from serve_app.telemetry.metrics import Meters
+from tests.support.service_api import ServiceApi
 
 POLICY = {"reference": 200, "window": 200}
 

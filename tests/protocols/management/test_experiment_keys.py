@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiment_helpers import BY_CALL, DOCUMENT, ONE_REWARD, Cluster, assert_refused
 
 from serve_app.domain.access import AccessTable, KeyGrant, Right
+from tests.support.experiment_services import BY_CALL, DOCUMENT, ONE_REWARD, Cluster, assert_refused
 
 
 @pytest.fixture

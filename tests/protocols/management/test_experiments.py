@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiment_helpers import BY_CALL, DOCUMENT, ONE_REWARD, Cluster, assert_refused
 
 from serve_app.control import registry_changes
 from serve_app.dataplane import version_router
 from serve_app.domain.request import InferenceResponse
 from serve_app.errors import Conflict
+from tests.support.experiment_services import BY_CALL, DOCUMENT, ONE_REWARD, Cluster, assert_refused
 
 pytestmark = pytest.mark.integration
 

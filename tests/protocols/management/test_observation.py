@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiment_helpers import Cluster
-from openapi_checks import assert_described
 
 from serve_app.control.lifecycle_events import EventLog
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.model import EventQuery
+from tests.support.experiment_services import Cluster
+from tests.support.openapi_checks import assert_described
 
 ACCESS = AccessTable(
     {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_api import ServiceApi
 
 from serve_app.control.reconciler import ObservedApp as SeenApp
 from serve_app.control.registry import desired_states, find_version
@@ -21,6 +20,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import StartFailed
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry.metrics import Meters
+from tests.support.service_api import ServiceApi
 
 pytestmark = pytest.mark.integration
 

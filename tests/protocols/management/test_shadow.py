@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 import pytest
 import sqlalchemy as sa
-from openapi_checks import assert_described
 
 from serve_app.control import registry_changes
 from serve_app.control.persistence.database import Database
@@ -37,6 +36,7 @@ from serve_app.domain.traffic_policy import ShadowPolicy
 from serve_app.errors import HandlerFailed
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.openapi_checks import assert_described
 
 SHADOW = {"shadow": {"version": "2.0", "compare": {"kind": "label", "at": "digit"}}}
 

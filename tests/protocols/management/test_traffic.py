@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openapi_checks import assert_described
 
 from serve_app.control import registry_changes
 from serve_app.control.persistence.database import Database
@@ -31,6 +30,7 @@ from serve_app.domain.traffic_policy import StickyKey
 from serve_app.errors import QueueFull
 from serve_app.protocols.torchserve import openapi
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.openapi_checks import assert_described
 
 pytestmark = pytest.mark.integration
 

@@ -18,7 +18,6 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from openapi_spec_validator import OpenAPIV31SpecValidator
-from protocol_fakes import FakeControlAPI
 from schemathesis.checks import CHECKS
 
 from serve_app.control.api import ControlPlane
@@ -32,6 +31,7 @@ from serve_app.protocols import openapi
 from serve_app.protocols.http_app import metrics_app
 from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.settings import ManagementSettings, Settings
+from tests.support.protocol_fakes import FakeControlAPI
 
 pytestmark = pytest.mark.integration
 
@@ -314,7 +314,7 @@ def use_known_model(value: Any) -> Any:
     return "m" if len(value) % 3 else value
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="another version of schemathesis is installed there")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python 3.11, for its version of schemathesis")
 @pytest.mark.parametrize("port", ["inference", "management", "metrics", "both"])
 def test_responses_match_their_descriptions(inference: Any, management: Any, port: str) -> None:
     """Send requests that schemathesis generates deterministically over ASGI."""

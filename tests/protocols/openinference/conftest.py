@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from parts import ROOT, free_port
 
 from handlers.context import Context
 from serve_app.control.api import ControlPlane
@@ -46,6 +45,8 @@ from serve_app.runtime.tensor_codec import TensorRowCodec
 from serve_app.settings import InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.ports import free_port
+from tests.support.server import ROOT
 
 Handle = Callable[[list[Any], Context], Any]
 
@@ -183,7 +184,7 @@ def kserve_python() -> Path:
 
     Skips the test if pip reaches no index.
     """
-    requirements = ROOT / "tests/clients/kserve.txt"
+    requirements = ROOT / "tests/support/client_programs/kserve.txt"
     digest = sha256(requirements.read_bytes()).hexdigest()[:8]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     environment = ROOT / f".venv/clients/kserve-{python}-{digest}"
@@ -208,7 +209,7 @@ def kserve_python() -> Path:
                 [*pip, *retries, "-r", requirements], capture_output=True, text=True, check=False
             )
             if process.returncode and "from versions: none" in process.stderr:
-                pytest.skip(f"pip reaches no index: {process.stderr[-500:]}")
+                pytest.skip(f"needs a package index: {process.stderr[-500:]}")
             assert process.returncode == 0, process.stderr
             (environment / "ready").touch()
     return environment / "bin/python"

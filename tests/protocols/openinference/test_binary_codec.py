@@ -13,11 +13,11 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openinference_requests import build_document
 
 from serve_app.domain import tensors
 from serve_app.errors import BadRequest
 from serve_app.protocols.openinference import binary_codec
+from tests.support.openinference_requests import build_document
 
 pytestmark = pytest.mark.integration
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import orjson
 import pytest
-from openinference_requests import build_document
 
 from serve_app.protocols.openinference import compression
+from tests.support.openinference_requests import build_document
 
 
 @pytest.mark.parametrize(("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])

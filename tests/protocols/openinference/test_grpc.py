@@ -33,7 +33,7 @@ from serve_app.settings import load
 pytestmark = pytest.mark.integration
 
 
-CLIENTS = Path(__file__).parents[2] / "clients"
+CLIENTS = Path(__file__).parents[2] / "support/client_programs"
 SIMPLE = {
     "inputs": [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16]} for i in (0, 1)],
     "outputs": [{"name": f"OUTPUT{i}", "datatype": "INT32", "shape": [1, 16]} for i in (0, 1)],

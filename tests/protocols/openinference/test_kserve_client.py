@@ -13,7 +13,7 @@ import handlers
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-CLIENTS = Path(__file__).parents[2] / "clients"
+CLIENTS = Path(__file__).parents[2] / "support/client_programs"
 SCRIPT = CLIENTS / "kserve_rest.py"
 
 

@@ -7,7 +7,6 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from openinference_requests import build_document
 
 from handlers.errors import PredictionException
 from serve_app import errors as server_errors
@@ -16,6 +15,7 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import HandlerRejected
 from serve_app.protocols.openinference import errors
+from tests.support.openinference_requests import build_document
 
 
 @pytest.mark.parametrize(

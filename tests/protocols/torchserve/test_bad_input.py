@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import ECHO, make_archive
 
 from serve_app import errors
 from serve_app.control.archive_ingestion import ArchiveIngestor
@@ -16,6 +15,7 @@ from serve_app.domain.access import AccessTable
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.settings import ModelStoreSettings, Settings
+from tests.support.archives import ECHO, make_archive
 
 NO_WORKER = (
     " has no worker to serve inference request. Please use scale workers API to add workers. "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from management_helpers import WORKER, make_spec, parse_error
 
 from serve_app.domain.model import ReplicaInfo
 from serve_app.errors import NoReplica
+from tests.support.torchserve_management import WORKER, make_spec, parse_error
 
 FULL = b"""[
   {

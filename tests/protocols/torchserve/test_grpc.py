@@ -13,7 +13,6 @@ import grpc
 import pytest
 from google.protobuf.empty_pb2 import Empty
 from google.rpc.error_details_pb2 import ErrorInfo
-from grpc_helpers import access_table, expect_error, trailing_metadata
 
 from serve_app import errors
 from serve_app.domain.access import KeyGrant
@@ -21,6 +20,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, Respon
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
+from tests.support.grpc_calls import access_table, expect_error, trailing_metadata
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 

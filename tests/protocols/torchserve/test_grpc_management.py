@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_helpers import access_table, expect_error, trailing_metadata
 
 from serve_app import errors
 from serve_app.domain.access import KeyGrant
@@ -23,6 +22,7 @@ from serve_app.proto.management_pb2 import (
     UnregisterModelRequest,
 )
 from serve_app.proto.management_pb2_grpc import ManagementAPIsServiceStub
+from tests.support.grpc_calls import access_table, expect_error, trailing_metadata
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from management_helpers import PARTIAL, PROGRESS, WORKER, make_spec, parse_error, parse_status
 
 from serve_app.domain.model import ModelRef, Registration, ScalingProgress
 from serve_app.errors import BadRequest, InProgress, StartFailed, StartOutOfMemory
 from serve_app.protocols.torchserve.descriptions import describe_registration
+from tests.support.torchserve_management import (
+    PARTIAL,
+    PROGRESS,
+    WORKER,
+    make_spec,
+    parse_error,
+    parse_status,
+)
 
 
 @pytest.mark.parametrize(

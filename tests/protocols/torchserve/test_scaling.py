@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from management_helpers import PARTIAL, PROGRESS, make_spec, parse_error, parse_status
 
 from serve_app.errors import StartFailed
+from tests.support.torchserve_management import PARTIAL, PROGRESS, make_spec, parse_error, parse_status
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from workflow_helpers import build_table, build_workflow, describe_inputs, function_name
 
 from handlers.loading.workflow_functions import encode_value
 from handlers.multipart import PARTS_CONTENT_TYPE, join_parts, split_parts
@@ -19,6 +18,7 @@ from serve_app.domain.routing_table import RoutingTable
 from serve_app.domain.traffic_policy import TrafficPolicy, allocate
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import HandlerRejected
+from tests.support.workflow_services import build_table, build_workflow, describe_inputs, function_name
 
 Models = dict[str, Callable[[InferenceRequest], Awaitable["InferenceResponse | ResponseStream"]]]
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from workflow_helpers import build_table, build_workflow
 
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import HandlerFailed, HandlerRejected, NoReplica, QueueFull, ReplicaDied
+from tests.support.workflow_services import build_table, build_workflow
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from workflow_helpers import build_table, build_workflow, describe_inputs, format_inputs
 
 from handlers.multipart import PARTS_CONTENT_TYPE, split_parts
 from serve_app.domain import signature, tensors
@@ -22,6 +21,7 @@ from serve_app.proto import open_inference_grpc_pb2 as oip
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
 from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.workflow_services import build_table, build_workflow, describe_inputs, format_inputs
 
 Models = dict[str, Callable[[InferenceRequest], Awaitable["InferenceResponse | ResponseStream"]]]
 

@@ -17,7 +17,7 @@ from serve_app.protocols.openinference.metadata import describe_statistics
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
-from tests.runtime.batching.batcher_fakes import (
+from tests.support.batcher_fakes import (
     REF,
     Clock,
     Model,

@@ -10,7 +10,7 @@ from serve_app.errors import (
     DeadlineExceeded,
     QueueFull,
 )
-from tests.runtime.batching.batcher_fakes import (
+from tests.support.batcher_fakes import (
     Model,
     bodies,
     create_batcher,

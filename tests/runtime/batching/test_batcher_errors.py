@@ -15,7 +15,7 @@ from serve_app.errors import (
     ReplicaDied,
     UnsupportedOutput,
 )
-from tests.runtime.batching.batcher_fakes import (
+from tests.support.batcher_fakes import (
     Clock,
     Model,
     bodies,

@@ -10,7 +10,7 @@ from serve_app.domain.request import InferenceResponse, ResponseStream
 from serve_app.errors import (
     HandlerFailed,
 )
-from tests.runtime.batching.batcher_fakes import (
+from tests.support.batcher_fakes import (
     bodies,
     create_batcher,
     make_request,

@@ -18,9 +18,9 @@ from serve_app.domain.model import ModelSpec
 from serve_app.runtime.host import cpu_affinity, thread_limits
 from serve_app.settings import RuntimeSettings
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system pins nothing")
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 ALLOWED = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-several = pytest.mark.skipif(len(ALLOWED) < 2, reason="there is one core")
+several = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two cores")
 
 REPLICA = """
 import os, sys

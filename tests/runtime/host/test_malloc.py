@@ -45,7 +45,7 @@ PAGES = (20 * (2 << 20)) // os.sysconf("SC_PAGE_SIZE")
 OURS = ("MALLOC_", "GLIBC_TUNABLES")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 @pytest.mark.parametrize(
     ("settled", "faults"),
     [
@@ -86,7 +86,7 @@ assert trimmed.wait(10)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_an_idle_handler_thread_returns_the_memory_of_its_batches():
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     command = [sys.executable, "-c", IDLE]

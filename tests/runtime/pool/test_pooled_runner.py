@@ -18,7 +18,7 @@ from serve_app.runtime.pool import memory
 from serve_app.runtime.pool.pooled_runner import PooledRunner
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry.running_batches import RunningBatches, read_running
-from tests.runtime.runner_fakes import fail_on_chunk, make_request
+from tests.support.runner_fakes import fail_on_chunk, make_request
 
 pytestmark = pytest.mark.integration
 

@@ -11,8 +11,8 @@ import httpx
 import psutil
 
 from serve_app.proto import management_pb2, management_pb2_grpc
-from tests.parts import ECHO, make_archive
 from tests.security.attack import Outcome, Target, attack
+from tests.support.archives import ECHO, make_archive
 
 MIB = 1 << 20
 HOSTILE = [

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.parts import make_archive
 from tests.security.attack import Outcome, Target, attack
+from tests.support.archives import make_archive
 
 _READ_ENVIRONMENT = """
 import json, os

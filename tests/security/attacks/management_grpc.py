@@ -21,8 +21,8 @@ import h2.events
 import h2.exceptions
 import h2.settings
 
-from tests.http2_peer import Peer
 from tests.security.attack import Outcome, Target, attack
+from tests.support.http2_peer import Peer
 
 _SERVICE = "/org.pytorch.serve.grpc.management.ManagementAPIsService/"
 _MIB = 1 << 20

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import httpx
 
-from tests.parts import ECHO, make_archive, serving
 from tests.security.attack import Outcome, Target, attack
+from tests.support.archives import ECHO, make_archive
+from tests.support.http_server import serving
 
 _CONFIG = json.dumps({"architectures": ["BertForTokenClassification"], "model_type": "bert"})
 _FOLDER = {"config.json": _CONFIG, "tokenizer.json": "{}", "model.safetensors": ""}

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from http2_peer import EchoServer, StartServer
 
 from serve_app.protocols.grpc.http2.limits import Http2Limits
+from tests.support.http2_peer import EchoServer, StartServer
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import hpack
 import pytest
-from http2_peer import EchoServer, Peer, encode_message, request_fields
 from hyperframe.frame import (
     ContinuationFrame,
     DataFrame,
@@ -25,9 +24,10 @@ from hyperframe.frame import (
     SettingsFrame,
     WindowUpdateFrame,
 )
-from protocol_servers import serve_grpc
 
 from serve_app.protocols.grpc.http2.limits import Http2Limits
+from tests.support.http2_peer import EchoServer, Peer, encode_message, request_fields
+from tests.support.protocol_servers import serve_grpc
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,6 @@ import h2.settings
 import hpack
 import psutil
 import pytest
-from http2_peer import EchoServer, Peer, StartServer, call_method, encode_message, request_fields
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +47,14 @@ from serve_app.protocols.grpc.http2.frames import (
     encode_frame,
 )
 from serve_app.protocols.grpc.http2.limits import Http2Limits
+from tests.support.http2_peer import (
+    EchoServer,
+    Peer,
+    StartServer,
+    call_method,
+    encode_message,
+    request_fields,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hpack
-from http2_peer import request_fields
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.protocols.grpc.http2.hpack_headers import HeaderDecoder
+from tests.support.http2_peer import request_fields
 
 
 @given(

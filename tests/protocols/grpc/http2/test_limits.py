@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import shutil
 import struct
 import subprocess
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from http2_peer import EchoServer, Peer, StartServer, call_method, encode_message, request_fields
 
 from serve_app.protocols.grpc.http2.connection import Http2Connection
 from serve_app.protocols.grpc.http2.frames import (
@@ -34,6 +32,15 @@ from serve_app.protocols.grpc.http2.frames import (
     encode_frame,
 )
 from serve_app.protocols.grpc.http2.rpc import RpcContext
+from tests.support.http2_peer import (
+    EchoServer,
+    Peer,
+    StartServer,
+    call_method,
+    encode_message,
+    request_fields,
+)
+from tests.support.requirements import needs_program
 
 pytestmark = pytest.mark.integration
 
@@ -357,7 +364,7 @@ def test_ordinary_clients_with_many_calls_stay_connected(start_server: StartServ
             assert {future.result() for future in futures} == {b"x"}
 
 
-@pytest.mark.skipif(shutil.which("h2load") is None, reason="h2load is not installed")
+@needs_program("h2load")
 def test_h2load_completes_all_calls(start_server: StartServer, tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(encode_message(b"x" * 1000))
     command = ["h2load", "-n", "4000", "-c", "4", "-m", "100", "-d", str(tmp_path / "body")]

@@ -8,7 +8,6 @@ import struct
 
 import grpc
 import pytest
-from http2_peer import Peer, StartServer, call_method, encode_message, request_fields
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from serve_app.protocols.grpc.http2.frames import (
     encode_frame,
 )
 from serve_app.protocols.grpc.http2.message_framing import InvalidMessage, MessageReader
+from tests.support.http2_peer import Peer, StartServer, call_method, encode_message, request_fields
 
 
 def test_compressed_messages_are_inflated_or_rejected(start_server: StartServer) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-from http2_peer import EchoServer, Peer, StartServer, call_method, encode_message
 
 from serve_app.protocols.grpc.http2.frames import (
     ACK,
@@ -26,6 +25,7 @@ from serve_app.protocols.grpc.http2.frames import (
     encode_frame,
 )
 from serve_app.protocols.grpc.http2.limits import Http2Limits
+from tests.support.http2_peer import EchoServer, Peer, StartServer, call_method, encode_message
 
 
 def test_statuses_of_aborted_failed_and_unknown_methods(

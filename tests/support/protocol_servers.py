@@ -17,18 +17,6 @@ from typing import Any
 import grpc
 import pytest
 import uvicorn
-import wire_client
-from parts import free_port
-from protocol_fakes import (
-    FakeBackend,
-    FakeControlAPI,
-    Infer,
-    RecordedResponse,
-    RecordingAccessLog,
-    echo,
-    send_request,
-    two_versions,
-)
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
@@ -40,6 +28,18 @@ from serve_app.protocols.grpc_app import inference_server, management_server
 from serve_app.protocols.http_app import ASGIApp, inference_app, management_app
 from serve_app.settings import ControlSettings, InferenceSettings, ManagementSettings, Settings, load
 from serve_app.telemetry.metrics import Meters
+from tests.support import wire_client
+from tests.support.ports import free_port
+from tests.support.protocol_fakes import (
+    FakeBackend,
+    FakeControlAPI,
+    Infer,
+    RecordedResponse,
+    RecordingAccessLog,
+    echo,
+    send_request,
+    two_versions,
+)
 
 # The bytes of the responses to a test's requests on the path of tasks, to compare those of callbacks with.
 _task_responses: dict[str, list[bytes]] = {}

@@ -17,11 +17,11 @@ import pytest
 from tests.hosts.host_cluster import NETWORK, Host, Hosts, namespaces, network, run, unavailable
 from tests.hosts.host_load import HANDLERS
 from tests.hosts.records import HostLoad, Record, describe, percentile_99
-from tests.parts import make_archive
-from tests.postgres_server import find_postgres
+from tests.support.archives import make_archive
+from tests.support.postgres_server import find_postgres
 
 _MISSING = unavailable() or (
-    "" if find_postgres() and shutil.which("redis-server") else "PostgreSQL or Redis is missing"
+    "" if find_postgres() and shutil.which("redis-server") else "needs PostgreSQL and Redis"
 )
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "all tools are here")]
 
@@ -229,7 +229,7 @@ class Sharded(CausalLM):
 
 
 def test_a_sharded_model_on_two_hosts_generates_as_on_one(hosts: Hosts, tmp_path: Path) -> None:
-    from tests.hf_folders import save_llama
+    from tests.support.hf_folders import save_llama
 
     (tmp_path / "llama").mkdir()
     llama = save_llama(tmp_path / "llama", tie_word_embeddings=False)

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from serve_app.protocols.http import uvicorn_callbacks
 from serve_app.protocols.http.uvicorn_http import HttpProtocol
-from tests.protocol_fakes import RecordedResponse
+from tests.support.protocol_fakes import RecordedResponse
 
 # Values that differ between two equal requests.
 _VARIABLE = re.compile(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psycopg
 
-MISSING = "PostgreSQL's server is not installed; on Debian and Ubuntu it is the package `postgresql`."
+MISSING = "needs PostgreSQL's server; on Debian and Ubuntu it is the package `postgresql`"
 
 
 def find_postgres() -> Path | None:

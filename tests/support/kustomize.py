@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pytest
 import yaml
-from parts import ROOT
+
+from tests.support.requirements import needs_program
+from tests.support.server import ROOT
 
 CLUSTER = ROOT / "cluster"
 OVERLAYS = ("kind", "eks", "gke")
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+needs_kubectl = needs_program("kubectl")
 
 
 @cache

@@ -7,9 +7,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from protocol_fakes import RecordingAccessLog
-from wire_client import RecordingTransport, connect, parse_response, use_callbacks, wait_until
-
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
 from serve_app.deployments.sequence_router import LocalBackend
 from serve_app.domain.model import ModelRef
@@ -20,6 +17,8 @@ from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.settings import InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
+from tests.support.protocol_fakes import RecordingAccessLog
+from tests.support.wire_client import RecordingTransport, connect, parse_response, use_callbacks, wait_until
 
 HEAD = b"POST /predictions/m HTTP/1.1\r\nhost: localhost\r\n"
 ROUTE = VersionRoute("1.0", "ready", 1)

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from service_api import ServiceApi
-
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.result_history import ResultHistory
 from serve_app.dataplane import version_router
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.telemetry.metrics import Meters
+from tests.support.service_api import ServiceApi
 
 MODELS = (("m", "1.0"), ("m", "2.0"), ("m", "3.0"), ("team-a", "1.0"))
 

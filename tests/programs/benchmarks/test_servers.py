@@ -105,7 +105,7 @@ def test_a_refused_registration_is_reported_in_the_response(files):
 
 
 def test_torchrelay_gets_the_projects_configuration_with_a_place_of_its_own(tmp_path):
-    configs = Path(__file__).parents[2] / "configs"
+    configs = Path(__file__).parents[3] / "configs"
     changed = {"telemetry": {"access_log": ""}, "control": {"reconcile_period": 1.0}}
     ports = servers._configure(tmp_path / "run", configs, ["RAY_SERVE_ENABLE_HA_PROXY"], changed)
     document = yaml.safe_load((tmp_path / "run" / "app.yaml").read_text())

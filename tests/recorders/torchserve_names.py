@@ -1,6 +1,6 @@
-"""A script that writes torchserve_names.json: TorchServe's public names with their parameters.
+"""Writes torchserve_names.json: TorchServe's public names with their parameters.
 
-    python tests/handlers/data/record_torchserve_names.py SITE_PACKAGES/ts
+    python -m tests.recorders.torchserve_names SITE_PACKAGES/ts
 
 They are read from its source, which is not run; the stored file is that of 0.12.0. A function has its
 parameters, and a class its public methods with theirs, or null for an attribute. A name imported from another
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+DATA = Path(__file__).parents[1] / "handlers/data"
 NOT_FOR_HANDLERS = {"unit_tests", "built-in"}
 
 
@@ -79,4 +80,4 @@ if __name__ == "__main__":
                 file.read_text()
             )
     text = json.dumps(modules, indent=0, sort_keys=True)
-    Path(__file__).with_name("torchserve_names.json").write_text(text + "\n")
+    DATA / "torchserve_names.json".write_text(text + "\n")

@@ -1,6 +1,6 @@
-"""A script that writes preprocessing.npz: every 8th pixel of torchvision's ImageNet preprocessing.
+"""Writes preprocessing.npz: every 8th pixel of torchvision's ImageNet preprocessing.
 
-    python tests/handlers/data/record_preprocessing.py
+    python -m tests.recorders.preprocessing
 
 It needs torchvision (0.28.0 wrote the file that is here), which the tests do not.
 """
@@ -11,10 +11,12 @@ import io
 from pathlib import Path
 
 import numpy as np
-from photographs import photographs
 from PIL import Image
 from torchvision import transforms
 
+from tests.support.photographs import photographs
+
+DATA = Path(__file__).parents[1] / "handlers/data"
 PREPROCESSING = transforms.Compose(
     [
         transforms.Resize(256),
@@ -33,4 +35,4 @@ if __name__ == "__main__":
         tensor = PREPROCESSING(image.convert("RGB"))
         recorded[name] = tensor[:, ::8, ::8].numpy()
         recorded[f"{name}: mean"] = tensor.mean(dim=(1, 2)).numpy()
-    np.savez_compressed(Path(__file__).with_name("preprocessing.npz"), **recorded)
+    np.savez_compressed(DATA / "preprocessing.npz", **recorded)

@@ -23,7 +23,7 @@ def test_a_server_answers_both_models_correctly(name, tmp_path):
         try:
             interpreter(name)
         except PeerFailed as error:
-            pytest.skip(str(error))
+            pytest.skip(f"needs the packages of {name}: {error}")
     with framework.start(tmp_path) as peer:
         for model in ("echo", "mlp"):
             ask(framework.url(peer, model), framework.models[model])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "cluster/Dockerfile"
 TOOLS = ("debootstrap", "ip", "nsenter", "setpriv", "unshare")
 MIRROR = "http://deb.debian.org/debian"
@@ -53,8 +53,8 @@ def missing_tools() -> str:
     """Return why images cannot be built here, or an empty text."""
     absent = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0:
-        return "only root makes a root file system"
-    return f"not installed: {', '.join(absent)}" if absent else ""
+        return "needs root, to make a root file system"
+    return f"needs {', '.join(absent)}" if absent else ""
 
 
 def make_debian(folder: Path) -> Path:
@@ -62,7 +62,7 @@ def make_debian(folder: Path) -> Path:
     command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(folder), MIRROR]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if "Failed getting release file" in done.stdout + done.stderr:
-        pytest.skip("Debian's mirror is not reachable")
+        pytest.skip("needs a mirror of Debian")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (folder / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()  # the base image has no such mark
     # Debian's images have this option, too: dpkg does not wait for the disk after each file.

@@ -1,4 +1,4 @@
-"""Screenshots of the console's pages, light and dark: ``python -m tests.console.screenshots``.
+"""Screenshots of the console's pages, light and dark: ``python -m tests.recorders.screenshots``.
 
 It starts a server, performs the examples of experiments, rollouts and shadows, and visits every page. Each
 picture is a PNG of at most 200 kB in docs/images/console.
@@ -18,11 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from parts import ROOT, Load, Server
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 from rich.progress import track
 from sklearn.datasets import load_digits
+
+from tests.support.load import Load
+from tests.support.server import ROOT, Server
 
 EXAMPLES = ("04_two_versions", "05_ab_test", "06_canary", "07_shadow")
 SIZE = {"width": 1280, "height": 800}

@@ -1,0 +1,50 @@
+"""Model archives, and the source of small handlers."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def make_archive(
+    folder: Path,
+    name: str,
+    handler: str,
+    version: str = "1.0",
+    files: dict[str, str | bytes] | None = None,
+    config: dict[str, Any] | None = None,
+) -> Path:
+    """Create ``name-version.mar`` in ``folder``, whose handler.py is ``handler``."""
+    model = {"modelName": name, "modelVersion": version, "handler": "handler.py"}
+    contents: dict[str, str | bytes] = {"handler.py": handler, **(files or {})}
+    if config is not None:
+        model["configFile"] = "model-config.yaml"
+        contents["model-config.yaml"] = yaml.safe_dump(config)
+    contents["MAR-INF/MANIFEST.json"] = json.dumps(
+        {"runtime": "python", "model": model, "archiverVersion": "0.12.0"}
+    )
+    path = folder / f"{name}-{version}.mar"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, content in contents.items():
+            archive.writestr(file, content)
+    return path
+
+
+ECHO = """
+def handle(data, context):
+    if data is None:
+        return None
+    return [row.get("body") or row.get("data") for row in data]
+"""
+
+
+def says(word: str) -> str:
+    """Return the source of a handler that answers with ``word``."""
+    return f"""
+def handle(data, context):
+    return None if data is None else [{word!r}] * len(data)
+"""
