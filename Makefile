@@ -2,7 +2,9 @@
 # make setup      .venv with everything for development; quick when nothing changed
 # make test       setup, then the tests of the server, in two processes; ARGS="tests/model_store -x" goes to pytest
 # make test-fast  setup, then the tests without a cluster, without models and without other processes
-# make test-slow  setup, then the long tests: examples, other servers, clean environments, compilers
+# make test-slow  setup, then the long tests: browsers, restarts, several servers
+# make test-nightly  setup, then the tests that .ci/run leaves out: examples, clean environments, hosts, faults under load
+# make coverage   setup, then the first two tiers with the coverage of every process, by package
 # make bench      setup, then the comparison with other servers
 # make screenshots  the pictures of the console in docs/images/console
 # make docs       the site of the documentation, with the generated reference, in build/site; ARGS=--serve shows it
@@ -27,7 +29,7 @@ MODEL := model_store/digits.mar
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-fast test-slow bench screenshots docs release lint clean
+.PHONY: help setup run test test-fast test-slow test-nightly coverage bench screenshots docs release lint clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -60,13 +62,16 @@ run: $(SERVER) $(MODEL)
 	@$(BIN)/torchrelay start --dashboard --example digits=examples/01_first_model/three.png
 
 test: setup
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow and not nightly" $(ARGS)
 
 test-fast: setup
-	@$(PYTEST) -m "not cluster and not integration and not slow" $(ARGS)
+	@$(PYTEST) -m "not cluster and not integration and not slow and not nightly" $(ARGS)
 
 test-slow: setup
-	@$(PYTEST) -m slow $(ARGS)
+	@$(PYTEST) -m "slow and not nightly" $(ARGS)
+
+test-nightly: setup
+	@$(PYTEST) -m nightly $(ARGS)
 
 bench: setup
 	@$(BIN)/python -m tests.benchmarks.suite $(ARGS)

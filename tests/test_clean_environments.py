@@ -18,7 +18,7 @@ from tests.support.explanation_checks import ENTITIES, label_config
 from tests.support.hf_folders import SHORT, save_bert, save_llama
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,7 @@ def installed(
     yield from run_server(tmp_path_factory.mktemp("home"), environment, folder)
 
 
+@pytest.mark.slow
 def test_the_core_has_no_torch_and_no_ray(core: CleanEnvironment, tmp_path: Path) -> None:
     assert {"httpx", "numpy", "orjson", "pydantic", "pyyaml", "typer", "rich"} <= core.packages
     assert not {"torch", "ray", "transformers", "onnxruntime", "grpcio"} & core.packages
@@ -99,6 +100,7 @@ def test_the_core_has_no_torch_and_no_ray(core: CleanEnvironment, tmp_path: Path
 
 
 @pytest.mark.parametrize("command", [["torchrelay", "start"], ["torchrelay", "stop"], ["torchserve"]])
+@pytest.mark.nightly
 def test_a_start_without_the_server_prints_the_pip_command(
     core: CleanEnvironment, tmp_path: Path, command: list[str]
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_start_without_the_server_prints_the_pip_command(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_the_doctor_of_the_core_names_the_missing_extra(core: CleanEnvironment, tmp_path: Path) -> None:
     shown = core.run("torchrelay", "doctor", "--json", cwd=tmp_path)
     assert shown.returncode == 1, shown.stderr
@@ -120,6 +123,7 @@ def test_the_doctor_of_the_core_names_the_missing_extra(core: CleanEnvironment, 
     assert checks["engines", "torch"]["state"] == "absent"
 
 
+@pytest.mark.nightly
 def test_a_handler_without_torch_raises_the_pip_command(core: CleanEnvironment, tmp_path: Path) -> None:
     refused = core.run("python", "-c", "from torchrelay import BaseHandler", cwd=tmp_path)
     assert refused.stderr.splitlines()[-1] == (
@@ -128,6 +132,7 @@ def test_a_handler_without_torch_raises_the_pip_command(core: CleanEnvironment, 
     )
 
 
+@pytest.mark.nightly
 def test_the_client_of_the_core_reaches_a_server(core: CleanEnvironment, installed: InstalledServer) -> None:
     code = f"""
 import torchrelay
@@ -151,6 +156,7 @@ with torchrelay.Client({installed.process.inference!r}, {installed.process.manag
     assert "entities" in listed.stdout, listed.stderr
 
 
+@pytest.mark.nightly
 def test_two_ranks_of_a_model_and_explanations_run_with_server_only(installed: InstalledServer) -> None:
     rows = []
     for name in ("whole", "halves"):
@@ -168,6 +174,7 @@ def test_two_ranks_of_a_model_and_explanations_run_with_server_only(installed: I
     assert "attributions" in json.dumps(explained.json())
 
 
+@pytest.mark.nightly
 def test_an_onnx_graph_is_refused_with_the_pip_command(installed: InstalledServer) -> None:
     refused = installed.management.post("/models", params={"url": "double.mar"})
     assert refused.status_code == 400, refused.text
@@ -176,6 +183,7 @@ def test_an_onnx_graph_is_refused_with_the_pip_command(installed: InstalledServe
     assert "pip install 'torchrelay[onnx]' (or 'torchrelay[gpu]' beside NVIDIA GPUs; never both)" in message
 
 
+@pytest.mark.nightly
 def test_an_onnx_graph_is_served_with_the_extra(
     tmp_path: Path, wheel: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

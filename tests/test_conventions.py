@@ -1,4 +1,4 @@
-"""Conventions that no linter checks: unique class names, file lengths, module names and vocabulary."""
+"""Conventions that no linter checks: unique class names, sizes and names of modules, vocabulary, folders."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("serve_app", "handlers")
@@ -26,9 +24,8 @@ PAGES = sorted(
     )
     if page.name != "CODE_OF_CONDUCT.md"
 )
-OF_SOURCE = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-OF_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
+# Folders in tests/ of helpers and programs.
+NO_TESTS = {"benchmarks", "chaos", "fuzz", "hosts", "recorders", "security", "support"}
 VAGUE_MODULES = {"helper", "helpers", "utils", "util", "common", "misc", "processor"}
 
 # Words of an earlier private vocabulary, each with a standard term in its place.
@@ -80,6 +77,10 @@ def docstrings(tree: ast.Module) -> list[str]:
     return [text for node in ast.walk(tree) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
 
 
+def assert_none(problems: list[str]) -> None:
+    assert not problems, "\n".join(problems)
+
+
 def test_each_class_name_is_defined_once() -> None:
     places = defaultdict(list)
     for path in SOURCES:
@@ -90,31 +91,39 @@ def test_each_class_name_is_defined_once() -> None:
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
-@OF_SOURCE
-def test_a_file_has_at_most_450_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def test_files_are_short_and_have_telling_names() -> None:
+    problems = []
+    for path in SOURCES:
+        if (lines := len(path.read_text().splitlines())) > MAX_LINES:
+            problems.append(f"{path.relative_to(ROOT)}: {lines} lines, more than {MAX_LINES}")
+        if vague := VAGUE_MODULES & set(path.relative_to(ROOT).with_suffix("").parts):
+            problems.append(f"{path.relative_to(ROOT)}: {sorted(vague)} does not state the content")
+    assert_none(problems)
 
 
-@OF_SOURCE
-def test_no_module_has_a_vague_name(path: Path) -> None:
-    assert not VAGUE_MODULES & set(path.relative_to(ROOT).with_suffix("").parts)
+def test_source_and_pages_use_standard_terms() -> None:
+    problems = []
+    for path in SOURCES:
+        tree, file = tree_of(path), path.relative_to(ROOT)
+        for name in identifiers(tree):
+            if COINED_IDENTIFIERS & {word.lower() for word in _WORD.findall(name)}:
+                problems.append(f"{file}: identifier {name}")
+        found = [match[0] for text in docstrings(tree) for match in _COINED_PROSE.finditer(text)]
+        problems += [f"{file}: docstring with {words!r}" for words in found]
+    for page in PAGES:
+        found = [match[0] for match in _COINED_PROSE.finditer(_FENCE.sub("", page.read_text()))]
+        problems += [f"{page.relative_to(ROOT)}: {words!r}" for words in found]
+    assert_none(problems)
 
 
-@OF_SOURCE
-def test_identifiers_use_standard_terms(path: Path) -> None:
-    found = {
-        name
-        for name in identifiers(tree_of(path))
-        if COINED_IDENTIFIERS & {word.lower() for word in _WORD.findall(name)}
-    }
-    assert not found
-
-
-@OF_SOURCE
-def test_docstrings_use_standard_terms(path: Path) -> None:
-    assert not [match[0] for text in docstrings(tree_of(path)) for match in _COINED_PROSE.finditer(text)]
-
-
-@OF_PAGE
-def test_pages_use_standard_terms(page: Path) -> None:
-    assert not [match[0] for match in _COINED_PROSE.finditer(_FENCE.sub("", page.read_text()))]
+def test_tests_helpers_and_programs_have_folders_of_their_own() -> None:
+    """Check the arrangement that tests/README.md describes."""
+    problems = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        file = path.relative_to(ROOT / "tests")
+        is_test = re.fullmatch(r"test_\w+\.py|conftest\.py", file.name)
+        if file.parts[0] in NO_TESTS and is_test:
+            problems.append(f"{file}: a test; move it to the folder of its package, or to programs/")
+        if file.parts[0] not in NO_TESTS and not is_test:
+            problems.append(f"{file}: no test; move it to support/, recorders/ or to the folder of a program")
+    assert_none(problems)

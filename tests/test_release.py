@@ -19,8 +19,6 @@ import pytest
 from serve_app import __version__
 from tests.support.clean_environments import CleanEnvironment
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -68,6 +66,7 @@ def index(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     server.server_close()
 
 
+@pytest.mark.slow
 def test_it_has_the_files_with_their_checksums(release: Path) -> None:
     names = {path.name for path in release.iterdir()}
     assert names == {
@@ -86,6 +85,7 @@ def test_it_has_the_files_with_their_checksums(release: Path) -> None:
     assert section.startswith(f"## [{__version__}]") and section.count("\n## ") == 0
 
 
+@pytest.mark.nightly
 def test_pip_installs_it_from_an_index(index: str, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check"]
     download = [*pip, "download", "--quiet", "--no-deps", "--index-url", index, "--dest", str(tmp_path)]
@@ -96,6 +96,7 @@ def test_pip_installs_it_from_an_index(index: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and __version__ in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_the_source_distribution_builds_the_same_wheel(release: Path, tmp_path: Path) -> None:
     [source], [wheel] = release.glob("*.tar.gz"), release.glob("*.whl")
     command = [sys.executable, "-m", "pip", "--isolated", "wheel", "--quiet", "--no-deps", "--no-index"]
@@ -110,6 +111,7 @@ def test_the_source_distribution_builds_the_same_wheel(release: Path, tmp_path: 
     assert contents[0] == contents[1]
 
 
+@pytest.mark.nightly
 def test_an_undated_section_is_refused(tmp_path: Path) -> None:
     done = package(tmp_path / "dist")
     assert done.returncode == 1

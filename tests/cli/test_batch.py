@@ -22,7 +22,7 @@ from pyarrow import parquet
 from handlers import extras
 from tests.support.archives import make_archive
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 
 HANDLER = """
 import pathlib
@@ -78,6 +78,7 @@ def s3() -> Iterator[tuple[str, Any]]:
         server.stop()
 
 
+@pytest.mark.slow
 def test_lines_become_results_and_an_interrupted_job_continues(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gate.touch()
@@ -130,6 +131,7 @@ def test_lines_become_results_and_an_interrupted_job_continues(tmp_path: Path) -
     assert "results of another job (other block_size)" in other.stderr
 
 
+@pytest.mark.nightly
 def test_parquet_from_s3_to_s3(tmp_path: Path, s3: tuple[str, Any]) -> None:
     address, client = s3
     archive = make_archive(tmp_path, "squares", HANDLER)
@@ -150,6 +152,7 @@ def test_parquet_from_s3_to_s3(tmp_path: Path, s3: tuple[str, Any]) -> None:
     assert table[1]["error_message"] == "row 1 has no value 'text'"
 
 
+@pytest.mark.nightly
 def test_a_model_that_does_not_load_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
     archive = make_archive(tmp_path, "broken", "raise ValueError('no weights')")
     (tmp_path / "rows.jsonl").write_text("1\n")
@@ -159,5 +162,6 @@ def test_a_model_that_does_not_load_ends_the_job_with_its_traceback(tmp_path: Pa
     assert "0 of 1 rows are done" in failed.stderr
 
 
+@pytest.mark.nightly
 def test_a_missing_package_is_named_with_its_extra() -> None:
     assert extras.install_command("pandas") == "pip install 'torchrelay[batch]'"

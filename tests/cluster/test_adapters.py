@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,25 +16,23 @@ from tests.support.hf_folders import save_byte_llama
 from tests.support.lora_folders import generate, save_adapter
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
+pytestmark = pytest.mark.cluster
 
 PROMPT, COUNT = "Roses are red", 8
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a server with two replicas of a language model, and an adapter of it in the model store."""
-    server = Server(tmp_path_factory.mktemp("adapters"))
-    try:
-        server.start()  # it would register a folder that is in the store already
-        base = save_byte_llama(server.store / "poet")
-        save_adapter(base, server.store / "french")
-        parameters = {"url": "poet", "handler": "llm", "initial_workers": 2, "synchronous": "true"}
-        answer = server.management.post("/models", params=parameters)
-        assert answer.status_code == 200, answer.text
-        yield server
-    finally:
-        server.close()
+def adapted(server: Server) -> Iterator[Server]:
+    """Register two replicas of a language model, and put an adapter of it into the model store."""
+    base = save_byte_llama(server.store / "poet")
+    save_adapter(base, server.store / "french")
+    parameters = {"url": "poet", "handler": "llm", "initial_workers": 2, "synchronous": "true"}
+    answer = server.management.post("/models", params=parameters)
+    assert answer.status_code == 200, answer.text
+    yield server
+    server.management.delete("/models/poet")
+    for folder in ("poet", "french", "other"):
+        shutil.rmtree(server.store / folder, ignore_errors=True)
 
 
 def expect_text(server: Server, adapter: str | None) -> str:

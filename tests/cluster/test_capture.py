@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import grpc
 import httpx
 import pytest
-from moto.server import ThreadedMotoServer
 from websockets.sync.client import connect
 
 from serve_app.proto.inference_pb2 import PredictionsRequest
@@ -21,9 +18,10 @@ from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
 from serve_app.proto.open_inference_grpc_pb2 import ModelInferRequest
 from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.archives import make_archive
+from tests.support.observed_server import BUCKET, Observed
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
+pytestmark = pytest.mark.cluster("observed")
 
 CLASSIFIER = """
 import json
@@ -43,34 +41,8 @@ RANDOM = random.Random(3)
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[Any]:
-    """Start an S3 server with the bucket ``captured``; yield its client."""
-    s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    address = "http://{}:{}".format(*s3.get_host_and_port())
-    try:
-        client = boto3.client(
-            "s3", "us-east-1", endpoint_url=address, aws_access_key_id="any", aws_secret_access_key="any"
-        )
-        client.create_bucket(Bucket="captured")
-        yield client
-    finally:
-        s3.stop()
-
-
-@pytest.fixture(scope="module")
-def capturing(tmp_path_factory: pytest.TempPathFactory, bucket: Any) -> Iterator[Server]:
-    options = {"endpoint_url": bucket.meta.endpoint_url, "key": "any", "secret": "any"}
-    server = Server(
-        tmp_path_factory.mktemp("capture"),
-        store={"allowed_urls": ["file://.*"], "storage_options": {"s3": options}},
-        telemetry={"capture_destinations": ["s3://captured/.*"]},
-    )
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
+def capturing(observed: Observed) -> Server:
+    return observed.server
 
 
 def register(server: Server, folder: Path, name: str, handler: str, **capture: Any) -> None:
@@ -175,8 +147,8 @@ def test_every_protocol_is_captured_once(capturing: Server, tmp_path: Path) -> N
     assert len({record["request_id"] for record in records}) == 8
 
 
-def test_captured_requests_reach_an_object_store(capturing: Server, tmp_path: Path, bucket: Any) -> None:
-    server = capturing
+def test_captured_requests_reach_an_object_store(observed: Observed, tmp_path: Path) -> None:
+    server = observed.server
     denied = make_archive(tmp_path, "denied", ECHO, config={"capture": {"destination": "s3://other/x"}})
     refused = server.register(denied)
     assert refused.status_code == 400
@@ -185,7 +157,7 @@ def test_captured_requests_reach_an_object_store(capturing: Server, tmp_path: Pa
     assert server.http.post("/predictions/remote", content="to S3").status_code == 200
 
     def keys() -> list[str]:
-        found = bucket.list_objects_v2(Bucket="captured").get("Contents", [])
+        found = observed.s3.list_objects_v2(Bucket=BUCKET).get("Contents", [])
         return [entry["Key"] for entry in found]
 
     server.wait(keys, 90, "the object")

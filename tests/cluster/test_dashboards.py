@@ -31,7 +31,7 @@ from tests.support.server import ROOT, Server
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.own_server,
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(not prometheus_server.installed, reason=prometheus_server.MISSING),
 ]
 

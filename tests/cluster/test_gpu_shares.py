@@ -10,7 +10,7 @@ import pytest
 from tests.support.archives import make_archive
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 HANDLER = """
 import os

@@ -20,7 +20,7 @@ import yaml
 from tests.support.archives import make_archive
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 HANDLER = """

@@ -5,7 +5,6 @@ replicas.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,40 +12,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.archives import make_archive
+from tests.support.observed_server import Observed
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
+pytestmark = pytest.mark.cluster("observed")
 
 HOST = socket.gethostname()
-METRICS = """
-dimensions: [&model ModelName, &level Level]
-ts_metrics:
-  counter:
-    - {name: Requests2XX, unit: Count, dimensions: [*level, Hostname]}
-    - {name: Requests4XX, unit: Count, dimensions: [*level, Hostname]}
-    - {name: ts_inference_requests_total, unit: Count, dimensions: [model_name, model_version, hostname]}
-    - name: ts_inference_latency_microseconds
-      unit: Microseconds
-      dimensions: [model_name, model_version, hostname]
-    - name: ts_queue_latency_microseconds
-      unit: Microseconds
-      dimensions: [model_name, model_version, hostname]
-  gauge:
-    - {name: QueueTime, unit: Milliseconds, dimensions: [*level, Hostname]}
-    - {name: WorkerThreadTime, unit: Milliseconds, dimensions: [*level, Hostname]}
-    - {name: WorkerLoadTime, unit: Milliseconds, dimensions: [WorkerName, *level, Hostname]}
-    - {name: MemoryUsed, unit: Megabytes, dimensions: [*level, Hostname]}
-model_metrics:
-  counter:
-    - {name: Loaded, unit: Count, dimensions: [*model, *level]}
-    - {name: Words, unit: Count, dimensions: [*model, *level]}
-    - {name: Bad, unit: unit, dimensions: [*level]}
-  gauge:
-    - {name: PredictionTime, unit: ms, dimensions: [*model, *level]}
-    - {name: Share, unit: percent, dimensions: [*model, *level]}
-  histogram:
-    - {name: Length, unit: things, dimensions: [Shelf, *model]}
-"""
 HANDLER = """
 import time
 from ts.metrics.dimension import Dimension
@@ -71,15 +42,8 @@ LABELS = f'ModelName="counted",Level="Model",Hostname="{HOST}",'
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    home = tmp_path_factory.mktemp("metrics")
-    (home / "metrics.yaml").write_text(METRICS)
-    server = Server(home, telemetry={"metrics_config": "metrics.yaml", "system_metrics_period": 0.5})
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
+def server(observed: Observed) -> Server:
+    return observed.server
 
 
 def scrape(server: Server, **parameters: object) -> dict[str, float]:
@@ -130,7 +94,11 @@ def test_every_count_of_every_replica(server: Server) -> None:
     )
     assert page[f"Requests4XX{{{host}}}"] == before.get(f"Requests4XX{{{host}}}", 0) + 1
     assert page[f"QueueTime{{{host}}}"] >= 0 and page[f"WorkerThreadTime{{{host}}}"] >= 0
-    loads = {head: value for head, value in page.items() if head.startswith("WorkerLoadTime")}
+    loads = {
+        head: value
+        for head, value in page.items()
+        if head.startswith("WorkerLoadTime") and "-counted_1.0" in head
+    }
     workers = {
         f'WorkerLoadTime{{WorkerName="W-{w["id"]}-counted_1.0",{host}}}' for w in server.workers("counted")
     }

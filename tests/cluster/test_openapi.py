@@ -14,7 +14,7 @@ from schemathesis.checks import CHECKS
 from tests.support.archives import ECHO, make_archive
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.nightly]
 
 _CHECKED = (
     *("status_code_conformance", "content_type_conformance"),

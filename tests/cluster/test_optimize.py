@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from serve_app.cli.app import app
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 MODEL = """
 import torch
 

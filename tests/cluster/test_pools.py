@@ -15,7 +15,7 @@ import pytest
 from serve_app.proto import inference_pb2, inference_pb2_grpc
 from tests.support.archives import make_archive
 from tests.support.load import Trickle
-from tests.support.server import Server
+from tests.support.server import POOL_MIB, Server
 
 pytestmark = pytest.mark.cluster
 
@@ -44,7 +44,6 @@ def handle(data, context):
     COUNT += len(data)
     return [f"{helper.NAME} {Path('name.txt').read_text()} {os.getpid()}"] * len(data)
 """
-POOL_MIB = 200
 
 
 def make(folder: Path, name: str, mib: int = 1, pool: str = "p", **config: Any) -> Path:
@@ -54,16 +53,12 @@ def make(folder: Path, name: str, mib: int = 1, pool: str = "p", **config: Any) 
 
 
 @pytest.fixture(scope="module")
-def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a server with a pool of one host and 200 MiB, and another of two hosts."""
-    server = Server(
-        tmp_path_factory.mktemp("home"), pools={"p": {"memory": POOL_MIB}, "two": {"memory": 100, "hosts": 2}}
-    )
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
+def pooled(server: Server) -> Iterator[Server]:
+    """Return the shared server, whose pool ``p`` has one host; remove the models of pools at the end."""
+    yield server
+    for model in server.management.get("/models", params={"limit": 1000}).json()["models"]:
+        if "pool" in describe(server, model["modelName"]):
+            server.management.delete(f"/models/{model['modelName']}")
 
 
 def predict(server: Server, name: str, body: bytes = b"x", path: str = "/predictions") -> list[str]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import httpx
@@ -18,11 +16,12 @@ from websockets.sync.client import connect
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
 from tests.support.archives import make_archive
-from tests.support.otlp_receiver import Collector, Tree, collect_grpc, collect_http
+from tests.support.observed_server import Observed
+from tests.support.otlp_receiver import Tree, collect_grpc, collect_http
 from tests.support.ports import free_port
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
+pytestmark = pytest.mark.cluster("observed")
 
 # The stages of BaseHandler are spans; the author's code reaches the current one.
 STAGES = """
@@ -63,63 +62,16 @@ _LOCAL: Tree = {"replica": _REPLICA}
 _REMOTE: Tree = {"gateway": {"transport": _REPLICA}}
 
 
-class Hooks(NamedTuple):
-    """A receiver of webhooks."""
-
-    url: str
-    headers: list[dict[str, str]]
-
-
-class Traced(NamedTuple):
-    """A server with the collector of its traces, and a receiver of webhooks."""
-
-    server: Server
-    collector: Collector
-    hooks: Hooks
-
-
 @pytest.fixture(scope="module")
-def hooks() -> Iterator[Hooks]:
-    headers: list[dict[str, str]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            headers.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Hooks(f"http://127.0.0.1:{server.server_address[1]}/hook", headers)
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory, hooks: Hooks) -> Iterator[Traced]:
-    with collect_grpc() as (collector, endpoint):
-        server = Server(
-            tmp_path_factory.mktemp("traced"),
-            {"HOOK_SECRET": "secret", "OTEL_BSP_SCHEDULE_DELAY": "100"},
-            telemetry={"otlp_endpoint": endpoint, "trace_sampling": 0.0, "log_format": "json"},
-            async_predictions={"webhook_urls": [hooks.url], "webhook_secret": "env:HOOK_SECRET"},
-        )
-        try:
-            server.start()
-            for name in ("stages", "split"):
-                assert server.register(make_archive(server.store, name, STAGES)).status_code == 200
-            assert server.register(make_archive(server.store, "split", STAGES, "2.0")).status_code == 200
-            assert server.register(make_archive(server.store, "poet", POET)).status_code == 200
-            policy = {"policy": "weighted", "versions": {"1.0": 5000, "2.0": 5000}}
-            assert server.management.put("/models/split/traffic", json=policy).status_code == 200
-            yield Traced(server, collector, hooks)
-        finally:
-            server.close()
+def traced(observed: Observed) -> Observed:
+    server = observed.server
+    for name in ("stages", "split"):
+        assert server.register(make_archive(server.store, name, STAGES)).status_code == 200
+    assert server.register(make_archive(server.store, "split", STAGES, "2.0")).status_code == 200
+    assert server.register(make_archive(server.store, "poet", POET)).status_code == 200
+    policy = {"policy": "weighted", "versions": {"1.0": 5000, "2.0": 5000}}
+    assert server.management.put("/models/split/traffic", json=policy).status_code == 200
+    return observed
 
 
 def _context() -> tuple[str, dict[str, str]]:
@@ -144,7 +96,7 @@ def _rename(tree: Tree) -> Tree:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai(traced: Traced, stream: bool) -> None:
+def test_openai(traced: Observed, stream: bool) -> None:
     trace, headers = _context()
     document = {"model": "poet", "prompt": "a", "stream": stream}
     answer = traced.server.http.post("/v1/completions", json=document, headers=headers)
@@ -158,7 +110,7 @@ def test_openai(traced: Traced, stream: bool) -> None:
 
 # HAProxy routes a path with an escape to the gateway.
 @pytest.mark.parametrize(("route", "below"), [("predictions", _LOCAL), ("%70redictions", _REMOTE)])
-def test_http(traced: Traced, route: str, below: Tree) -> None:
+def test_http(traced: Observed, route: str, below: Tree) -> None:
     trace, headers = _context()
     answer = traced.server.http.post(f"/{route}/stages", content=b"a", headers=headers)
     assert (answer.status_code, answer.text) == (200, "A")
@@ -173,7 +125,7 @@ def test_http(traced: Traced, route: str, below: Tree) -> None:
     assert batch.attributes["torchrelay.batch_size"] == 1
 
 
-def test_open_inference(traced: Traced) -> None:
+def test_open_inference(traced: Observed) -> None:
     trace, headers = _context()
     document = {"inputs": [{"name": "body", "shape": [1], "datatype": "BYTES", "data": ["a"]}]}
     answer = traced.server.http.post("/v2/models/split/infer", json=document, headers=headers)
@@ -182,7 +134,7 @@ def test_open_inference(traced: Traced) -> None:
     assert "transport" in _rename(tree)["POST /v2"]["gateway"]
 
 
-def test_grpc(traced: Traced) -> None:
+def test_grpc(traced: Observed) -> None:
     trace, headers = _context()
     with grpc.insecure_channel(f"127.0.0.1:{traced.server.grpc_port}") as channel:
         stub = InferenceAPIsServiceStub(channel)
@@ -199,7 +151,7 @@ def test_grpc(traced: Traced) -> None:
         traced.collector.tree(trace, _complete({name: _REMOTE}))
 
 
-def test_websocket(traced: Traced) -> None:
+def test_websocket(traced: Observed) -> None:
     trace, headers = _context()
     url = traced.server.url.replace("http", "ws") + "/%70redictions/stages"
     with connect(url, additional_headers=headers) as socket:
@@ -208,7 +160,7 @@ def test_websocket(traced: Traced) -> None:
     traced.collector.tree(trace, _complete({"WebSocket /predictions": _REMOTE}))
 
 
-def test_workflow(traced: Traced) -> None:
+def test_workflow(traced: Observed) -> None:
     document = {
         "name": "twice",
         "steps": {"one": {"model": "stages"}, "two": {"model": "stages", "inputs": "one"}},
@@ -222,18 +174,18 @@ def test_workflow(traced: Traced) -> None:
     traced.collector.tree(trace, _complete({"POST /predictions": {"gateway": steps}}))
 
 
-def test_async_prediction_with_webhook(traced: Traced) -> None:
+def test_async_prediction_with_webhook(traced: Observed) -> None:
     trace, headers = _context()
-    headers |= {"prefer": "respond-async", "x-torchrelay-webhook": traced.hooks.url}
+    headers |= {"prefer": "respond-async", "x-torchrelay-webhook": traced.webhooks.url}
     answer = traced.server.http.post("/predictions/stages", content=b"a", headers=headers)
     assert answer.status_code == 202, answer.text
     below = {"management": {"transport": _REPLICA}, "webhook": {}}
     traced.collector.tree(trace, _complete({"POST /predictions": below}))
-    sent = traced.hooks.headers[-1]["traceparent"].split("-")
+    sent = traced.webhooks.headers[-1]["traceparent"].split("-")
     assert sent[1:3] == [trace, traced.collector.find(trace, "webhook").id]
 
 
-def test_an_error_is_the_status_of_its_spans(traced: Traced) -> None:
+def test_an_error_is_the_status_of_its_spans(traced: Observed) -> None:
     trace, headers = _context()
     answer = traced.server.http.post("/predictions/split/9.9", content=b"a", headers=headers)
     assert answer.status_code == 404
@@ -242,7 +194,7 @@ def test_an_error_is_the_status_of_its_spans(traced: Traced) -> None:
     assert traced.collector.find(trace, process).attributes["error.type"] == "version_not_found"
 
 
-def test_json_logs_have_the_trace(traced: Traced) -> None:
+def test_json_logs_have_the_trace(traced: Observed) -> None:
     trace, headers = _context()
     traced.server.http.post("/predictions/stages", content=b"a", headers=headers)
     log = traced.server.home / "logs" / "model_log.log"
@@ -254,7 +206,7 @@ def test_json_logs_have_the_trace(traced: Traced) -> None:
     assert traced.server.wait(find)[0]["message"] == "in the inference"
 
 
-def test_requests_without_a_sampled_context_are_not_traced(traced: Traced) -> None:
+def test_requests_without_a_sampled_context_are_not_traced(traced: Observed) -> None:
     _, headers = _context()
     contexts = (headers["traceparent"][:-1] + "0", "00-nonsense-01", f"00-{'0' * 32}-{'0' * 16}-01")
     untraced = set()

@@ -27,7 +27,7 @@ from tests.support.explanation_checks import ENTITIES, label_config
 from tests.support.hf_folders import SHORT, save_bert, save_byte_llama
 from tests.support.image_root import Container, ImageBuilder, Stage, make_debian, missing_tools
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())]
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 NET = """

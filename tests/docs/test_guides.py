@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 GUIDES = {path.stem: path.read_text() for path in (ROOT / "docs/guides").glob("*.md")}

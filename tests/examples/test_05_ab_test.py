@@ -10,7 +10,7 @@ import pytest
 from tests.support.server import ROOT, Server
 
 EXAMPLE = ROOT / "examples/05_ab_test"
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 
 def test_05_ab_test(server: Server, run: Callable[..., str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 
 def test_06_canary(server: Server, run) -> None:

@@ -22,7 +22,7 @@ FILES = {
     ROOT / "LICENSE": "txt",
     Path(sys.executable).resolve(): None,  # as magika has it
 }
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 
 def test_08_onnx(server: Server, run: Callable[..., str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 PAGE = (Path(__file__).parents[2] / "examples/10_ner/README.md").read_text()
 

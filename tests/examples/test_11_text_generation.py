@@ -11,7 +11,7 @@ from websockets.sync.client import connect
 
 from tests.support.server import ROOT, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 RHYMES = ROOT / "examples/11_text_generation/rhymes.txt"
 

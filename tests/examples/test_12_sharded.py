@@ -11,7 +11,7 @@ import pytest
 from tests.support.load import Pulse
 from tests.support.server import ROOT, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 
 def test_12_sharded(server: Server, run: Callable[..., str]) -> None:

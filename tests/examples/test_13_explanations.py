@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 THREE = Path(__file__).parents[2] / "examples/01_first_model/three.png"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 SCRIPT = Path(__file__).parents[2] / "examples/14_gpu_throughput/measure.py"

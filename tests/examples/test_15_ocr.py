@@ -18,7 +18,7 @@ from PIL import Image
 from tests.support.server import ROOT, Server
 
 EXAMPLE = ROOT / "examples/15_ocr"
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 
 def test_15_ocr(server: Server, run: Callable[..., str]) -> None:

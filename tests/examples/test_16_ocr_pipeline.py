@@ -16,7 +16,7 @@ EXAMPLE = ROOT / "examples/16_ocr_pipeline"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.usefixtures("nothing_stays", "no_workflow_stays"),
-    pytest.mark.slow,
+    pytest.mark.nightly,
 ]
 
 

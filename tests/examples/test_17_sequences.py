@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAME, END = "ts_request_sequence_id", "ts_request_sequence_end"

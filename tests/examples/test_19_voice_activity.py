@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples/19_voice_activity"
 NAME, END = "ts_request_sequence_id", "ts_request_sequence_end"
 TURN = re.compile(r"(\d\.\d) to (\d\.\d) s")
 BYTES = {"content-type": "application/octet-stream"}
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.support import prometheus_server
 from tests.support.ports import free_port
 from tests.support.server import ROOT, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 EXAMPLE = ROOT / "examples/20_monitoring"
 COMPOSE = yaml.safe_load((EXAMPLE / "compose.yaml").read_text())

@@ -15,7 +15,7 @@ from tests.support.load import Load
 from tests.support.ports import free_port
 from tests.support.server import ROOT, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 EXAMPLE = ROOT / "examples/20_monitoring/run.py"
 

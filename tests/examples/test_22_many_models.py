@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from serve_app.cli.app import app
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.nightly]
 
 
 def test_22_many_models(server: Server, run) -> None:  # type: ignore[no-untyped-def]

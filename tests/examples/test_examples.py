@@ -21,7 +21,7 @@ from PIL import Image
 
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays"), pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_stays")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Run = Callable[..., str]
@@ -32,6 +32,7 @@ def register(server: Server, url: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.slow
 def test_01_first_model(server: Server, run: Run) -> None:
     printed = run("01_first_model/train.py", "--model-store", str(server.store))
     assert float(re.search(r"accuracy on images it has not seen: ([\d.]+)", printed)[1]) > 0.95
@@ -51,6 +52,7 @@ def test_01_first_model(server: Server, run: Run) -> None:
     assert "image" in refused.json()["message"]
 
 
+@pytest.mark.nightly
 def test_02_custom_handler(server: Server, run: Run) -> None:
     run("02_custom_handler/archive.py", "--model-store", str(server.store))
     for name in ("word_count", "square_root", "countdown"):
@@ -81,6 +83,7 @@ def test_02_custom_handler(server: Server, run: Run) -> None:
     assert pieces[-1][1] - pieces[0][1] > 0.8, "each as it came, half a second after the one before"
 
 
+@pytest.mark.nightly
 def test_03_batching(server: Server, run: Run) -> None:
     run("03_batching/archive.py", "--model-store", str(server.store))
 
@@ -103,6 +106,7 @@ def test_03_batching(server: Server, run: Run) -> None:
     assert server.http.post("/predictions/mlp", json=three).json() == {"digit": 3}
 
 
+@pytest.mark.nightly
 def test_04_two_versions(server: Server, run: Run) -> None:
     printed = run("04_two_versions/archive.py", "--model-store", str(server.store))
     assert (
@@ -170,6 +174,7 @@ def archive(server: Server, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_an_archive_whose_handler_extends_torchserves(server: Server, tmp_path: Path) -> None:
     (tmp_path / "network.py").write_text(NETWORK)
     (tmp_path / "handler.py").write_text(HANDLER)
@@ -187,6 +192,7 @@ def test_an_archive_whose_handler_extends_torchserves(server: Server, tmp_path: 
         assert (answer.status_code, answer.json()) == (200, {"values": [2.0, 5.0], "unit": "metres"})
 
 
+@pytest.mark.nightly
 def test_the_image_classifier_on_a_photograph(server: Server, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = torch.nn.Sequential(

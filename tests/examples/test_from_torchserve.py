@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "from_torchserve"
 

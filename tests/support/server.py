@@ -21,6 +21,7 @@ from tests.support.load import Load
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
+POOL_MIB = 200  # of the shared server's pool ``p``
 
 
 class Server:

@@ -12,7 +12,7 @@ import torch
 
 from tests.benchmarks import archives, sequence_lengths
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

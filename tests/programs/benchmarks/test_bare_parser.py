@@ -13,7 +13,7 @@ from tests.benchmarks.archives import MODELS
 from tests.benchmarks.servers import ROOT
 from tests.benchmarks.targets import ask
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module", params=("echo", "mlp"))

@@ -10,7 +10,7 @@ from serve_app.loadgen import LoadResult
 from tests.benchmarks import chart, report
 from tests.benchmarks.report import Case
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def result(rate: float, p99: float) -> LoadResult:

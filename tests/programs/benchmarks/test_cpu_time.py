@@ -10,7 +10,7 @@ import pytest
 
 from tests.benchmarks import cpu_time
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.benchmarks.environments import PeerFailed, interpreter
 from tests.benchmarks.frameworks import FRAMEWORKS
 from tests.benchmarks.targets import ask
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks import generation
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def test_three_ways_to_the_same_answers(capsys: pytest.CaptureFixture[str]) -> None:

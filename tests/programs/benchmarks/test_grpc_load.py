@@ -16,7 +16,7 @@ from serve_app.loadgen import LoadProfile
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from tests.benchmarks.grpc_load import PREDICTIONS, Call, prediction, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 Answer = Callable[[bytes, Any], Any]

@@ -12,7 +12,7 @@ from serve_app.loadgen.profile import LoadProfile
 from tests.benchmarks import open_inference
 from tests.benchmarks.servers import PeerFailed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture

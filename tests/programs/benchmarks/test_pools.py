@@ -6,7 +6,7 @@ import pytest
 
 from tests.benchmarks import pools
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def test_every_request_of_many_models_is_answered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks import prefix_caching
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def test_both_engines_generate_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from serve_app.loadgen import LoadResult
 from tests.benchmarks import report
 from tests.benchmarks.report import Case, Footprint, Report, Target
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 _MIB = 1 << 20

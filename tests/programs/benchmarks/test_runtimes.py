@@ -15,7 +15,7 @@ from tests.benchmarks import runtimes
 from tests.benchmarks.servers import PeerFailed
 from tests.benchmarks.targets import measurer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.benchmarks import servers
 from tests.benchmarks.archives import MODELS
 from tests.benchmarks.targets import ask
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 _SERVER = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]

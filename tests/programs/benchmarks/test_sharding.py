@@ -11,7 +11,7 @@ from handlers.context import Context
 from serve_app.loadgen import LoadProfile
 from tests.benchmarks import generation, sharding
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def test_a_process_of_the_benchmark_answers_as_the_handler_does(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from serve_app.telemetry.metrics import Meters
 from tests.benchmarks import streaming
 from tests.benchmarks.models.chunks import Chunks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 class Target:

@@ -17,8 +17,6 @@ from tests.benchmarks.report import Case
 from tests.benchmarks.servers import Peer, PeerFailed
 from tests.benchmarks.targets import Contender, bare_loop
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def comparison(tmp_path):
@@ -33,6 +31,7 @@ def contender(name: str, seen: list[tuple[str, int]]) -> Contender:
     return Contender(name, measure)
 
 
+@pytest.mark.slow
 def test_rounds_are_interleaved(comparison):
     seen: list[tuple[str, int]] = []
     comparison.interleave("echo", [contender("a", seen), contender("b", seen)], (1, 32))
@@ -43,6 +42,7 @@ def test_rounds_are_interleaved(comparison):
     }
 
 
+@pytest.mark.nightly
 def test_a_contender_that_fails_costs_only_its_own_rows(comparison):
     def broken(load: LoadProfile) -> LoadResult:
         raise PeerFailed("b is gone")
@@ -52,6 +52,7 @@ def test_a_contender_that_fails_costs_only_its_own_rows(comparison):
     assert comparison.notes == ["b is gone", "b is gone"]
 
 
+@pytest.mark.nightly
 def test_nothing_to_measure_is_no_table(comparison):
     comparison.interleave("echo", [], (1, 32))
     assert comparison.figures == {}
@@ -66,6 +67,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.nightly
 def test_a_warm_up_precedes_the_load_whose_cpu_time_is_counted(comparison):
     seen: list[LoadProfile] = []
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -86,6 +88,7 @@ def test_a_warm_up_precedes_the_load_whose_cpu_time_is_counted(comparison):
     assert 0.015 < parts["other"] < 0.05  # of ten requests
 
 
+@pytest.mark.nightly
 def test_the_bare_loop_counts_full_batches():
     result = bare_loop("mlp", 1).measure(LoadProfile(seconds=0.2))
     assert result.requests > 0
@@ -93,12 +96,14 @@ def test_the_bare_loop_counts_full_batches():
     assert result.seconds >= 0.2
 
 
+@pytest.mark.nightly
 def test_the_facts_of_the_machine_name_its_cores_and_versions():
     facts = suite.machine()
     assert "cores" in facts["machine"]
     assert "torch" in facts["versions"]
 
 
+@pytest.mark.nightly
 def test_a_group_or_a_server_that_does_not_exist_is_refused():
     import typer
 
@@ -110,5 +115,6 @@ def test_a_group_or_a_server_that_does_not_exist_is_refused():
         assert "mpl" in refused.output
 
 
+@pytest.mark.nightly
 def test_every_target_is_of_a_group_that_is_measured():
     assert {target.case.group.partition(",")[0] for target in report.TARGETS} <= set(suite.GROUPS)

@@ -14,7 +14,7 @@ from tests.benchmarks import report, traffic
 from tests.benchmarks.servers import Peer
 from tests.benchmarks.targets import Contender
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 class ScriptedPeer(Peer):

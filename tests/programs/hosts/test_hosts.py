@@ -23,7 +23,7 @@ from tests.support.postgres_server import find_postgres
 _MISSING = unavailable() or (
     "" if find_postgres() and shutil.which("redis-server") else "needs PostgreSQL and Redis"
 )
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "all tools are here")]
+pytestmark = [pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "all tools are here")]
 
 WHERE = HANDLERS["where"]
 DETECTION_S = 10.0  # until no request is sent to a lost host: 5 s of HAProxy, and what it queued until then
@@ -64,6 +64,7 @@ def scale(hosts: Hosts, replicas: int) -> None:
         assert response.status_code == 200, response.text
 
 
+@pytest.mark.slow
 def test_namespaces_of_an_aborted_run_are_removed() -> None:
     """Run before the other tests start their hosts, which it would remove."""
     with network():
@@ -86,6 +87,7 @@ def failed(records: list[Record], *, to: set[str]) -> list[Record]:
     return [record for record in records if record.error and record.host in to]
 
 
+@pytest.mark.nightly
 def test_replicas_are_spread_and_every_host_serves_them(hosts: Hosts, tmp_path: Path) -> None:
     """Each host's ports answer over each protocol, with replicas of all hosts."""
     addresses = {host.address for host in hosts}
@@ -96,6 +98,7 @@ def test_replicas_are_spread_and_every_host_serves_them(hosts: Hosts, tmp_path: 
     assert not failed(load.records(), to=addresses), load.summary()
 
 
+@pytest.mark.nightly
 def test_nodes_fetch_archives_themselves(
     hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +124,7 @@ def test_nodes_fetch_archives_themselves(
         assert hosts.management.delete(f"/models/{name}").status_code == 200
 
 
+@pytest.mark.nightly
 def test_a_disconnected_host_fails_only_its_own_requests(hosts: Hosts, tmp_path: Path) -> None:
     lost, others = hosts[2], {hosts[0].address, hosts[1].address}
     with HostLoad(tmp_path, [host.address for host in hosts]) as load:
@@ -148,6 +152,7 @@ def test_a_disconnected_host_fails_only_its_own_requests(hosts: Hosts, tmp_path:
     assert not failed(load.records(again), to={*others, lost.address}), load.summary()
 
 
+@pytest.mark.nightly
 def test_a_killed_host_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     lost, others = hosts[2], {hosts[0].address, hosts[1].address}
     with HostLoad(tmp_path, [host.address for host in hosts]) as load:
@@ -181,6 +186,7 @@ FAULTS: dict[str, Callable[[Host], AbstractContextManager[Callable[[], int]]]] =
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.nightly
 def test_a_degraded_host_fails_no_request(hosts: Hosts, tmp_path: Path, fault: str) -> None:
     others = {hosts[0].address, hosts[1].address}
     addresses = {*others, hosts[2].address}
@@ -228,6 +234,7 @@ class Sharded(CausalLM):
 """
 
 
+@pytest.mark.nightly
 def test_a_sharded_model_on_two_hosts_generates_as_on_one(hosts: Hosts, tmp_path: Path) -> None:
     from tests.support.hf_folders import save_llama
 
@@ -255,6 +262,7 @@ def test_a_sharded_model_on_two_hosts_generates_as_on_one(hosts: Hosts, tmp_path
         assert hosts.management.delete(f"/models/{name}").status_code == 200
 
 
+@pytest.mark.nightly
 def test_the_other_hosts_serve_while_the_head_is_replaced(hosts: Hosts, tmp_path: Path) -> None:
     """A new head without the old disk has the changes that the lost one acknowledged."""
     head, others = hosts[0], {hosts[1].address, hosts[2].address}
