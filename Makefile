@@ -9,7 +9,8 @@
 # make screenshots  the pictures of the console in docs/images/console
 # make docs       the site of the documentation, with the generated reference, in build/site; ARGS=--serve shows it
 # make release    wheel, source distribution, bill of materials and changelog section in dist/
-# make lint       ruff, the import contracts and mypy
+# make lint       the schemas of the workflows, ruff, the import contracts and mypy
+# make system-packages  the programs that tests use, from Debian's packages; needs root
 # make clean      removes what the targets above made; your archives and the server's state stay
 
 # Python 3.11 first, on which the whole set is installed and tested most; else the newest that fits.
@@ -29,7 +30,7 @@ MODEL := model_store/digits.mar
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-fast test-slow test-nightly coverage bench screenshots docs release lint clean
+.PHONY: help setup run test test-fast test-slow test-nightly coverage bench screenshots docs release lint lint-workflows system-packages clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -73,6 +74,12 @@ test-slow: setup
 test-nightly: setup
 	@$(PYTEST) -m nightly $(ARGS)
 
+coverage: setup
+	@rm -rf build/coverage && mkdir -p build/coverage
+	@for tier in "not slow and not nightly" "slow and not nightly"; do \
+		PYTHONPATH=. COVERAGE_FILE=$(CURDIR)/build/coverage/data $(PYTEST) --cov --cov-append --cov-report= -m "$$tier" $(ARGS) || exit; done
+	@PYTHONPATH=. $(BIN)/python -m tests.support.coverage_report build/coverage
+
 bench: setup
 	@$(BIN)/python -m tests.benchmarks.suite $(ARGS)
 
@@ -85,11 +92,18 @@ docs: $(INSTALLED)
 release: $(INSTALLED)
 	@.ci/package
 
-lint: $(INSTALLED)
+lint: $(INSTALLED) lint-workflows
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "Format with: $(BIN)/ruff format ." >&2; exit 1; }
 	@PYTHONPATH=. $(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
+
+lint-workflows: $(INSTALLED)
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+
+system-packages:
+	@.ci/system-packages
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(MODEL)

@@ -17,12 +17,10 @@ SOURCES = sorted(
     path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if "_pb2" not in path.name
 )
 PAGES = sorted(
-    page
-    for page in (
+    (
         *ROOT.glob("*.md"),
         *(p for f in (*FOLDERS, "configs", "cluster") for p in (ROOT / f).rglob("*.md")),
     )
-    if page.name != "CODE_OF_CONDUCT.md"
 )
 # Folders in tests/ of helpers and programs.
 NO_TESTS = {"benchmarks", "chaos", "fuzz", "hosts", "recorders", "security", "support"}

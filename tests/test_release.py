@@ -117,3 +117,11 @@ def test_an_undated_section_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "not committed" in done.stderr or "has no date" in done.stderr
     assert not (tmp_path / "dist").exists()
+
+
+@pytest.mark.slow
+def test_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
+    done = package(tmp_path / "dist", ALLOW_CHANGES="1", TAG="v9.9.9")
+    assert done.returncode == 1
+    assert f"The tag v9.9.9 is not v{__version__}" in done.stderr
+    assert not (tmp_path / "dist").exists()
