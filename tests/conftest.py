@@ -1,15 +1,15 @@
-"""The servers that tests share, each started once in a run, and the rules of the run."""
+"""The servers that tests share, and the rules of the run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
-from tests.support.server import POOL_MIB, Server
+from tests.support.server import Server
+from tests.support.shared_servers import SHARED_SERVERS, run_plain
 
 if TYPE_CHECKING:
     from tests.support.observed_server import Observed
@@ -29,25 +29,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs an NVIDIA GPU")
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a server with the defaults, a limit of bodies that tests can exceed quickly, and two pools."""
-    server = Server(
-        tmp_path_factory.mktemp("home"),
-        inference={"max_request_size": 6_553_500},
-        pools={"p": {"memory": POOL_MIB}, "two": {"memory": 100, "hosts": 2}},
-    )
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """Return the shared server with the defaults."""
+    shared: Server = SHARED_SERVERS.get("server", lambda: run_plain(tmp_path_factory.mktemp("home")))
+    return shared
 
 
-@pytest.fixture(scope="session")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    """Start a server with traces, metrics of a file, captured requests and webhooks."""
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """Return the shared server with traces, metrics of a file, captured requests and webhooks."""
     from tests.support.observed_server import run_observed
 
-    with run_observed(tmp_path_factory.mktemp("observed")) as observed:
-        yield observed
+    shared: Observed = SHARED_SERVERS.get("observed", lambda: run_observed(tmp_path_factory.mktemp("home")))
+    return shared

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -106,6 +107,9 @@ def test_examples_of_data_parse(page: Path) -> None:
         assert yaml.safe_load(body)
 
 
+COMMANDS: Any = get_command(app)
+
+
 @PAGE
 def test_commands_of_ours_are_there(page: Path) -> None:
     text = page.read_text()
@@ -114,7 +118,7 @@ def test_commands_of_ours_are_there(page: Path) -> None:
     ]
     typed = [line for line in commands(text) if line and line[0].rpartition("/")[2] == "torchrelay"]
     for line in [*spoken, *typed]:
-        here = get_command(app)
+        here = COMMANDS
         for word in line[1:]:
             if not hasattr(here, "commands") or word.startswith("-"):
                 break
@@ -130,7 +134,7 @@ def test_commands_of_ours_are_there(page: Path) -> None:
 def test_make_targets_are_there(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     text = page.read_text()
-    spoken = re.findall(r"`make ([a-z]+)", prose(text)) + re.findall(r"^make ([a-z]+)", text, re.MULTILINE)
+    spoken = re.findall(r"`make ([a-z-]+)", prose(text)) + re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)
     for target in spoken:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: make {target}"
 
@@ -146,8 +150,10 @@ def test_a_guide_is_short_and_in_the_index(page: Path) -> None:
 
 
 def test_the_pages_are_short() -> None:
-    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
-    assert sum(len(page.read_text().split()) for page in pages) <= 30_000
+    pages = [
+        page for page in PAGES if page.name not in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md")
+    ]
+    assert sum(len(page.read_text().split()) for page in pages) <= 29_500
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 

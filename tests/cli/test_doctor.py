@@ -45,6 +45,7 @@ def run_doctor(config: Path) -> tuple[int, dict[tuple[str, str], Any], bool]:
     return result.exit_code, checks, document["ready"]
 
 
+@pytest.mark.slow
 def test_it_lists_what_this_machine_can_run(tmp_path: Path) -> None:
     code, checks, ready = run_doctor(write_config(tmp_path, 0))
     assert (code, ready) == (0, True), [check for check in checks.values() if check["state"] == "failed"]

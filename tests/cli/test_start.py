@@ -198,6 +198,7 @@ def sigterm_handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sigterm_handler")
+@pytest.mark.slow
 def test_a_server_that_another_process_stops_has_not_failed(tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.process.start()
@@ -219,6 +220,7 @@ def test_a_server_that_is_killed_has_failed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 @pytest.mark.usefixtures("sigterm_handler")
+@pytest.mark.slow
 def test_the_end_of_a_process_of_ray_ends_the_server_and_leaves_no_process(tmp_path: Path, name: str) -> None:
     server = Server(tmp_path)
     server.process.start()
@@ -241,6 +243,7 @@ def test_the_end_of_a_process_of_ray_ends_the_server_and_leaves_no_process(tmp_p
     server.close()
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_leaves_no_process(tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.process.start()
@@ -255,6 +258,7 @@ def test_a_start_that_fails_leaves_no_process(tmp_path: Path) -> None:
     server.close()
 
 
+@pytest.mark.slow
 def test_killed_server_is_reaped_by_stop(tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.process.start()

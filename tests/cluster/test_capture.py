@@ -67,6 +67,7 @@ def send(server: Server, model: str, count: int, age: float = 40.0) -> None:
         assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.slow
 def test_only_the_shifted_feature_drifts_and_a_restart_keeps_the_reference(
     capturing: Server, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_every_protocol_is_captured_once(capturing: Server, tmp_path: Path) -> N
     assert len({record["request_id"] for record in records}) == 8
 
 
+@pytest.mark.slow
 def test_captured_requests_reach_an_object_store(observed: Observed, tmp_path: Path) -> None:
     server = observed.server
     denied = make_archive(tmp_path, "denied", ECHO, config={"capture": {"destination": "s3://other/x"}})

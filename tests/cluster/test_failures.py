@@ -16,7 +16,7 @@ from tests.support.archives import ECHO, make_archive, says
 from tests.support.load import Load, Pulse
 from tests.support.server import Server, check_rows_outlive_their_replica
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

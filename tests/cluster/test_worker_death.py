@@ -19,7 +19,7 @@ from tests.support.archives import ECHO, make_archive
 from tests.support.load import Load, Trickle
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 ENDS = """
 import ctypes, logging, os, signal, sys, time

@@ -79,6 +79,7 @@ def test_login_keeps_the_key_out_of_the_browser(
 
 
 @pytest.mark.parametrize(("key", "sees"), [("watcher", True), ("application", False)])
+@pytest.mark.slow
 def test_other_keys_are_read_only(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor], key: str, sees: bool
 ) -> None:
@@ -99,6 +100,7 @@ def test_other_keys_are_read_only(
         assert {operation[0] for operation in server.control_api.operations} <= {"poll_events"}
 
 
+@pytest.mark.slow
 def test_a_ticket_is_good_once_and_other_sites_cannot_use_it(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
@@ -133,6 +135,7 @@ def test_pages_of_other_sites_and_rebound_names_are_refused(
             assert connection.recv(5)
 
 
+@pytest.mark.slow
 def test_markup_in_names_and_logs_is_shown_as_text(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
@@ -155,6 +158,7 @@ def test_markup_in_names_and_logs_is_shown_as_text(
         assert not visitor.problems
 
 
+@pytest.mark.nightly
 def test_ten_thousand_models_are_paged_and_filtered(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
@@ -190,6 +194,7 @@ def test_a_refused_change_is_shown_with_its_reason(
         assert scaled[:5] == ("scale", "m", "1.0", 1, 2)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_respond_is_named_until_it_does(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
@@ -202,6 +207,7 @@ def test_a_server_that_does_not_respond_is_named_until_it_does(
         assert page.get_by_role("button", name="Try again").is_visible()
 
 
+@pytest.mark.slow
 def test_an_open_page_shows_that_the_console_is_gone_and_connects_again(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
@@ -221,6 +227,7 @@ def test_an_open_page_shows_that_the_console_is_gone_and_connects_again(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.slow
 def test_every_page_is_accessible_and_fits_a_phone(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor], scheme: str
 ) -> None:
@@ -239,6 +246,7 @@ def test_every_page_is_accessible_and_fits_a_phone(
             page.set_viewport_size({"width": 1200, "height": 900})
 
 
+@pytest.mark.nightly
 def test_swagger_ui_shows_the_api_of_both_ports(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
@@ -253,6 +261,7 @@ def test_swagger_ui_shows_the_api_of_both_ports(
         assert not visitor.problems
 
 
+@pytest.mark.nightly
 def test_keyboard_alone_reaches_the_model(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:

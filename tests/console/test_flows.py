@@ -13,7 +13,7 @@ from tests.support.archives import make_archive
 from tests.support.load import Trickle
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # It answers with scores, which depend on the version; an image or JSON.
 SCORES = """

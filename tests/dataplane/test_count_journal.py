@@ -94,6 +94,7 @@ def queue_to(store: MetricStore, journals: Path) -> ReportQueue:
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["lost on the way", "acknowledgement lost"])
+@pytest.mark.slow
 def test_counts_of_a_killed_process_are_stored_once(killed: Path, tmp_path: Path, stored: bool) -> None:
     async def main() -> None:
         database = Database(f"sqlite:///{tmp_path / 'registry.db'}")

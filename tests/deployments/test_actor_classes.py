@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ray._private.function_manager import FunctionActorManager
 from ray._raylet import PythonFunctionDescriptor
 
@@ -71,6 +72,7 @@ print(len(manager._loaded_actor_classes), len(ray.actor._ActorClassMethodMetadat
 """
 
 
+@pytest.mark.slow
 def test_a_process_keeps_the_newest_classes() -> None:
     process = subprocess.run(
         [sys.executable, "-c", _LOAD], capture_output=True, text=True, timeout=120, check=False

@@ -53,6 +53,7 @@ def children() -> set[psutil.Process]:
     return set(psutil.Process().children())
 
 
+@pytest.mark.slow
 def test_the_console_starts_once_ends_when_idle_and_starts_again() -> None:
     before = children()
 

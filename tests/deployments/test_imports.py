@@ -20,6 +20,7 @@ pytestmark = pytest.mark.integration
         ("serve_app.cli.supervisor", ["ray", "yaml", "psutil", "httpx", "asyncio"]),
     ],
 )
+@pytest.mark.slow
 def test_a_process_does_not_import_what_it_does_not_need(module: str, unneeded: list[str]) -> None:
     program = f"import sys, {module}; print(*(name for name in {unneeded} if name in sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -17,6 +17,7 @@ from serve_app.telemetry.metric_definitions import METRICS
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python 3.11, for the tools of the site"),
+    pytest.mark.nightly,
 ]
 
 ROOT = Path(__file__).parents[2]

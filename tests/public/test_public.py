@@ -102,6 +102,7 @@ def test_a_removed_name_is_an_import_error_with_its_replacement() -> None:
         ("OnnxModel", "onnxruntime", "onnx"),
     ],
 )
+@pytest.mark.slow
 def test_a_name_without_its_extra_raises_the_pip_command(name: str, missing: str, extra: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"

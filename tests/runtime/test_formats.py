@@ -184,6 +184,7 @@ print(reply.body.decode())
 """
 
 
+@pytest.mark.slow
 def test_a_batch_of_texts_wakes_no_threads_where_the_model_has_one(tmp_path):
     (tmp_path / "counts.py").write_text(TOKENIZING)
     hidden = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")

@@ -49,8 +49,9 @@ _task_responses: dict[str, list[bytes]] = {}
 class Inference:
     """The inference port's app.
 
-    A request reaches it over ASGI, or over a connection that is answered by tasks or by callbacks. The same
-    test runs with tasks and then with callbacks, and its responses are compared byte by byte.
+    A request reaches it over a connection that is answered by tasks or by callbacks; with ``options``, or
+    where ``path`` is ``asgi``, without a connection. The same test runs with tasks and then with callbacks,
+    and its responses are compared byte by byte.
     """
 
     app: ASGIApp
@@ -90,7 +91,7 @@ class Inference:
             assert actual == expected, f"{method} {target}"
 
 
-@pytest.fixture(params=["asgi", "tasks", "callbacks"])
+@pytest.fixture(params=["tasks", "callbacks"])
 def inference(request: pytest.FixtureRequest) -> Callable[..., Inference]:
     path, test = request.param, f"{request.path}:{request.function.__name__}:{_other_parameters(request)}"
     if path == "tasks":

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.shared_servers import SHARED_SERVERS
+
 MAX_FLAKY = 5
 TIERS = ("slow", "nightly")
+SERVERS = ("server", "observed", None)  # fixtures of shared servers, in the order of their tests
 # Seconds after which a test that hangs fails with the stacks of its threads.
 TIMEOUTS = {"nightly": 1800, "slow": 600, "": 300}
 _ALLOWED_SKIP = re.compile(r"(needs |could not import )")
@@ -68,8 +71,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests of the cluster, which take longest, to the front, and set the limits of time."""
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+    """Sort the tests of each shared server to the front, as they take longest, and set the limits of time."""
+    items.sort(key=lambda item: SERVERS.index(shared_server(item.path)))
     for item in items:
         tier = next((tier for tier in reversed(TIERS) if item.get_closest_marker(tier)), "")
         if item.get_closest_marker("timeout") is None:
@@ -117,6 +120,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     return ServerScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+    """Stop a shared server after the last test that uses it."""
+    result = yield
+    name = shared_server(item.path)
+    if name and (nextitem is None or shared_server(nextitem.path) != name):
+        SHARED_SERVERS.close(name)
+    return result
+
+
+def pytest_sessionfinish() -> None:
+    SHARED_SERVERS.close()
 
 
 class ServerScheduling(LoadScopeScheduling):

@@ -6,6 +6,8 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from serve_app.tuning.candidate import Candidate, SearchSpace
 from serve_app.tuning.rate_search import LoadStep
 from serve_app.tuning.report import TuningResult, write_output
@@ -108,6 +110,7 @@ def test_without_a_configuration_within_the_limit_the_report_has_the_best(tmp_pa
     assert "chosen" not in [line["name"] for line in page.plots["Throughput against latency"]["series"]]
 
 
+@pytest.mark.slow
 def test_text_generation_has_tokens_and_their_times(tmp_path: Path) -> None:
     write_output(result(is_generation=True), tmp_path)
     page = ReportPage(tmp_path / "report.html")

@@ -84,6 +84,7 @@ def test_a_json_schema_constrains_sampled_choices(model: ServedModel) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.slow
 def test_formats_constrain_greedy_and_sampled_texts(
     model: ServedModel, fields: dict[str, Any], pattern: str, temperature: float
 ) -> None:

@@ -64,6 +64,7 @@ def operators(file: Path) -> list[str]:
     ("fuse", "number_format", "tolerance"),
     [(False, "float16", 1e-3), (True, None, 1e-5), (True, "float16", 1e-3)],
 )
+@pytest.mark.slow
 def test_outputs_stay_close(
     bert: Any, graphs: Any, tmp_path: Path, fuse: bool, number_format: str | None, tolerance: float
 ) -> None:

@@ -134,6 +134,7 @@ def test_an_archive_of_torchserve_runs_unchanged(archive: Any, run: Any, foreign
     assert error == "Two numbers, please 422"
 
 
+@pytest.mark.slow
 def test_every_name_is_resolved(run: Any, foreign_ts: Path) -> None:
     output = run(
         """

@@ -65,6 +65,7 @@ def test_a_vocab_without_a_default_index_rejects_unknown_words() -> None:
         words["x"]
 
 
+@pytest.mark.slow
 def test_vocabs_of_old_torchtext_are_read(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", OLD_TORCHTEXT, str(tmp_path)], check=True)
     for version in ("0.5", "0.8"):

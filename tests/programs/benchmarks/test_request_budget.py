@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_every_path_is_measured() -> None:
     code = (
         "import json; from tests.benchmarks.request_budget import _PATHS, measure;"
@@ -22,6 +23,7 @@ def test_every_path_is_measured() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.nightly
 def test_the_cost_of_capture_is_measured() -> None:
     code = (
         "from tests.benchmarks import request_budget; request_budget._TURN = 200;"

@@ -114,7 +114,7 @@ def test_key_is_limited_to_its_models(locked: Any, model: str, ok: bool) -> None
 
 
 def test_key_is_checked_before_the_body(locked: Any) -> None:
-    assert_refused(locked("POST", "/predictions/m", [b"x"] * 10_000_000, bearer("guess")), "invalid_token")
+    assert_refused(locked("POST", "/predictions/m", [b"x" * 100_000] * 100, bearer("guess")), "invalid_token")
 
 
 @pytest.mark.parametrize(

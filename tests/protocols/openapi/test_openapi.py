@@ -165,12 +165,16 @@ def find_routed(app: Any, requests: Iterable[tuple[str, str]]) -> list[tuple[str
 
 
 @pytest.fixture
-def ports(inference: Any, management: Any) -> dict[str, Any]:
+def ports(asgi_inference: Any, management: Any) -> dict[str, Any]:
     """Return the app of each document, with a model ``m``."""
     management_app = management()
     for control_api in (management_app.control_api,):
         control_api.put(ModelSpec("m", "1.0", "m.mar", "", ""), ReplicaInfo("w", 1.0, 1, ""))
-    return {"inference": inference(), "management": management_app, "both": inference(serve_management=True)}
+    return {
+        "inference": asgi_inference(),
+        "management": management_app,
+        "both": asgi_inference(serve_management=True),
+    }
 
 
 @pytest.mark.parametrize("port", ["inference", "management", "both"])
@@ -316,12 +320,13 @@ def use_known_model(value: Any) -> Any:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python 3.11, for its version of schemathesis")
 @pytest.mark.parametrize("port", ["inference", "management", "metrics", "both"])
-def test_responses_match_their_descriptions(inference: Any, management: Any, port: str) -> None:
+def test_responses_match_their_descriptions(asgi_inference: Any, management: Any, port: str) -> None:
     """Send requests that schemathesis generates deterministically over ASGI."""
     management_app = management(allowed_hosts=("testserver",))
     for version in ("1.0", "2.0"):
         management_app.control_api.put(ModelSpec("m", version, "m.mar", "", ""), ReplicaInfo("w", 1.0, 1, ""))
-    stub_features(management_app.control_api)
+    control_api = management_app.control_api
+    stub_features(control_api)
 
     metrics_settings = replace(Settings(), management=ManagementSettings(allowed_hosts=("testserver",)))
 
@@ -329,8 +334,8 @@ def test_responses_match_their_descriptions(inference: Any, management: Any, por
         return b"# HELP requests Requests.\n"
 
     app = {
-        "inference": lambda: inference(echo, control_api=management_app.control_api).app,
-        "both": lambda: inference(echo, control_api=management_app.control_api, serve_management=True).app,
+        "inference": lambda: asgi_inference(echo, control_api=control_api).app,
+        "both": lambda: asgi_inference(echo, control_api=control_api, serve_management=True).app,
         "management": lambda: management_app.app,
         "metrics": lambda: metrics_app(render, metrics_settings, lambda: None),
     }[port]()
