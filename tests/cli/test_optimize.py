@@ -33,9 +33,6 @@ from serve_app.cli.app import app
 from tests.support.archives import make_archive
 from tests.support.requirements import needs_program
 
-pytestmark = pytest.mark.slow
-
-
 MODEL = """
 import torch
 
@@ -116,10 +113,12 @@ def load_folder(into: Path, rows: list[Any] = ROWS) -> tuple[dict[str, Any], dic
     return manifest, config, entry([{"body": row} for row in rows], context)
 
 
+@pytest.mark.slow
 def test_variant_names_match() -> None:
     assert list(VARIANTS) == list(variant_search.VARIANTS)  # the command line imports no torch
 
 
+@pytest.mark.slow
 def test_fastest_variant_within_the_tolerance_is_the_next_version(archive: Path, tmp_path: Path) -> None:
     result = run(str(archive), "--output", str(tmp_path), "--try", "int8", "--rounds", "5")
     assert result.exit_code == 0, result.output
@@ -135,6 +134,7 @@ def test_fastest_variant_within_the_tolerance_is_the_next_version(archive: Path,
     assert again.exit_code == 1 and "exists already; choose another version with --version" in again.output
 
 
+@pytest.mark.slow
 def test_graph_replaces_the_model_class(archive: Path, tmp_path: Path) -> None:
     arguments = (
         "--try",
@@ -157,6 +157,7 @@ def test_graph_replaces_the_model_class(archive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "file"), [("torchscript", "model.pt"), ("export", "model.pt2")])
+@pytest.mark.slow
 def test_pytorch_graphs(archive: Path, tmp_path: Path, kind: str, file: str) -> None:
     job = _job(archive, tmp_path, kind)
     [_, variant] = search.run_search(job, lambda doing: None)["variants"]
@@ -170,6 +171,7 @@ def test_pytorch_graphs(archive: Path, tmp_path: Path, kind: str, file: str) -> 
 
 
 @needs_program("g++")
+@pytest.mark.nightly
 def test_aotinductor_accepts_integers(archive: Path, tmp_path: Path) -> None:
     job = _job(archive, tmp_path, "aotinductor")
     [_, variant] = search.run_search(job, lambda doing: None)["variants"]
@@ -194,6 +196,7 @@ def _job(archive: Path, tmp_path: Path, kind: str) -> search.SearchJob:
     )
 
 
+@pytest.mark.slow
 def test_handlers_that_load_their_own_model_are_rejected(archive: Path, tmp_path: Path) -> None:
     handler = """
         from handlers.base import BaseHandler
@@ -213,6 +216,7 @@ def test_handlers_that_load_their_own_model_are_rejected(archive: Path, tmp_path
     assert result.output.count("the handler loads its model by itself") == 2
 
 
+@pytest.mark.slow
 def test_no_archive_without_a_variant_within_the_tolerance(archive: Path, tmp_path: Path) -> None:
     arguments = ("--try", "int8", "--rtol", "0", "--atol", "1e-7", "--rounds", "1")
     result = run(str(archive), "--output", str(tmp_path), *arguments)
@@ -223,6 +227,7 @@ def test_no_archive_without_a_variant_within_the_tolerance(archive: Path, tmp_pa
     assert [path.name for path in tmp_path.glob("*.mar")] == [archive.name]
 
 
+@pytest.mark.slow
 def test_invalid_arguments_are_reported(archive: Path, tmp_path: Path) -> None:
     function = make_archive(
         tmp_path, "function", "def handle(data, context):\n    return data", files={"x.json": "1"}
@@ -247,6 +252,7 @@ def test_invalid_arguments_are_reported(archive: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "following"), [("1.0", "1.1"), ("2", "3"), ("1.9", "1.10"), ("rc", "rc.1")]
 )
+@pytest.mark.slow
 def test_next_version(version: str, following: str) -> None:
     assert variant_search.next_version(version) == following
     assert variant_search.next_version(version, {following}) == variant_search.next_version(following)
@@ -285,6 +291,7 @@ def sentences(tmp_path: Path) -> Iterator[tuple[list[dict[str, Any]], list[str]]
     thread.join()
 
 
+@pytest.mark.slow
 def test_model_of_the_server_keeps_name_task_and_versions(tmp_path: Path, sentences: Any) -> None:
     versions, arguments = sentences
     (tmp_path / "a.txt").write_text("A kitten hunts mice in the tall grass behind the barn.")
@@ -301,6 +308,7 @@ def test_model_of_the_server_keeps_name_task_and_versions(tmp_path: Path, senten
     assert yaml.safe_load(config)["task"] == "feature-extraction"
 
 
+@pytest.mark.slow
 def test_a_metric_on_labelled_samples_replaces_the_tolerance(archive: Path, tmp_path: Path) -> None:
     answers = load_archive(archive, tmp_path / "plain")[2]
     lines = [{"input": row, "label": answer.index(max(answer))} for row, answer in zip(ROWS, answers)]

@@ -104,7 +104,7 @@ def lines(server: Server, file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_json_files_where_log_location_says(other: Server, tmp_path: Path) -> None:
     assert other.register(make_archive(tmp_path, "speaks", SPEAKS)).status_code == 200
     answer = other.http.post("/predictions/speaks", content=b"raise", headers={"x-request-id": "theirs"})

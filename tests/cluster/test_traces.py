@@ -221,7 +221,7 @@ def test_requests_without_a_sampled_context_are_not_traced(traced: Observed) -> 
     assert not untraced & requests
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_otlp_over_http_with_sampling(tmp_path: Path) -> None:
     with collect_http() as (collector, endpoint):
         telemetry = {"otlp_endpoint": endpoint, "otlp_protocol": "http", "trace_sampling": 1.0}
@@ -242,6 +242,7 @@ def test_otlp_over_http_with_sampling(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("collector", ["down", "slow"])
+@pytest.mark.nightly
 def test_a_collector_that_is_down_or_slow_delays_no_request(tmp_path: Path, collector: str) -> None:
     with collect_grpc(accepts=False) as (_, slow):
         endpoint = slow if collector == "slow" else f"http://127.0.0.1:{free_port()}"

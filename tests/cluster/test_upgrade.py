@@ -28,7 +28,7 @@ from tests.support.server import ROOT, Server
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(find_postgres() is None and not os.environ.get("CI"), reason=MISSING),
 ]
 

@@ -18,7 +18,7 @@ from cluster import lock
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow  # reading every package takes 30 s
+pytestmark = pytest.mark.nightly  # reading every package takes 30 s
 
 
 @pytest.mark.parametrize("target", lock.IMAGES)

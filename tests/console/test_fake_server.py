@@ -227,7 +227,7 @@ def test_an_open_page_shows_that_the_console_is_gone_and_connects_again(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_page_is_accessible_and_fits_a_phone(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor], scheme: str
 ) -> None:

@@ -164,6 +164,7 @@ def test_an_experiment_is_followed_and_stopped(server: Server, visitor: Visitor)
     page.get_by_text("stopped", exact=True).wait_for()
 
 
+@pytest.mark.nightly
 def test_a_rollout_that_rolls_back_is_followed(server: Server, visitor: Visitor, tmp_path: Path) -> None:
     archive = make_archive(tmp_path, "scores", SCORES.format(fails=True, first="cat"), "3.0")
     assert server.register(archive).status_code == 200

@@ -18,7 +18,7 @@ from tests.support.hf_folders import make_tokenizer, save_llama
 from tests.support.report_checks import ReportPage
 from tests.support.server import ROOT, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 HANDLER = """
 import time

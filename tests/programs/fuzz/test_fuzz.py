@@ -28,6 +28,7 @@ def test_every_corpus_belongs_to_a_target() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not _HAS_ATHERIS, reason="needs atheris, which has no package for this platform")
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.nightly
 def test_new_inputs_are_parsed_or_refused(name: str, tmp_path: Path) -> None:
     result = fuzz(name, runs=100_000, seconds=5, findings=tmp_path, keep=False)
     assert result.inputs, "the fuzzer did not run"

@@ -351,7 +351,7 @@ def test_triton_grpc_client(address: str) -> None:
     run_client(sys.executable, "triton_grpc.py", address)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kserve_grpc_client(kserve_python: Path, address: str) -> None:
     run_client(str(kserve_python), "kserve_grpc.py", address)
 

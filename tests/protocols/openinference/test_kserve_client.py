@@ -10,7 +10,7 @@ import pytest
 
 import handlers
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 
 CLIENTS = Path(__file__).parents[2] / "support/client_programs"
