@@ -105,7 +105,7 @@ class Http2Connection(FrameReceiver):
         self._initial_send_window = DEFAULT_WINDOW
         self._shutdown = _RUNNING
         self._idle_since = self._loop.time()
-        self._last_checked_stream = 0
+        self._last_call = self._last_checked_call = 0  # streams; those that were refused are no calls
 
     # Events of asyncio
 
@@ -266,16 +266,17 @@ class Http2Connection(FrameReceiver):
         self._last_stream = number
         if self._shutdown == _SHUTDOWN_CONFIRMED:
             self._rate.level += 1
-            self._closed[number] = True
+            self._remember_closed(number, True)
             return
         malformed = head.malformed or (ended and head.content_length)
         if malformed or len(self._streams) >= self._port.limits.max_concurrent_streams:
             self._rate.level += 1
-            self._closed[number] = True
+            self._remember_closed(number, True)
             self._writer.write(encode_rst_stream(number, PROTOCOL_ERROR if malformed else REFUSED_STREAM))
             return
         stream = Http2Stream(self, self._writer, number, self._initial_send_window)
         self._streams[number] = stream
+        self._last_call = number
         stream.half_closed = ended
         stream.content_length = head.content_length
         self._owner.on_request(self, stream, head)
@@ -387,12 +388,15 @@ class Http2Connection(FrameReceiver):
 
     def _remove_stream(self, stream: Http2Stream, may_receive: bool) -> None:
         del self._streams[stream.id]
-        self._closed[stream.id] = may_receive
-        if len(self._closed) > 2 * _CLOSED_STREAMS:
-            self._closed = dict(list(self._closed.items())[-_CLOSED_STREAMS:])
+        self._remember_closed(stream.id, may_receive)
         self._writer.remove(stream)
         if self._shutdown == _SHUTDOWN_CONFIRMED and not self._streams:
             self.close()
+
+    def _remember_closed(self, number: int, may_receive: bool) -> None:
+        self._closed[number] = may_receive
+        if len(self._closed) > 2 * _CLOSED_STREAMS:
+            self._closed = dict(list(self._closed.items())[-_CLOSED_STREAMS:])
 
     # End of the connection
 
@@ -415,8 +419,8 @@ class Http2Connection(FrameReceiver):
     def _check_idle(self) -> None:
         """Shut down the connection after ``max_connection_idle`` seconds without a call."""
         now = self._loop.time()
-        if self._streams or self._last_stream != self._last_checked_stream:
-            self._idle_since, self._last_checked_stream = now, self._last_stream
+        if self._streams or self._last_call != self._last_checked_call:
+            self._idle_since, self._last_checked_call = now, self._last_call
         elif now - self._idle_since >= self._port.limits.max_connection_idle > 0:
             self.shut_down()
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from serve_app.protocols.grpc.http2.server import Http2Server
 
 _MAX_BUFFERED = 1 << 17  # bytes of messages that wait for the method, before their sender waits
+_MESSAGE_OVERHEAD = 64  # bytes of an object, so that empty messages count, too
 _PREFIX = struct.Struct(">BI")
 _Code = grpc.StatusCode
 
@@ -420,7 +421,7 @@ class _RequestStream:
         """Buffer ``messages``."""
         for message in messages:
             self._messages.append(message)
-            self.buffered += len(message)
+            self.buffered += len(message) + _MESSAGE_OVERHEAD
         self._ended = ended
         self._changed.set()
 
@@ -436,6 +437,6 @@ class _RequestStream:
             await self._changed.wait()
             self._call.idle_streams.discard(self._call)
         message = self._messages.popleft()
-        self.buffered -= len(message)
+        self.buffered -= len(message) + _MESSAGE_OVERHEAD
         self._call.on_message_taken()
         return self._parse(message) if self._parse is not None else message
