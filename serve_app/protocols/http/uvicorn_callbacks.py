@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serve_app.protocols.http.callback_app import CallbackApp, CallbackRequest, create_scope
@@ -20,6 +21,21 @@ def set_callback_app(app: CallbackApp | None) -> None:
     """Answer predictions at this process's HTTP ports with ``app``; None: with ASGI tasks."""
     global _callback_app
     _callback_app = app
+
+
+class _PipelineFlow(FlowControl):
+    """A flow control that reads nothing while pipelined requests wait.
+
+    uvicorn reads on after each response, and one read can contain thousands of requests.
+    """
+
+    def __init__(self, transport: asyncio.Transport, pipeline: Collection[object]) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if not self._pipeline:
+            super().resume_reading()
 
 
 class CallbackProtocol(HttpToolsProtocol):
@@ -44,6 +60,10 @@ class CallbackProtocol(HttpToolsProtocol):
     def awaits_callback(self) -> bool:
         """True while a request without a task, or the task of its stream, is not complete."""
         return self._active is not None or self._stream is not None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.flow = _PipelineFlow(transport, self.pipeline)
 
     def connection_lost(self, exc: Exception | None) -> None:
         request, self._request, self._active = self._request or self._active, None, None

@@ -141,6 +141,8 @@ class HttpProtocol(CallbackProtocol):
             pass
         elif is_reading and waited > BODY_TIMEOUT_S:
             self._time_out(f"less than {MIN_BODY_BYTES} bytes of the body arrived in {BODY_TIMEOUT_S:.0f} s")
+        elif self.flow.read_paused:  # earlier requests are being answered
+            pass
         elif (self._stage % 3 == 1 or self._stage == 0) and waited > HEAD_TIMEOUT_S:
             self._time_out(f"the request's head took longer than {HEAD_TIMEOUT_S:.0f} s")
         elif self._stage % 3 == 0 and self._is_idle and waited > self.timeout_keep_alive:

@@ -13,11 +13,13 @@ from typing import Any
 
 import uvicorn.config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import CloseCode
+from websockets.frames import CloseCode, Frame
 
 from serve_app.errors import RequestTooLarge
 
 _IDLE_BEFORE_CLOSE_S = 0.2  # seconds without a byte, after which the client has stopped sending
+_MAX_UNREAD_BYTES = 1 << 20  # of answers, above which the client's pings are not answered
+_MAX_FRAGMENTS = 1024  # of a message, which are then joined: empty ones have no size that the limit counts
 _max_message_size: int | None = None  # bytes; None: uvicorn's own limit
 
 
@@ -36,6 +38,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's protocol that rejects a large message from its header, and names the setting."""
 
     close_timer: asyncio.TimerHandle | None
+    frames: list[bytes]
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
@@ -49,6 +52,17 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._schedule_close()
         else:
             super().data_received(data)
+
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) >= _MAX_FRAGMENTS:
+            self.frames = [b"".join(self.frames)]
+        super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        """Answer a ping, unless the client does not read: it may omit answers (RFC 6455, 5.5.3)."""
+        output = b"".join(self.conn.data_to_send())
+        if self.transport.get_write_buffer_size() < _MAX_UNREAD_BYTES:
+            self.transport.write(output)
 
     def handle_parser_exception(self) -> None:
         """Close the connection once the client stops sending.

@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from serve_app.protocols.http import uvicorn_http
+from tests.support.wire_client import RecordingTransport, connect
 
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b"x" * 1000
@@ -87,6 +88,32 @@ def test_pipelined_responses_are_sent_in_order_before_the_close() -> None:
 
     *answers, end = noted(whole, talk)
     assert b"".join(answers).count(BODY) == 3 and b"".join(answers).endswith(BODY) and end == b"closed"
+
+
+def test_nothing_is_read_while_pipelined_requests_wait() -> None:
+    class Readable(RecordingTransport):
+        """A connection that records whether it is read."""
+
+        is_read = True
+
+        def pause_reading(self) -> None:
+            self.is_read = False
+
+        def resume_reading(self) -> None:
+            self.is_read = True
+
+    async def run() -> None:
+        transport = Readable()
+        protocol = connect(reads, transport)  # it receives its body, which would resume reading
+        for _ in range(50):
+            if transport.is_read:
+                protocol.data_received(ASK * 100)
+            await asyncio.sleep(0)
+            assert len(protocol.pipeline) < 100
+        await until(lambda: transport.is_read and not protocol.tasks)
+        protocol.connection_lost(None)
+
+    asyncio.run(run())
 
 
 def test_nothing_is_written_after_a_disconnect() -> None:
