@@ -16,7 +16,7 @@ from serve_app.domain import sequence_ids
 from serve_app.domain.json_path import find
 from serve_app.domain.request import InferenceRequest
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
-from serve_app.domain.traffic_policy import BUCKET_COUNT, ActiveSplit, StickyKey
+from serve_app.domain.traffic_policy import BUCKET_COUNT, ActiveSplit, StickyKey, shorten_key
 from serve_app.errors import ModelNotFound, VersionNotFound
 
 # The stride has no divisor in common with 10,000, so each bucket is visited once in 10,000 requests. It is
@@ -127,7 +127,9 @@ def select_arm(
     row = model.versions.get(split.arms[arm])
     if row is None:
         raise VersionNotFound(request.model, split.arms[arm])
-    return VersionSelection(row, split if counted else None, arm, bucket, shown, routed_by_policy=True)
+    return VersionSelection(
+        row, split if counted else None, arm, bucket, shorten_key(shown), routed_by_policy=True
+    )
 
 
 def sole_version(model: ModelRoute) -> str | None:

@@ -81,7 +81,7 @@ class SequenceRouter:
     async def __call__(
         self, request: InferenceRequest, selection: VersionSelection
     ) -> tuple[VersionSelection, InferenceBackend]:
-        name = request.headers.get(self._keys.id, "")
+        name = names.read_sequence_id(request.headers, self._keys.id)
         version_requested = not selection.routed_by_policy
         selection = selection._replace(routed_by_policy=False)  # a sequence is never copied to a shadow
         row = selection.route

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from serve_app.domain import json_path, validation
 from serve_app.domain.limits import MAX_ARMS, MAX_METRICS
-from serve_app.domain.traffic_policy import ActiveSplit, StickyKey, allocate, find_weights_error
+from serve_app.domain.traffic_policy import ActiveSplit, StickyKey, allocate, find_weights_error, shorten_key
 from serve_app.domain.validation import PendingStatus, documented
 from serve_app.errors import BadRequest
 
@@ -238,7 +238,7 @@ class Reward:
 
     @property
     def unit(self) -> str:
-        return self.request_id or self.key
+        return self.request_id or shorten_key(self.key)
 
 
 RewardList = Annotated[list[Reward], documented(minItems=1, maxItems=MAX_EVENTS_PER_REQUEST)]

@@ -5,11 +5,15 @@ A sequence is a series of requests that a stateful model serves in order; one re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from uuid import uuid4
 
+from serve_app.errors import BadRequest
+
 _PREFIX = "ts-seq-"
 _UUID_LENGTH = 36  # characters
+MAX_ID_LENGTH = 512  # characters of an id that a client chose; gateways and replicas remember many ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,14 @@ class SequenceHeaders:
     id: str
     start: str
     end: str
+
+
+def read_sequence_id(headers: Mapping[str, str], header: str) -> str:
+    """Return the sequence id of a request; empty where it has none. Raises BadRequest."""
+    id = headers.get(header, "")
+    if len(id) > MAX_ID_LENGTH:
+        raise BadRequest(f"{header} has {len(id)} characters; it may have {MAX_ID_LENGTH}.")
+    return id
 
 
 def new_sequence_id(replica: str) -> str:

@@ -10,6 +10,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from serve_app.errors import BadRequest
 
 BUCKET_COUNT = 10_000  # basis points, and the buckets into which keys are hashed
 
+_MAX_KEY_LENGTH = 128  # characters of a sticky key that are remembered as they are
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]*")
 
 
@@ -46,6 +48,13 @@ class StickyKey:
         _check_token(self.header or self.cookie)
         object.__setattr__(self, "header", self.header.lower())
         json_path.parse(self.json)
+
+
+def shorten_key(key: str) -> str:
+    """Return a sticky key as it is remembered: a long one by its digest, so that it takes little memory."""
+    if len(key) <= _MAX_KEY_LENGTH:
+        return key
+    return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

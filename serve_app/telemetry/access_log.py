@@ -16,6 +16,7 @@ import orjson
 from serve_app.settings import Settings
 from serve_app.telemetry.log_writer import AsyncWriter, FileSink, LogSink, StreamSink
 
+_MAX_CACHED_NAME = 128  # characters
 _FIXED_SIZE = 200  # approximate bytes of a line without its path
 
 
@@ -101,7 +102,14 @@ def _escape(text: str) -> str:
     return quote(text, safe=_SAFE_CHARACTERS, errors="backslashreplace")
 
 
-_escape_name = lru_cache(maxsize=1024)(_escape)  # of fields with few values
+_escape_cached = lru_cache(maxsize=1024)(_escape)
+
+
+def _escape_name(text: str) -> str:
+    """Return a field with few values. Long ones, which only a client chooses, are not kept."""
+    return _escape_cached(text) if len(text) <= _MAX_CACHED_NAME else _escape(text)
+
+
 # Letters and marks of a URL; "%" stays, because the query was not decoded.
 _SAFE_CHARACTERS = "%!$&'()*+,-./:;<=>?@[]^_`{|}~#"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from dataclasses import replace
 
 import pytest
 
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.experiment import Reward
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.traffic_policy import ActiveSplit, StickyKey, allocate
 from serve_app.errors import (
@@ -99,6 +101,21 @@ class TestTrials:
             seen = p.experiment_collector.drain()
             assert [unit for _, unit, _, _ in seen.exposures] == ["ann"]
             assert [figures.calls for figures in seen.figures["t"].values()] == [3]
+
+        asyncio.run(main())
+
+    def test_a_long_key_is_remembered_by_its_digest(self) -> None:
+        """A reward that names the key finds the exposure."""
+
+        async def main() -> None:
+            key = "é" * 100_000
+            p = self.plane(
+                lambda version: InferenceResponse(b""), replace(self.TRIAL, key=StickyKey(json="$.user"))
+            )
+            body = json.dumps({"user": key}).encode()
+            await p.infer(InferenceRequest("m", inputs=(InputPart("body", body),)))
+            [(_, unit, _, _)] = p.experiment_collector.drain().exposures
+            assert len(unit) == 32 and unit == Reward(1.0, key=key).unit
 
         asyncio.run(main())
 

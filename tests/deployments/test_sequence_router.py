@@ -19,7 +19,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, InputP
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.sequence_ids import SequenceHeaders
 from serve_app.domain.traffic_policy import BucketAllocation, TrafficPolicy
-from serve_app.errors import SequenceLost, TooManySequences
+from serve_app.errors import BadRequest, SequenceLost, TooManySequences
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
@@ -275,3 +275,13 @@ async def test_a_split_leaves_sequences_with_their_versions():
         assert (await newcomer.ask(name)).version == version
     assert (await process.ask("another")).version == "1"
     await close(a, b)
+
+
+@asynchronous
+async def test_a_gateway_remembers_no_long_name():
+    [a] = await replicas("a")
+    process = Process(a)
+    with pytest.raises(BadRequest, match="seq has 513 characters; it may have 512"):
+        await process.ask("x" * 513, start=True)
+    assert (await process.ask("x" * 512, start=True)).body == b"a 1"
+    await close(a)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from serve_app.telemetry import log_writer
+from serve_app.telemetry import access_log, log_writer
 from serve_app.telemetry.access_log import AccessLog
 
 
@@ -69,6 +69,16 @@ def test_path_cannot_forge_a_line():
     log.write("h:1", "GET", '/x\n2024-01-01T00:00:00,000 - /h:1 "GET /y', "1.1", 200, 0)
     log.close()
     assert len(pipe.text.splitlines()) == 1
+
+
+def test_names_that_clients_choose_are_not_cached():
+    """A path may name models of 64 KB that do not exist; the field is escaped nevertheless."""
+    log = AccessLog(Pipe())
+    before = access_log._escape_cached.cache_info().currsize
+    for i in range(3):
+        log.write("h:1", "GET", "/", "1.1", 404, 0, model=f"{i} " * 100, version=f"{i} " * 100)
+    log.close()
+    assert access_log._escape_cached.cache_info().currsize <= before + 2  # method and HTTP's version
 
 
 def test_lines_are_written_in_blocks_without_closing():

@@ -15,6 +15,7 @@ from serve_app.errors import InvalidBody, RequestTooLarge
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}  # zlib's parameter for each coding
 _INLINE_SIZE = 1 << 15  # bytes; smaller bodies cost less than a switch to a thread
 _MIN_SIZE = 512  # bytes; smaller responses do not become shorter
+_MAX_ACCEPT_ENCODING = 256  # characters; a longer header names more than one coding
 _LEVEL = 1  # zlib's default 6 makes 1 MiB of numbers as JSON 9 % smaller, and takes seven times as long
 
 
@@ -55,7 +56,9 @@ def select_coding(accept_encoding: str, size: int) -> str | None:
     A response is compressed if Accept-Encoding names exactly one coding, as Triton's clients do. Libraries
     that can read several name them all without a preference.
     """
-    return _parse_accept_encoding(accept_encoding) if size >= _MIN_SIZE else None
+    if size < _MIN_SIZE or len(accept_encoding) > _MAX_ACCEPT_ENCODING:
+        return None
+    return _parse_accept_encoding(accept_encoding)
 
 
 @lru_cache(maxsize=256)

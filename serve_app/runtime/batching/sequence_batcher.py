@@ -168,7 +168,7 @@ class SequenceBatcher(RequestBatcher):
     def _resolve_sequence(self, request: InferenceRequest) -> tuple[OpenSequence, InferenceRequest]:
         """Return the request's sequence, which it may start, and the request with the handler's headers."""
         keys = self._keys
-        name = request.headers.get(keys.id, "")
+        name = names.read_sequence_id(request.headers, keys.id)
         start = _is_true(request, keys.start)
         now = self._clock()
         known = bool(name)

@@ -65,6 +65,7 @@ def test_invalid_compressed_bodies_are_rejected(
         ("br", None),
         ("gzip;q=0", None),
         ("*", None),
+        ("gzip" + ", identity" * 100, None),  # it would be cached
         ("", None),
     ],
 )

@@ -14,6 +14,7 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.sequence_ids import SequenceHeaders
 from serve_app.errors import (
+    BadRequest,
     DeadlineExceeded,
     HandlerFailed,
     ModelLoading,
@@ -136,6 +137,15 @@ def asynchronous(test):
         asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return run
+
+
+@asynchronous
+async def test_a_long_name_is_refused():
+    sequences = made(Model())
+    with pytest.raises(BadRequest, match="seq has 513 characters"):
+        await sequences.submit(make_request(3, "x" * 513, start=True))
+    assert sequences.open == 0
+    await sequences.close()
 
 
 @asynchronous
