@@ -164,14 +164,19 @@ class ManagementClient:
                 is_connected = False
                 await asyncio.sleep(_RETRY_PERIOD_S)
                 continue
-            if not is_connected:
-                is_connected = True
-                self.on_connect()
-            samples = self._collect_samples(answer == "all samples") if isinstance(answer, str) else None
-            if isinstance(answer, TableDelta):
-                self._reader.update(answer.apply(self._reader.table))
-            elif isinstance(answer, bytes):
-                self._reader.update(pickle.loads(answer))
+            try:
+                if not is_connected:
+                    self.on_connect()
+                    is_connected = True
+                samples = self._collect_samples(answer == "all samples") if isinstance(answer, str) else None
+                if isinstance(answer, TableDelta):
+                    self._reader.update(answer.apply(self._reader.table))
+                elif isinstance(answer, bytes):
+                    self._reader.update(pickle.loads(answer))
+            except Exception:  # without this loop the process would keep its routing table for ever
+                log.exception("An answer of Management could not be applied; asking again")
+                samples = None
+                await asyncio.sleep(_RETRY_PERIOD_S)
 
     async def _exchange_shares(self, limiter: KeyLimiter) -> None:
         """Report the demand of keys with limits while there is some; apply the shares.

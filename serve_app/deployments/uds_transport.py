@@ -5,18 +5,19 @@ each other the interpreter. On one machine a socket does the same for a few micr
 of one turn of the event loop share a frame, in both directions, and streams are multiplexed with everything
 else.
 
-A frame is four bytes of length and a pickled list. To the replica: ``(row, request)``, or ``(row, None)``
-when the client disconnected. From it: ``(row, response)``, ``(row, RelayError)``, or ``(row, ResponseChunk)``
-until a chunk is the last. Requests and responses are tuples of their fields, which pickle faster than
-objects. ``(row, name)`` queries whether the replica has the state of the sequence of this name; the answer is
-``(row, bool)``. Pickle is trusted here: the sockets lie in a directory that only this user can enter.
+Messages to the replica: ``(row, request)``, or ``(row, None)`` when the client disconnected. From it:
+``(row, response)``, ``(row, RelayError)``, or ``(row, ResponseChunk)`` until a chunk is the last.
+``(row, name)`` queries whether the replica has the state of the sequence of this name; the answer is
+``(row, bool)``.
+
+An unexpected error in one row is that row's. One in the connection closes it: unanswered rows are lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -25,25 +26,29 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from serve_app.dataplane.admitted_request import Submit
+from serve_app.deployments.uds_frames import (
+    FrameConnection,
+    Message,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+)
 from serve_app.domain.request import (
     InferenceRequest,
     InferenceResponse,
-    InputPart,
     OnDone,
     ResponseChunk,
     ResponseStream,
-    Timings,
 )
 from serve_app.errors import RelayError, ReplicaDied
 from serve_app.net.private_files import get_runtime_directory
 from serve_app.runtime.batching.pending_request import Completion, StreamBuffer
-from serve_app.runtime.host import malloc
 
-_LARGE_MESSAGE = 1 << 18  # bytes
-_MIN_TRIM = 16 << 20  # bytes that waited for the peer
-_TRIM_DELAY = 1.0  # seconds
+_LOST = "the replica was lost in mid-stream"
+_FAULT = "A fault of this server."
 
-Message = tuple[int, Any]
+log = logging.getLogger("torchrelay.transport")
 
 _closing_streams: set[asyncio.Future[None]] = set()  # the event loop keeps only weak references
 
@@ -67,90 +72,6 @@ def _remove_stale_sockets(directory: Path) -> None:
                 path.unlink(missing_ok=True)
             except OSError:
                 continue
-
-
-class _FrameConnection:
-    """A connection that sends the messages of one turn of the event loop as one frame."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._loop = asyncio.get_running_loop()
-        self._outgoing: list[Message] = []
-        self._trim_timer: asyncio.TimerHandle | None = None
-
-    def send(self, message: Message, size: int = 0) -> None:
-        """Send a message, of ``size`` bytes where it may be large, with the others of this turn."""
-        if not self._outgoing:
-            self._loop.call_soon(self._flush)
-        self._outgoing.append(message)
-        if size > _LARGE_MESSAGE:  # its frame ends with it: a frame is copied as a whole on both sides
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._outgoing or self._writer.is_closing():
-            self._outgoing = []
-            return
-        body = pickle.dumps(self._outgoing, pickle.HIGHEST_PROTOCOL)
-        self._outgoing = []
-        head = len(body).to_bytes(4, "big")
-        if len(body) <= _LARGE_MESSAGE:
-            self._writer.write(head + body)
-            return
-        self._writer.write(head)
-        self._writer.write(body)
-        if self._trim_timer is None and self._writer.transport.get_write_buffer_size() > _MIN_TRIM:
-            self._trim_timer = self._loop.call_later(_TRIM_DELAY, self._trim)
-
-    def _trim(self) -> None:
-        """Return the memory of a backlog to the system, once it is sent."""
-        self._trim_timer = None
-        if self._writer.transport.get_write_buffer_size() <= _MIN_TRIM:
-            malloc.trim()
-        elif not self._writer.is_closing():
-            self._trim_timer = self._loop.call_later(_TRIM_DELAY, self._trim)
-
-    async def receive(self) -> list[Message]:
-        """Return the next frame's messages. Raises EOFError when the peer is gone."""
-        try:
-            size = int.from_bytes(await self._reader.readexactly(4), "big")
-            return pickle.loads(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError from error
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def encode_request(request: InferenceRequest) -> tuple[Any, ...]:
-    """Return the fields of a request, for ``decode_request``."""
-    inputs = [(part.name, part.value, part.content_type) for part in request.inputs]
-    return (
-        request.model, request.version, inputs, request.headers, request.kind, request.request_id,
-        request.deadline, request.priority,
-    )  # fmt: skip
-
-
-def decode_request(fields: tuple[Any, ...]) -> InferenceRequest:
-    model, version, inputs, *others = fields
-    return InferenceRequest(model, version, tuple(InputPart(*part) for part in inputs), *others)
-
-
-def encode_response(response: InferenceResponse) -> tuple[Any, ...]:
-    """Return the fields of a response, for ``decode_response``."""
-    timings = response.timings
-    return (
-        response.body, response.content_type, response.status, response.phrase, response.headers,
-        response.version, (timings.queue, timings.inference, timings.batch_size), response.arm,
-        response.non_finite,
-    )  # fmt: skip
-
-
-def decode_response(fields: tuple[Any, ...]) -> InferenceResponse:
-    body, content_type, status, phrase, headers, version, timings, arm, non_finite = fields
-    return InferenceResponse(
-        body, content_type, status, phrase, headers, version, Timings(*timings), arm, non_finite
-    )
 
 
 class UdsServer:
@@ -188,30 +109,50 @@ class UdsServer:
             self._connections.discard(connection)
 
 
-class _ServerConnection(_FrameConnection):
+class _ServerConnection(FrameConnection):
     """A replica's end of a connection, with the client's unanswered rows."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        super().__init__(reader, writer)
+        super().__init__(reader, writer, self._replace_unsendable)
         self._withdraw: dict[int, Callable[[], object]] = {}  # functions that withdraw the open rows
 
     async def serve(self, submit: Submit, holds: Callable[[str], bool]) -> None:
         """Answer requests until the client disconnects."""
         try:
             while True:
-                for number, request in await self.receive():
-                    if isinstance(request, str):
-                        self.send((number, holds(request)))
-                    elif request is not None:
-                        self._start(submit, number, decode_request(request))
-                    elif withdraw := self._withdraw.pop(number, None):
-                        withdraw()
+                for number, message in await self.receive():
+                    try:
+                        self._process(submit, holds, number, message)
+                    except Exception:
+                        log.exception("A request of another process failed: a fault of this server")
+                        self.send((number, RelayError(_FAULT)))
         except EOFError:
             pass
+        except Exception:
+            log.exception("The connection to another process failed: a fault of this server")
         finally:
-            for withdraw in tuple(self._withdraw.values()):
-                withdraw()
             self.close()
+            for number in tuple(self._withdraw):
+                self._withdraw_row(number)
+
+    def _process(self, submit: Submit, holds: Callable[[str], bool], number: int, message: Any) -> None:
+        if isinstance(message, str):
+            self.send((number, holds(message)))
+        elif message is not None:
+            self._start(submit, number, decode_request(message))
+        else:
+            self._withdraw_row(number)
+
+    def _withdraw_row(self, number: int) -> None:
+        if withdraw := self._withdraw.pop(number, None):
+            try:
+                withdraw()
+            except Exception:
+                log.exception("A request could not be withdrawn: a fault of this server")
+
+    def _replace_unsendable(self, number: int) -> Message:
+        self._withdraw_row(number)
+        return number, RelayError(_FAULT)
 
     def _start(self, submit: Submit, number: int, request: InferenceRequest) -> None:
         is_answered = False
@@ -238,15 +179,15 @@ class _ServerConnection(_FrameConnection):
         elif isinstance(outcome, InferenceResponse):
             self.send((number, encode_response(outcome)), len(outcome.body))
         else:
-            self.send((number, outcome))
+            self.send((number, _to_sendable(outcome)))
 
     async def _forward_stream(self, number: int, stream: ResponseStream) -> None:
         try:
             async for chunk in write_chunks(stream):
                 self.send((number, chunk))
             self.send((number, ResponseChunk(b"", last=True)))
-        except RelayError as error:
-            self.send((number, error))
+        except Exception as error:
+            self.send((number, _to_sendable(error)))
         finally:
             await stream.aclose()
 
@@ -256,6 +197,14 @@ class _ServerConnection(_FrameConnection):
             closing = asyncio.ensure_future(stream.aclose())
             _closing_streams.add(closing)
             closing.add_done_callback(_closing_streams.discard)
+
+
+def _to_sendable(error: Exception) -> Exception:
+    """Return an error that every process can read; an unexpected one is logged here."""
+    if isinstance(error, RelayError | ConnectionLost):
+        return error
+    log.error("A request failed: a fault of this server", exc_info=error)
+    return RelayError(_FAULT)
 
 
 async def write_chunks(stream: ResponseStream) -> AsyncIterator[ResponseChunk]:
@@ -269,18 +218,19 @@ async def write_chunks(stream: ResponseStream) -> AsyncIterator[ResponseChunk]:
 class UdsClient:
     """A client in a gateway, or in a replica that forwards requests."""
 
-    def __init__(self, connection: _FrameConnection) -> None:
+    def __init__(self, connection: FrameConnection) -> None:
         self._connection = connection
         self._pending: dict[int, asyncio.Future[Any] | Completion | StreamBuffer] = {}
         self._next_number = 0
         self.is_lost = False
+        connection.replace_unsendable = self._fail_unsendable
         self._task = asyncio.ensure_future(self._receive_responses())
 
     @classmethod
     async def connect(cls, path: Path) -> UdsClient | None:
         """Return a connection, None without a socket. Raises ConnectionLost where the replica is dead."""
         try:
-            return cls(_FrameConnection(*await asyncio.open_unix_connection(path)))
+            return cls(FrameConnection(*await asyncio.open_unix_connection(path)))
         except ConnectionRefusedError:
             raise ConnectionLost from None
         except OSError:
@@ -330,7 +280,7 @@ class UdsClient:
 
     def close(self) -> None:
         self._task.cancel()
-        self._connection.close()
+        self._on_lost()
 
     def _cancel(self, number: int) -> None:
         if self._pending.pop(number, None) is not None and not self.is_lost:
@@ -340,31 +290,52 @@ class UdsClient:
         try:
             while True:
                 for number, response in await self._connection.receive():
-                    self._on_response(number, response)
+                    try:
+                        self._on_response(number, response)
+                    except Exception:  # of the row's callback, or a response of another form
+                        log.exception("A response of a replica failed: a fault of this server")
+                        self._fail(number, ReplicaDied("its response could not be read"))
         except EOFError:
-            self.is_lost = True
-            self._connection.close()
-            pending, self._pending = self._pending, {}
-            for row in pending.values():
-                if isinstance(row, StreamBuffer):
-                    row.finish(ReplicaDied("the replica was lost in mid-stream"))
-                elif not row.done():
-                    row.set_exception(ConnectionLost())
+            pass
+        except Exception:
+            log.exception("The connection to a replica failed: a fault of this server")
+        finally:
+            self._on_lost()
+
+    def _on_lost(self) -> None:
+        """Fail the open rows, and accept no others."""
+        self.is_lost = True
+        self._connection.close()
+        for number in tuple(self._pending):
+            self._fail(number, ConnectionLost())
+
+    def _fail_unsendable(self, number: int) -> None:
+        self._fail(number, RelayError(_FAULT))
+
+    def _fail(self, number: int, error: Exception) -> None:
+        row = self._pending.pop(number, None)
+        try:
+            if isinstance(row, StreamBuffer):
+                row.finish(error if isinstance(error, RelayError) else ReplicaDied(_LOST))
+            elif row is not None and not row.done():
+                row.set_exception(error)
+        except Exception:
+            log.exception("An error could not be delivered: a fault of this server")
 
     def _on_response(self, number: int, response: Any) -> None:
         row = self._pending.get(number)
         if row is None:
-            return  # its client disconnected
+            return None  # its client disconnected
+        if isinstance(response, Exception):
+            return self._fail(number, response)
         if not isinstance(response, ResponseChunk):
+            result = decode_response(response) if isinstance(response, tuple) else response
             del self._pending[number]
             if isinstance(row, StreamBuffer):
-                row.finish(response if isinstance(response, RelayError) else None)
+                row.finish()
             elif not row.done():
-                if isinstance(response, Exception):
-                    row.set_exception(response)
-                else:
-                    row.set_result(decode_response(response) if isinstance(response, tuple) else response)
-            return
+                row.set_result(result)
+            return None
         if not isinstance(row, StreamBuffer):
             assert response.head is not None
             buffer = StreamBuffer(partial(self._cancel, number))
@@ -377,6 +348,7 @@ class UdsClient:
             row.finish()
         else:
             row.append(response.body)
+        return None
 
 
 class UdsClientPool:

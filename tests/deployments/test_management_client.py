@@ -5,12 +5,16 @@ meanwhile.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve_app.deployments.management_client import ReportQueue
+from serve_app.dataplane.data_plane import RoutingTableReader
+from serve_app.deployments.management_client import ManagementClient, ReportQueue
+from serve_app.domain.routing_table import RoutingTable
+from serve_app.telemetry.metrics import Meters
 
 
 class Management:
@@ -97,5 +101,32 @@ def test_it_is_pushed_again_and_again_by_itself() -> None:
         await asyncio.wait_for(counted(), 60)
         pushing.cancel()
         assert management.received == [1, 1, 1]
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_cannot_be_applied_does_not_end_the_poll() -> None:
+    """The routing table would stay as it is for ever."""
+
+    class Handle:
+        """Ray's handle of Management, with a broken and a good answer."""
+
+        def __init__(self) -> None:
+            table = RoutingTable(7, {})
+            self.answers = [b"no pickle", pickle.dumps(table)]
+            self.poll = self
+
+        async def remote(self, source: str, generation: int, samples: Any) -> Any:
+            return self.answers.pop(0) if self.answers else await asyncio.Event().wait()
+
+    async def main() -> None:
+        client = object.__new__(ManagementClient)  # its constructor needs a Ray cluster
+        client.before_report = client.on_connect = lambda: None
+        client.key_limiter, client._source, client.management = None, "gateway", Handle()
+        client._reader, client._meters = RoutingTableReader(RoutingTable()), Meters()
+        polling = asyncio.ensure_future(client._poll())
+        await asyncio.wait_for(client._reader.changed.wait(), 30)
+        assert client._reader.table.generation == 7
+        polling.cancel()
 
     asyncio.run(main())

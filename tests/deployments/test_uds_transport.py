@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -242,3 +244,160 @@ def test_sockets_of_replicas_that_were_killed_are_swept(tmp_path: Path) -> None:
             assert (await client.infer(make_request(b"x"))).body == b"x"
 
         over_a_socket(tmp_path, check)
+
+
+class Faulty:
+    """A ``submit`` that answers by the body; some bodies meet faults of the server."""
+
+    def __init__(self) -> None:
+        self.withdrawn: list[bytes] = []
+
+    def __call__(self, request: InferenceRequest, on_done) -> Callable[[], None]:
+        body = request.inputs[0].value
+        if body == b"raises":
+            raise ValueError("unexpected")
+        if body == b"stream fails":
+            on_done(ResponseStream(InferenceResponse(b"one"), self._chunks()))
+        elif body == b"fails":
+            on_done(ValueError("unexpected"))
+        elif body == b"unsendable":
+            on_done(InferenceResponse(body, headers=(("a", threading.Lock()),)))  # type: ignore[arg-type]
+        elif body != b"never":
+            on_done(InferenceResponse(body))
+        return lambda: self.withdrawn.append(body)
+
+    async def _chunks(self):
+        yield b"one"
+        raise ValueError("unexpected")
+
+
+def with_faults(tmp_path: Path, check) -> None:
+    """Run ``check(client, submit, server)`` with a server whose requests meet unexpected errors."""
+
+    async def main() -> None:
+        submit = Faulty()
+        server = UdsServer(submit)
+        await server.open(tmp_path / "f.sock")
+        client = await UdsClient.connect(tmp_path / "f.sock")
+        assert client is not None
+        await asyncio.wait_for(check(client, submit, server), 30)
+        client.close()
+        server.close()
+        while server._connections:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the transport that was closed last
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("body", [b"raises", b"fails", b"unsendable"])
+def test_an_unexpected_error_in_the_replica_is_that_of_its_row(tmp_path: Path, body: bytes) -> None:
+    async def check(client, submit, server) -> None:
+        bodies = [b"1", body, b"2", b"never"]
+        *rows, open_row = [asyncio.ensure_future(client.infer(make_request(body))) for body in bodies]
+        first, failed, second = await asyncio.gather(*rows, return_exceptions=True)
+        assert (first.body, second.body) == (b"1", b"2")
+        assert type(failed) is RelayError and str(failed) == "A fault of this server."
+        assert (await client.infer(make_request(b"3"))).body == b"3"
+        assert not open_row.done() and not submit.withdrawn and not client.is_lost
+        open_row.cancel()
+        while not submit.withdrawn:
+            await asyncio.sleep(0)
+
+    with_faults(tmp_path, check)
+
+
+def test_an_unexpected_error_in_mid_stream_ends_the_stream_with_an_error(tmp_path: Path) -> None:
+    async def check(client, submit, server) -> None:
+        stream = await client.infer(make_request(b"stream fails"))
+        chunks = stream.__aiter__()
+        assert await chunks.__anext__() == b"one"
+        with pytest.raises(RelayError, match="A fault of this server"):
+            await chunks.__anext__()
+        assert (await client.infer(make_request(b"1"))).body == b"1"
+
+    with_faults(tmp_path, check)
+
+
+def test_a_request_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
+    async def check(client, submit, server) -> None:
+        broken = InferenceRequest("m", "1", (), {"x": threading.Lock()})  # type: ignore[dict-item]
+        first, failed, second = await asyncio.gather(
+            client.infer(make_request(b"1")),
+            client.infer(broken),
+            client.infer(make_request(b"2")),
+            return_exceptions=True,
+        )
+        assert (first.body, type(failed), second.body) == (b"1", RelayError, b"2")
+        assert client.pending_count == 0
+
+    with_faults(tmp_path, check)
+
+
+def test_a_callback_that_fails_concerns_no_other_row(tmp_path: Path) -> None:
+    async def check(client, submit, server) -> None:
+        def fail(outcome) -> None:
+            raise ValueError("unexpected")
+
+        client.submit(make_request(b"1"), fail)
+        assert (await client.infer(make_request(b"2"))).body == b"2"
+        client.submit(make_request(b"never"), fail)  # it fails when the replica is lost
+        waiting = asyncio.ensure_future(client.infer(make_request(b"never")))
+        await asyncio.sleep(0)
+        server.close()
+        with pytest.raises(ConnectionLost):
+            await waiting
+
+    with_faults(tmp_path, check)
+
+
+@pytest.mark.parametrize("frame", [b"no pickle", pickle.dumps([1, 2]), pickle.dumps(None)])
+def test_an_unreadable_frame_loses_the_replica(tmp_path: Path, frame: bytes) -> None:
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(4)
+            writer.write(len(frame).to_bytes(4, "big") + frame)
+            await writer.drain()
+            await reader.read()
+            writer.close()
+            closed.set()
+
+        closed = asyncio.Event()
+        server = await asyncio.start_unix_server(serve, tmp_path / "g.sock")
+        client = await UdsClient.connect(tmp_path / "g.sock")
+        assert client is not None
+        with pytest.raises(ConnectionLost):
+            await asyncio.wait_for(client.infer(make_request(b"x")), 30)
+        assert client.is_lost
+        with pytest.raises(ConnectionLost):
+            await client.infer(make_request(b"x"))
+        server.close()
+        await asyncio.wait_for(closed.wait(), 30)
+        await asyncio.sleep(0)  # the transport that was closed last
+
+    asyncio.run(main())
+
+
+def test_an_unreadable_frame_from_a_gateway_withdraws_its_rows(tmp_path: Path) -> None:
+    async def check(client, submit, server) -> None:
+        row = asyncio.ensure_future(client.infer(make_request(b"never")))
+        await client.infer(make_request(b"1"))  # both have arrived
+        client._connection._writer.write((3).to_bytes(4, "big") + b"abc")
+        with pytest.raises(ConnectionLost):
+            await row
+        assert submit.withdrawn == [b"never"]
+
+    with_faults(tmp_path, check)
+
+
+def test_a_closed_client_accepts_no_request(tmp_path: Path) -> None:
+    async def check(client, submit, server) -> None:
+        waiting = asyncio.ensure_future(client.infer(make_request(b"never")))
+        await asyncio.sleep(0)
+        client.close()
+        with pytest.raises(ConnectionLost):
+            await waiting
+        with pytest.raises(ConnectionLost):
+            await client.infer(make_request(b"x"))
+
+    with_faults(tmp_path, check)
