@@ -47,7 +47,7 @@ class AdapterService:
         if not self._reconcile_loop.count_running(spec.ref):
             raise NoReplica(spec.name, spec.version, "no replica runs that could load the adapter")
         async with self._lock, self._reconcile_loop.hold_archives():
-            adapter = await asyncio.to_thread(self._ingestor.ingest_adapter, request)
+            adapter = await asyncio.to_thread(self._ingestor.ingest_adapter, request, spec)
             with self._offering(spec.ref, adapter):
                 await self._load_adapter(spec.ref, adapter)
             async with self._state.write_lock:

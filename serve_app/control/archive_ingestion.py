@@ -23,7 +23,13 @@ from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache, CachedArchive
 from serve_app.model_store.manifest import Manifest, archive_stem, is_model_folder
 from serve_app.model_store.model_check import check_model
-from serve_app.model_store.signatures import MAX_BYTES, SignatureCheck, SignatureVerifier, signature_url
+from serve_app.model_store.signatures import (
+    MAX_BYTES,
+    SignatureCheck,
+    SignatureVerifier,
+    signature_names,
+    signature_url,
+)
 from serve_app.model_store.sources import fetch, file_path, split_digest
 from serve_app.settings import ModelStoreSettings, Settings
 
@@ -71,7 +77,7 @@ class ArchiveIngestor:
             model_name=registration.model_name or manifest.model_name,
             handler=registration.handler or manifest.handler,
         )
-        signature.check_name(manifest.model_name)
+        signature.check_names(manifest.model_name)
         patterns = settings.store.trusted
         trusted = registration.trusted or any(
             matches(name, patterns) for name in (manifest.model_name, registration.url)
@@ -101,12 +107,18 @@ class ArchiveIngestor:
             log.warning("%s: deviceType gpu alone claims no GPU, so its replicas see none; %s", source, cure)
         return spec
 
-    def ingest_adapter(self, request: AdapterRequest) -> AdapterSpec:
-        """Store a LoRA adapter in the cache, as an archive is. Raises as ``ingest`` does."""
+    def ingest_adapter(self, request: AdapterRequest, base: ModelSpec) -> AdapterSpec:
+        """Store a LoRA adapter in the cache, as an archive is. Raises as ``ingest`` does.
+
+        It needs a signature where the version ``base``, whose outputs it changes, needs one.
+        """
         registration = Registration(request.url, sha256=request.sha256)
-        stored, source, _ = self._store(registration, self._settings.model_store, _ignore_progress, False)
+        stored, source, signature = self._store(
+            registration, self._settings.model_store, _ignore_progress, False
+        )
+        signature.check_names(*signature_names(base))
         find_adapter_folder(stored.directory, source)
-        return AdapterSpec(request.name, request.url, stored.digest, stored.uri)
+        return AdapterSpec(request.name, request.url, stored.digest, stored.uri, signature.signed_by)
 
     def ingest_workflow(
         self, registration: Registration
@@ -129,7 +141,7 @@ class ArchiveIngestor:
         archive = workflow_archive.read(stored.directory, source, registration.model_name)
         for member in archive.members:  # before any of their archives is fetched
             limits.check(member, self._settings.limits, f"{source}: model {member.name}")
-        signature.check_name(archive.graph.name)
+        signature.check_names(archive.graph.name)
         spec = build_workflow_spec(
             registration,
             archive.graph,

@@ -22,7 +22,7 @@ from serve_app.model_store.archive import pack
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache
 from serve_app.model_store.manifest import Manifest
-from serve_app.model_store.signatures import SignatureVerifier
+from serve_app.model_store.signatures import SignatureVerifier, signature_names
 from serve_app.model_store.sources import fetch, split_digest
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.runtime.runner import Runner
@@ -49,11 +49,12 @@ class NodeArchive:
 
         The digest of the bytes is verified, and that a trusted key signed it where that is required.
         """
-        await asyncio.to_thread(self._check_signature)
+        await asyncio.to_thread(self._check_signature, self._spec.signed_by)
         return await self._open(self._spec.archive, self._spec.url, self._spec.digest)
 
     async def open_adapter(self, adapter: AdapterSpec) -> Path:
-        """Return the folder with an adapter's files on this node. Raises RelayError."""
+        """Return the folder with an adapter's files on this node. Raises RelayError as ``open`` does."""
+        await asyncio.to_thread(self._check_signature, adapter.signed_by, adapter.name, adapter.url)
         directory = await self._open(adapter.archive, adapter.url, adapter.digest, adapter.name)
         return await asyncio.to_thread(find_adapter_folder, directory, adapter.url)
 
@@ -92,12 +93,13 @@ class NodeArchive:
             pack(directory, source, self._settings.store)
         return cache.open(source.absolute().as_uri(), digest)
 
-    def _check_signature(self) -> None:
+    def _check_signature(self, signed_by: str, *names: str) -> None:
         """Refuse what was registered before ``store.require_signature``, or by a key that was removed."""
-        spec, settings = self._spec, self._settings
+        settings = self._settings
         if settings.store.require_signature:
             verifier = SignatureVerifier(settings.store, settings.root)
-            verifier.check(spec.signed_by, spec.name, split_digest(spec.url)[0])
+            urls = [split_digest(name)[0] for name in names]
+            verifier.check(signed_by, *urls, *signature_names(self._spec))
 
     def install(self, directory: Path) -> None:
         """Make this process import the archive's requirements, which are installed first where this node

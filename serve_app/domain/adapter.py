@@ -23,6 +23,7 @@ class AdapterSpec:
     url: str = ""  # as the caller gave it
     digest: str = ""  # sha256 of the stored archive
     archive: str = ""  # URI of the stored archive, the same from every node
+    signed_by: str = ""  # fingerprint of the key that signed it; empty: not verified
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from handlers import extras
+from serve_app.domain.model import ModelSpec
 from serve_app.errors import ConfigurationError, SignatureRejected
+from serve_app.model_store.sources import split_digest
 from serve_app.settings import ModelStoreSettings
 
 SUFFIX = ".sig"
@@ -28,6 +30,11 @@ def signature_url(url: str) -> str:
     """Return the URL of the signature of the archive at ``url``."""
     path, separator, query = url.partition("#")[0].partition("?")
     return f"{path.rstrip('/')}{SUFFIX}{separator}{query}"
+
+
+def signature_names(spec: ModelSpec) -> tuple[str, str]:
+    """Return the names by which patterns of ``store.require_signature`` select a stored version."""
+    return spec.name, split_digest(spec.url)[0]
 
 
 def sign(model: Path, key: Path) -> Path:
@@ -120,9 +127,9 @@ class SignatureCheck:
                 raise
             self._problem = error
 
-    def check_name(self, name: str) -> None:
-        """Raise SignatureRejected where the model's name, now known, needs the signature that is missing."""
-        if self._problem is not None and self._verifier.is_required(name):
+    def check_names(self, *names: str) -> None:
+        """Raise SignatureRejected where names that are known by now need the signature that is missing."""
+        if self._problem is not None and self._verifier.is_required(*names):
             raise self._problem
 
 

@@ -21,25 +21,7 @@ from serve_app.errors import ConfigurationError, SignatureRejected
 from serve_app.model_store.signatures import SignatureVerifier, sign, signature_url
 from serve_app.settings import ModelStoreSettings, Settings, load
 from tests.support.archives import ECHO, make_archive
-
-
-def make_key(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write a private and a public key; return their paths."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
-    private.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    public.write_bytes(
-        key.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-    )
-    return private, public
+from tests.support.certificates import make_key
 
 
 @pytest.fixture

@@ -33,3 +33,22 @@ def make_pair(folder: Path) -> None:
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     (folder / "certificate.pem").write_bytes(certificate.public_bytes(pem))
     (folder / "key.pem").write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
+
+
+def make_key(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write a private and a public key; return their paths."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    private.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    public.write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    return private, public

@@ -219,6 +219,7 @@ def _parse_url(text: str) -> URL:
     return url
 
 
+_ADAPTER_FIELDS = {field.name for field in dataclasses.fields(AdapterSpec)}
 _EXAMPLES = (
     "Write sqlite:////path/to/registry.db, or postgresql+psycopg://user:password@host/database, "
     "or nothing for SQLite in control.state_dir."
@@ -418,7 +419,10 @@ def _decode_spec(row: Any) -> ModelSpec:
     }
     if (stored := fields.get("autoscaling")) is not None:
         fields["autoscaling"] = Autoscaling(**{key: stored[key] for key in autoscaling.KEYS if key in stored})
-    fields["adapters"] = tuple(AdapterSpec(**stored) for stored in fields.get("adapters", ()))
+    fields["adapters"] = tuple(
+        AdapterSpec(**{key: value for key, value in stored.items() if key in _ADAPTER_FIELDS})
+        for stored in fields.get("adapters", ())
+    )
     if (stored := fields.get("graph")) is not None:
         fields["graph"] = validation.read(WorkflowGraph, stored)
     spec = ModelSpec(name=row.model, version=row.version, config=yaml.safe_load(row.config), **fields)

@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.adapter_errors import AdapterRejected
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ReplicaInfo, VersionDescription
 from serve_app.domain.traffic_policy import TrafficPolicy
+from serve_app.errors import SignatureRejected
+from serve_app.model_store.signatures import sign
 from serve_app.protocols.torchserve.descriptions import describe_version
 from serve_app.runtime.adapters import HandlerAdapters
-from serve_app.settings import Settings
+from serve_app.settings import Settings, load
 from serve_app.telemetry.metrics import Meters
+from tests.support.certificates import make_key
 from tests.support.service_api import ServiceApi
 
 pytestmark = pytest.mark.integration
@@ -78,8 +82,8 @@ def _fields(ref: ModelRef) -> tuple[str, str, str, str, str]:
 class Cluster(ServiceApi):
     """The service behind the API, with two replicas that read its routing table."""
 
-    def __init__(self, folder: Path, management: Callable[..., Any]) -> None:
-        self.settings = Settings(home=str(folder))
+    def __init__(self, folder: Path, management: Callable[..., Any], **store: Any) -> None:
+        self.settings = load({"home": str(folder), "store": store})
         self.store = self.settings.model_store
         self.store.mkdir(parents=True, exist_ok=True)
         self.replicas = [Replica(self.settings) for _ in range(2)]
@@ -138,6 +142,32 @@ def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]
     yield opened
     opened.close()
     opened.loop.close()
+
+
+@pytest.mark.parametrize("pattern", ["poet", "*.mar"])  # the base model's name, and its URL
+def test_an_adapter_of_a_signed_model_needs_a_signature(
+    tmp_path: Path, management: Callable[..., Any], pattern: str
+) -> None:
+    private, _ = make_key(tmp_path, "ours")
+    cluster = Cluster(tmp_path, management, require_signature=[pattern], signature_keys=["ours.pub"])
+    try:
+        folder = cluster.make_adapter("french")
+        request = {"name": "fr", "url": "french"}
+        status, error = cluster.ask("POST", "/models/poet/adapters", request)
+        assert status == 403 and "has no signature" in error["message"]
+        assert cluster.loaded == [{}, {}]
+        sign(folder, private)
+        assert cluster.ask("POST", "/models/poet/adapters", request)[0] == 200
+        assert cluster.loaded == [{"fr": 4}, {"fr": 4}]
+        [spec] = [v for v in cluster.state.registry if v.version == "1.0"]
+        archive = NodeArchive(spec, cluster.settings, None)
+        unsigned = replace(spec.adapters[0], signed_by="")  # as before the setting
+        assert asyncio.run(archive.open_adapter(spec.adapters[0])).is_dir()
+        with pytest.raises(SignatureRejected, match="without a signature by a trusted key"):
+            asyncio.run(archive.open_adapter(unsigned))
+    finally:
+        cluster.close()
+        cluster.loop.close()
 
 
 def test_an_adapter_is_loaded_listed_and_unloaded_everywhere(cluster: Cluster) -> None:
