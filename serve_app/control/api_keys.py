@@ -24,6 +24,7 @@ from typing import Any
 from serve_app.domain.access import JWT_PREFIX, ROLES, AccessTable, KeyGrant, KeyLimits, Right
 from serve_app.domain.api_key import StoredKey
 from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
+from serve_app.model_store.atomic_dir import sync
 from serve_app.settings import KeySettings, Settings
 
 # TorchServe's kinds, as its file calls them. Each opens its own doors and no others.
@@ -179,3 +180,4 @@ def _write(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
+    sync(path.parent)  # a power failure must not restore a key that was replaced

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from handlers import HANDLERS
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError
+from serve_app.model_store.atomic_dir import sync
 from serve_app.model_store.manifest import MANIFEST, find_syntax_error
 from serve_app.model_store.model_config import ModelConfig
 
@@ -227,6 +228,7 @@ def partial_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield partial
+        sync(partial)
         partial.replace(path)
     except OSError as error:
         raise ArchiverError(f"{error.filename or path}: {error.strerror}") from None

@@ -96,12 +96,39 @@ def _remove_empty(folder: str, problems: list[OSError]) -> None:
 
 
 def move_into_place(directory: Path, final: Path) -> None:
-    """Rename a complete directory to its final path, unless another process has done so."""
+    """Rename a complete directory to its final path, unless another process has done so.
+
+    Its files are synced before, so that a directory with the final name is complete after a power failure.
+    """
+    _sync_tree(directory)
     try:
         directory.rename(final)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+    sync(final.parent)
+
+
+def sync(path: Path | str) -> None:
+    """Sync a file, or the entries of a directory, to disk, so that it survives a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(directory: Path) -> None:
+    pending = [os.fspath(directory)]
+    while pending:
+        folder = pending.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    sync(entry.path)
+        sync(folder)
 
 
 @contextlib.contextmanager

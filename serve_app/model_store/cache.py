@@ -24,7 +24,7 @@ from urllib.parse import unquote
 
 from serve_app.errors import ArchiveNotFound, InvalidArchive
 from serve_app.model_store.archive import pack, unpack
-from serve_app.model_store.atomic_dir import file_lock, move_into_place, remove_stale, temporary_dir
+from serve_app.model_store.atomic_dir import file_lock, move_into_place, remove_stale, sync, temporary_dir
 from serve_app.model_store.download_progress import OnProgress
 from serve_app.model_store.http_source import download
 from serve_app.model_store.sources import file_path
@@ -50,8 +50,11 @@ class ArchiveCache:
         self._archives, self._models, self._partial, self._locks = (
             root / name for name in ("archives", "models", "partial", "locks")
         )
-        for directory in (self._archives, self._models, self._partial, self._locks):
-            directory.mkdir(parents=True, exist_ok=True)
+        directories = (self._archives, self._models, self._partial, self._locks)
+        if not all(directory.is_dir() for directory in directories):
+            for directory in directories:
+                directory.mkdir(parents=True, exist_ok=True)
+            sync(root)
         remove_stale(self._partial)
 
     def store(
@@ -91,9 +94,8 @@ class ArchiveCache:
                 verify(unpack(archive, temporary / "verified", self._settings))
             if not directory.is_dir():
                 move_into_place(unpack(archive, temporary / "model", self._settings), directory)
-            _sync(archive)
+            sync(self._models)  # another process may have moved it there just now
             move_into_place(stored, self._archives / digest)
-            _sync(self._archives)
         (archive,) = (self._archives / digest).iterdir()
         return CachedArchive(digest, archive.as_uri(), directory, archive.stat().st_size)
 
@@ -164,12 +166,3 @@ class ArchiveCache:
 
 def _file_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2].lstrip(".") or "archive"
-
-
-def _sync(path: Path) -> None:
-    """Sync a file or directory to disk, so that it survives a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ from serve_app.control.api_keys import ApiKeys
 from serve_app.domain.access import AccessTable, KeyGrant, KeyLimits
 from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
 from serve_app.settings import AuthSettings, KeySettings, Settings, load
+from tests.support.disk_calls import DiskCalls
 
 EVERYTHING = frozenset({"infer", "observe", "manage"})
 
@@ -74,6 +75,13 @@ def test_a_renewed_key_takes_the_place_of_the_old_one_alone(tmp_path: Path, kind
     assert grant(keys.access, before[kind]["key"]) is None
     assert grant(keys.access, after[kind]["key"]) is not None
     assert stat.S_IMODE((tmp_path / "key_file.json").stat().st_mode) == 0o600
+
+
+def test_a_renewed_key_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ApiKeys(settings(tmp_path), "run")
+    calls = DiskCalls.record(monkeypatch)
+    keys.renew("management")
+    calls.check_durable(tmp_path / "key_file.json")
 
 
 def test_a_key_that_cannot_be_written_is_not_in_force(tmp_path: Path) -> None:

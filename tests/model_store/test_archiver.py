@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from serve_app.model_store.archive import unpack
-from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError, make
+from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError, make, write_zip
 from serve_app.model_store.manifest import MANIFEST, Manifest
 from serve_app.model_store.model_check import check_model
 from serve_app.settings import ModelStoreSettings
+from tests.support.disk_calls import DiskCalls
 
 HANDLER = "def handle(data, context):\n    return data\n"
 
@@ -175,3 +176,12 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
         make(recipe(tmp_path / "out", **more))
     assert words in str(refused.value)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_archive_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = DiskCalls.record(monkeypatch)
+    write_zip(tmp_path / "m.mar", {}, {"a": "b"})
+    [rename] = [i for i, call in enumerate(calls) if call.kind == "rename"]
+    assert (tmp_path / "m.mar").stat().st_ino in {call.inode for call in calls[:rename]}

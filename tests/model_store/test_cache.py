@@ -20,6 +20,7 @@ from serve_app.errors import ArchiveNotFound, DownloadFailed, InvalidArchive
 from serve_app.model_store.atomic_dir import STALE_AFTER, remove_stale
 from serve_app.model_store.cache import ArchiveCache
 from serve_app.settings import MIB, ModelStoreSettings
+from tests.support.disk_calls import DiskCalls
 
 pytestmark = pytest.mark.integration
 
@@ -265,3 +266,22 @@ def test_work_of_other_hosts_is_swept_after_an_hour_without_a_write(root):
             os.utime(path, (then, then))
     remove_stale(root / "partial")
     assert sorted(p.name for p in (root / "partial").iterdir()) == sorted([new.name, alive.name])
+
+
+def test_a_stored_archive_and_its_model_survive_a_power_failure(root, archive, tmp_path, monkeypatch):
+    """The directory of a digest is trusted, so that a file which is empty after a crash would stay empty."""
+    calls = DiskCalls.record(monkeypatch)
+    stored = ArchiveCache(root, SETTINGS).store(archive, "m.mar")
+    calls.check_durable(root / "models" / stored.digest)
+    calls.check_durable(root / "archives" / stored.digest)
+    elsewhere = tmp_path / "elsewhere"
+    calls.check_durable(ArchiveCache(elsewhere, SETTINGS).open(stored.uri, stored.digest))
+    assert {root.stat().st_ino, elsewhere.stat().st_ino} <= {call.inode for call in calls}
+
+
+def test_a_model_that_another_process_has_just_moved_is_named_durably(root, archive, monkeypatch):
+    cache = ArchiveCache(root, SETTINGS)
+    cache.store(archive, "m.mar")
+    calls = DiskCalls.record(monkeypatch)
+    cache.store(archive, "m.mar")
+    assert (root / "models").stat().st_ino in {call.inode for call in calls if call.kind == "sync"}

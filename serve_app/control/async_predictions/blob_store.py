@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from serve_app.errors import ConfigurationError, ResultStoreUnavailable
 from serve_app.model_store import object_stores
+from serve_app.model_store.atomic_dir import sync
 from serve_app.settings import Settings
 
 log = logging.getLogger("torchrelay.management")
@@ -144,12 +145,16 @@ class BlobStore:
 
     def _write(self, name: str, chunks: tuple[bytes, ...]) -> None:
         system, root = self._open()
+        is_local = self._location.scheme == "file"
+        is_new = is_local and not os.path.isdir(root)
         if self._location.scheme not in _IN_BUCKETS:
             system.makedirs(root, exist_ok=True)
         system.pipe_file(f"{root}/{name}", b"".join(chunks))
-        if self._location.scheme == "file":
-            _sync_to_disk(f"{root}/{name}")
-            _sync_to_disk(root)
+        if is_local:
+            sync(f"{root}/{name}")
+            sync(root)
+        if is_new:
+            sync(os.path.dirname(root))
 
     def _read(self, name: str) -> bytes | None:
         system, root = self._open()
@@ -201,14 +206,6 @@ def _older_than(system: Any, root: str, names: Iterable[str], limit: float) -> I
         with contextlib.suppress(FileNotFoundError):
             if system.modified(f"{root}/{name}").timestamp() < limit:
                 yield name
-
-
-def _sync_to_disk(path: str) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _explain(scheme: str, error: Exception) -> str:

@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from serve_app.model_store.atomic_dir import sync
+
 SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet"}
 _COLUMNS = ("request_id", "time", "model", "version", "inputs", "output")
 _MAX_SEGMENT = 8 << 20  # bytes of a file
@@ -137,7 +139,7 @@ class CaptureFiles:
 
 
 def _count_records(path: Path) -> int:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # of a damaged file
         if path.suffix == ".jsonl":
             return path.read_bytes().count(b"\n")
         import pyarrow.parquet
@@ -159,6 +161,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     partial = path.with_suffix(".partial")
     try:
         pyarrow.parquet.write_table(table, partial)
+        sync(partial)  # an empty file of this name would stay after a power failure
         partial.rename(path)
     except OSError:
         partial.unlink(missing_ok=True)

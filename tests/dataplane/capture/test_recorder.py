@@ -29,6 +29,7 @@ from serve_app.errors import ConfigurationError, HandlerFailed
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.runtime.batching.interface import FutureBatcher
 from serve_app.telemetry.metrics import Meters
+from tests.support.disk_calls import DiskCalls
 
 REF = ModelRef("m", "1.0")
 JSON = "application/json"
@@ -179,6 +180,25 @@ def test_a_file_that_another_replica_removed_is_replaced(tmp_path: Path) -> None
     files.write([{"n": 2}])
     files.close()
     assert [record["n"] for record in lines(tmp_path)] == [2]
+
+
+def test_a_parquet_file_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = DiskCalls.record(monkeypatch)
+    files = CaptureFiles(tmp_path, "one", "parquet", 1 << 20, 60.0)
+    files.write([{"request_id": "r", "time": 0.0, "model": "m", "version": "1", "inputs": [], "output": {}}])
+    files.close()
+    [path] = files.find_files()
+    [rename] = [i for i, call in enumerate(calls) if call.kind == "rename"]
+    assert path.stat().st_ino in {call.inode for call in calls[:rename]}
+
+
+def test_a_damaged_parquet_file_can_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "20200101T000000-0001-old.parquet").write_bytes(b"x" * 2_000)
+    files = CaptureFiles(tmp_path, "one", "parquet", 1_000, 60.0)
+    files.remove_oldest()
+    assert files.find_files() == [] and files.take_removed() == 0
 
 
 def test_parquet_has_a_row_for_each_request(start: Start, tmp_path: Path) -> None:
