@@ -16,6 +16,7 @@ from serve_app.domain import limits
 from serve_app.domain.access import matches
 from serve_app.domain.adapter import AdapterRequest, AdapterSpec
 from serve_app.domain.model import ModelSpec, Registration
+from serve_app.domain.urls import redact_url
 from serve_app.errors import ArchiveNotFound, BadRequest, Unavailable, WorkflowArchiveNotFound
 from serve_app.model_store import workflow_archive
 from serve_app.model_store.adapter_folder import find_adapter_folder
@@ -136,7 +137,7 @@ class ArchiveIngestor:
             where = "at" if "://" in url or url.startswith("/") else "in workflow store"
             is_missing = str(error).startswith("Model not found at: ")
             raise WorkflowArchiveNotFound(
-                f"Workflow not found {where}: {url}" if is_missing else str(error)
+                f"Workflow not found {where}: {redact_url(url)}" if is_missing else str(error)
             ) from None
         archive = workflow_archive.read(stored.directory, source, registration.model_name)
         for member in archive.members:  # before any of their archives is fetched
@@ -179,7 +180,7 @@ class ArchiveIngestor:
                 raise
             folders = f"{self._settings.state_dir} and {tempfile.gettempdir()}"
             raise Unavailable(
-                f"{registration.url.partition('?')[0]} cannot be stored: {error.strerror}. "
+                f"{redact_url(registration.url)} cannot be stored: {error.strerror}. "
                 f"Free space in {folders}, and register it again."
             ) from None
 

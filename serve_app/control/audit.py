@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -19,6 +18,7 @@ from serve_app.control.persistence.database import Database, RowChange
 from serve_app.control.persistence.schema import AUDIT_LOG
 from serve_app.domain.access import matches
 from serve_app.domain.audit import MAX_PAGE_SIZE, AuditDocument, AuditQuery, AuditRecord
+from serve_app.domain.urls import redact_url
 from serve_app.errors import InProgress, RelayError, Unavailable, get_reason
 from serve_app.settings import Settings, TelemetrySettings
 from serve_app.telemetry import audit_log
@@ -204,7 +204,7 @@ def _find_subject(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     value = next(iter((*args, *kwargs.values())), "")
     for name in ("model_name", "model", "url", "name"):
         if text := getattr(value, name, None):
-            return _redact_url(text) if name == "url" else str(text)
+            return redact_url(text) if name == "url" else str(text)
     return value if isinstance(value, str) else ""
 
 
@@ -232,16 +232,15 @@ def _flatten(row: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _shorten(name: str, value: Any) -> Any:
-    if name == "url" and isinstance(value, str):
-        value = _redact_url(value)
+    value = _redact(name, value)
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return value if len(text) <= _MAX_FIELD else f"{text[:_MAX_FIELD]}…"
 
 
-def _redact_url(url: str) -> str:
-    """Return a URL without the parts that may hold credentials: user, password and query."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "(a malformed URL)"
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+def _redact(name: str, value: Any) -> Any:
+    """Redact a URL, and those in a document, such as those of a version's adapters."""
+    if isinstance(value, Mapping):
+        return {key: _redact(key, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redact(name, item) for item in value]
+    return redact_url(value) if name == "url" and isinstance(value, str) else value

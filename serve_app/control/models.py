@@ -37,6 +37,7 @@ from serve_app.domain.model import (
 )
 from serve_app.domain.request import InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
+from serve_app.domain.urls import redact_url
 from serve_app.errors import (
     Conflict,
     HandlerFailed,
@@ -219,6 +220,7 @@ class ModelService:
             self._reconcile_loop.trigger()
 
     async def _load(self, registration: Registration) -> None:
+        url = redact_url(registration.url)
         history = self.open_history(registration)
         try:
             with self._events.record_failure(history):
@@ -226,9 +228,9 @@ class ModelService:
             if spec is not None:
                 self._watch(history, spec)
         except RelayError as error:
-            log.error("%s was not loaded: %s\n%s", registration.url, error, getattr(error, "detail", ""))
+            log.error("%s was not loaded: %s\n%s", url, error, getattr(error, "detail", ""))
         except Exception:  # a broken archive must not keep the others from loading
-            log.exception("%s was not loaded", registration.url)
+            log.exception("%s was not loaded", url)
 
     async def _apply_archive(self, registration: Registration, history: EventHistory) -> ModelSpec | None:
         """Register an archive of the model store where it is new or has changed.
@@ -338,7 +340,7 @@ class ModelService:
         """Open the event history of a registration."""
         archive = re.split("[?#]", registration.url)[0].rstrip("/").rpartition("/")[2]
         name = (registration.model_name or archive_stem(archive))[:_MAX_LINE_LENGTH]
-        return self._events.open(name, registration.id, url=registration.url[:_MAX_LINE_LENGTH])
+        return self._events.open(name, registration.id, url=redact_url(registration.url)[:_MAX_LINE_LENGTH])
 
     def _watch(self, history: EventHistory, spec: ModelSpec) -> None:
         """Complete a history for a caller that does not wait."""

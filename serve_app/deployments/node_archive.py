@@ -15,6 +15,7 @@ import ray
 from handlers.metrics import MetricCache
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.model import ModelSpec
+from serve_app.domain.urls import redact_url
 from serve_app.errors import ArchiveNotFound, RelayError
 from serve_app.model_store import object_stores
 from serve_app.model_store.adapter_folder import find_adapter_folder
@@ -56,7 +57,7 @@ class NodeArchive:
         """Return the folder with an adapter's files on this node. Raises RelayError as ``open`` does."""
         await asyncio.to_thread(self._check_signature, adapter.signed_by, adapter.name, adapter.url)
         directory = await self._open(adapter.archive, adapter.url, adapter.digest, adapter.name)
-        return await asyncio.to_thread(find_adapter_folder, directory, adapter.url)
+        return await asyncio.to_thread(find_adapter_folder, directory, redact_url(adapter.url))
 
     async def _open(self, uri: str, url: str, digest: str, *adapter: str) -> Path:
         """Return an unpacked archive on this node: from a disk here, else from its source, else from
@@ -74,7 +75,7 @@ class NodeArchive:
                     return await asyncio.to_thread(self._open_source, cache, address, digest, folder)
                 except (RelayError, OSError) as error:
                     cause = getattr(error, "detail", "") or error
-                    log.info("%s is not available to this node: %s", address, cause)
+                    log.info("%s is not available to this node: %s", redact_url(address), cause)
             log.info("%s is not on this node; requesting it from Management", uri)
             copy = folder / Path(uri).name
             read = partial(self._management.archive.remote, self._spec.ref)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain import validation
+from serve_app.domain.urls import redact_url
 from serve_app.domain.validation import STRICT, PendingStatus, documented
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -71,6 +72,6 @@ def find_static(config: Mapping[str, Any]) -> tuple[AdapterSpec, ...]:
 def describe(adapters: Iterable[AdapterSpec], model: str, version: str) -> list[AdapterDocument]:
     """Return the adapters of a version by name."""
     return [
-        {"name": a.name, "model": model, "version": version, "url": a.url, "digest": a.digest}
+        {"name": a.name, "model": model, "version": version, "url": redact_url(a.url), "digest": a.digest}
         for a in sorted(adapters, key=lambda adapter: adapter.name)
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from serve_app.domain.urls import redact_url
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store.download_progress import IDLE_TIMEOUT, DownloadProgress, OnProgress
 from serve_app.net.egress import PrivateAddress
@@ -27,7 +28,8 @@ def download(
     ``check`` is called with every redirect's URL, and raises where it is not allowed. Where ``transport``
     refuses an address, ArchiveNotFound is raised.
     """
-    transfer = DownloadProgress(url, settings, progress)
+    shown = redact_url(url)
+    transfer = DownloadProgress(shown, settings, progress)
     requests = itertools.count()
 
     def check_redirect(request: httpx.Request) -> None:
@@ -49,7 +51,7 @@ def download(
         ):
             if response.status_code != 200:
                 raise DownloadFailed(
-                    url, f"the server responded {response.status_code} {response.reason_phrase}"
+                    shown, f"the server responded {response.status_code} {response.reason_phrase}"
                 )
             length = response.headers.get("content-length", "")
             transfer.start(int(length) if length.isdecimal() else None)
@@ -60,7 +62,7 @@ def download(
         file.unlink(missing_ok=True)
         if isinstance(error, PrivateAddress):
             reason = f"{error}; store.allowed_urls can allow it"
-            raise ArchiveNotFound(f"Given URL {url} does not match any allowed URL(s) ({reason})") from None
+            raise ArchiveNotFound(f"Given URL {shown} does not match any allowed URL(s) ({reason})") from None
         if isinstance(error, httpx.HTTPError | httpx.InvalidURL):
-            raise DownloadFailed(url, f"{type(error).__name__}: {error}") from None
+            raise DownloadFailed(shown, f"{type(error).__name__}: {error}") from None
         raise

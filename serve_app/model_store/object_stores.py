@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from handlers import tasks
+from serve_app.domain.urls import redact_url
 from serve_app.errors import DownloadFailed
 from serve_app.model_store.archive import too_deep
 from serve_app.model_store.atomic_dir import remove_tree
@@ -85,7 +86,7 @@ def download(
     A folder with ``MAR-INF``, or of a Hugging Face model, is a model's directory. Of a folder with a single
     archive the archive is downloaded. Raises DownloadFailed, and leaves nothing behind.
     """
-    scheme = where.scheme
+    scheme, url = where.scheme, redact_url(url)  # it is only shown from here on
     if not is_installed(scheme):
         remedy = f"pip install torchrelay[{EXTRAS[scheme]}]"
         raise DownloadFailed(url, f"{scheme}:// needs a package that is not installed here; {remedy}")

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from serve_app.domain.urls import redact_url
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store import object_stores
 from serve_app.model_store.download_progress import OnProgress
@@ -39,7 +40,7 @@ def fetch(
     if not url:
         raise ArchiveNotFound("empty url")
     if ".." in url or ".." in unquote(url):
-        raise ArchiveNotFound(f"Relative path is not allowed in url: {url}")
+        raise ArchiveNotFound(f"Relative path is not allowed in url: {redact_url(url)}")
     scheme, separator, _ = url.partition("://")
     if not separator:
         path = _in_store(url, model_store)
@@ -47,13 +48,13 @@ def fetch(
             _check_allowed(f"file://{url}", url, settings, by_operator)
             path = Path(url)
         if path is None or not _exists(path):
-            raise ArchiveNotFound(f"Model not found at: {url}")
+            raise ArchiveNotFound(f"Model not found at: {redact_url(url)}")
         return path
     _check_allowed(url, url, settings, by_operator)
     if scheme == "file":
         path = file_path(url)
         if path is None or not _exists(path):
-            raise DownloadFailed(url, "no such file or directory on the server's machine")
+            raise DownloadFailed(redact_url(url), "no such file or directory on the server's machine")
         return path
     if scheme in object_stores.EXTRAS:
         return object_stores.download(object_stores.parse_address(url), url, into, settings, progress)
@@ -69,7 +70,9 @@ def fetch(
             PublicTransport() if settings.allowed_urls is None and not by_operator else None,
         )
     known = ", ".join(f"{scheme}://" for scheme in ("file", "http(s)", *object_stores.EXTRAS))
-    raise DownloadFailed(url, f"{scheme}:// is not supported; use {known} or a name in the model store")
+    raise DownloadFailed(
+        redact_url(url), f"{scheme}:// is not supported; use {known} or a name in the model store"
+    )
 
 
 def file_path(url: str) -> Path | None:
@@ -84,7 +87,7 @@ def _signed_address(url: str, required: bool) -> object_stores.ObjectAddress | N
     bucket = object_stores.s3_address(url)
     if required and bucket is None:
         raise DownloadFailed(
-            url, "s3_sse_kms is for https://bucket.s3.region.amazonaws.com/key; leave it out here"
+            redact_url(url), "s3_sse_kms is for https://bucket.s3.region.amazonaws.com/key; leave it out here"
         )
     has_credentials = all(os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
     return bucket if required or (has_credentials and object_stores.is_installed("s3")) else None
@@ -118,7 +121,7 @@ def _check_allowed(url: str, given: str, settings: ModelStoreSettings, by_operat
     hint = ""
     if settings.allowed_urls is None and url.startswith("file:"):
         hint = " (a file outside the model store; put it there, or set store.allowed_urls)"
-    raise ArchiveNotFound(f"Given URL {given} does not match any allowed URL(s){hint}")
+    raise ArchiveNotFound(f"Given URL {redact_url(given)} does not match any allowed URL(s){hint}")
 
 
 def _in_store(name: str, model_store: Path) -> Path | None:

@@ -12,6 +12,7 @@ from typing import Any
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.access import AccessTable
+from serve_app.domain.urls import redact_query
 from serve_app.errors import MethodNotAllowed, RelayError
 from serve_app.net.client_address import TrustedProxies, inference_proxies
 from serve_app.net.cross_site import CrossSitePolicy
@@ -160,7 +161,7 @@ class ASGIApp:
         access_log.write(
             exchange.client,
             exchange.method,
-            f"{exchange.path}?{query.decode('latin-1')}" if query else exchange.path,
+            f"{exchange.path}?{redact_query(query.decode('latin-1'))}" if query else exchange.path,
             scope["http_version"],
             exchange.status or _CLIENT_CLOSED_REQUEST,
             seconds * 1000,

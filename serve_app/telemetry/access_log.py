@@ -61,7 +61,8 @@ class AccessLog:
         request's key.
         """
         head = (time.time(), client, method, path, http_version, status, milliseconds)
-        self._writer.put((*head, request_id, model, version, client_ids, key), _FIXED_SIZE + len(path))
+        size = _FIXED_SIZE + len(path) + sum(map(len, client_ids.values() if client_ids else ()))
+        self._writer.put((*head, request_id, model, version, client_ids, key), size)
 
     def _format(self, record: Any) -> str:
         """Return a record's line; called in the writer's thread, so that a request does not wait for it."""

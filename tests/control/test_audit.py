@@ -31,6 +31,7 @@ from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.control.traffic import TrafficService
 from serve_app.deployments.control_rpc import ControlDispatcher
+from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.audit import Actor, AuditQuery
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.traffic_policy import TrafficPolicy, read
@@ -204,12 +205,15 @@ def test_records_are_filtered_and_paged(run: Any) -> None:
 def test_urls_are_recorded_without_credentials(run: Any) -> None:
     async def test(control: Control) -> None:
         url = "https://user:password@store.example/m.mar?X-Amz-Signature=secret"
-        spec = ModelSpec("n", "1.0", url, "d" * 64, "archive", config={"text": "x" * 5000})
+        adapters = (AdapterSpec("a", url, "d" * 64, "archive"),)
+        config = {"text": "x" * 5000}
+        spec = ModelSpec("n", "1.0", url, "d" * 64, "archive", config=config, adapters=adapters)
         await control.state.commit(registry_changes.register(control.state.registry, spec))
         [record] = await control.records()
         assert record["subject"] == "n"
         after = record["after"]["versions/n/1.0"]
-        assert after["url"] == "https://store.example/m.mar"
+        assert after["url"] == after["adapters"][0]["url"] == "https://store.example/m.mar"
+        assert "password" not in str(record) and "secret" not in str(record)
         assert len(after["config"]) == 1001
         assert not record["before"]
 

@@ -107,7 +107,7 @@ def test_a_url_must_match_in_full(get, tmp_path):
     refused(
         get,
         url,
-        f"Given URL {url} does not match any allowed URL(s)",
+        "Given URL https://models.example/m.mar does not match any allowed URL(s)",
         allowed_urls=(r"https://models.*/m\.mar",),
     )
     refused(get, str(tmp_path), f"Given URL {tmp_path} does not match any allowed URL(s)", **only)
@@ -251,3 +251,32 @@ def test_urls_of_the_operator_reach_everything(get, store, tmp_path):
 )
 def test_the_digest_of_a_url(url, address, digest):
     assert split_digest(url) == (address, digest)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:secret@127.0.0.1:1/m.mar?key=secret",  # no server
+        "http://user:secret@127.0.0.1/m.mar?key=secret",  # a private address
+        "ftp://user:secret@host/m.mar?key=secret",
+        "https://user:secret@host/../m.mar?key=secret",
+        "file://user:secret@/m.mar?key=secret",
+        "absent.mar?key=secret",
+    ],
+)
+def test_errors_show_a_url_without_credentials(get, url):
+    """They are logged, and stand in the event history of the model."""
+    options = {"allowed_urls": None} if url.startswith(("http:", "ftp:")) else {}
+    with pytest.raises((ArchiveNotFound, DownloadFailed)) as raised:
+        get(url, download_timeout=2.0, **options)
+    shown = f"{raised.value} {getattr(raised.value, 'detail', '')} {raised.value!r}"
+    assert "secret" not in shown and "m" in shown
+
+
+def test_errors_of_a_server_and_of_limits_show_no_credentials(get):
+    with serving(lambda handler: handler.send_error(403)) as address:
+        url = address.replace("http://", "http://user:secret@") + "/m.mar?key=secret"
+        with pytest.raises(DownloadFailed, match=r"from: http://127.0.0.1:\d+/m.mar$"):
+            get(url)
+    with serving(plain) as address, pytest.raises(DownloadFailed, match=r"m\.mar$"):
+        get(f"{address}/m.mar?key=secret", max_archive_bytes=1)

@@ -69,6 +69,12 @@ async def _post(app, path: str, body: bytes = b"") -> None:
     await app(scope, receive, send)
 
 
+def test_the_url_of_a_registration_is_logged_without_credentials(asgi_inference) -> None:
+    app = asgi_inference()
+    app("POST", "/models?url=https%3A%2F%2Fuser%3Asecret%40host%2Fm.mar%3Fk%3Dsecret&synchronous=true")
+    assert [line[2] for line in app.access_log] == ["/models?url=https://host/m.mar&synchronous=true"]
+
+
 def test_cancellation_reaches_the_backend(inference) -> None:
     async def run() -> None:
         waiting, cancelled = asyncio.Event(), asyncio.Event()

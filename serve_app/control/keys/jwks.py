@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from serve_app.domain.urls import redact_url
 from serve_app.settings import JwtSettings
 
 log = logging.getLogger("torchrelay.management")
@@ -49,12 +50,14 @@ class JwkSetSource:
 
     async def refresh(self) -> bool:
         """Fetch the set now; return whether that succeeded."""
-        source = self._settings.jwks_url or str(self._file)
+        url = self._settings.jwks_url
+        source = redact_url(url) if url else str(self._file)
         try:
             keys = parse_jwk_set(await self._fetch())
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RecursionError) as error:
+            cause = str(error).replace(url, source) if url else error  # httpx names the URL
             state = "the last ones stay in force" if self._keys else "no token is accepted"
-            log.error("the keys of token issuers at %s cannot be read (%s); %s", source, error, state)
+            log.error("the keys of token issuers at %s cannot be read (%s); %s", source, cause, state)
             return False
         if keys != self._keys:
             self._keys = keys

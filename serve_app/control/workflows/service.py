@@ -21,6 +21,7 @@ from serve_app.control.workflows import registry_changes
 from serve_app.domain import validation
 from serve_app.domain.access import matches
 from serve_app.domain.model import ModelRef, ModelSpec, Registration
+from serve_app.domain.urls import redact_url
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowGraph, WorkflowStep
 from serve_app.errors import (
     Conflict,
@@ -211,7 +212,7 @@ class WorkflowService:
         }
         document: WorkflowDocument = {
             "workflowName": spec.name,
-            "workflowUrl": spec.url,
+            "workflowUrl": redact_url(spec.url),
             **cast(WorkflowDocument, torchserve),
             "workflowVersion": spec.version,
             "defaultVersion": is_default,

@@ -10,6 +10,7 @@ from typing_extensions import NotRequired, TypedDict
 from serve_app.control.api import ControlPlane
 from serve_app.domain import autoscaling
 from serve_app.domain.model import ReplicaInfo, ScalingProgress, VersionDescription
+from serve_app.domain.urls import redact_url
 from serve_app.domain.validation import documented
 from serve_app.errors import NoReplica
 
@@ -114,7 +115,7 @@ async def list_models(
     """Return a page of the models whose names match ``allowed_models``."""
     limit = limit if 0 <= limit <= MAX_PAGE_SIZE else MAX_PAGE_SIZE
     page, next_start = await control.list_models(max(start, 0), limit, allowed_models)
-    models: list[ModelEntry] = [{"modelName": name, "modelUrl": url} for name, url in page]
+    models: list[ModelEntry] = [{"modelName": name, "modelUrl": redact_url(url)} for name, url in page]
     if next_start is None:
         return {"models": models}
     return {"nextPageToken": str(next_start), "models": models}
@@ -172,7 +173,7 @@ def describe_version(description: VersionDescription) -> ModelDescription:
     document: ModelDescription = {
         "modelName": spec.name,
         "modelVersion": spec.version,
-        "modelUrl": spec.url,
+        "modelUrl": redact_url(spec.url),
         "runtime": spec.runtime,
         "minWorkers": spec.min_workers,
         "maxWorkers": spec.max_workers,

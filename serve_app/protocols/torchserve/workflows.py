@@ -12,6 +12,7 @@ from typing_extensions import NotRequired, TypedDict
 from serve_app.control.api import ControlPlane
 from serve_app.domain import validation
 from serve_app.domain.model import Registration
+from serve_app.domain.urls import redact_url
 from serve_app.errors import InvalidBody
 from serve_app.protocols.http import auth, json_body
 from serve_app.protocols.http.exchange import HttpExchange
@@ -48,7 +49,9 @@ def build_routes(control: ControlPlane, limit: int) -> list[Route]:
         size = size if 0 <= size <= MAX_PAGE_SIZE else MAX_PAGE_SIZE
         start = max(parse_integer(query.get("next_page_token"), 0), 0)
         page, next_start = await control.list_workflows(start, size, auth.get_allowed_models(exchange))
-        workflows: list[WorkflowEntry] = [{"workflowName": name, "workflowUrl": url} for name, url in page]
+        workflows: list[WorkflowEntry] = [
+            {"workflowName": name, "workflowUrl": redact_url(url)} for name, url in page
+        ]
         document: WorkflowPage = {"workflows": workflows}
         if next_start is not None:
             document = {"nextPageToken": str(next_start), "workflows": workflows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -93,6 +94,16 @@ def test_describe_says_what_the_models_own_file_does(management) -> None:
     assert [model[key] for key in flags] == [True] * 4
     numbers = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
     assert [model[key] for key in numbers] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("path", ["/models", "/models/noop", "/models/noop/all"])
+def test_urls_are_shown_without_credentials(management, path: str) -> None:
+    app = management()
+    url = "https://user:secret@host/noop.mar?X-Amz-Signature=secret"
+    app.control_api.put(replace(make_spec(), url=url))
+    response = app("GET", path)
+    assert response.status == 200
+    assert b'"modelUrl": "https://host/noop.mar"' in response.body and b"secret" not in response.body
 
 
 def test_describe_omits_missing_fields(management) -> None:
