@@ -52,7 +52,7 @@ class Service:
         async def live_readers() -> set[str]:
             return self.readers
 
-        self.revoked: list[str] = []
+        self.disowned: list[str] = []
         acknowledgement = AcknowledgementPolicy(live_readers, 0.3)
         self.state = StateStore(
             self.database,
@@ -63,10 +63,10 @@ class Service:
             acknowledgement,
             lambda: None,
         )
-        self.service = KeyService(self.state, KeyStore(self.database), self.keys, self._on_revoke)
+        self.service = KeyService(self.state, KeyStore(self.database), self.keys, self._disown)
 
-    async def _on_revoke(self, name: str) -> None:
-        self.revoked.append(name)
+    async def _disown(self, name: str) -> None:
+        self.disowned.append(name)
 
     def grant(self, key: str) -> KeyGrant | None:
         """Return the published grant of a key that has not expired."""
@@ -179,9 +179,17 @@ def test_a_revoked_key_is_refused_before_the_acknowledgement(run: Run) -> None:
         )
         await revoking
         polling.cancel()
-        assert server.revoked == ["a"]
+        assert server.disowned == ["a", "a"]
         with pytest.raises(KeyNotFound):
             await server.service.revoke_key("a", OPS)
+
+    run(test)
+
+
+def test_a_new_key_owns_nothing_of_an_earlier_one(run: Run) -> None:
+    async def test(server: Service) -> None:
+        await server.service.create_key(KeyRequest("a"), OPS)
+        assert server.disowned == ["a"]  # an earlier key of the name was in the settings, perhaps
 
     run(test)
 

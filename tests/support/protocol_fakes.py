@@ -35,6 +35,7 @@ from serve_app.protocols.http_app import ASGIApp
 from serve_app.telemetry.audit_log import get_actor
 
 Infer = Callable[[InferenceRequest], Awaitable["InferenceResponse | ResponseStream"]]
+Chunk = bytes | Callable[[], bytes]
 
 
 @dataclass
@@ -61,7 +62,7 @@ def send_request(
     app: ASGIApp,
     method: str,
     target: str,
-    body: bytes | list[bytes] = b"",
+    body: bytes | list[Chunk] = b"",
     headers: dict[str, str] | None = None,
     *,
     loop: asyncio.AbstractEventLoop | None = None,
@@ -69,6 +70,7 @@ def send_request(
 ) -> RecordedResponse:
     """Send one request over the bare ASGI interface; a list of bodies is sent as that many chunks.
 
+    A function in the list is called when the server reads its chunk, and returns it.
     The client stays connected until it has its response. Options are ``scope`` (more keys of the ASGI scope),
     ``raises`` (record an exception of the app), and ``disconnects`` (close the connection after the body).
     """
@@ -80,7 +82,7 @@ async def _send_request(
     app: ASGIApp,
     method: str,
     target: str,
-    body: bytes | list[bytes],
+    body: bytes | list[Chunk],
     headers: dict[str, str],
     scope: dict[str, Any] | None = None,
     raises: bool = False,
@@ -97,6 +99,8 @@ async def _send_request(
             await disconnected.wait()
             return {"type": "http.disconnect"}
         chunk = chunks.pop(0)
+        if not isinstance(chunk, bytes):
+            chunk = chunk()
         return {"type": "http.request", "body": chunk, "more_body": bool(chunks)}
 
     async def send(message: Any) -> None:

@@ -31,6 +31,7 @@ from serve_app.telemetry.metrics import Meters
 from tests.support import wire_client
 from tests.support.ports import free_port
 from tests.support.protocol_fakes import (
+    Chunk,
     FakeBackend,
     FakeControlAPI,
     Infer,
@@ -68,7 +69,7 @@ class Inference:
         self,
         method: str,
         target: str,
-        body: bytes | list[bytes] = b"",
+        body: bytes | list[Chunk] = b"",
         headers: dict[str, str] | None = None,
         **options: Any,
     ) -> RecordedResponse:

@@ -18,8 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.control.async_predictions.store import AsyncPredictionStore
+from serve_app.control.async_predictions.usage import StoreUsage
 from serve_app.control.async_predictions.webhooks import WebhookSender
-from serve_app.domain.access import JWT_PREFIX, KeyGrant
+from serve_app.domain.access import KeyGrant
 from serve_app.domain.async_prediction import (
     AsyncPrediction,
     AsyncPredictionDocument,
@@ -28,9 +29,7 @@ from serve_app.domain.async_prediction import (
     StoredResponse,
     select_visible,
 )
-from serve_app.domain.key_errors import KeyShareExceeded
 from serve_app.errors import (
-    AsyncQueueFull,
     IdempotencyKeyReused,
     ModelNotAllowed,
     PredictionCancelled,
@@ -55,7 +54,8 @@ class AsyncPredictionService:
 
     A prediction belongs to the key that created it. A ``grant`` of None stands for a caller who needs no key
     and may see all. While ``has_several_owners`` returns True, each owner has at most its share of the store.
-    Every method runs on the event loop that the service is created on.
+    Every method runs on the event loop that the service is created on. A record may change during each await,
+    so ``_change`` takes the present one and changes the caller's own fields only.
     """
 
     def __init__(
@@ -75,17 +75,14 @@ class AsyncPredictionService:
         self._all: dict[str, AsyncPrediction] = {}
         self._has_several_owners = has_several_owners
         self._by_key: dict[tuple[str, str, str], str] = {}  # by owner, model and Idempotency-Key
-        # Predictions, and their bytes, by owner, with those that are being stored.
-        self._count_by_owner = Counter[str]()
-        self._bytes_by_owner = Counter[str]()
-        self._reserved_count = self._reserved_bytes = 0  # predictions, and bytes, that are being stored
-        self._bytes = 0
+        self._usage = StoreUsage(settings, meters)
         self._queues: dict[tuple[str, str], deque[str]] = {}  # by owner and model, in order
         self._running: dict[str, asyncio.Task[StoredResponse]] = {}
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._running_by_model = Counter[str]()
         self._running_by_owner = Counter[str]()
         self._key_lock = asyncio.Lock()
+        self._adding: dict[asyncio.Task[None], str] = {}  # the owners of predictions that are being stored
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._traces: dict[str, str] = {}  # contexts of traced requests that wait for their webhook, by id
@@ -155,6 +152,8 @@ class AsyncPredictionService:
 
     async def remove_owner(self, owner: str) -> None:
         """Make an owner's predictions those of managers alone: a later key of its name is another owner."""
+        if adding := [task for task, added_by in self._adding.items() if added_by == owner]:
+            await asyncio.wait(adding)  # their rows and records have the owner
         for queued_by, model in [queue for queue in self._queues if queue[0] == owner]:
             waiting = self._queues.pop((queued_by, model))
             self._queues.setdefault(("", model), deque()).extend(waiting)
@@ -162,9 +161,7 @@ class AsyncPredictionService:
             if prediction.owner != owner:
                 continue
             self._remove_key(prediction)
-            self._count(prediction, -1)
-            self._all[id] = replace(prediction, owner="", key="")
-            self._count(self._all[id], 1)
+            self._change(id, owner="", key="")
         await self._store.remove_owner(owner)
 
     # Execution
@@ -209,13 +206,7 @@ class AsyncPredictionService:
 
     async def _accept(self, request: StoredRequest) -> AsyncPrediction:
         size = len(request.body)
-        limit = self._settings
-        if len(self._all) + self._reserved_count >= limit.max_predictions:
-            raise AsyncQueueFull("async_predictions.max_predictions", limit.max_predictions)
-        if self._bytes + self._reserved_bytes + size > limit.max_bytes:
-            raise AsyncQueueFull("async_predictions.max_bytes", limit.max_bytes)
-        if request.owner and self._has_several_owners():
-            self._check_share(request.owner, size)
+        self._usage.check(request.owner, size, request.owner != "" and self._has_several_owners())
         prediction = AsyncPrediction(
             secrets.token_hex(16),
             request.model,
@@ -230,53 +221,33 @@ class AsyncPredictionService:
         )
 
         async def store() -> None:
-            self._reserved_count += 1
-            self._reserved_bytes += size
-            self._count(prediction, 1)
+            self._usage.add(prediction)
             try:
                 await self._store.add(prediction, request)
             finally:
-                self._reserved_count -= 1
-                self._reserved_bytes -= size
-                self._count(prediction, -1)
+                self._usage.remove(prediction)
             self._add(prediction)
             if prediction.webhook and (context := dict(request.headers).get(tracing.TRACEPARENT)):
                 self._traces[prediction.id] = context
             self._enqueue(prediction)
 
-        await asyncio.shield(
-            self._spawn(store())
-        )  # its caller may disconnect: a stored prediction must be known
+        task = self._spawn(store())
+        self._adding[task] = prediction.owner
+        task.add_done_callback(self._adding.pop)
+        await asyncio.shield(task)  # its caller may disconnect: a stored prediction must be known
         return prediction
 
-    def _check_share(self, owner: str, size: int) -> None:
-        """Raise KeyShareExceeded where an owner has no room for another prediction of ``size`` bytes."""
-        limit = self._settings
-        max_count = max(1, int(limit.max_predictions * limit.key_share))
-        max_bytes = int(limit.max_bytes * limit.key_share)
-        if self._count_by_owner[owner] >= max_count:
-            error = KeyShareExceeded(owner, "max_predictions", max_count)
-        elif self._bytes_by_owner[owner] + size > max_bytes:
-            error = KeyShareExceeded(owner, "max_bytes", max_bytes)
-        else:
-            return
-        # Subjects of tokens are many, and share a label.
-        label = f"{JWT_PREFIX}other" if owner.startswith(JWT_PREFIX) else owner
-        self._meters.key(label, 0, 0, 0, {"key_share": 1})
-        raise error
-
-    def _count(self, prediction: AsyncPrediction, change: int) -> None:
-        """Add a prediction to the totals of its owner, or subtract it (``change`` -1)."""
-        owner = prediction.owner
-        self._count_by_owner[owner] += change
-        self._bytes_by_owner[owner] += change * prediction.size
-        if not self._count_by_owner[owner]:
-            del self._count_by_owner[owner], self._bytes_by_owner[owner]
+    def _change(self, id: str, **fields: Any) -> AsyncPrediction:
+        """Change fields of the present record, and the totals; return the new record."""
+        before = self._all[id]
+        self._all[id] = after = replace(before, **fields)
+        self._usage.remove(before)
+        self._usage.add(after)
+        return after
 
     def _add(self, prediction: AsyncPrediction) -> None:
         self._all[prediction.id] = prediction
-        self._bytes += prediction.size
-        self._count(prediction, 1)
+        self._usage.add(prediction)
         if prediction.key:
             self._by_key[prediction.owner, prediction.model, prediction.key] = prediction.id
 
@@ -341,7 +312,7 @@ class AsyncPredictionService:
 
         Raises PredictionLost.
         """
-        self._all[id] = prediction = replace(self._all[id], state="running", started=time.time())
+        prediction = self._change(id, state="running", started=time.time())
         deadline = time.time() + self._settings.max_queue_time_s
         while True:
             try:
@@ -358,20 +329,20 @@ class AsyncPredictionService:
 
     async def _end(self, id: str, state: State, response: StoredResponse | None, error: str = "") -> None:
         """Store the outcome; a response that the folder refuses is given up after the queue time."""
-        before, now = self._all[id], time.time()
+        now = time.time()
         while True:
-            after = replace(
-                before,
-                state=state,
-                ended=now,
-                expires=now + self._settings.retention_s,
-                status=response.status if response is not None else 0,
-                size=len(response.body) if response is not None else 0,
-                webhook_state="pending" if before.webhook else "",
-                error=error,
-            )
+            before = self._all[id]
+            outcome: dict[str, Any] = {
+                "state": state,
+                "ended": now,
+                "expires": now + self._settings.retention_s,
+                "status": response.status if response is not None else 0,
+                "size": len(response.body) if response is not None else 0,
+                "webhook_state": "pending" if before.webhook else "",
+                "error": error,
+            }
             try:
-                await self._store.finish(before, after, response)
+                await self._store.finish(before, replace(before, **outcome), response)
                 break
             except Unavailable as why:
                 log.warning("the response of prediction %s could not be stored, and will be: %s", id, why)
@@ -383,10 +354,7 @@ class AsyncPredictionService:
                     log.error("prediction %s has lost its response: %s", id, why)
                     continue
             await asyncio.sleep(_STORE_RETRY_S)
-        self._count(before, -1)
-        self._all[id] = after
-        self._count(after, 1)
-        self._bytes += after.size - before.size
+        after = self._change(id, **outcome)
         self._meters.count_async_prediction(after.model, state)
         if after.webhook:
             self._spawn(self._send_webhook(id))
@@ -399,19 +367,16 @@ class AsyncPredictionService:
             delivered = await self._webhooks.send(prediction.webhook, id, prediction.to_dict(), headers)
         self._meters.webhook("delivered" if delivered else "failed")
         if id in self._all:
-            self._all[id] = prediction = replace(
-                prediction, webhook_state="delivered" if delivered else "failed"
-            )
+            prediction = self._change(id, webhook_state="delivered" if delivered else "failed")
             with contextlib.suppress(Unavailable):  # the webhook is sent again after the next start
                 await self._store.update(prediction)
 
     async def _delete(self, predictions: list[AsyncPrediction]) -> None:
         await self._store.remove(predictions)
         for prediction in predictions:
-            if self._all.pop(prediction.id, None) is not None:
-                self._bytes -= prediction.size
-                self._count(prediction, -1)
-                self._remove_key(prediction)
+            if (removed := self._all.pop(prediction.id, None)) is not None:
+                self._usage.remove(removed)
+                self._remove_key(removed)
 
     def _find(self, id: str, grant: KeyGrant | None) -> AsyncPrediction:
         """Return a prediction; one of another owner does not exist for a caller who is no manager."""

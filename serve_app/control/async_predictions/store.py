@@ -25,7 +25,9 @@ from serve_app.errors import PredictionLost, PredictionNotFound
 
 
 class AsyncPredictionStore:
-    """Every method raises Unavailable where the database does not respond, and ResultStoreUnavailable where
+    """The table of predictions. ``remove_owner`` alone changes the owner of a row.
+
+    Every method raises Unavailable where the database does not respond, and ResultStoreUnavailable where
     its folder does not. ``inline``: bytes up to which a body lies in its row.
     """
 
@@ -79,9 +81,9 @@ class AsyncPredictionStore:
             await self._results.remove([_name(before)])
 
     async def update(self, prediction: AsyncPrediction) -> None:
-        row = _encode(prediction)
+        mine = ASYNC_PREDICTIONS.c.id == prediction.id
         await self._execute(
-            sa.update(ASYNC_PREDICTIONS).where(ASYNC_PREDICTIONS.c.id == prediction.id).values(row)
+            sa.update(ASYNC_PREDICTIONS).where(mine).values(document=_encode(prediction)["document"])
         )
 
     async def remove_owner(self, owner: str) -> None:
@@ -153,7 +155,7 @@ class AsyncPredictionStore:
             in_object = connection.execute(
                 sa.select(ASYNC_PREDICTIONS.c.body.is_(None)).where(where)
             ).scalar()
-            row = {**_encode(after), "body": body}
+            row = {"document": _encode(after)["document"], "body": body}
             connection.execute(sa.update(ASYNC_PREDICTIONS).where(where).values(row))
         return bool(in_object)
 

@@ -39,7 +39,7 @@ _SIZE = 32  # random bytes
 class KeyService:
     """The keys of the API. ``keys`` is None where no key is required; then none can be created.
 
-    ``on_revoke`` is called with the name of a revoked key, whose owner must not come back under the name.
+    ``disown`` is called with the name of a revoked key, and of a new one: a key owns only what it creates.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class KeyService:
         state: StateStore,
         store: KeyStore,
         keys: ApiKeys | None,
-        on_revoke: Callable[[str], Awaitable[None]],
+        disown: Callable[[str], Awaitable[None]],
     ) -> None:
         self._state = state
         self._store = store
         self._keys = keys
-        self._on_revoke = on_revoke
+        self._disown = disown
 
     async def load(self) -> None:
         """Load the stored keys; one whose name is in the settings, too, is not accepted."""
@@ -89,6 +89,9 @@ class KeyService:
                 raise Conflict(f"A key named {request.name} exists already; rotate it, or take another name.")
             if len(names) >= MAX_KEYS:
                 raise Conflict(f"There are {MAX_KEYS} keys, and no more are possible; revoke unused ones.")
+            await self._disown(
+                request.name
+            )  # an earlier key of the name, which may have been in the settings
             return await self._put(keys, record, None)
 
     async def list_keys(self, caller: KeyGrant | None) -> list[KeyDocument]:
@@ -130,7 +133,7 @@ class KeyService:
             try:
                 await self._state.wait_until_applied()
             finally:  # after the last reader that may submit a prediction with the key
-                await self._on_revoke(name)
+                await self._disown(name)
 
     async def _put(self, keys: ApiKeys, record: KeyRecord, previous: bytes | None) -> NewKeyDocument:
         """Store a key under a new digest, publish it, and return it."""

@@ -102,6 +102,7 @@ class AsyncInterceptor:
                 f"Header Idempotency-Key has {len(key)} characters; it may have {_MAX_KEY_LENGTH}."
             )
         scope, body = exchange.scope, await exchange.read_body(self._max_body_size)
+        auth.check_again(self._plane.access, exchange)  # a revoked key owns nothing
         query = scope.get("query_string", b"").decode("latin-1")
         received = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         if exchange.span is not None:

@@ -74,6 +74,16 @@ def authorize(access: AccessTable | None, exchange: HttpExchange, *rights: Right
         set_actor(create_actor(exchange.grant, exchange.client))
 
 
+def check_again(access: AccessTable | None, exchange: HttpExchange) -> None:
+    """Check that an authorized request's key is valid still: it may be revoked while the body arrives.
+
+    Raises AccessDenied.
+    """
+    if access is not None and exchange.grant is not None:
+        headers = dict(exchange.scope["headers"])
+        resolve_grant(access, headers[b"authorization"].decode("latin-1"))
+
+
 def create_actor(grant: KeyGrant | None, address: str) -> Actor:
     """Return the author of a request for the audit log."""
     return Actor(grant.name or "unnamed", address) if grant is not None else Actor(address=address)

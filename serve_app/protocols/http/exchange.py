@@ -97,7 +97,8 @@ class HttpExchange:
     ``headers`` are the request's, lower-cased by ASGI; a repeated header has its last value.
     ``status`` is the response's, 0 until the response has started. ``model`` and ``version`` name the model
     that answered, for the access log. ``grant`` holds the rights of the request's key (see auth.py); it is
-    None where no key is required. ``span`` is that of a traced request.
+    None where no key is required. ``span`` is that of a traced request. ``on_body`` is called when the whole
+    body has arrived, and may raise.
     """
 
     __slots__ = (
@@ -109,6 +110,7 @@ class HttpExchange:
         "headers",
         "method",
         "model",
+        "on_body",
         "parsed",
         "path",
         "request_id",
@@ -139,6 +141,7 @@ class HttpExchange:
         self.status = 0
         self.model = self.version = ""
         self.grant: KeyGrant | None = None
+        self.on_body: Callable[[], None] | None = None
         self.parsed: Any = None  # the protocol's own form of the request
         self.span: Any = None  # of a traced request
         self._default_headers = default_headers
@@ -191,6 +194,8 @@ class HttpExchange:
             if size > limit:
                 raise RequestTooLarge(limit)
             if not message.get("more_body", False):
+                if self.on_body is not None:
+                    self.on_body()
                 return b"".join((*chunks, chunk)) if chunks else chunk
             chunks.append(chunk)
 

@@ -275,6 +275,7 @@ class OpenInferenceRoutes:
         auth.authorize(self._plane.access, exchange, "manage")
         auth.require_model(exchange, model)
         control, body = self._require_control(), await self._read_body(exchange)
+        auth.check_again(self._plane.access, exchange)
         parameters = (await self._parse_object(body)).get("parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidBody("parameters is an object.")

@@ -120,6 +120,7 @@ class ManagementRoutes:
             exchange.remove_cors_headers()
             self._cross_site.check(exchange.method, exchange.path, exchange.headers)
         self._authorize(exchange)
+        exchange.on_body = lambda: auth.check_again(self._control.access, exchange)
         await self._table.handle(exchange)
 
     def _authorize(self, exchange: HttpExchange) -> None:

@@ -73,6 +73,20 @@ def test_only_a_key_that_may_manage_uses_them(managed: Any, key: str) -> None:
     assert managed.keys.calls == []
 
 
+def test_a_key_that_is_revoked_while_a_body_arrives_changes_nothing(management: Callable[..., Any]) -> None:
+    grants = dict(ACCESS.grants)
+    managed = management(access=AccessTable(grants))
+    managed.control_api.create_key = (keys := Keys()).create_key
+
+    def revoke() -> bytes:
+        del grants[sha256(b"manage").digest()]
+        return b'"a"}'
+
+    response = managed("POST", "/keys", [b'{"name": ', revoke], bearer("manage"))
+    assert (response.status, response["x-torchrelay-reason"]) == (400, "invalid_token")
+    assert keys.calls == []
+
+
 def test_bodies_and_statuses(managed: Any) -> None:
     assert managed("GET", "/keys", b"", bearer("manage")).status == 200
     created = managed("POST", "/keys", b'{"name": "a", "models": "team-*"}', bearer("manage"))

@@ -15,6 +15,7 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import HandlerRejected
 from serve_app.protocols.openinference import errors
+from tests.support import protocol_fakes
 from tests.support.openinference_requests import build_document
 
 
@@ -147,6 +148,19 @@ def test_keys_limit_routes_and_models(send_request: Any, models: Any) -> None:
     assert status("POST", load, "manage-key") == 200
     index = send_request("POST", "/v2/repository/index", authorization="Bearer infer-key").json()
     assert {row["name"] for row in index} == {"plain"}
+
+
+def test_a_key_that_is_revoked_while_a_body_arrives_loads_nothing(send_request: Any, models: Any) -> None:
+    grants = {sha256(b"key").digest(): KeyGrant(frozenset({"manage"}))}
+    models.grant(AccessTable(grants))
+    path, headers = "/v2/repository/models/plain/load", {"authorization": "Bearer key"}
+
+    def revoke() -> bytes:
+        grants.clear()
+        return b"}"
+
+    response = protocol_fakes.send_request(models.app(), "POST", path, [b"{", revoke], headers)
+    assert (response.status, models.operations) == (401, [])
 
 
 def test_a_streamed_response_is_one_text_of_infer(send_request: Any, models: Any) -> None:
