@@ -123,7 +123,7 @@ class ReconcileLoop:
 
     def mark_removed(self, spec: ModelSpec) -> None:
         """Drop a version's health; its archive is deleted once its replicas have ended."""
-        self._health.forget(spec.ref)
+        self._health.remove(spec.ref)
         self._draining[spec.ref.app] = spec.digest
         for adapter in spec.adapters:  # loaded where a replica still runs
             self._ingestor.mark_unused(adapter.digest)

@@ -61,6 +61,16 @@ class _CrashRecord:
     retry_at: float
 
 
+@dataclass(frozen=True)
+class _Declaration:
+    """What the handler in an archive declares: inputs and outputs, their media type and schemas."""
+
+    digest: str
+    signature: Signature | None = None
+    input_type: str = ""
+    schemas: Mapping[str, Any] | None = None
+
+
 class HealthTracker:
     """The health of every version that should run. ``clock`` counts seconds."""
 
@@ -78,11 +88,9 @@ class HealthTracker:
         self._last_errors: dict[ModelRef, tuple[str, float]] = {}
         self._loading_since: dict[ModelRef, float] = {}
         self._reset_times: dict[ModelRef, float] = {}  # in seconds of time.time()
-        # The last start's seconds and the signature are kept while a version does not run.
+        # The last start's seconds and the declaration are kept while a registered version does not run.
         self._start_seconds: dict[ModelRef, float] = {}
-        self._signatures: dict[ModelRef, Signature] = {}
-        self._input_types: dict[ModelRef, str] = {}
-        self._schemas: dict[ModelRef, Mapping[str, Any] | None] = {}
+        self._declarations: dict[ModelRef, _Declaration] = {}
         self.waiting: Mapping[ModelRef, str] = {}  # what versions with replicas without a place wait for
 
     def update(
@@ -152,6 +160,9 @@ class HealthTracker:
             self._count_crashes(ref, observed, previous, now)
         phase = self._phase(ref, running, idle)
         last_error, error_time = self._last_errors.get(ref, ("", 0.0))
+        declared = self._declarations.get(ref)
+        if declared is None or declared.digest != state.spec.digest:  # another archive declares others
+            declared = _Declaration(state.spec.digest)
         status = ModelStatus(
             phase,
             running,
@@ -159,9 +170,9 @@ class HealthTracker:
             error_time,
             observed.workers if observed is not None else (),
             self._measure_start(ref, phase, now),
-            self._signatures.get(ref),
-            self._input_types.get(ref, ""),
-            self._schemas.get(ref),
+            declared.signature,
+            declared.input_type,
+            declared.schemas,
             self.waiting.get(ref, ""),
             observed.pool_hosts if observed is not None else 0,
         )
@@ -203,19 +214,14 @@ class HealthTracker:
 
     def set_signature(
         self,
-        ref: ModelRef,
+        spec: ModelSpec,
         signature: Signature | None,
         input_type: str = "",
         schemas: Mapping[str, Any] | None = None,
     ) -> None:
         """Store inputs, outputs, the input's media type and the schemas that a replica's handler declares."""
-        self._settled.pop(ref, None)
-        self._input_types[ref] = input_type
-        self._schemas[ref] = schemas
-        if signature is not None:
-            self._signatures[ref] = signature
-        else:
-            self._signatures.pop(ref, None)
+        self._settled.pop(spec.ref, None)
+        self._declarations[spec.ref] = _Declaration(spec.digest, signature, input_type, schemas)
 
     def record_start_failure(self, spec: ModelSpec, error: StartFailed) -> None:
         """Schedule the next start of a replica that could not start.
@@ -317,8 +323,14 @@ class HealthTracker:
         if (status := self.statuses.get(ref)) is not None:
             self._set_status(ref, replace(status, last_error="", error_time=0.0))
 
+    def remove(self, ref: ModelRef) -> None:
+        """Drop the state of a removed version: a later one of its name is another archive."""
+        self.forget(ref)
+        self._start_seconds.pop(ref, None)
+        self._declarations.pop(ref, None)
+
     def forget(self, ref: ModelRef) -> None:
-        """Drop the state of a version that was removed or should not run."""
+        """Drop the state of a version that should not run."""
         self.revision += 1
         for by_ref in (
             self.statuses,

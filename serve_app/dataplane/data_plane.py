@@ -347,6 +347,8 @@ class DataPlane:
                     raise self._with_start_time(loading, route) from None
         finally:
             self._waiting[ref] -= 1
+            if not self._waiting[ref]:
+                del self._waiting[ref]
         if route.phase in ("stopped", "failed") and route.replicas == 0:
             raise NoReplica(ref.name, request.version, route.last_error or _NONE_REQUESTED)
         return route

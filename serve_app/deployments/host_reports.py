@@ -60,6 +60,12 @@ class HostReporter:
                 spec.ref, spec.digest, runner.signature, runner.input_type, runner.schemas, memory
             )
 
+    def retain(self, revisions: Mapping[ModelRef, str]) -> None:
+        """Report the declarations of other revisions again when they are loaded: Management dropped them."""
+        self._offered = {
+            ref: revision for ref, revision in self._offered.items() if revisions.get(ref) == revision
+        }
+
     def load_pinned(self, table: RoutingTable, pinned: Mapping[ModelRef, VersionRoute]) -> None:
         """Load the pinned versions that belong to this host and are not loaded."""
         hosts = table.pools.get(self._pool, ())

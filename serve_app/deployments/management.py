@@ -368,13 +368,11 @@ class Management:
         schemas: Mapping[str, Any] | None = None,
         memory: int = 0,
     ) -> None:
-        """Record what a ready replica declares and uses.
-
-        These are the signature, media type and schemas of its handler, and the bytes of its process.
-        """
+        """Record what a ready replica's handler declares, and the bytes of its process."""
         with contextlib.suppress(NotFound):  # removed meanwhile
-            if find_version(self._state.registry, ref.name, ref.version).digest == digest:
-                self._health.set_signature(ref, signature, input_type, schemas)
+            spec = find_version(self._state.registry, ref.name, ref.version)
+            if spec.digest == digest:
+                self._health.set_signature(spec, signature, input_type, schemas)
                 self._reconcile_loop.trigger()
         try:
             await self._state.record_memory(ref, digest, memory)

@@ -105,7 +105,7 @@ class PoolHost:
         )
         self._management_client.key_limiter = self._plane.key_limiter
         self._management_client.before_report = self._update_meters
-        self._management_client.on_connect = self._reporter.report_soon
+        self._management_client.on_connect = self._report_all
         self._access = access_log.access_log(settings)
         self._uds_server = UdsServer(self._submit)
         await report_crashes(settings, replica, management)
@@ -237,19 +237,27 @@ class PoolHost:
             for version, row in model.versions.items()
             if row.pool == self._pool
         }
-        self._cache.retain({ref: row.revision for ref, row in rows.items()})
-        for ref in self._specs.keys() - rows.keys():
-            del self._specs[ref]
+        revisions = {ref: row.revision for ref, row in rows.items()}
+        self._cache.retain(revisions)
+        self._reporter.retain(revisions)
+        for ref, spec in list(self._specs.items()):
+            if revisions.get(ref) != spec.revision:
+                del self._specs[ref]
         for version in self._cache.loaded.values():
             self._apply_limit(version, rows.get(version.spec.ref))
         self._cache.pinned = frozenset(ref for ref, row in rows.items() if row.pin_loaded)
         self._reporter.load_pinned(table, {ref: rows[ref] for ref in self._cache.pinned})
 
     def _on_cache_change(self) -> None:
-        self._leaks.restart(measure())
+        self._leaks.restart(measure(), {version.spec.ref for version in self._cache.loaded.values()})
         for version in self._cache.loaded.values():
             self._reporter.loaded(version.spec, version.runner, version.memory.host)
         self._reporter.report_soon()
+
+    def _report_all(self) -> None:
+        """Report everything to a new Management, which knows no declaration."""
+        self._reporter.retain({})
+        self._on_cache_change()
 
     # The process
 

@@ -47,14 +47,17 @@ class ReplicaAdapters:
         desired = {adapter.name: adapter for adapter in adapters if adapter.digest}
         for name in [name for name, adapter in self._desired.items() if desired.get(name) != adapter]:
             del self._desired[name]
+            self._attempts.pop(name).set()
             self._schedule(name, self._loader.unload_adapter(name))
         for name, adapter in desired.items():
             if name not in self._desired:
                 self._desired[name] = adapter
                 checked, _ = self._checked.pop(name, (None, 0.0))
+                attempt = self._attempts[name] = asyncio.Event()
                 if checked != adapter:
-                    self._attempts[name] = asyncio.Event()
-                    self._schedule(name, self._keep_loading(adapter))
+                    self._schedule(name, self._keep_loading(adapter, attempt))
+                else:
+                    attempt.set()
         self._drop_unstored()
 
     async def load(self, adapter: AdapterSpec) -> None:
@@ -91,15 +94,18 @@ class ReplicaAdapters:
         if self._tasks.get(name) is task:
             del self._tasks[name]
 
-    async def _keep_loading(self, adapter: AdapterSpec) -> None:
-        """Load an adapter, and try again until that succeeds or it is not desired any more."""
+    async def _keep_loading(self, adapter: AdapterSpec, attempt: asyncio.Event) -> None:
+        """Load an adapter, and try again until that succeeds or it is not desired any more.
+
+        ``attempt`` is set after the first try.
+        """
         while self._desired.get(adapter.name) is adapter:
             try:
                 return await self._loader.load_adapter(adapter.name, self._open_folder(adapter))
             except RelayError as error:
                 log.error("%s", error)
             finally:
-                self._attempts[adapter.name].set()
+                attempt.set()
             await asyncio.sleep(_RETRY_PERIOD_S)
 
 

@@ -55,14 +55,14 @@ def test_loading_then_ready(health: HealthTracker) -> None:
 
 def test_what_a_handler_offers_is_known_until_it_offers_something_else(health: HealthTracker) -> None:
     signature = Signature((TensorSpec("x", "FP32", (-1,)),))
-    health.set_signature(SPEC.ref, signature, "text/plain", {"input": {}})
+    health.set_signature(SPEC, signature, "text/plain", {"input": {}})
     health.update(WANT, app("a"), {})
     status = health.statuses[SPEC.ref]
     assert (status.signature, status.input_type, status.schemas) == (signature, "text/plain", {"input": {}})
     health.update({}, {}, app("a"))  # it sleeps, and is asked about all the same
     health.update(WANT, app("a"), {})
     assert health.statuses[SPEC.ref].signature is signature
-    health.set_signature(SPEC.ref, None)
+    health.set_signature(SPEC, None)
     health.update(WANT, app("a"), {})
     assert health.statuses[SPEC.ref].signature is None
 
@@ -222,7 +222,7 @@ def test_only_changes_update_a_settled_version(health: HealthTracker) -> None:
     changes: list[Callable[[], object]] = [
         lambda: health.record_note(SPEC.ref, "evicted"),
         lambda: health.record_shortage(SPEC.ref, "2 workers are desired"),
-        lambda: health.set_signature(SPEC.ref, Signature((TensorSpec("x", "FP32", (-1,)),))),
+        lambda: health.set_signature(SPEC, Signature((TensorSpec("x", "FP32", (-1,)),))),
         lambda: health.record_crash(SPEC, CrashReport("m--1", SPEC.digest, "a", False, time.time(), "gone")),
         lambda: health.record_start_failure(SPEC, StartFailed("m", "1", "no file")),
         lambda: health.reset_backoff(SPEC.ref),

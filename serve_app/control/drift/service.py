@@ -93,9 +93,7 @@ class DriftService:
         policy, key = spec.capture, (report.ref.name, report.ref.version)
         if policy is None:
             return
-        record = self._records.get(key)
-        if record is None or record.digest != spec.digest:
-            record = self._records[key] = DriftRecord(spec.digest)
+        record = self._find_record(key, spec)
         record.captured += report.captured
         for reason, count in report.dropped.items():
             record.dropped[reason] = record.dropped.get(reason, 0) + count
@@ -152,6 +150,16 @@ class DriftService:
         except Unavailable as error:
             log.warning("the last drift statistics are lost: %s", error)
 
+    def _find_record(self, key: Key, spec: ModelSpec) -> DriftRecord:
+        """Return the record of a version's archive, a new one in place of that of a replaced archive."""
+        record = self._records.get(key)
+        if record is not None and record.digest != spec.digest:
+            self._drop(key)
+            record = None
+        if record is None:
+            record = self._records[key] = DriftRecord(spec.digest)
+        return record
+
     def _find_spec(self, ref: ModelRef) -> ModelSpec | None:
         record = self._state.registry.models.get(ref.name)
         return record.versions.get(ref.version) if record is not None else None
@@ -165,9 +173,7 @@ class DriftService:
             if policy is None or not isinstance(policy.reference, str):
                 continue
             key = (spec.name, spec.version)
-            record = self._records.get(key)
-            if record is None or record.digest != spec.digest:
-                record = self._records[key] = DriftRecord(spec.digest)
+            record = self._find_record(key, spec)
             if record.reference is None:
                 await self._read_reference(spec, policy, policy.reference, record)
 
@@ -271,10 +277,13 @@ class DriftService:
         for (model, version), record in list(self._records.items()):
             spec = self._find_spec(ModelRef(model, version))
             if spec is None or spec.digest != record.digest or spec.capture is None:
-                del self._records[model, version]
-                self._levels.pop((model, version), None)
-                self._changed.add((model, version))
-                self._meters.forget_drift(model, version)
+                self._drop((model, version))
+
+    def _drop(self, key: Key) -> None:
+        del self._records[key]
+        self._levels.pop(key, None)
+        self._changed.add(key)
+        self._meters.forget_drift(*key)
 
     async def _save(self) -> None:
         async with self._storing:

@@ -55,7 +55,8 @@ class PoolService:
         self._wait_for_round = wait_for_round
         self._on_isolated = on_isolated
         self._settings = settings
-        self._suspects: dict[str, float] = {}  # when a host was killed while a version ran
+        # When a host was killed while a version ran, by its application and digest.
+        self._suspects: dict[tuple[str, str], float] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
 
     def find_claiming_spec(self, spec: ModelSpec) -> ModelSpec:
@@ -104,7 +105,7 @@ class PoolService:
         for spec in specs:
             hosts = rank_hosts(spec.ref, self.tracker.hosts.get(spec.pool, ()))
             for host in hosts[: self.tracker.wanted_hosts(spec)]:
-                if host not in self.tracker.loaded_by(spec.ref):
+                if host not in self.tracker.loaded_by(spec):
                     try:
                         await self._load_in_host(pool_ref(spec.pool), host, spec)
                     except RelayError as error:
@@ -138,10 +139,12 @@ class PoolService:
         if crash.culprit:
             culprits = [crash.culprit]
         else:
-            recent = {app for app, when in self._suspects.items() if crash.when - when < _SUSPICION_S}
-            culprits = [app for app in crash.running if app in recent]
-            self._suspects = {app: self._suspects[app] for app in recent}
-            self._suspects |= dict.fromkeys(crash.running, crash.when)
+            running = [(app, by_app[app].digest) for app in crash.running if app in by_app]
+            self._suspects = {
+                suspect: when for suspect, when in self._suspects.items() if crash.when - when < _SUSPICION_S
+            }
+            culprits = [suspect[0] for suspect in running if suspect in self._suspects]
+            self._suspects |= dict.fromkeys(running, crash.when)
         if specs := [by_app[app] for app in culprits if app in by_app]:
             self._start(self._isolate(specs, crash.cause))
 

@@ -67,9 +67,9 @@ class PoolTracker:
         """Store a host's report."""
         known = self._reports.get(host)
         self._reports[host] = report
-        before = known.loaded.keys() if known is not None else frozenset[ModelRef]()
-        if changed := before ^ report.loaded.keys():
-            self._changed |= changed
+        before = _revisions(known) if known is not None else set()
+        if changed := before ^ _revisions(report):
+            self._changed |= {ref for ref, _ in changed}
             self._on_change()
 
     def take_changed(self) -> set[ModelRef]:
@@ -93,12 +93,14 @@ class PoolTracker:
         for host in self._reports.keys() - living:
             del self._reports[host]
 
-    def loaded_by(self, ref: ModelRef) -> dict[str, LoadedVersion]:
-        """Return the running hosts that have loaded a version, and what they report of it."""
+    def loaded_by(self, spec: ModelSpec) -> dict[str, LoadedVersion]:
+        """Return the running hosts that have loaded a version in its revision, and their reports of it."""
         return {
             host: loaded
             for host, report in self._reports.items()
-            if host in self._workers and (loaded := report.loaded.get(ref)) is not None
+            if host in self._workers
+            and (loaded := report.loaded.get(spec.ref)) is not None
+            and loaded.revision == spec.revision
         }
 
     def desired_states(self, specs: Iterable[ModelSpec]) -> dict[str, DesiredState]:
@@ -108,6 +110,7 @@ class PoolTracker:
         """
         states = {spec.ref.app: self.desired_state(spec) for spec in specs if spec.is_pooled}
         self._states = {app: self._states[app] for app in states}
+        self._extra = {ref: extra for ref, extra in self._extra.items() if ref.app in states}
         return states
 
     def desired_state(self, spec: ModelSpec) -> DesiredState:
@@ -143,7 +146,7 @@ class PoolTracker:
 
     def observe(self, spec: ModelSpec) -> ObservedApp:
         """Return a pooled version as if it were an application: its replicas are the hosts that have it."""
-        loaded = self.loaded_by(spec.ref)
+        loaded = self.loaded_by(spec)
         workers = tuple(
             replace_memory(self._workers[host], version.memory) for host, version in sorted(loaded.items())
         )
@@ -171,13 +174,11 @@ class PoolTracker:
         ``maxWorkers`` bounds them where it is above ``minWorkers``; otherwise all hosts of the pool do.
         """
         grown = []
-        known = set()
         before = dict(self._extra)
         for spec in specs:
             if not spec.is_pooled:
                 continue
-            known.add(spec.ref)
-            loaded = self.loaded_by(spec.ref).values()
+            loaded = self.loaded_by(spec).values()
             busy = sum(version.busy for version in loaded) / len(loaded) if loaded else 0.0
             count, extra = self.wanted_hosts(spec), self._extra.get(spec.ref, 0)
             most = len(self.hosts.get(spec.pool, ()))
@@ -188,10 +189,14 @@ class PoolTracker:
                 grown.append(spec)
             elif busy < _COLD and extra:
                 self._extra[spec.ref] = extra - 1
-        self._extra = {ref: extra for ref, extra in self._extra.items() if extra and ref in known}
+        self._extra = {ref: extra for ref, extra in self._extra.items() if extra}
         if self._extra != before:
             self._unloaded.clear()
         return grown
+
+
+def _revisions(report: HostReport) -> set[tuple[ModelRef, str]]:
+    return {(ref, version.revision) for ref, version in report.loaded.items()}
 
 
 def replace_memory(worker: ReplicaInfo, memory: int) -> ReplicaInfo:

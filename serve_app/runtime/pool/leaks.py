@@ -6,7 +6,7 @@ versions that ran meanwhile, in proportion to their time in the handler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from serve_app.domain.model import ModelRef
@@ -44,9 +44,14 @@ class LeakDetector:
         self._busy: dict[ModelRef, float] = {}
         self._growth: dict[ModelRef, float] = {}
 
-    def restart(self, use: MemoryUse) -> None:
-        """Measure from here on: a load or an eviction has changed the memory."""
+    def restart(self, use: MemoryUse, loaded: Collection[ModelRef]) -> None:
+        """Measure from here on: a load or an eviction has changed the memory.
+
+        A version that is not among ``loaded`` starts anew when it is loaded again.
+        """
         self._last = use
+        self._busy = {ref: seconds for ref, seconds in self._busy.items() if ref in loaded}
+        self._growth = {ref: growth for ref, growth in self._growth.items() if ref in loaded}
 
     def sample(
         self, use: MemoryUse, loaded: MemoryUse, busy_seconds: Mapping[ModelRef, float]

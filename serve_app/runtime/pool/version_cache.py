@@ -133,6 +133,8 @@ class VersionCache(Generic[Hosted]):
             return await asyncio.shield(load)
         finally:
             self._waiting[ref] -= 1
+            if not self._waiting[ref]:
+                del self._waiting[ref]
 
     def forget_failure(self, ref: ModelRef) -> None:
         """Let the next request load a version whose load has failed."""
@@ -143,8 +145,9 @@ class VersionCache(Generic[Hosted]):
         for hosted in list(self.loaded.values()):
             if revisions.get(hosted.spec.ref) != hosted.revision:
                 self._close_later(hosted)
-        for ref in self._failures.keys() - revisions.keys():
-            del self._failures[ref]
+        for ref, failure in list(self._failures.items()):
+            if revisions.get(ref) != failure.revision:
+                del self._failures[ref]
 
     async def evict(self, ref: ModelRef) -> None:
         """Evict a version if it is loaded; its admitted requests are answered first."""

@@ -35,8 +35,8 @@ def pool_app(*hosts: str, ready: bool = True, pool: str = "p") -> dict[str, Obse
     return {app: ObservedApp(app, None, len(hosts), {}, 0, "RUNNING", "", workers)}
 
 
-def loaded(busy: float = 0.0) -> LoadedVersion:
-    return LoadedVersion("r", 5, 0, busy)
+def loaded(busy: float = 0.0, of: ModelSpec | None = None) -> LoadedVersion:
+    return LoadedVersion((of or spec("a")).revision, 5, 0, busy)
 
 
 def build(whole: Registry, tracker: PoolTracker) -> RoutingTable:
@@ -89,7 +89,7 @@ def test_a_lost_host_has_loaded_nothing() -> None:
     assert tracker.observe(spec("a")).workers == ()
     tracker.set_observed(pool_app("h2"))
     tracker.set_observed(pool_app("h1"))
-    assert tracker.loaded_by(A) == {}
+    assert tracker.loaded_by(spec("a")) == {}
 
 
 def test_a_busy_version_gets_further_hosts_and_a_quiet_one_loses_them() -> None:
@@ -102,19 +102,19 @@ def test_a_busy_version_gets_further_hosts_and_a_quiet_one_loses_them() -> None:
         for ref in (A, B):
             for host in rank_hosts(ref, hosts):
                 has = host in rank_hosts(ref, hosts)[:count]
-                tracker.put(host, HostReport("p", {r: loaded(share) for r in (A, B) if has}))
+                tracker.put(host, HostReport("p", {r: loaded(share, spec(r.name)) for r in (A, B) if has}))
 
     for host in hosts:
-        tracker.put(host, HostReport("p", {A: loaded(0.9), B: loaded(0.9)}))
+        tracker.put(host, HostReport("p", {A: loaded(0.9), B: loaded(0.9, bounded)}))
     assert tracker.balance([busy, bounded]) == [busy, bounded]
     assert tracker.balance([busy, bounded]) == [busy]  # the other has its maxWorkers
     assert tracker.balance([busy, bounded]) == []
     assert (tracker.wanted_hosts(busy), tracker.wanted_hosts(bounded)) == (3, 2)
     for host in hosts:
-        tracker.put(host, HostReport("p", {A: loaded(0.3), B: loaded(0.0)}))
+        tracker.put(host, HostReport("p", {A: loaded(0.3), B: loaded(0.0, bounded)}))
     assert tracker.balance([busy, bounded]) == []
     assert (tracker.wanted_hosts(busy), tracker.wanted_hosts(bounded)) == (3, 1)
-    assert tracker.balance([bounded]) == []  # the other is removed, and forgotten
+    tracker.desired_states([bounded])  # the other is removed
     assert tracker.wanted_hosts(busy) == 1
 
 

@@ -301,3 +301,15 @@ def test_files_for_an_object_store_need_its_permission(cluster: Cluster) -> None
     assert "capture_destinations" in cluster.run(store(ModelRef("m", "2.0"), "a.jsonl", b""))
     cluster.put("3.0", destination="s3://b/x")
     assert "is no name" in cluster.run(store(ModelRef("m", "3.0"), "../a.jsonl", b""))
+
+
+def test_another_archive_of_the_name_has_its_own_warnings(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    for digest in ("d" * 64, "e" * 64):
+        cluster.put(digest=digest)
+        cluster.report(200, digest=digest)
+        cluster.report(200, age=80.0, digest=digest)
+        assert cluster.gauges()["torchrelay_drift_psi/input.age"] > 0.2
+    warnings = [record.getMessage() for record in caplog.records if "drift of" in record.getMessage()]
+    assert len(warnings) == 2

@@ -33,7 +33,7 @@ def test_memory_within_the_budget_or_of_loads_is_no_leak() -> None:
         busy += 1.0
         assert detector.sample(MemoryUse(use * MIB), MemoryUse(100 * MIB), {OTHER: busy}) is None
     detector = LeakDetector(MemoryUse(400 * MIB), MemoryUse(200 * MIB))
-    detector.restart(MemoryUse(900 * MIB))  # a load
+    detector.restart(MemoryUse(900 * MIB), {OTHER})  # a load
     assert detector.sample(MemoryUse(900 * MIB), MemoryUse(700 * MIB), {OTHER: busy + 1}) is None
     assert detector.sample(MemoryUse(901 * MIB), MemoryUse(100 * MIB), {OTHER: busy + 2}) is None
 
@@ -43,3 +43,14 @@ def test_an_evicted_version_is_not_named_again() -> None:
     assert detector.sample(MemoryUse(0), MemoryUse(0), {LEAKING: 1.0}) is None
     assert detector.sample(MemoryUse(500 * MIB), MemoryUse(0), {LEAKING: 2.0}) is not None
     assert detector.sample(MemoryUse(500 * MIB), MemoryUse(0), {}) is None
+
+
+def test_a_version_that_is_loaded_again_is_not_charged_for_the_earlier_one() -> None:
+    detector = LeakDetector(MemoryUse(100 * MIB), MemoryUse(0))
+    for second in range(1, 3):
+        grown = MemoryUse(60 * second * MIB)
+        assert detector.sample(grown, MemoryUse(0), {LEAKING: 9.0 * second, OTHER: 0.1}) is None
+    detector.restart(MemoryUse(100 * MIB), {OTHER})
+    detector.restart(MemoryUse(300 * MIB), {OTHER, LEAKING})  # another archive of the name
+    leak = detector.sample(MemoryUse(500 * MIB), MemoryUse(0), {LEAKING: 0.2, OTHER: 0.9})
+    assert leak is not None and leak.ref == OTHER
