@@ -49,12 +49,13 @@ class ResultHistory:
         last = self._last.get(subject)
         if last is not None and last[1] == encoded:
             return
-        self._last[subject] = now, encoded
         row = {"kind": self._kind, "subject": subject, "time": now, "document": encoded.decode()}
         try:
             await asyncio.to_thread(self._insert, row)
         except Unavailable as error:
             log.warning("a point in the history of %s %s is lost: %s", self._kind, subject, error)
+        else:
+            self._last[subject] = now, encoded
 
     async def get_points(self, subject: str) -> list[dict[str, Any]]:
         """Return a subject's points with their ``time``, the oldest first. Raises Unavailable."""

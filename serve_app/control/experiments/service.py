@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.control.experiments import gauges, registry_changes
-from serve_app.control.experiments.analysis import ArmTotals, assess
+from serve_app.control.experiments.analysis import ALARM, ArmTotals, assess
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.registry import find_experiment, find_version
 from serve_app.control.result_history import ResultHistory
@@ -45,7 +45,8 @@ class ExperimentService:
         self._metric_store = metric_store
         self._history = history
         self._meters = meters
-        self._p_values: dict[str, float] = {}  # the least that was answered for an experiment's sample ratio
+        # The lowest p-values that were returned for sample ratios; the history has them after a restart.
+        self._p_values: dict[str, float] = {}
 
     async def run(self) -> None:
         """Record the results of running experiments, and delete what removed ones left, until cancelled.
@@ -131,6 +132,19 @@ class ExperimentService:
             raise ModelNotAllowed(experiment.model)
         return experiment
 
+    async def _find_lowest_p_value(self, id: str) -> float | None:
+        """Return the lowest p-value of an experiment's sample ratio so far.
+
+        Return None where the history cannot be read now.
+        """
+        if id not in self._p_values:
+            try:
+                points = await self._history.get_points(id)
+            except Unavailable:
+                return None
+            self._p_values.setdefault(id, min((point["p_value"] for point in points), default=1.0))
+        return self._p_values[id]
+
     async def _results(self, experiment: Experiment, late: str = "") -> ExperimentDocument:
         """Return an experiment with its results, which are recorded in its history.
 
@@ -149,11 +163,16 @@ class ExperimentService:
             for name, arm in experiment.arms.items()
             for seen in [figures.get(name, ArmStats())]
         ]
-        least = self._p_values.get(experiment.id, 1.0)
+        least = await self._find_lowest_p_value(experiment.id)
         found = await asyncio.to_thread(
-            assess, tallies, experiment.metrics, experiment.baseline, p_value=least
+            assess, tallies, experiment.metrics, experiment.baseline, p_value=1.0 if least is None else least
         )
-        self._p_values[experiment.id] = min(least, found["sample_ratio"]["p_value"])
+        ratio = found["sample_ratio"]
+        begins_alarm = ratio["alarm"] and least is not None and least > ALARM
+        if least is not None:  # else a later call reads the history
+            self._p_values[experiment.id] = min(
+                ratio["p_value"], self._p_values.get(experiment.id, least)
+            )
         for name, seen in figures.items():
             found["arms"][name]["failed"] = seen.failed
         for metric in experiment.metrics:
@@ -162,7 +181,8 @@ class ExperimentService:
                     found["metrics"][metric.name]["arms"][name]["missing"] = seen.missing.get(
                         OUTPUT + metric.name, 0
                     )
-        if not experiment.running or self._history.is_due(experiment.id, experiment.started_at):
+        is_due = self._history.is_due(experiment.id, experiment.started_at)
+        if not experiment.running or is_due or begins_alarm:
             await self._history.append(experiment.id, _to_point(found))
         document: ExperimentDocument = {**_to_document(experiment), **found}  # type: ignore[typeddict-item]
         if late:

@@ -374,6 +374,9 @@ def test_an_alarm_of_the_sample_ratio_stays(cluster: Cluster):
     cluster.tell()
     result = cluster.known(id)["sample_ratio"]
     assert result["alarm"] and result["observed"] == {"a": 400, "b": 400}
+    cluster.close()
+    cluster.open()
+    assert cluster.known(id)["sample_ratio"] == result
 
 
 def gauges(cluster: Cluster) -> dict[str, dict[tuple[str, ...], float]]:
