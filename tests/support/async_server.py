@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -192,6 +193,15 @@ async def echo(request: InferenceRequest) -> InferenceResponse:
     return InferenceResponse(
         body, "text/plain", headers=(("x-of-handler", "yes"),), version=request.version or "1.0"
     )
+
+
+@contextlib.contextmanager
+def locked_database(home: Path) -> Iterator[None]:
+    """Hold SQLite's lock, so that every write of the server waits."""
+    with contextlib.closing(sqlite3.connect(home / "state/registry.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("COMMIT")
 
 
 @contextlib.contextmanager

@@ -81,8 +81,8 @@ class AsyncPredictionService:
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._running_by_model = Counter[str]()
         self._running_by_owner = Counter[str]()
-        self._key_lock = asyncio.Lock()
-        self._adding: dict[asyncio.Task[None], str] = {}  # the owners of predictions that are being stored
+        # Predictions that are being stored, by owner, model and Idempotency-Key; without a key by their id.
+        self._adding: dict[tuple[str, str, str], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._traces: dict[str, str] = {}  # contexts of traced requests that wait for their webhook, by id
@@ -105,15 +105,15 @@ class AsyncPredictionService:
         """
         if request.webhook:
             self._webhooks.check(request.webhook)
-        if not request.key:
+        index = request.owner, request.model, request.key
+        while request.key and (adding := self._adding.get(index)) is not None:
+            await asyncio.wait({adding})  # it continues when its own caller disconnects
+        known = self._all.get(self._by_key.get(index, ""))
+        if known is None or _expired(known):
             return (await self._accept(request)).to_dict()
-        async with self._key_lock:
-            known = self._all.get(self._by_key.get((request.owner, request.model, request.key), ""))
-            if known is not None and not _expired(known):
-                if known.digest != request.digest:
-                    raise IdempotencyKeyReused(request.key, request.model)
-                return known.to_dict()
-            return (await self._accept(request)).to_dict()
+        if known.digest != request.digest:
+            raise IdempotencyKeyReused(request.key, request.model)
+        return known.to_dict()
 
     async def get_prediction(self, id: str, grant: KeyGrant | None) -> AsyncPredictionDocument:
         return self._find(id, grant).to_dict()
@@ -152,7 +152,7 @@ class AsyncPredictionService:
 
     async def remove_owner(self, owner: str) -> None:
         """Make an owner's predictions those of managers alone: a later key of its name is another owner."""
-        if adding := [task for task, added_by in self._adding.items() if added_by == owner]:
+        if adding := [task for (added_by, *_), task in self._adding.items() if added_by == owner]:
             await asyncio.wait(adding)  # their rows and records have the owner
         for queued_by, model in [queue for queue in self._queues if queue[0] == owner]:
             waiting = self._queues.pop((queued_by, model))
@@ -231,9 +231,9 @@ class AsyncPredictionService:
                 self._traces[prediction.id] = context
             self._enqueue(prediction)
 
-        task = self._spawn(store())
-        self._adding[task] = prediction.owner
-        task.add_done_callback(self._adding.pop)
+        index = request.owner, request.model, request.key or prediction.id
+        task = self._adding[index] = self._spawn(store())
+        task.add_done_callback(lambda _: self._adding.pop(index))
         await asyncio.shield(task)  # its caller may disconnect: a stored prediction must be known
         return prediction
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import importlib
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 
 from serve_app.domain.access import ROLES, AccessTable, KeyGrant, Role
 from serve_app.domain.request import InferenceRequest, InferenceResponse
-from tests.support.async_server import ASYNC, Server, build_table, echo, server_runs
+from tests.support.async_server import ASYNC, Server, build_table, echo, locked_database, server_runs
 from tests.support.protocol_fakes import send_request
 
 pytestmark = pytest.mark.integration
@@ -132,15 +130,6 @@ def test_predictions_of_a_revoked_key_are_for_managers(start: Callable[..., Serv
     assert {server("GET", location, headers=bearer("a")).status for location in locations} == {404}
     assert submit(server, "a", idempotency_key="1")["location"] not in locations
     assert server("GET", f"{locations[1]}/result", headers=bearer("ops")).body == b"x"
-
-
-@contextlib.contextmanager
-def locked_database(home: Path) -> Iterator[None]:
-    """Hold SQLite's lock, so that every write of the server waits."""
-    with contextlib.closing(sqlite3.connect(home / "state/registry.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        yield
-        other.execute("COMMIT")
 
 
 def check_that_nothing_is_owned(server: Server, location: str, start: Callable[..., Server]) -> None:

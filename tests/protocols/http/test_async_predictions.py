@@ -15,7 +15,7 @@ import pytest
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import HandlerRejected, QueueFull
-from tests.support.async_server import ASYNC, Server, build_table, echo, server_runs
+from tests.support.async_server import ASYNC, Server, build_table, echo, locked_database, server_runs
 
 pytestmark = pytest.mark.integration
 
@@ -247,6 +247,51 @@ def test_same_key_and_body_return_the_same_prediction(start: Callable[..., Serve
     assert server.submit("/predictions/n", idempotency_key="k") != first
     assert server.submit() != server.submit()
     assert server("POST", "/v2/models/m/infer", TENSORS, {**ASYNC, "idempotency-key": "k"}).status == 422
+
+
+def test_submissions_with_different_keys_are_stored_concurrently(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start()
+
+    async def submit_two() -> set[str]:
+        with locked_database(tmp_path):
+            calls = [
+                asyncio.create_task(
+                    server.send("POST", "/predictions/m", b"x", {**ASYNC, "idempotency-key": key})
+                )
+                for key in "ab"
+            ]
+            while len(server.service._adding) < 2:
+                await asyncio.sleep(0.002)
+        return {(await call)["location"] or "" for call in calls}
+
+    assert len(server.loop.run_until_complete(asyncio.wait_for(submit_two(), 60))) == 2
+
+
+def test_a_request_whose_client_has_left_is_stored_once(start: Callable[..., Server], tmp_path: Path) -> None:
+    server = start()
+
+    def submit(body: bytes) -> asyncio.Task[Any]:
+        headers = {**ASYNC, "idempotency-key": "k"}
+        return asyncio.create_task(server.send("POST", "/predictions/m", body, headers))
+
+    async def submit_again() -> list[Any]:
+        with locked_database(tmp_path):
+            first = submit(b"x")
+            while not server.service._adding:
+                await asyncio.sleep(0.002)
+            first.cancel()
+            await asyncio.wait({first})
+            others = [submit(body) for body in (b"x", b"x", b"y")]
+        responses = [await other for other in others]
+        while server.service._adding:
+            await asyncio.sleep(0.002)
+        return responses
+
+    second, third, other = server.loop.run_until_complete(asyncio.wait_for(submit_again(), 60))
+    assert second["location"] == third["location"] and other.status == 422
+    assert [one["self"] for one in server("GET", "/async").json["predictions"]] == [second["location"]]
 
 
 def test_key_is_free_after_its_prediction_is_deleted(start: Callable[..., Server]) -> None:
