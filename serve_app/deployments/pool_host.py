@@ -123,7 +123,8 @@ class PoolHost:
 
     def _submit(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
         """Start a request from another process; its version is loaded here if it has to be."""
-        hosted = self._cache.loaded.get((request.model, request.version or ""))
+        ref = ModelRef(request.model, request.version or "")
+        hosted = self._cache.find(ref, self._find_revision(ref))
         if hosted is not None:
             return hosted.submit_nowait(request, on_done)
 
@@ -148,6 +149,7 @@ class PoolHost:
     async def _infer_local(self, request: InferenceRequest, revision: str = "") -> Response:
         """Return the response of this host's own version, which is loaded first where it is not."""
         ref = ModelRef(request.model, request.version or "")
+        revision = revision or self._find_revision(ref)
         if self._cache.find(ref, revision) is None:
             self._meters.instrument("torchrelay_pool_misses", self._pool).inc()
         for attempt in (1, 2):
@@ -224,6 +226,11 @@ class PoolHost:
     def _find_route(self, ref: ModelRef) -> VersionRoute | None:
         model = self._reader.table.models.get(ref.name)
         return model.versions.get(ref.version) if model is not None else None
+
+    def _find_revision(self, ref: ModelRef) -> str:
+        """Return the revision in the routing table; empty where this host's table has no such version."""
+        route = self._find_route(ref)
+        return route.revision if route is not None else ""
 
     def _apply_limit(self, version: PooledVersion, row: VersionRoute | None) -> None:
         if row is not None:

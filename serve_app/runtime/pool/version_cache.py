@@ -93,7 +93,7 @@ class VersionCache(Generic[Hosted]):
         self._on_failure = on_failure
         self._measure = measure
         self._lock = asyncio.Lock()
-        self._loads: dict[ModelRef, asyncio.Task[Hosted]] = {}
+        self._loads: dict[tuple[ModelRef, str], asyncio.Task[Hosted]] = {}  # by version and revision
         self._waiting: Counter[ModelRef] = Counter()  # callers of a load that have not resumed yet
         self._failures: dict[ModelRef, _Failure] = {}
         self._closing: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
@@ -114,7 +114,7 @@ class VersionCache(Generic[Hosted]):
         return hosted if hosted is None or revision in ("", hosted.revision) else None
 
     async def get(self, ref: ModelRef, revision: str = "") -> Hosted:
-        """Return a version, which is loaded first where it is not; callers share a load.
+        """Return a version, which is loaded first where it is not; callers of one revision share a load.
 
         A cancelled caller does not end it. Raises RelayError: StartFailed where it cannot be loaded, for a
         while without another attempt; PoolTooSmall, PoolBusy.
@@ -124,10 +124,10 @@ class VersionCache(Generic[Hosted]):
         failure = self._failures.get(ref)
         if failure is not None and time.monotonic() < failure.retry_at and revision in ("", failure.revision):
             raise failure.error.with_traceback(None)
-        load = self._loads.get(ref)
+        load = self._loads.get((ref, revision))
         if load is None:
-            load = self._loads[ref] = asyncio.ensure_future(self._load(ref, revision))
-            load.add_done_callback(lambda done: self._end_load(ref, done))
+            load = self._loads[ref, revision] = asyncio.ensure_future(self._load(ref, revision))
+            load.add_done_callback(lambda done: self._end_load(ref, revision, done))
         self._waiting[ref] += 1
         try:
             return await asyncio.shield(load)
@@ -160,8 +160,8 @@ class VersionCache(Generic[Hosted]):
             load.cancel()
         await asyncio.gather(*map(self._close, list(self.loaded.values())), *self._closing)
 
-    def _end_load(self, ref: ModelRef, load: asyncio.Task[Hosted]) -> None:
-        del self._loads[ref]
+    def _end_load(self, ref: ModelRef, revision: str, load: asyncio.Task[Hosted]) -> None:
+        del self._loads[ref, revision]
         if not load.cancelled():
             load.exception()  # it is not reported as never retrieved where every caller has left
 
@@ -169,6 +169,8 @@ class VersionCache(Generic[Hosted]):
         async with self._lock:
             spec = await self._find_spec(ref, revision)
             if (old := self.loaded.get((ref.name, ref.version))) is not None:
+                if old.revision == spec.revision:  # another caller's load has ended meanwhile
+                    return old
                 await self._close(old)
             try:
                 hosted = await self._load_within_budget(spec)

@@ -34,6 +34,7 @@ class Process:
         self.sizes, self.use, self.closed, self.opened = sizes, 1000, list[str](), list[str]()
         self.estimates: dict[str, int] = {}
         self.error: Exception | None = None
+        self.specs: dict[str, ModelSpec] = {}  # by revision
         self.gate = asyncio.Event()
         self.gate.set()
         self.cache: VersionCache[Version] = VersionCache(
@@ -52,6 +53,8 @@ class Process:
         return Version(self, spec)
 
     async def _find_spec(self, ref: ModelRef, revision: str) -> ModelSpec:
+        if revision in self.specs:
+            return self.specs[revision]
         memory = self.estimates.get(ref.name, 0)
         return ModelSpec(ref.name, ref.version, "", "d", "", memory=memory, pool="p")
 
@@ -94,6 +97,27 @@ def test_a_loaded_version_is_returned_and_callers_share_a_load() -> None:
         first, second = await asyncio.gather(*calls[1:])
         assert first is second is await process.get("a")
         assert process.opened == ["a"]
+
+    run(test)
+
+
+def test_no_caller_gets_the_load_of_another_revision() -> None:
+    async def test() -> None:
+        process = Process(100, {"a": 40})
+        older, newer = (ModelSpec("a", "1.0", "", digest, "", pool="p") for digest in ("older", "newer"))
+        process.specs = {spec.revision: spec for spec in (older, newer)}
+        process.gate.clear()
+        calls = [
+            asyncio.ensure_future(process.cache.get(older.ref, spec.revision))
+            for spec in (older, newer, newer)
+        ]
+        await asyncio.sleep(0)
+        process.gate.set()
+        loaded = await asyncio.gather(*calls)
+        assert [version.spec for version in loaded] == [older, newer, newer]
+        assert process.opened == ["a", "a"] and process.closed == ["a"]
+        assert process.cache.find(newer.ref, newer.revision) is loaded[1]
+        assert (await process.cache.get(newer.ref)) is loaded[1]
 
     run(test)
 
@@ -210,6 +234,7 @@ def test_a_version_of_another_revision_is_loaded_again() -> None:
         process = Process(100, {"a": 10})
         a = await process.get("a")
         assert process.cache.find(a.spec.ref, "another") is None
+        process.specs["another"] = ModelSpec("a", "1.0", "", "another", "", pool="p")
         again = await process.cache.get(a.spec.ref, "another")
         assert again is not a
         assert process.closed == ["a"]
