@@ -152,6 +152,25 @@ def test_no_key_creates_one_with_more_than_its_own(run: Run) -> None:
     run(test)
 
 
+def test_no_key_creates_one_that_is_valid_for_longer(run: Run) -> None:
+    async def test(server: Service) -> None:
+        create = server.service.create_key
+        await create(KeyRequest("ops-day", "manage", expires_in=86_400), OPS)
+        await create(KeyRequest("forever"), OPS)
+        [temporary] = [grant for grant in server.keys.access.grants.values() if grant.name == "ops-day"]
+        for expires_in in (None, 90_000):
+            with pytest.raises(Forbidden, match="valid for longer"):
+                await create(KeyRequest("a", expires_in=expires_in), temporary)
+        with pytest.raises(Forbidden, match="valid for longer"):
+            await server.service.rotate_key("forever", RotationRequest(), temporary)
+        await create(KeyRequest("a", expires_in=3600), temporary)
+        await server.service.rotate_key("ops-day", RotationRequest(), temporary)
+        token = KeyGrant(ROLES["manage"], expires=time.time() + 300, name="jwt:ann")
+        await create(KeyRequest("b"), token)
+
+    run(test)
+
+
 def test_both_keys_are_valid_until_the_grace_ends(run: Run) -> None:
     async def test(server: Service) -> None:
         first = (await server.service.create_key(KeyRequest("a"), OPS))["key"]

@@ -170,9 +170,7 @@ class ExperimentService:
         ratio = found["sample_ratio"]
         begins_alarm = ratio["alarm"] and least is not None and least > ALARM
         if least is not None:  # else a later call reads the history
-            self._p_values[experiment.id] = min(
-                ratio["p_value"], self._p_values.get(experiment.id, least)
-            )
+            self._p_values[experiment.id] = min(ratio["p_value"], self._p_values.get(experiment.id, least))
         for name, seen in figures.items():
             found["arms"][name]["failed"] = seen.failed
         for metric in experiment.metrics:

@@ -1,7 +1,8 @@
 """The service of keys: it creates, lists, rotates and revokes them for keys that may manage every model.
 
 A key is 32 random bytes, which are returned once; the database has its SHA-256. A change is acknowledged when
-every live reader has it. No key can create or rotate one with more rights or wider limits than its own.
+every live reader has it. No key can create or rotate one with more rights, wider limits or a later expiry
+than its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hashlib import sha256
 from serve_app.control.api_keys import TORCHSERVE_NAMES, ApiKeys
 from serve_app.control.keys.store import KeyStore
 from serve_app.control.state import StateStore
-from serve_app.domain.access import ROLES, KeyGrant, KeyLimits
+from serve_app.domain.access import JWT_PREFIX, ROLES, KeyGrant, KeyLimits
 from serve_app.domain.api_key import (
     KeyDocument,
     KeyRecord,
@@ -74,6 +75,8 @@ class KeyService:
         keys, caller = self._check_caller(caller)
         _check_rights(caller, request.role, keys.find_limits(request.limits))
         now = time.time()
+        expires = now + request.expires_in if request.expires_in is not None else None
+        _check_expiry(caller, expires)
         record = KeyRecord(
             request.name,
             request.role,
@@ -81,7 +84,7 @@ class KeyService:
             request.limits,
             created=now,
             creator=caller.name,
-            expires=now + request.expires_in if request.expires_in is not None else None,
+            expires=expires,
         )
         async with self._state.write_lock:
             names = {key.document.name for key in await asyncio.to_thread(self._store.load)}
@@ -115,6 +118,7 @@ class KeyService:
             key = self._find(keys, name)
             document = key.document
             _check_rights(caller, document.role, keys.find_limits(document.limits))
+            _check_expiry(caller, document.expires)
             now = time.time()
             record = dataclasses.replace(document, rotated=now, previous_expires=now + request.grace)
             return await self._put(keys, record, key.digest)
@@ -176,6 +180,21 @@ def _check_rights(caller: KeyGrant, role: str, limits: KeyLimits | None) -> None
         raise Forbidden(f"The role {role} has the right {sorted(missing)[0]}, which your key lacks.")
     if (limits or KeyLimits()).exceeds(caller.limits):
         raise Forbidden("The limits are wider than those of your key; set each at most as wide.")
+
+
+def _check_expiry(caller: KeyGrant, expires: float | None) -> None:
+    """Raise Forbidden where a key would be valid for longer than the key ``caller``.
+
+    A JSON Web Token expires within minutes, and its issuer renews it; it bounds no key.
+    """
+    if caller.expires is None or caller.name.startswith(JWT_PREFIX):
+        return
+    if expires is None or expires > caller.expires:
+        left = int(caller.expires - time.time())
+        raise Forbidden(
+            f"The key would be valid for longer than yours, which ends in {left} s. "
+            "Set expires_in to less, or use a key that ends later."
+        )
 
 
 def _describe(record: KeyRecord, limits: KeyLimits | None) -> KeyDocument:
