@@ -1,4 +1,4 @@
-"""A version that is registered again under its name: nothing of the earlier archive applies to it."""
+"""A version or a key of an earlier one's name: nothing of the earlier archive or key applies to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.key_shares import KeyShares
 from serve_app.control.persistence.database import Database
 from serve_app.control.pools.service import PoolService
 from serve_app.control.pools.tracker import PoolTracker
@@ -21,9 +22,12 @@ from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
+from serve_app.dataplane.key_limits import KeyLimiter
 from serve_app.deployments.host_reports import HostReporter
 from serve_app.deployments.replica_adapters import ReplicaAdapters
+from serve_app.domain.access import ROLES, KeyGrant, KeyLimits
 from serve_app.domain.adapter import AdapterSpec
+from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.model import ModelRef, ModelSpec, ReplicaInfo
 from serve_app.domain.pool import HostReport, LoadedVersion
 from serve_app.domain.request import InferenceRequest, InputPart
@@ -231,6 +235,18 @@ def test_the_failed_load_of_an_earlier_revision_is_not_returned() -> None:
         assert (await cache.get(REF)).revision == current.revision
 
     asyncio.run(test())
+
+
+def test_a_later_key_of_the_name_has_limits_of_its_own() -> None:
+    shares, limiter = KeyShares(), KeyLimiter()
+    limits = KeyLimits(requests_per_day=1, concurrency=1)
+    for id in ("a@1", "a@2"):
+        grant = KeyGrant(ROLES["infer"], name="a", limits=limits, id=id)
+        assert limiter.admit(grant) is not None
+        with pytest.raises(RateLimited, match="'a'"):
+            limiter.admit(grant)
+        limiter.apply_shares(granted := shares.exchange("gateway", limiter.collect_demand()))
+        assert granted[id].day_requests == 1
 
 
 class Offers:

@@ -112,6 +112,7 @@ class ApiKeys:
             document.expires,
             document.name,
             self.find_limits(document.limits),
+            f"{document.name}@{document.created}",
         )
         grants = {key.digest: grant}
         if key.previous_digest is not None and document.previous_expires is not None:

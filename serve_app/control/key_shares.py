@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from serve_app.domain.access import KeyDemand, KeyShare
 
 _LIFETIME_S = 2.0  # longer than a process uses a share without a renewal
+_CLEANUP_PERIOD_S = 60.0
 
 
 @dataclass(slots=True)
@@ -30,10 +31,13 @@ class KeyShares:
         self._clock = clock
         self._leases: dict[str, dict[str, _Lease]] = {}
         self._days: dict[str, tuple[int, dict[str, int]]] = {}  # the day, and its requests by process
+        self._cleaned_at = clock()
 
     def exchange(self, source: str, demands: Mapping[str, KeyDemand]) -> dict[str, KeyShare]:
         """Store the demand of the process ``source``, and return its shares by key."""
         now = self._clock()
+        if now - self._cleaned_at > _CLEANUP_PERIOD_S:
+            self._remove_expired(now)
         return {
             name: KeyShare(
                 self._assign(name, source, demand.rate, now),
@@ -61,6 +65,17 @@ class KeyShares:
         else:
             self._leases.pop(name, None)
         return share
+
+    def _remove_expired(self, now: float) -> None:
+        """Remove what no process uses: subjects of tokens are many, and come back on no day."""
+        self._cleaned_at = now
+        self._leases = {
+            name: leases
+            for name, leases in self._leases.items()
+            if any(lease.expires > now for lease in leases.values())
+        }
+        last = max((day for day, _ in self._days.values()), default=0)
+        self._days = {name: entry for name, entry in self._days.items() if entry[0] >= last - 1}
 
     def _count_day(self, name: str, source: str, demand: KeyDemand) -> int:
         """Return the requests of a day. Processes report their totals, so a restart here loses none."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import islice
 from math import ceil
 
 from serve_app.domain import tensors
@@ -25,7 +26,8 @@ from serve_app.telemetry.metrics import Meters
 SHARE_PERIOD_S = 0.5  # between two exchanges with Management
 SHARE_LIFETIME_S = 3 * SHARE_PERIOD_S
 _MAX_JWT_LABELS = 200  # subjects with metrics of their own, in one process
-_MAX_STATES = 10_000
+_MAX_STATES = 10_000  # idle ones are dropped beyond it
+_CHECKED_STATES = 8  # of the least recently used, for each new one
 _IDLE_S = 600.0  # after which the state of a key is dropped
 _DAY_S = 86_400
 _SMOOTHING = 0.3  # the part of a new period in the demand
@@ -62,6 +64,10 @@ class TokenBucket:
     def take(self, amount: float) -> None:
         self._level -= amount
 
+    def is_full(self, now: float) -> bool:
+        self._fill(now)
+        return self._level >= self._capacity
+
     def _fill(self, now: float) -> None:
         self._level = min(self._capacity, self._level + (now - self._time) * self._rate)
         self._time = now
@@ -71,12 +77,13 @@ class _KeyState:
     """The use of one key in this process, and its buckets."""
 
     __slots__ = (
-        "attempts", "day", "day_left", "day_requests", "last_attempts", "last_used", "limits", "ongoing",
-        "rate", "refused", "reported", "request_bucket", "requests", "row_bucket", "rows", "share",
+        "attempts", "day", "day_left", "day_requests", "last_attempts", "last_used", "limits", "name",
+        "ongoing", "rate", "refused", "reported", "request_bucket", "requests", "row_bucket", "rows", "share",
         "share_until", "token_bucket", "tokens",
     )  # fmt: skip
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, name: str, now: float) -> None:
+        self.name = name  # of the key
         self.limits: KeyLimits | None = None
         self.requests = self.rows = self.tokens = 0  # since the last report
         self.refused = Counter[str]()
@@ -116,6 +123,15 @@ class _KeyState:
         if limits.tokens_per_minute and (wait := self.token_bucket.find_wait(1, now)):
             return "tokens_per_minute", wait
         return None
+
+    def is_idle(self, now: float) -> bool:
+        """Return whether a new state would be the same, but for the requests of the day."""
+        return (
+            not (self.ongoing or self.requests or self.tokens or self.refused)
+            and self.request_bucket.is_full(now)
+            and self.row_bucket.is_full(now)
+            and self.token_bucket.is_full(now)
+        )
 
     def start_day(self, day: int) -> None:
         limits = self.limits
@@ -162,7 +178,9 @@ class KeyLimiter:
         self._gateways = gateways
         self._clock = clock
         self._wall_clock = wall_clock
-        self._states: dict[str, _KeyState] = {}
+        self._states: OrderedDict[str, _KeyState] = OrderedDict()  # the least recently used first
+        # The day, its requests and those left of keys whose states were dropped.
+        self._days: dict[str, tuple[int, int, int]] = {}
         self._labels: set[str] = set()  # of JWT subjects
 
     def admit(self, grant: KeyGrant, rows: int = 1, counts_tokens: bool = False) -> Admission | None:
@@ -171,9 +189,11 @@ class KeyLimiter:
         Returns None where nothing has to be recorded at the request's end: for a key without limits, unless
         ``counts_tokens``.
         """
-        state = self._states.get(grant.name)
+        id = grant.id or grant.name
+        state = self._states.get(id)
         if state is None:
-            state = self._create_state(grant)
+            state = self._create_state(id, grant)
+        self._states.move_to_end(id)
         if grant.limits is None:
             state.requests += 1
             state.rows += rows
@@ -196,19 +216,30 @@ class KeyLimiter:
             state.request_bucket.take(1)
         if grant.limits.rows_per_second:
             state.row_bucket.take(rows)
-        state.day_requests += 1
-        state.day_left -= 1
+        if grant.limits.requests_per_day:
+            state.day_requests += 1
+            state.day_left -= 1
         state.requests += 1
         state.rows += rows
         return Admission(state)
 
-    def _create_state(self, grant: KeyGrant) -> _KeyState:
+    def _create_state(self, id: str, grant: KeyGrant) -> _KeyState:
         now = self._clock()
-        if len(self._states) >= _MAX_STATES:  # subjects of tokens: the least recently used one is dropped
-            oldest = min(self._states, key=lambda name: self._states[name].last_used)
-            del self._states[oldest]
-        state = self._states[grant.name] = _KeyState(now)
+        if len(self._states) >= _MAX_STATES:  # subjects of tokens
+            for oldest in list(islice(self._states, _CHECKED_STATES)):
+                if self._states[oldest].is_idle(now):
+                    self._drop(oldest)
+                else:
+                    self._states.move_to_end(oldest)  # so that the next new key checks others
+        state = self._states[id] = _KeyState(grant.name, now)
+        state.day, state.day_requests, state.day_left = self._days.pop(id, (-1, 0, 0))
         return state
+
+    def _drop(self, id: str) -> None:
+        """Drop a key's state, except its requests of the day."""
+        state = self._states.pop(id)
+        if state.day_requests:
+            self._days[id] = state.day, state.day_requests, state.day_left
 
     def _apply_limits(self, state: _KeyState, grant: KeyGrant, now: float) -> None:
         """Apply changed limits, or the equal share where the present one has expired."""
@@ -272,15 +303,18 @@ class KeyLimiter:
 
     def report(self, meters: Meters) -> None:
         """Add the use since the last call to the metrics, and drop the states of idle keys."""
-        now = self._clock()
-        for name, state in list(self._states.items()):
+        now, today = self._clock(), int(self._wall_clock() // _DAY_S)
+        oldest = next(iter(self._days.values()), None)
+        if oldest is not None and oldest[0] != today:
+            self._days = {id: entry for id, entry in self._days.items() if entry[0] == today}
+        for id, state in list(self._states.items()):
             if state.requests or state.tokens or state.refused:
                 state.last_used = now
-                meters.key(self._label(name), state.requests, state.rows, state.tokens, state.refused)
+                meters.key(self._label(state.name), state.requests, state.rows, state.tokens, state.refused)
                 state.requests = state.rows = state.tokens = 0
                 state.refused.clear()
-            elif not state.ongoing and now - state.last_used > _IDLE_S and not state.day_requests:
-                del self._states[name]
+            elif now - state.last_used > _IDLE_S and state.is_idle(now):
+                self._drop(id)
 
     def _label(self, name: str) -> str:
         """Return the label of a key; subjects of tokens beyond the first ones share one."""

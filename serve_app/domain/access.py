@@ -65,7 +65,8 @@ class KeyGrant:
     """The rights of one key, its models, and its expiry.
 
     ``name`` identifies the owner of what is created with the key; a renewed or rotated key keeps it.
-    ``limits`` are in force; None: no limit.
+    ``limits`` are in force; None: no limit. Use is counted by ``id``, by the name where it is empty: a later
+    key of the same name has another id.
     """
 
     rights: frozenset[Right]
@@ -73,6 +74,7 @@ class KeyGrant:
     expires: float | None = None  # in seconds of time.time(); None: never
     name: str = ""  # of the owner, and for the logs
     limits: KeyLimits | None = None
+    id: str = ""
 
     def covers(self, model: str) -> bool:
         return matches(model, self.models)

@@ -208,7 +208,15 @@ def test_a_revoked_key_is_refused_before_the_acknowledgement(run: Run) -> None:
 def test_a_new_key_owns_nothing_of_an_earlier_one(run: Run) -> None:
     async def test(server: Service) -> None:
         await server.service.create_key(KeyRequest("a"), OPS)
-        assert server.disowned == ["a"]  # an earlier key of the name was in the settings, perhaps
+        [first] = [grant for grant in server.keys.access.grants.values() if grant.name == "a"]
+        rotated = server.grant((await server.service.rotate_key("a", RotationRequest(), OPS))["key"])
+        assert rotated is not None and rotated.id == first.id
+        await server.service.revoke_key("a", OPS)
+        second = server.grant((await server.service.create_key(KeyRequest("a"), OPS))["key"])
+        assert second is not None and second.id != first.id
+        server.disowned.clear()
+        await server.service.create_key(KeyRequest("b"), OPS)
+        assert server.disowned == ["b"]  # an earlier key of the name was in the settings, perhaps
 
     run(test)
 

@@ -120,6 +120,57 @@ def test_a_day_ends_at_midnight() -> None:
     assert admitted(local, grant, 5) == 3
 
 
+def test_many_keys_end_no_limit_of_another() -> None:
+    clock, meters = Clock(), Meters()
+    local = limiter(clock)
+    running, daily = key("running", concurrency=1), key("daily", requests_per_day=2)
+    spender = key("spender", tokens_per_minute=1)
+    admission = local.admit(running)
+    assert admission is not None and admitted(local, daily, 3) == 2
+    spent = local.admit(spender)
+    assert spent is not None
+    spent.add_tokens(100)
+    spent.release()
+    for wave in range(3):
+        for number in range(10_000):
+            assert admitted(local, key(f"jwt:{wave}-{number}", requests_per_second=1), 1) == 1
+        local.report(meters)
+        clock.now += 10
+    assert len(local._states) < 10_010  # with those in use
+    for grant, limit in ((running, "concurrency"), (daily, "requests_per_day"), (spender, "tokens_per")):
+        with pytest.raises(RateLimited, match=limit):
+            local.admit(grant)
+    admission.release()
+    assert local.admit(running) is not None
+    clock.now = 43_201
+    local.report(meters)
+    assert admitted(local, daily, 3) == 2
+
+
+def test_idle_keys_are_dropped_whatever_their_limits() -> None:
+    clock, meters = Clock(), Meters()
+    local = limiter(clock)
+    grants = [key("rate", requests_per_second=5), key("daily", requests_per_day=2)]
+    for grant in grants:
+        assert admitted(local, grant, 1) == 1
+    local.report(meters)
+    clock.now = 601
+    local.report(meters)
+    assert not local._states
+    assert [admitted(local, grant, 3) for grant in grants] == [3, 1]
+
+
+def test_management_drops_what_no_process_uses() -> None:
+    clock = Clock()
+    shares = KeyShares(clock)
+    shares.exchange("first", {f"jwt:{number}": KeyDemand(1.0, 5, 1) for number in range(10)})
+    clock.now = 61
+    shares.exchange("first", {"a": KeyDemand(1.0, 7, 1)})
+    clock.now = 122
+    shares.exchange("first", {"a": KeyDemand(1.0, 7, 2)})
+    assert set(shares._leases) == set(shares._days) == {"a"}
+
+
 def test_a_key_without_limits_is_counted_and_never_refused() -> None:
     meters, local = Meters(), limiter(Clock())
     assert all(local.admit(key(), 2) is None for _ in range(1000))
