@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from serve_app.control import registry_changes
 from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.cancellation import run_to_end
 from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.registry import find_version
 from serve_app.control.state import StateStore
@@ -47,7 +48,7 @@ class AdapterService:
         if not self._reconcile_loop.count_running(spec.ref):
             raise NoReplica(spec.name, spec.version, "no replica runs that could load the adapter")
         async with self._lock, self._reconcile_loop.hold_archives():
-            adapter = await asyncio.to_thread(self._ingestor.ingest_adapter, request, spec)
+            adapter = await run_to_end(asyncio.to_thread(self._ingestor.ingest_adapter, request, spec))
             with self._offering(spec.ref, adapter):
                 await self._load_adapter(spec.ref, adapter)
             async with self._state.write_lock:

@@ -14,6 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from serve_app.control.cancellation import run_to_end
 from serve_app.control.persistence.database import Database, RowChange
 from serve_app.control.persistence.schema import AUDIT_LOG
 from serve_app.domain.access import matches
@@ -82,6 +83,10 @@ class AuditTrail:
             operation = audit_log.start_operation(name, _find_subject(args, kwargs))
             try:
                 result = await method(*args, **kwargs)
+            except asyncio.CancelledError:
+                if not operation.is_recorded:  # it may be in force
+                    await self._store([audit_log.create_record(operation, "cancelled")])
+                raise
             except RelayError as error:
                 if not isinstance(error, InProgress):  # that change is stored
                     await self._store([audit_log.create_record(operation, f"failed: {get_reason(error)}")])
@@ -107,12 +112,15 @@ class AuditTrail:
             with self._database.transaction() as connection:
                 connection.execute(sa.insert(AUDIT_LOG), [asdict(record) for record in records])
 
-        try:
-            await asyncio.to_thread(insert)
-        except Unavailable as error:
-            log.error("records of the audit log are only in its file: %s", error)
-        for record in records:
-            self._file.write(record)
+        async def store() -> None:
+            try:
+                await asyncio.to_thread(insert)
+            except Unavailable as error:
+                log.error("records of the audit log are only in its file: %s", error)
+            for record in records:
+                self._file.write(record)
+
+        await run_to_end(store())
 
     # Refusals and retention
 

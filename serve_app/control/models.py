@@ -16,6 +16,7 @@ import orjson
 
 from serve_app.control import registry_changes
 from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.cancellation import run_to_end
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.lifecycle_events import EventHistory, EventLog
 from serve_app.control.placement_check import find_node_type
@@ -255,8 +256,9 @@ class ModelService:
     # Queries
 
     async def describe(self, model: str, version: str | None) -> VersionDescription:
-        spec = find_version(self._state.registry, model, version)
+        find_version(self._state.registry, model, version)
         await self._metrics.collect(_QUEUE_MAX_AGE_S, _QUEUE_TIMEOUT_S)
+        spec = find_version(self._state.registry, model, version)  # it may have been removed meanwhile
         pending = self._metrics.total("torchrelay_queue_depth", model=spec.name, version=spec.version)
         is_default = self._state.registry.models[model].default == spec.version
         return VersionDescription(spec, self._reconcile_loop.get_status(spec.ref), is_default, pending)
@@ -311,8 +313,9 @@ class ModelService:
     ) -> AsyncIterator[ModelSpec]:
         """Fetch and check an archive; yield its spec, and keep the archive until the end of the block."""
         async with self._reconcile_loop.hold_archives():
-            spec = await asyncio.to_thread(
-                self._ingestor.ingest, registration, at_startup, self._events.progress_callback(history)
+            on_progress = self._events.progress_callback(history)
+            spec = await run_to_end(
+                asyncio.to_thread(self._ingestor.ingest, registration, at_startup, on_progress)
             )
             self._events.set_model(history, spec.name, spec.version)
             yield spec

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from serve_app.control import registry_changes
 from serve_app.control.api_keys import ApiKeys
 from serve_app.control.audit import AuditTrail
+from serve_app.control.cancellation import run_to_end
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import Registry, TableBuilder
 from serve_app.control.replica_health import HealthTracker
@@ -73,19 +75,26 @@ class StateStore:
 
         Raises Unavailable where it could not be stored, InProgress where a live reader does not have it yet.
         """
+        await run_to_end(self._store(after, self._save))
+        await self.wait_until_applied()
+
+    async def _store(self, after: Registry, save: Callable[[Registry], None]) -> None:
+        """Store a change with ``save``, replace the registry, and publish it. Raises Unavailable."""
         try:
-            await asyncio.to_thread(self._save, after)
+            await asyncio.to_thread(save, after)
         except Unavailable:
             # The connection may have been lost after the commit: the stored registry is the valid one. A
             # database that was locked from the start is not waited for twice, 10 s each.
             if self._database.is_uncertain:
-                self.registry = await asyncio.to_thread(self._database.load)
-                self.publish()
+                self._replace(await asyncio.to_thread(self._database.load))
             raise
+        self._replace(after)
+
+    def _replace(self, after: Registry) -> None:
+        """Replace the registry by the stored one, and publish it."""
         self.registry = after
         self.publish()
         self._on_change()
-        await self.wait_until_applied()
 
     def _save(self, after: Registry) -> None:
         """Store a change with its record of the audit log, in one transaction. Raises Unavailable."""
@@ -120,16 +129,18 @@ class StateStore:
         async with self.write_lock:
             after = registry_changes.record_memory(self.registry, ref, digest, memory)
             if after is not self.registry:
-                await asyncio.to_thread(self._database.save, self.registry, after)
-                self.registry = after
+                await run_to_end(self._store(after, partial(self._database.save, self.registry)))
 
     async def renew_key(self, kind: str) -> None:
         """Replace one of TorchServe's keys, and return once every live reader refuses the old one."""
         assert self._keys is not None  # without keys no protocol has the route
         async with self.write_lock:
-            await asyncio.to_thread(self._keys.renew, kind)
-            self.publish()
+            await run_to_end(self._renew_key(self._keys, kind))
             await self.wait_until_applied()
+
+    async def _renew_key(self, keys: ApiKeys, kind: str) -> None:
+        await asyncio.to_thread(keys.renew, kind)
+        self.publish()
 
     def publish(self) -> None:
         """Publish the present routing table where it differs from the last one."""

@@ -20,6 +20,7 @@ from typing import Any
 from serve_app.control.async_predictions.store import AsyncPredictionStore
 from serve_app.control.async_predictions.usage import StoreUsage
 from serve_app.control.async_predictions.webhooks import WebhookSender
+from serve_app.control.cancellation import run_to_end
 from serve_app.domain.access import KeyGrant
 from serve_app.domain.async_prediction import (
     AsyncPrediction,
@@ -137,7 +138,7 @@ class AsyncPredictionService:
         """Cancel an unfinished prediction, or delete a finished one and return None."""
         prediction = self._find(id, grant)
         if prediction.has_ended:
-            await self._delete([prediction])
+            await run_to_end(self._spawn(self._delete([prediction])))
             return None
         if (running := self._running.get(id)) is not None:
             running.cancel()
@@ -147,7 +148,8 @@ class AsyncPredictionService:
             if not waiting:
                 del self._queues[prediction.owner, prediction.model]
             self._report_counts()
-            await self._end(id, "cancelled", None)
+            # It is in no queue any more, so it must end, and that may take until the store responds.
+            await asyncio.shield(self._spawn(self._end(id, "cancelled", None)))
         return self._find(id, grant).to_dict()
 
     async def remove_owner(self, owner: str) -> None:
@@ -234,7 +236,7 @@ class AsyncPredictionService:
         index = request.owner, request.model, request.key or prediction.id
         task = self._adding[index] = self._spawn(store())
         task.add_done_callback(lambda _: self._adding.pop(index))
-        await asyncio.shield(task)  # its caller may disconnect: a stored prediction must be known
+        await run_to_end(task)  # its caller may disconnect: a stored prediction must be known
         return prediction
 
     def _change(self, id: str, **fields: Any) -> AsyncPrediction:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from serve_app.control.cancellation import run_to_end
 from serve_app.control.drift.destination import CaptureDestination
 from serve_app.control.drift.store import DriftRecord, DriftStore, Key, to_document
 from serve_app.control.persistence.database import Database
@@ -113,9 +114,9 @@ class DriftService:
         return await asyncio.to_thread(self._destination.write, policy.destination, ref, name, data)
 
     async def get_drift(self, model: str, version: str | None) -> DriftDocument:
-        find_version(self._state.registry, model, version)
         await self._read_references()
         self._drop_outdated()
+        find_version(self._state.registry, model, version)
         versions = self._state.registry.models[model].versions
         specs = [versions[name] for name in ([version] if version else sorted(versions))]
         found = [await self._describe(spec, policy) for spec in specs if (policy := spec.capture) is not None]
@@ -184,13 +185,15 @@ class DriftService:
             return read_reference(self._open_archive(spec) / name, policy, name)
 
         try:
-            record.reference = await asyncio.to_thread(read)
+            reference = await asyncio.to_thread(read)
         except (OSError, RelayError) as error:  # it was read at the registration
             record.last_error = f"the reference {name} cannot be read: {error}"
             record.last_error_time = round(time.time(), 3)
             log.warning("%s: %s", spec.ref.app, record.last_error)
             return
-        record.source = "file"
+        if record.reference is not None:  # ``reset_drift`` has set one meanwhile
+            return
+        record.reference, record.source = reference, "file"
         self._changed.add((spec.name, spec.version))
         self._measured.add((spec.name, spec.version))
 
@@ -287,16 +290,20 @@ class DriftService:
 
     async def _save(self) -> None:
         async with self._storing:
-            changed, self._changed = self._changed, set()
-            if not changed:
-                return
-            try:
-                records = {key: self._records.get(key) for key in changed}
-                documents = {key: to_document(r) if r is not None else None for key, r in records.items()}
-                await asyncio.to_thread(self._store.save, documents)
-            except BaseException:
-                self._changed |= changed
-                raise
+            # A save that outlives its caller could overwrite the next one.
+            await run_to_end(self._save_changed())
+
+    async def _save_changed(self) -> None:
+        changed, self._changed = self._changed, set()
+        if not changed:
+            return
+        try:
+            records = {key: self._records.get(key) for key in changed}
+            documents = {key: to_document(r) if r is not None else None for key, r in records.items()}
+            await asyncio.to_thread(self._store.save, documents)
+        except BaseException:
+            self._changed |= changed
+            raise
 
 
 def _describe_window(window: FeatureWindow, source: str, complete: bool) -> WindowDocument:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from hashlib import sha256
 
 from serve_app.control.api_keys import TORCHSERVE_NAMES, ApiKeys
+from serve_app.control.cancellation import run_to_end
 from serve_app.control.keys.store import KeyStore
 from serve_app.control.state import StateStore
 from serve_app.domain.access import JWT_PREFIX, ROLES, KeyGrant, KeyLimits
@@ -131,22 +132,30 @@ class KeyService:
         keys, _ = self._check_caller(caller)
         async with self._state.write_lock:
             self._find(keys, name)
-            await asyncio.to_thread(self._store.remove, name)
-            keys.stored = tuple(key for key in keys.stored if key.document.name != name)
-            self._state.publish()
-            try:
-                await self._state.wait_until_applied()
-            finally:  # after the last reader that may submit a prediction with the key
-                await self._disown(name)
+            await run_to_end(self._remove(keys, name))
+
+    async def _remove(self, keys: ApiKeys, name: str) -> None:
+        """Delete a key, publish that, and disown its predictions. Raises InProgress."""
+        await asyncio.to_thread(self._store.remove, name)
+        keys.stored = tuple(key for key in keys.stored if key.document.name != name)
+        self._state.publish()
+        try:
+            await self._state.wait_until_applied()
+        finally:  # after the last reader that may submit a prediction with the key
+            await self._disown(name)
 
     async def _put(self, keys: ApiKeys, record: KeyRecord, previous: bytes | None) -> NewKeyDocument:
         """Store a key under a new digest, publish it, and return it."""
         plain = _PREFIX + secrets.token_urlsafe(_SIZE)
         key = StoredKey(record, sha256(plain.encode()).digest(), previous)
-        await asyncio.to_thread(self._store.put, key)
-        others = tuple(other for other in keys.stored if other.document.name != record.name)
-        keys.stored = (*others, key)
-        self._state.publish()
+
+        async def store() -> None:
+            await asyncio.to_thread(self._store.put, key)
+            others = tuple(other for other in keys.stored if other.document.name != record.name)
+            keys.stored = (*others, key)
+            self._state.publish()
+
+        await run_to_end(store())
         document = _describe(record, keys.find_limits(record.limits))
         try:
             await self._state.wait_until_applied()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+from serve_app.control.cancellation import run_to_end
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import ModelRecord, find_version
 from serve_app.control.result_history import ResultHistory
@@ -128,18 +129,22 @@ class ShadowService:
 
     async def _store(self) -> None:
         async with self._storing:
-            self._drop_outdated()
-            changed, self._changed = self._changed, set()
-            if not changed:
-                return
-            try:
-                # Figures go on changing on this thread meanwhile, so what is stored is what they are now.
-                now = {key: _copied(self._records.get(key)) for key in changed}
-                await asyncio.to_thread(self._comparisons.save, now)
-            except BaseException:
-                self._changed |= changed
-                raise
-            await self._record_history(now)
+            # A save that outlives its caller could overwrite the next one.
+            await run_to_end(self._save_changed())
+
+    async def _save_changed(self) -> None:
+        self._drop_outdated()
+        changed, self._changed = self._changed, set()
+        if not changed:
+            return
+        try:
+            # Figures go on changing on this thread meanwhile, so what is stored is what they are now.
+            now = {key: _copied(self._records.get(key)) for key in changed}
+            await asyncio.to_thread(self._comparisons.save, now)
+        except BaseException:
+            self._changed |= changed
+            raise
+        await self._record_history(now)
 
     async def _record_history(self, stored: Mapping[Key, ShadowRecord | None]) -> None:
         for (model, live), account in stored.items():

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.cancellation import run_to_end
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.lifecycle_events import EventHistory, EventLog
 from serve_app.control.models import ModelService
@@ -73,8 +74,8 @@ class WorkflowService:
             registrations: list[Registration] = []
             members: tuple[WorkflowModel, ...] = ()
             if graph is None:
-                spec, registrations, members = await asyncio.to_thread(
-                    self._ingestor.ingest_workflow, registration
+                spec, registrations, members = await run_to_end(
+                    asyncio.to_thread(self._ingestor.ingest_workflow, registration)
                 )
             else:
                 spec = _spec_of_document(registration, graph, self._settings)

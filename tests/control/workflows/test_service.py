@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,14 @@ from serve_app.control.lifecycle_events import EventLog
 from serve_app.control.models import ModelService
 from serve_app.control.persistence.database import Database
 from serve_app.control.reconcile_loop import ReconcileLoop
-from serve_app.control.reconciler import ActResult, ObservedApp
-from serve_app.control.registry import DesiredState, find_version
+from serve_app.control.registry import find_version
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
 from serve_app.domain import workflow_graph
-from serve_app.domain.model import ModelRef, Registration, ReplicaInfo
+from serve_app.domain.model import ModelRef, Registration
 from serve_app.domain.traffic_policy import ShadowPolicy, TrafficPolicy
 from serve_app.errors import (
     BadRequest,
@@ -38,7 +37,6 @@ from serve_app.errors import (
     MethodNotAllowed,
     MissingParameter,
     ModelNotAllowed,
-    StartFailed,
     VersionNotFound,
     WorkflowArchiveNotFound,
     WorkflowExists,
@@ -51,6 +49,7 @@ from serve_app.settings import ControlSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from tests.support.archives import ECHO, make_archive
+from tests.support.control_services import SimulatedServe
 
 pytestmark = pytest.mark.integration
 
@@ -74,39 +73,6 @@ dag:
 READING = {"name": "reading", "steps": {"a": {"model": "m:1.0"}, "b": {"model": "n", "inputs": "a"}}}
 
 
-class Serve:
-    """Ray Serve's part: applications run as soon as they should, except those that are ``broken``."""
-
-    def __init__(self, health: HealthTracker) -> None:
-        self.apps: dict[str, DesiredState] = {}
-        self.broken: set[str] = set()
-        self._health = health
-
-    def observe(self) -> dict[str, ObservedApp]:
-        return {app: self._seen(app, want) for app, want in self.apps.items()}
-
-    def act(self, desired: Mapping[str, DesiredState], seen: Mapping[str, ObservedApp]) -> ActResult:
-        steps = len(desired.keys() ^ self.apps.keys())
-        self.apps = dict(desired)
-        for app in desired.keys() & self.broken:
-            spec = desired[app].spec
-            self._health.record_start_failure(
-                spec, StartFailed(spec.name, spec.version, f"Traceback of {app}")
-            )
-        return ActResult(steps, {}, {})
-
-    def get_total_resources(self) -> dict[str, dict[str, float]]:
-        return {"10.0.0.1": {"CPU": 2.0, "memory": 2.0**34}}
-
-    def list_replicas(self, states: tuple[str, ...] = ()) -> set[str]:
-        return set()
-
-    def _seen(self, app: str, want: DesiredState) -> ObservedApp:
-        count = 0 if app in self.broken else want.min_replicas
-        workers = tuple(ReplicaInfo(f"{app}#{n}", 1, 0.0, True) for n in range(count))
-        return ObservedApp(app, want.route, want.min_replicas, {}, 0, "RUNNING", "", workers)
-
-
 class Cluster:
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -118,7 +84,7 @@ class Cluster:
         health = HealthTracker()
         events = EventLog()
         ingestor = ArchiveIngestor(self.settings)
-        self.serve = Serve(health)
+        self.serve = SimulatedServe(health)
         self.reconcile_loop = ReconcileLoop(self.serve, health, ingestor, self.meters, self.settings)  # type: ignore[arg-type]
         self.database = Database(self.settings.database_url)
         environments = PackageEnvs(self.settings.state_dir / "environments", self.settings.runtime)
