@@ -81,6 +81,4 @@ class AdapterService:
     async def remove_adapter(self, model: str, version: str | None, name: str) -> None:
         async with self._state.write_lock:
             spec = find_version(self._state.registry, model, version)
-            after, adapter = registry_changes.remove_adapter(self._state.registry, spec, name)
-            await self._state.commit(after)
-        self._ingestor.mark_unused(adapter.digest)
+            await self._state.commit(registry_changes.remove_adapter(self._state.registry, spec, name))

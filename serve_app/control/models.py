@@ -22,7 +22,7 @@ from serve_app.control.lifecycle_events import EventHistory, EventLog
 from serve_app.control.placement_check import find_node_type
 from serve_app.control.pools.service import PoolService
 from serve_app.control.reconcile_loop import PLACEMENT_REPORT_S, ReconcileLoop
-from serve_app.control.registry import find_version, is_workflow
+from serve_app.control.registry import find_version, has_version, is_workflow
 from serve_app.control.replica_health import PLACEMENT_TIMEOUT_S
 from serve_app.control.state import StateStore
 from serve_app.domain import limits
@@ -116,6 +116,7 @@ class ModelService:
             async with state.write_lock:
                 # A reader without the new version returns an error for it a little longer.
                 await state.commit_with_status(registry_changes.register(state.registry, spec))
+        check = self._reconcile_loop.watch_registration(spec.ref)
         advice = "" if registration.handler else _advice(spec)
         if spec.min_workers == 0:
             self._events.append(history, "ready", workers=0)
@@ -125,19 +126,22 @@ class ModelService:
             self._watch(history, spec)
             return ScalingProgress(spec.ref, 0, "processing", _autoscaling_bounds(spec), advice=advice)
         try:
-            return replace(await self.wait_until_started(history, spec), advice=advice)
+            return replace(await self.wait_until_started(history, spec, check), advice=advice)
         except StartFailed:
-            await self._undo_registration(spec)
+            await self._undo_registration(spec, check)
             raise
 
-    async def _undo_registration(self, spec: ModelSpec) -> None:
+    async def _undo_registration(self, spec: ModelSpec, check: Callable[[], None]) -> None:
         state = self._state
         async with state.write_lock:
-            # A version that a traffic policy names meanwhile stays, and its start is retried.
-            with contextlib.suppress(Conflict):
+            # A version that was registered again stays, and so does one that a traffic policy names or that
+            # is the default of several; its start is retried.
+            try:
+                check()
                 after = registry_changes.unregister(state.registry, spec.name, spec.version)[0]
                 await state.commit_with_status(after)
-                self._reconcile_loop.mark_removed(spec)
+            except RelayError as error:
+                log.warning("%s could not be started, and is not removed: %s", spec.ref.app, error)
 
     async def scale(
         self,
@@ -166,7 +170,9 @@ class ModelService:
             running = self._reconcile_loop.count_running(ref)
             return ScalingProgress(ref, running, "processing", _autoscaling_bounds(spec), previous_bounds)
         with self._events.record_failure(history):
-            return replace(await self.wait_until_started(history, spec), previous_bounds=previous_bounds)
+            check = self._reconcile_loop.watch_registration(ref)
+            progress = await self.wait_until_started(history, spec, check)
+            return replace(progress, previous_bounds=previous_bounds)
 
     async def _check_placement(self, spec: ModelSpec) -> None:
         """Raise InsufficientResources where no node can hold a replica, or a host of the version's pool."""
@@ -194,15 +200,19 @@ class ModelService:
 
     async def unregister(self, model: str, version: str | None) -> ModelRef:
         async with self._state.write_lock:
-            spec = find_version(self._state.registry, model, version)
             after, ref = registry_changes.unregister(self._state.registry, model, version)
-            await self._state.commit(after)
-            self._reconcile_loop.mark_removed(spec)
-            if (history := self._events.find_unfinished(ref.name, ref.version)) is not None:
-                self._events.append(
-                    history, "failed", reason="removed", message=f"{ref.name} {ref.version} was removed."
-                )
+            try:
+                await self._state.commit(after)
+            finally:  # it may be stored, and a reader late
+                if not has_version(self._state.registry, ref):
+                    self._finish_history(ref)
         return ref
+
+    def _finish_history(self, ref: ModelRef) -> None:
+        """Finish the history of a version that was removed while it started."""
+        if (history := self._events.find_unfinished(ref.name, ref.version)) is not None:
+            message = f"{ref.name} {ref.version} was removed."
+            self._events.append(history, "failed", reason="removed", message=message)
 
     async def renew_key(self, kind: Literal["inference", "management"]) -> None:
         await self._state.renew_key(kind)
@@ -347,28 +357,35 @@ class ModelService:
 
     def _watch(self, history: EventHistory, spec: ModelSpec) -> None:
         """Complete a history for a caller that does not wait."""
+        check = self._reconcile_loop.watch_registration(spec.ref)
 
         async def watch() -> None:
             with contextlib.suppress(RelayError), self._events.record_failure(history):
-                await self.wait_until_started(history, spec)
+                await self.wait_until_started(history, spec, check)
 
         task = asyncio.create_task(watch())
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
 
-    async def wait_until_started(self, history: EventHistory, spec: ModelSpec) -> ScalingProgress:
+    async def wait_until_started(
+        self, history: EventHistory, spec: ModelSpec, check: Callable[[], None]
+    ) -> ScalingProgress:
         """Wait until a version has the workers of ``spec``, and append events meanwhile.
 
-        Raises StartFailed.
+        ``check`` is that of ``ReconcileLoop.watch_registration``. Raises StartFailed and Conflict.
         """
         self._events.append(history, "starting", workers=spec.min_workers)
         timeout = spec.startup_timeout + (self._settings.runtime.install_timeout if spec.requirements else 0)
-        if spec.is_pooled:
-            count = await self.pools.load(spec, timeout + PLACEMENT_TIMEOUT_S)
-            progress = ScalingProgress(spec.ref, count, "done")
-        else:
-            report = partial(self._report_missing_resources, history, spec)
-            progress = await self._reconcile_loop.wait_until_running(spec, timeout, report)
+        try:
+            if spec.is_pooled:
+                count = await self.pools.load(spec, timeout + PLACEMENT_TIMEOUT_S, check)
+                progress = ScalingProgress(spec.ref, count, "done")
+            else:
+                report = partial(self._report_missing_resources, history, spec)
+                progress = await self._reconcile_loop.wait_until_running(spec, timeout, report, check)
+        except Conflict as error:
+            self._events.append(history, "failed", reason="removed", message=str(error))
+            raise
         self._events.append(history, "ready", workers=progress.replicas)
         return replace(progress, bounds=_autoscaling_bounds(spec))
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,11 +16,11 @@ from serve_app.control import placement_check
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.pools.tracker import PoolTracker, host_states
 from serve_app.control.reconciler import ActResult, Reconciler, is_dead
-from serve_app.control.registry import DesiredState, desired_states
+from serve_app.control.registry import DesiredState, Registry, changed_models, desired_states
 from serve_app.control.replica_health import PLACEMENT_TIMEOUT_S, HealthTracker, ObservedApp
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ScalingProgress
-from serve_app.errors import InsufficientResources, StartFailed
+from serve_app.errors import Conflict, InsufficientResources, StartFailed
 from serve_app.settings import Settings
 from serve_app.telemetry import crash_reports
 from serve_app.telemetry.crash_reports import CrashReport
@@ -61,6 +62,7 @@ class ReconcileLoop:
         self._retained: dict[str, DesiredState] = {}
         # Applications of removed versions, and the digests that they may still need.
         self._draining: dict[str, str] = {}
+        self._replacements = Counter[ModelRef]()  # how often a version was removed, or got another archive
         self._archive_lock = asyncio.Lock()
         self._archive_holders = 0
         # The last observation while something moved, and when it last changed.
@@ -121,12 +123,40 @@ class ReconcileLoop:
 
     # Single versions
 
-    def mark_removed(self, spec: ModelSpec) -> None:
-        """Drop a version's health; its archive is deleted once its replicas have ended."""
-        self._health.remove(spec.ref)
-        self._draining[spec.ref.app] = spec.digest
-        for adapter in spec.adapters:  # loaded where a replica still runs
-            self._ingestor.mark_unused(adapter.digest)
+    def on_change(self, before: Registry, after: Registry) -> None:
+        """Start a round, and drop the health of removed versions.
+
+        Their archives are deleted once their replicas have ended.
+        """
+        for name in changed_models(before, after):
+            was, now = before.models.get(name), after.models.get(name)
+            known = now.versions if now is not None else {}
+            for version, spec in was.versions.items() if was is not None else ():
+                current = known.get(version)
+                if current is None:
+                    self._health.remove(spec.ref)
+                    if spec.digest:  # a workflow of a document has no archive
+                        self._draining[spec.ref.app] = spec.digest
+                if current is None or current.digest != spec.digest:
+                    self._replacements[spec.ref] += 1
+                kept = {adapter.digest for adapter in current.adapters} if current is not None else set()
+                for adapter in spec.adapters:  # loaded where a replica still runs
+                    if adapter.digest not in kept:
+                        self._ingestor.mark_unused(adapter.digest)
+        self.trigger()
+
+    def watch_registration(self, ref: ModelRef) -> Callable[[], None]:
+        """Return a function that raises Conflict once the registration that ``ref`` has now is replaced.
+
+        The version may have been removed, or registered again.
+        """
+        replacements = self._replacements[ref]
+
+        def check() -> None:
+            if self._replacements[ref] != replacements:
+                raise Conflict(f"Version {ref.version} of model {ref.name} was removed while it started.")
+
+        return check
 
     def retain(self, spec: ModelSpec) -> None:
         """Keep a version's replicas running, even when the registry drops it, until ``release``."""
@@ -134,10 +164,8 @@ class ReconcileLoop:
             self._retained[spec.ref.app] = DesiredState(spec, None)
 
     def release(self, spec: ModelSpec) -> None:
-        """Stop the replicas of a retained version."""
+        """Stop the replicas of a retained version, unless its removal could not be stored."""
         self._retained.pop(spec.ref.app, None)
-        if spec.digest:
-            self.mark_removed(spec)
         self.trigger()
 
     def reset_backoff(self, ref: ModelRef) -> None:
@@ -168,15 +196,20 @@ class ReconcileLoop:
         return replace(status, phase=phase, replicas=running, workers=workers)
 
     async def wait_until_running(
-        self, spec: ModelSpec, startup_timeout: float, on_round: Callable[[], Awaitable[None]]
+        self,
+        spec: ModelSpec,
+        startup_timeout: float,
+        on_round: Callable[[], Awaitable[None]],
+        check: Callable[[], None] = lambda: None,
     ) -> ScalingProgress:
         """Wait until the number of ready replicas is within the bounds of ``spec``. Raises StartFailed.
 
-        ``on_round`` is called before each round that is waited for.
+        ``on_round`` is called before each round that is waited for, and ``check`` after it.
         """
         ref = spec.ref
         deadline = time.monotonic() + startup_timeout + PLACEMENT_TIMEOUT_S
         while True:
+            check()
             if (error := self._health.get_failure(ref)) is not None:
                 raise error
             running = self.count_running(ref)
@@ -351,7 +384,8 @@ class ReconcileLoop:
 
     async def _remove_archives(self, observed: Mapping[str, ObservedApp]) -> None:
         """Delete refused archives, and those of removed versions without replicas."""
-        for app in [app for app in self._draining if app not in observed]:
+        ended = [app for app in self._draining if app not in observed and app not in self._retained]
+        for app in ended:
             self._ingestor.mark_unused(self._draining.pop(app))
         async with self._archive_lock:
             if not self._archive_holders:

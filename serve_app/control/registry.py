@@ -91,6 +91,17 @@ def find_version(registry: Registry, name: str, version: str | None) -> ModelSpe
     return spec
 
 
+def changed_models(before: Registry, after: Registry) -> list[str]:
+    """Return the models whose records are different objects; a change replaces those that it concerns."""
+    old, new = before.models, after.models
+    return [name for name in (*new, *(old.keys() - new.keys())) if old.get(name) is not new.get(name)]
+
+
+def has_version(registry: Registry, ref: ModelRef) -> bool:
+    record = registry.models.get(ref.name)
+    return record is not None and ref.version in record.versions
+
+
 def desired_states(registry: Registry) -> dict[str, DesiredState]:
     """Return the applications that should run, by name: every version with workers of its own and its route.
 

@@ -271,7 +271,7 @@ def add_adapter(registry: Registry, spec: ModelSpec, adapter: AdapterSpec) -> Re
     return with_version(registry, current.with_(adapters=(*current.adapters, adapter)))
 
 
-def remove_adapter(registry: Registry, spec: ModelSpec, name: str) -> tuple[Registry, AdapterSpec]:
+def remove_adapter(registry: Registry, spec: ModelSpec, name: str) -> Registry:
     """Remove an adapter that was added at run time. Raises AdapterNotFound and Conflict."""
     removed = next((adapter for adapter in spec.adapters if adapter.name == name), None)
     if removed is None:
@@ -282,7 +282,7 @@ def remove_adapter(registry: Registry, spec: ModelSpec, name: str) -> tuple[Regi
             )
         raise AdapterNotFound(spec.name, name, ", ".join(known) or "none")
     kept = tuple(adapter for adapter in spec.adapters if adapter is not removed)
-    return with_version(registry, spec.with_(adapters=kept)), removed
+    return with_version(registry, spec.with_(adapters=kept))
 
 
 # Copies

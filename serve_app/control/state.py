@@ -33,7 +33,8 @@ class StateStore:
     """The registry, and the routing table built from it.
 
     A caller that changes the registry holds ``write_lock`` from reading to committing. ``on_change`` is
-    called after each stored change. ``sequence_header`` is the header that names a request's sequence.
+    called with the registries before and after each stored change. ``sequence_header`` is the header that
+    names a request's sequence.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class StateStore:
         health: HealthTracker,
         keys: ApiKeys | None,
         acknowledgement: AcknowledgementPolicy,
-        on_change: Callable[[], None],
+        on_change: Callable[[Registry, Registry], None],
         sequence_header: str = "",
     ) -> None:
         self.registry = registry
@@ -92,9 +93,9 @@ class StateStore:
 
     def _replace(self, after: Registry) -> None:
         """Replace the registry by the stored one, and publish it."""
-        self.registry = after
+        before, self.registry = self.registry, after
         self.publish()
-        self._on_change()
+        self._on_change(before, after)
 
     def _save(self, after: Registry) -> None:
         """Store a change with its record of the audit log, in one transaction. Raises Unavailable."""

@@ -185,7 +185,7 @@ class Management:
             self._health,
             keys,
             acknowledgement,
-            reconcile_loop.trigger,
+            reconcile_loop.on_change,
             settings.runtime.header_key_sequence_id.lower(),
         )
         self._state.pool_hosts = lambda: self._pool_tracker.hosts

@@ -95,7 +95,7 @@ async def _simulate(versions: int, nodes: int, url: str) -> Timings:
         return {str(number) for number in range(nodes)}
 
     policy = AcknowledgementPolicy(live_readers, timeout=60.0)
-    state = StateStore(database, registry, publisher, health, None, policy, lambda: None)
+    state = StateStore(database, registry, publisher, health, None, policy, lambda before, after: None)
     settings = Settings()
     observed = _observe(registry, settings)
     health.update(desired_states(registry), observed, {})

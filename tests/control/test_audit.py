@@ -65,7 +65,7 @@ class Control:
             HealthTracker(),
             None,
             AcknowledgementPolicy(nobody, 0.05),
-            lambda: None,
+            lambda before, after: None,
         )
         self.trail = self.state.audit_trail = AuditTrail(self.database, settings)
         self.traffic = TrafficService(self.state)

@@ -111,7 +111,8 @@ def test_a_repeated_submission_is_the_same_though_the_first_is_cancelled(run: Ru
             await until(lambda: services.predictions._reserved_count)
             first.cancel()
             second = asyncio.ensure_future(services.control.api.submit_prediction(request))
-            await asyncio.sleep(0)
+            for _ in range(10):
+                await asyncio.sleep(0)
         repeated = await second
         assert [repeated["id"]] == list(services.predictions._all)
 

@@ -61,7 +61,7 @@ class Service:
             HealthTracker(),
             self.keys,
             acknowledgement,
-            lambda: None,
+            lambda before, after: None,
         )
         self.service = KeyService(self.state, KeyStore(self.database), self.keys, self._disown)
 

@@ -133,7 +133,7 @@ class ControlServices:
             self.health,
             self.api_keys,
             AcknowledgementPolicy(readers, settings.control.acknowledge_timeout),
-            self.reconcile_loop.trigger,
+            self.reconcile_loop.on_change,
         )
         metrics = ClusterMetrics(self.publisher, aggregator, readers, self.meters)
         self.models = ModelService(

@@ -63,7 +63,13 @@ class ServiceApi:
 
         acknowledgements = AcknowledgementPolicy(alive, 0.05)
         self.state = StateStore(
-            self.database, registry, self.board, self.health, None, acknowledgements, lambda: None
+            self.database,
+            registry,
+            self.board,
+            self.health,
+            None,
+            acknowledgements,
+            lambda before, after: None,
         )
         self.state.publish()
         self.owner = self.create_service()

@@ -33,7 +33,7 @@ from serve_app.control.persistence.schema import (
     ROLLOUTS,
     VERSIONS,
 )
-from serve_app.control.registry import ModelRecord, Registry
+from serve_app.control.registry import ModelRecord, Registry, changed_models
 from serve_app.domain import autoscaling, validation
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.autoscaling import Autoscaling
@@ -149,7 +149,7 @@ class Database:
             )
             if raised.rowcount != 1:
                 raise Unavailable("Another writer has changed the registry. Nothing was stored; try again.")
-            names = _changed_models(before, after)
+            names = changed_models(before, after)
             tables = zip(_list_tables(before, names), _list_tables(after, names))
             diffs = [_TableDiff.of(*rows) for rows in tables]
             for diff in diffs:
@@ -296,12 +296,6 @@ class _TableRows:
     table: sa.Table
     values: Mapping[Any, Any]
     encode: Callable[[Any], dict[str, Any]]
-
-
-def _changed_models(before: Registry, after: Registry) -> list[str]:
-    """Return the models whose records are different objects; a change replaces those that it concerns."""
-    old, new = before.models, after.models
-    return [name for name in (*new, *(old.keys() - new.keys())) if old.get(name) is not new.get(name)]
 
 
 def _list_tables(registry: Registry, names: Collection[str]) -> list[_TableRows]:

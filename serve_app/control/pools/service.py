@@ -72,10 +72,11 @@ class PoolService:
             )
         return hosts
 
-    async def load(self, spec: ModelSpec, timeout: float) -> int:
+    async def load(self, spec: ModelSpec, timeout: float, check: Callable[[], None] = lambda: None) -> int:
         """Load a version in as many hosts as it has workers, and return their number.
 
-        ``timeout`` in seconds includes the start of the hosts. Raises StartFailed.
+        ``timeout`` in seconds includes the start of the hosts. ``check`` raises where the version is no
+        longer registered. Raises StartFailed.
         """
         deadline = time.monotonic() + timeout
         while len(hosts := self.tracker.hosts.get(spec.pool, ())) < spec.min_workers:
@@ -87,6 +88,7 @@ class PoolService:
                 waiting = f"; it waits for {status.waiting_for}" if status and status.waiting_for else ""
                 raise StartFailed(spec.name, spec.version, reason + waiting)
             await self._wait_for_round()
+            check()
         chosen = rank_hosts(spec.ref, hosts)[: spec.min_workers]
         loads = [self._load_in_host(pool_ref(spec.pool), host, spec) for host in chosen]
         try:
@@ -98,6 +100,7 @@ class PoolService:
             raise StartFailed(spec.name, spec.version, reason) from None
         except RelayError as error:
             raise StartFailed(spec.name, spec.version, str(error)) from None
+        check()
         return len(chosen)
 
     async def load_later(self, specs: Iterable[ModelSpec]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
@@ -25,7 +25,6 @@ from serve_app.domain.model import ModelRef, ModelSpec, Registration
 from serve_app.domain.urls import redact_url
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowGraph, WorkflowStep
 from serve_app.errors import (
-    Conflict,
     InvalidWorkflow,
     ModelNotAllowed,
     RelayError,
@@ -88,12 +87,13 @@ class WorkflowService:
                 await self._reconcile_loop.wait_for_round()
             async with state.write_lock:
                 await state.commit_with_status(registry_changes.register(state.registry, spec, models))
+        check = self._reconcile_loop.watch_registration(spec.ref)
         if spec.handler:
             parts.append((spec, self._models.open_history(registration)))
         try:
             await self._wait_until_started(spec, parts)
         except WorkflowFailed:
-            await self._undo_registration(spec)
+            await self._undo_registration(spec, check)
             raise
         return spec.ref
 
@@ -176,11 +176,12 @@ class WorkflowService:
     ) -> None:
         """Wait until the workers of all parts run. Raises WorkflowFailed."""
 
-        async def wait(part: ModelSpec, history: EventHistory) -> None:
+        async def wait(part: ModelSpec, history: EventHistory, check: Callable[[], None]) -> None:
             with self._events.record_failure(history):
-                await self._models.wait_until_started(history, part)
+                await self._models.wait_until_started(history, part, check)
 
-        outcomes = await asyncio.gather(*(wait(*part) for part in parts), return_exceptions=True)
+        waits = [wait(*part, self._reconcile_loop.watch_registration(part[0].ref)) for part in parts]
+        outcomes = await asyncio.gather(*waits, return_exceptions=True)
         failures = []
         for (part, _), outcome in zip(parts, outcomes):
             if isinstance(outcome, RelayError):
@@ -190,15 +191,16 @@ class WorkflowService:
         if failures:
             raise _to_error(spec.name, failures)
 
-    async def _undo_registration(self, spec: ModelSpec) -> None:
+    async def _undo_registration(self, spec: ModelSpec, check: Callable[[], None]) -> None:
         state = self._state
         async with state.write_lock:
-            # A policy may send requests to it by now, or a caller may have removed it.
-            with contextlib.suppress(Conflict, WorkflowNotFound):
-                after, removed = registry_changes.unregister(state.registry, spec.name, spec.version)
+            # A policy may send requests to it, or a caller may have removed it, or registered it again.
+            try:
+                check()
+                after, _ = registry_changes.unregister(state.registry, spec.name, spec.version)
                 await state.commit_with_status(after)
-                for part in removed:
-                    self._reconcile_loop.release(part)
+            except RelayError as error:
+                log.warning("%s could not be started, and is not removed: %s", spec.ref.app, error)
 
     def _to_document(self, spec: ModelSpec, is_default: bool) -> WorkflowDocument:
         """Return a version as JSON: TorchServe's keys, then ours."""

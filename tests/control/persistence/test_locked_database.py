@@ -56,7 +56,7 @@ def test_a_change_is_refused_after_one_wait_and_accepted_once_the_lock_is_free(f
             HealthTracker(),
             None,
             AcknowledgementPolicy(no_readers, 0.1),
-            lambda: None,
+            lambda before, after: None,
         )
         after = register(Registry(), SPEC)
         with locked(file):

@@ -95,7 +95,7 @@ class Cluster:
             health,
             None,
             AcknowledgementPolicy(self.reconcile_loop.live_readers, 0.2),
-            self.reconcile_loop.trigger,
+            self.reconcile_loop.on_change,
         )
         metrics = ClusterMetrics(self.publisher, self.total, self.reconcile_loop.live_readers, self.meters)
         self.models = ModelService(

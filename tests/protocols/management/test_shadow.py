@@ -100,7 +100,7 @@ class Cluster:
             HealthTracker(),
             None,
             AcknowledgementPolicy(alive, 0.01),
-            lambda: None,
+            lambda before, after: None,
         )
         self.state.publish()
         self.shadows = ShadowService(self.state, self.database, ResultHistory(self.database, "shadow"))

@@ -71,7 +71,7 @@ class Cluster:
             HealthTracker(),
             None,
             AcknowledgementPolicy(alive, 0.01),
-            lambda: None,
+            lambda before, after: None,
         )
         self.state.publish()
         self.traffic = TrafficService(self.state)
