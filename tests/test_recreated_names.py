@@ -205,7 +205,7 @@ def test_another_archive_of_the_name_is_not_checked_against_the_earlier_signatur
     health.set_signature(first, signature(4))
     assert publish(first).signature == signature(4)
     assert publish(first.with_(digest="replaced")).signature is None  # as start-up replaces an archive
-    loop.mark_removed(first)
+    loop.on_change(register(Registry(), first), Registry())
     assert publish(first.with_(handler="other.py")).signature is None
     asyncio.run(wake())
     assert woken == [REF]

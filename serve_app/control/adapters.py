@@ -51,7 +51,7 @@ class AdapterService:
             adapter = await run_to_end(asyncio.to_thread(self._ingestor.ingest_adapter, request, spec))
             with self._offering(spec.ref, adapter):
                 await self._load_adapter(spec.ref, adapter)
-            async with self._state.write_lock:
+            async with self._state.exclusive():
                 after = registry_changes.add_adapter(self._state.registry, spec, adapter)
                 pending = await self._state.commit_with_status(after)
         [document] = adapters.describe([adapter], spec.name, spec.version)
@@ -79,6 +79,6 @@ class AdapterService:
         return adapters.describe(spec.all_adapters, spec.name, spec.version)
 
     async def remove_adapter(self, model: str, version: str | None, name: str) -> None:
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             spec = find_version(self._state.registry, model, version)
             await self._state.commit(registry_changes.remove_adapter(self._state.registry, spec, name))

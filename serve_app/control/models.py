@@ -113,7 +113,7 @@ class ModelService:
             await self.install_requirements(spec, history)
             while self._reconcile_loop.is_draining(spec.ref):
                 await self._reconcile_loop.wait_for_round()
-            async with state.write_lock:
+            async with state.exclusive():
                 # A reader without the new version returns an error for it a little longer.
                 await state.commit_with_status(registry_changes.register(state.registry, spec))
         check = self._reconcile_loop.watch_registration(spec.ref)
@@ -133,7 +133,7 @@ class ModelService:
 
     async def _undo_registration(self, spec: ModelSpec, check: Callable[[], None]) -> None:
         state = self._state
-        async with state.write_lock:
+        async with state.exclusive():
             # A version that was registered again stays, and so does one that a traffic policy names or that
             # is the default of several; its start is retried.
             try:
@@ -153,7 +153,7 @@ class ModelService:
         autoscaling: Mapping[str, Any] | None = None,
     ) -> ScalingProgress:
         state = self._state
-        async with state.write_lock:
+        async with state.exclusive():
             before = find_version(state.registry, model, version)
             after, ref = registry_changes.scale(
                 state.registry, model, version, min_workers, max_workers, autoscaling
@@ -193,13 +193,13 @@ class ModelService:
         self._watch(history, find_version(self._state.registry, spec.name, spec.version))
 
     async def set_default(self, model: str, version: str) -> ModelRef:
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             after, ref = registry_changes.set_default(self._state.registry, model, version)
             await self._state.commit(after)
         return ref
 
     async def unregister(self, model: str, version: str | None) -> ModelRef:
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             after, ref = registry_changes.unregister(self._state.registry, model, version)
             try:
                 await self._state.commit(after)
@@ -254,7 +254,7 @@ class ModelService:
             default = version_settings is not None and version_settings.default_version
             if registry_changes.apply_archive(state.registry, spec, default) is not state.registry:
                 await self.install_requirements(spec, history)
-            async with state.write_lock:
+            async with state.exclusive():
                 after = registry_changes.apply_archive(state.registry, spec, default)
                 if after is not state.registry:
                     await state.commit_with_status(after)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +22,10 @@ from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.errors import InProgress, Unavailable
 
+log = logging.getLogger("torchrelay.state")
+
+_REFRESH_PERIOD_S = 0.5  # between two looks for changes of other servers; a look takes a millisecond
+
 
 @dataclass(frozen=True)
 class AcknowledgementPolicy:
@@ -32,7 +38,7 @@ class AcknowledgementPolicy:
 class StateStore:
     """The registry, and the routing table built from it.
 
-    A caller that changes the registry holds ``write_lock`` from reading to committing. ``on_change`` is
+    A caller that changes the registry is in ``exclusive`` from reading to committing. ``on_change`` is
     called with the registries before and after each stored change. ``sequence_header`` is the header that
     names a request's sequence.
     """
@@ -59,6 +65,8 @@ class StateStore:
         self._keys = keys
         self._acknowledgement = acknowledgement
         self._on_change = on_change
+        self._is_outdated = False  # the stored registry has to be loaded
+        self.on_reload: Callable[[], Awaitable[None]] = _nothing  # loads what is stored beside the registry
         self._table_builder = TableBuilder(sequence_header)
         # Of what the table was built last, with its generation.
         self._published_registry: Registry | None = None
@@ -70,6 +78,16 @@ class StateStore:
     def table(self) -> RoutingTable:
         """The routing table that was published last."""
         return self._publisher.table
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Exclude other changes until the end of the block, after those of other servers are loaded.
+
+        Raises Unavailable.
+        """
+        async with self.write_lock:
+            await run_to_end(self._refresh())
+            yield
 
     async def commit(self, after: Registry) -> None:
         """Store a change, publish it, and return once every live reader has it.
@@ -87,9 +105,40 @@ class StateStore:
             # The connection may have been lost after the commit: the stored registry is the valid one. A
             # database that was locked from the start is not waited for twice, 10 s each.
             if self._database.is_uncertain:
-                self._replace(await asyncio.to_thread(self._database.load))
+                await self._load()
             raise
         self._replace(after)
+
+    async def run(self) -> None:
+        """Load the changes of other servers soon after they are stored, until cancelled."""
+        while True:
+            await asyncio.sleep(_REFRESH_PERIOD_S)
+            try:
+                await self.refresh()
+            except Unavailable as error:
+                log.debug("the changes of other servers are loaded later: %s", error)
+            except Exception:
+                log.exception("the changes of other servers could not be loaded; trying again")
+
+    async def refresh(self) -> None:
+        """Load what another server has changed, and publish it. Raises Unavailable."""
+        # A change of this server may be in progress at the first look.
+        if self._is_outdated or await asyncio.to_thread(self._database.has_changed):
+            async with self.exclusive():
+                pass
+
+    async def _refresh(self) -> None:
+        if self._is_outdated or await asyncio.to_thread(self._database.has_changed):
+            log.info("another server has changed the registry, which is loaded again")
+            await self._load()
+
+    async def _load(self) -> None:
+        """Replace the registry by the stored one. Raises Unavailable."""
+        self._is_outdated = True
+        registry = await asyncio.to_thread(self._database.load)
+        await self.on_reload()
+        self._is_outdated = False
+        self._replace(registry)
 
     def _replace(self, after: Registry) -> None:
         """Replace the registry by the stored one, and publish it."""
@@ -127,7 +176,9 @@ class StateStore:
 
         Raises Unavailable where they could not be stored.
         """
-        async with self.write_lock:
+        if registry_changes.record_memory(self.registry, ref, digest, memory) is self.registry:
+            return
+        async with self.exclusive():
             after = registry_changes.record_memory(self.registry, ref, digest, memory)
             if after is not self.registry:
                 await run_to_end(self._store(after, partial(self._database.save, self.registry)))
@@ -175,3 +226,7 @@ class StateStore:
         late = await self._publisher.wait_until_applied(policy.timeout, policy.live_readers)
         if late:
             raise InProgress(f"Stored, and not yet in force at {len(late)} of the replicas that run.")
+
+
+async def _nothing() -> None:
+    """Load nothing."""

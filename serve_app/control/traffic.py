@@ -28,7 +28,7 @@ class TrafficService:
         return to_document(self._state.registry, model)
 
     async def set_traffic(self, model: str, policy: TrafficPolicy) -> TrafficDocument:
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             await self._state.commit(registry_changes.set_policy(self._state.registry, model, policy))
             return to_document(self._state.registry, model)
 
@@ -36,7 +36,7 @@ class TrafficService:
         """Apply the traffic policies of the settings where they have changed."""
         for model, policy in declared.items():
             try:
-                async with self._state.write_lock:
+                async with self._state.exclusive():
                     after = registry_changes.apply_declared_policy(
                         self._state.registry, model, policies.read(policy)
                     )

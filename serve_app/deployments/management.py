@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -252,7 +252,7 @@ class Management:
     def _start_tasks(self) -> None:
         """Start the loops of the control plane; the model store is loaded beside them."""
         on_loaded = partial(self._traffic.apply_declared_policies, self._settings.control.traffic)
-        loops = (
+        loops: list[Coroutine[Any, Any, None]] = [
             run_as_server("startup", self._models.load_model_store(on_loaded)),
             self._reconcile_loop.run(),
             run_as_server("rollout", self._rollouts.run()),
@@ -265,11 +265,11 @@ class Management:
             self._async_predictions.run(),
             self._report_queue.push(),
             bound_controller_memory(self._settings.control.controller_memory_limit),
-        )
-        self._tasks += [asyncio.create_task(loop) for loop in loops]
+            self._state.run(),
+        ]
         if self._jwk_set is not None:
-            self._tasks.append(asyncio.create_task(self._jwk_set.run()))
-            self._tasks.append(asyncio.create_task(self._watch_unknown_keys(self._jwk_set)))
+            loops += [self._jwk_set.run(), self._watch_unknown_keys(self._jwk_set)]
+        self._tasks += [asyncio.create_task(loop) for loop in loops]
 
     def _create_jwk_set(self, keys: ApiKeys | None) -> JwkSetSource | None:
         """Return the source of the issuer's public keys, where tokens are accepted."""

@@ -81,21 +81,21 @@ class ExperimentService:
 
     async def start_experiment(self, experiment: Experiment) -> ExperimentDocument:
         begun = replace(experiment, id=secrets.token_hex(5), started_at=time.time())
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             after = registry_changes.start(self._state.registry, begun)
             late = await self._state.commit_with_status(after)
         return await self._results(begun, late)
 
     async def stop_experiment(self, id: str, allowed_models: tuple[str, ...]) -> ExperimentDocument:
         self._find(id, allowed_models)
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             after = registry_changes.stop(self._state.registry, id, time.time())
             late = await self._state.commit_with_status(after) if after is not self._state.registry else ""
         return await self._results(self._find(id, allowed_models), late)
 
     async def delete_experiment(self, id: str, allowed_models: tuple[str, ...]) -> None:
         self._find(id, allowed_models)
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             await self._state.commit_with_status(registry_changes.delete(self._state.registry, id))
         await self.delete_orphans()
 

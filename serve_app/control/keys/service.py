@@ -55,6 +55,7 @@ class KeyService:
         self._store = store
         self._keys = keys
         self._disown = disown
+        state.on_reload = self.load
 
     async def load(self) -> None:
         """Load the stored keys; one whose name is in the settings, too, is not accepted."""
@@ -87,7 +88,7 @@ class KeyService:
             creator=caller.name,
             expires=expires,
         )
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             names = {key.document.name for key in await asyncio.to_thread(self._store.load)}
             if request.name in {*names, *keys.settings_names, *TORCHSERVE_NAMES}:
                 raise Conflict(f"A key named {request.name} exists already; rotate it, or take another name.")
@@ -115,7 +116,7 @@ class KeyService:
         Raises KeyNotFound, Conflict and Forbidden.
         """
         keys, caller = self._check_caller(caller)
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             key = self._find(keys, name)
             document = key.document
             _check_rights(caller, document.role, keys.find_limits(document.limits))
@@ -130,7 +131,7 @@ class KeyService:
         Raises KeyNotFound, Conflict, and InProgress where a live reader does not refuse it yet.
         """
         keys, _ = self._check_caller(caller)
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             self._find(keys, name)
             await run_to_end(self._remove(keys, name))
 

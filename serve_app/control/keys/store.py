@@ -37,9 +37,9 @@ class KeyStore:
             "previous_digest": key.previous_digest,
             "document": validation.write(key.document),
         }
-        with self._database.transaction() as connection:
+        with self._database.change() as connection:
             upsert(connection, API_KEYS, [row])
 
     def remove(self, name: str) -> None:
-        with self._database.transaction() as connection:
+        with self._database.change() as connection:
             connection.execute(sa.delete(API_KEYS).where(API_KEYS.c.name == name))

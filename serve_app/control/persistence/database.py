@@ -1,7 +1,8 @@
 """The SQL database of the registry, with the number of the last change.
 
-It is SQLite in a file of the head node by default, and PostgreSQL by URL. There is one writer; the generation
-number detects a second one. Alembic manages the schema (see migrations/).
+It is SQLite in a file of the head node by default, and PostgreSQL by URL. The generation number detects the
+changes of a second server, which shares the database during an upgrade. Alembic manages the schema (see
+migrations/).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ log = logging.getLogger("torchrelay.database")
 _SETTING = "control.database_url"
 _LOCK_TIMEOUT = 10  # seconds to reach a server, or to wait for SQLite's lock
 _LOCK_RETRY_S = 0.01  # seconds between two looks at a lock that SQLite does not wait for
+_READ_ONLY = "torchrelay_read_only"  # an option of a connection: its transactions take no lock of SQLite
 _MIGRATION = 60  # seconds to wait for another process that brings SQLite's schema up to date
 
 
@@ -84,6 +86,16 @@ class Database:
     def generation(self) -> int:
         """The number of the last change that was saved or loaded here; every save raises it by one."""
         return self._generation
+
+    def has_changed(self) -> bool:
+        """Return whether another process has changed the database since the last load. Raises Unavailable.
+
+        This is a read of one row, which waits for no writer.
+        """
+        with self._explained(), self._engine.connect() as connection:
+            connection.execution_options(**{_READ_ONLY: True})
+            stored: int = connection.execute(sa.select(GENERATION.c.generation)).scalar_one()
+        return stored != self._generation
 
     def load(self) -> Registry:
         """Return the registry as it was last saved by any process. Raises Unavailable.
@@ -159,11 +171,24 @@ class Database:
         self.is_uncertain = False
 
     @contextlib.contextmanager
+    def change(self) -> Iterator[Connection]:
+        """Open a transaction that raises the generation, so that other processes load its changes."""
+        with self.transaction() as connection:
+            connection.execute(sa.update(GENERATION).values(generation=GENERATION.c.generation + 1))
+            yield connection
+        self._generation += 1
+
+    @contextlib.contextmanager
     def transaction(self) -> Iterator[Connection]:
         """Open a transaction that excludes all other writers. Raises Unavailable."""
+        with self._explained(), self._engine.begin() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise Unavailable for the errors of the database."""
         try:
-            with self._engine.begin() as connection:
-                yield connection
+            yield
         except sa.exc.DBAPIError as error:
             raise Unavailable(f"The registry's database cannot be used now: {self._explain(error)}") from None
 
@@ -283,7 +308,8 @@ def _set_wal_mode(connection: Any, lock_timeout: float) -> None:
 
 def _begin(connection: Connection) -> None:
     # The only writer from the start: a transaction that starts to write later may be refused midway.
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    is_reader = connection.get_execution_options().get(_READ_ONLY)
+    connection.exec_driver_sql("BEGIN" if is_reader else "BEGIN IMMEDIATE")
 
 
 # Rows

@@ -153,7 +153,7 @@ class PoolService:
 
     async def _isolate(self, specs: list[ModelSpec], reason: str) -> None:
         first_line = reason.partition("\n")[0]
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             before: Registry = self._state.registry
             after = before
             for spec in specs:

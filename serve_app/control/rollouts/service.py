@@ -54,7 +54,7 @@ class RolloutService:
         self._ids_with_metrics: set[str] = set()  # ids of which there may be figures
 
     async def start_rollout(self, model: str, plan: RolloutPlan) -> RolloutDocument:
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             now = time.time()
             after = registry_changes.start(self._state.registry, model, plan, secrets.token_hex(5), now)
             rollout = after.rollouts[model]
@@ -70,7 +70,7 @@ class RolloutService:
 
     async def update_rollout(self, model: str, action: RolloutAction) -> RolloutDocument:
         late = ""
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             before = registry_changes.find(self._state.registry, model)
             try:
                 after = state_machine.apply_action(before, action, time.time(), self._figures(before))
@@ -124,7 +124,7 @@ class RolloutService:
 
     async def _apply(self, rollout: Rollout, decide: Callable[[Registry], Registry]) -> None:
         """Commit and log a decision that is based on ``rollout``, unless that was changed meanwhile."""
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             if self._state.registry.rollouts.get(rollout.model) is not rollout:
                 return  # an operator changed it meanwhile
             registry = decide(self._state.registry)

@@ -85,7 +85,7 @@ class WorkflowService:
             registry_changes.register(state.registry, spec, models)  # refused before any wait
             while any(self._reconcile_loop.is_draining(part.ref) for part in (spec, *models)):
                 await self._reconcile_loop.wait_for_round()
-            async with state.write_lock:
+            async with state.exclusive():
                 await state.commit_with_status(registry_changes.register(state.registry, spec, models))
         check = self._reconcile_loop.watch_registration(spec.ref)
         if spec.handler:
@@ -114,7 +114,7 @@ class WorkflowService:
         ]
 
     async def unregister_workflow(self, name: str, version: str | None) -> None:
-        async with self._state.write_lock:
+        async with self._state.exclusive():
             after, removed = registry_changes.unregister(self._state.registry, name, version)
             for spec in removed:
                 self._reconcile_loop.retain(spec)
@@ -193,7 +193,7 @@ class WorkflowService:
 
     async def _undo_registration(self, spec: ModelSpec, check: Callable[[], None]) -> None:
         state = self._state
-        async with state.write_lock:
+        async with state.exclusive():
             # A policy may send requests to it, or a caller may have removed it, or registered it again.
             try:
                 check()
