@@ -138,6 +138,8 @@ class CausalLM:
     def _format_row(self, row: RowDecoder, stream: bool) -> Any:
         """Return a row's value; of a stream, the text that was not sent yet."""
         decoded = row.finish()
+        if row.error is not None:
+            return row.error
         if stream and decoded is not None:
             return decoded[1]
         if self.tokenizer is None:

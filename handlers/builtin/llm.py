@@ -161,6 +161,7 @@ class LanguageModel:
             assert self.engine is not None
             return openai_response.list_models(context.model_name, self.engine.adapters)
         request = openai.parse_request(path, row, self.default_sampling)
+        openai.check_output_size(request, self.max_new_tokens or _DEFAULT_NEW_TOKENS)
         adapter = select_adapter(context, index, request.model)
         response = openai_response.CompletionResponse(request, context.model_name, self._decode)
         prompts = (

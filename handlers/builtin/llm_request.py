@@ -9,6 +9,7 @@ from typing import Any
 
 from handlers.engines.engine import SamplingParams
 from handlers.engines.request_fields import (
+    MAX_COUNT,
     PENALTIES,
     STRUCTURED_OUTPUT_FIELDS,
     parse_logit_bias,
@@ -74,7 +75,7 @@ def parse_request(row: Mapping[str, Any], default: SamplingParams) -> ParsedRequ
         raise PredictionException('There is no prompt: send a text, or {"prompt": "Once upon a time"}.', 400)
     return ParsedRequest(
         _parse_prompt(values["prompt"]),
-        _parse_number(values, "max_new_tokens", int, None, 1, None),
+        _parse_number(values, "max_new_tokens", int, None, 1, MAX_COUNT),
         _parse_sampling(values, default),
         _parse_stops(values.get("stop")),
         _parse_flag(values.get("stream")),
@@ -95,7 +96,7 @@ def _parse_sampling(values: Mapping[str, Any], default: SamplingParams) -> Sampl
         _parse_number(
             values, "temperature", float, default.temperature or (1.0 if is_sampled else 0.0), 0, 100
         ),
-        _parse_number(values, "top_k", int, default.top_k, 0, None),
+        _parse_number(values, "top_k", int, default.top_k, 0, MAX_COUNT),
         _parse_number(values, "top_p", float, default.top_p, 0, 1),
         _parse_number(values, "seed", int, default.seed, 0, 2**63 - 1),
         **{
@@ -113,7 +114,7 @@ def _parse_number(
     kind: Callable[[Any], Any],
     default: Any,
     minimum: float,
-    maximum: float | None,
+    maximum: float,
 ) -> Any:
     value = values.get(name)
     if value is None:
@@ -123,13 +124,14 @@ def _parse_number(
             value = value.decode()
         number = kind(value)
         is_valid = not isinstance(value, bool) and (isinstance(value, str) or number == value)
-        is_valid = is_valid and number >= minimum and (maximum is None or number <= maximum)
+        is_valid = is_valid and minimum <= number <= maximum
     except (TypeError, ValueError, OverflowError):
         is_valid = False
     if not is_valid:
         expected = "a whole number" if kind is int else "a number"
-        limits = f"from {minimum:g}" if maximum is None else f"from {minimum} to {maximum}"
-        raise PredictionException(f"{name} is {value!r}; it is {expected} {limits}.", 400)
+        raise PredictionException(
+            f"{name} is {value!r:.100}; it is {expected} from {minimum} to {maximum}.", 400
+        )
     return number
 
 
@@ -171,7 +173,7 @@ def _parse_flag(value: Any) -> bool:
     flags = {None: False, True: True, False: False, "true": True, "false": False}
     if isinstance(value, (str, bool, type(None))) and value in flags:
         return flags[value]
-    raise PredictionException(f"stream is {value!r}; it is true or false.", 400)
+    raise PredictionException(f"stream is {value!r:.100}; it is true or false.", 400)
 
 
 def _decode_text(name: str, value: Any) -> str:

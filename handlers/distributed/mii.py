@@ -65,8 +65,9 @@ class RaggedEngine:
                 for index, request in enumerate(running_requests):
                     if request.last_in_prompt:
                         row = self.rows[request.uid]
-                        tokens[index] = row.choose(next_token_logits[index, : config.vocab_size].float())
-                        finished[index] = row.append(int(tokens[index]))
+                        token = row.choose(next_token_logits[index, : config.vocab_size].float())
+                        tokens[index] = max(token, 0)  # it may be NO_TOKEN
+                        finished[index] = row.append(token)
                 return tokens, finished.bool()
 
         self.config = config

@@ -16,13 +16,17 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from handlers.engines.detokenizer import Detokenizer
 from handlers.engines.engine import SamplingParams
-from handlers.engines.sampler import adjust_scores, sample_token
+from handlers.engines.sampler import adjust_scores, are_usable, sample_token, unusable_scores
+from handlers.errors import PredictionException
+
+NO_TOKEN = -1  # of a row whose scores are not usable
 
 
 class RowDecoder:
     """The decoding of one row: it chooses each token from the scores and knows when the row is finished.
 
-    ``tokens`` are the generated ones without an end token. ``send`` receives each chunk of the text;
+    ``tokens`` are the generated ones without an end token. ``error`` is that of a row whose scores were not
+    usable. ``send`` receives each chunk of the text;
     ``decode`` converts token ids and is needed for ``send`` and ``stops`` only.
     """
 
@@ -40,6 +44,7 @@ class RowDecoder:
         self.max_new_tokens = max_new_tokens
         self.tokens: list[int] = []
         self.finished = False
+        self.error: PredictionException | None = None
         self._sampling = sampling
         if sampling.seed is None:
             self._sampling = replace(sampling, seed=secrets.randbits(63))
@@ -53,19 +58,30 @@ class RowDecoder:
     def is_plain(self) -> bool:
         """Return whether the most likely token is always the next one."""
         sampling = self._sampling
-        return not (sampling.temperature > 0 or sampling.has_penalties or sampling.logit_bias)
+        return sampling.is_greedy and not (sampling.has_penalties or sampling.logit_bias)
 
     def choose(self, scores: torch.Tensor) -> int:
-        """Return the next token by its ``scores`` (vocabulary), which it may change."""
+        """Return the next token by its ``scores`` (vocabulary), which it may change.
+
+        It is NO_TOKEN where the scores are not usable.
+        """
         if not self.is_plain:
             adjust_scores(scores, self._sampling, self.prompt + self.tokens, self.tokens)
-        if self._sampling.temperature > 0:
-            return int(sample_token(scores, self._sampling, len(self.prompt) + len(self.tokens)))
-        return int(scores.argmax())
+        if not are_usable(scores):
+            return NO_TOKEN
+        if self._sampling.is_greedy:
+            return int(scores.argmax())
+        return int(sample_token(scores, self._sampling, len(self.prompt) + len(self.tokens)))
 
     def append(self, token: int) -> bool:
-        """Add the next token and return whether the row is finished; a finished row ignores it."""
+        """Add the next token and return whether the row is finished; a finished row ignores it.
+
+        NO_TOKEN finishes the row with an error.
+        """
         if self.finished:
+            return True
+        if token == NO_TOKEN:
+            self.finished, self.error = True, unusable_scores()
             return True
         if token in self._end_tokens:
             self.finished = True
@@ -116,13 +132,19 @@ class _TokenChoice(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._all_plain:
+            for row, is_usable in zip(self._rows, are_usable(scores).tolist()):
+                if not is_usable:
+                    row.append(NO_TOKEN)
             return scores
         tokens = torch.tensor([0 if row.finished else row.choose(s) for row, s in zip(self._rows, scores)])
         tokens = tokens.to(scores.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(tokens, 0)
+        for row, token in zip(self._rows, tokens.tolist()):
+            if token == NO_TOKEN:
+                row.append(token)
         scores = scores.fill_(float("-inf"))
-        return scores.scatter_(1, tokens[:, None], 0.0)
+        return scores.scatter_(1, tokens.clamp_min(0)[:, None], 0.0)
 
 
 class _RowStops(StoppingCriteria):

@@ -37,7 +37,7 @@ from handlers.engines.engine import (
     validate_request,
 )
 from handlers.engines.lora import Adapter, AdapterTable
-from handlers.engines.structured_output import GrammarCompiler, invalid_output
+from handlers.engines.structured_output import GrammarCompiler
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import device
 
@@ -184,11 +184,11 @@ class ContinuousBatching:
                 tokens = output.generated_tokens[stream.sent :]
                 logprobs = stream.logprobs[stream.sent : stream.sent + len(tokens)]
                 stream.sent += len(tokens)
+                failure = self._sampler.find_failure(request.id)
+                if failure is not None:
+                    raise failure
                 if output.is_finished():
-                    failure = self._sampler.find_failure(request.id)
                     self._forget(stream)
-                    if output_format is not None and failure is not None:
-                        raise invalid_output(output_format, failure)
                     stopped = bool(tokens) and tokens[-1] in request.stop_token_ids
                     yield GenerationChunk(
                         tokens, "stop" if stopped else "length", logprobs, stream.cached_tokens

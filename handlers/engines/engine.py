@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 
 from handlers.errors import HandlerLoadError, PredictionException
 
+_MIN_TEMPERATURE = 1e-5  # as in vLLM; scores that are divided by less may overflow
+
 
 @dataclass(frozen=True)
 class StructuredOutput:
@@ -27,8 +29,8 @@ class StructuredOutput:
 class SamplingParams:
     """The sampling settings of a request.
 
-    ``temperature`` 0 is greedy decoding; ``top_k`` 0 and ``top_p`` 1 sample from all tokens. The same
-    ``seed`` yields the same tokens whatever else is in the batch; None draws a new seed each time.
+    A ``temperature`` below 1e-5 is greedy decoding; ``top_k`` 0 and ``top_p`` 1 sample from all tokens. The
+    same ``seed`` yields the same tokens whatever else is in the batch; None draws a new seed each time.
     ``logprobs`` requests the log-probability of each token and of that many most likely tokens; None requests
     neither. ``presence_penalty`` and ``frequency_penalty`` are subtracted from the logits of generated
     tokens, once and by their count. ``repetition_penalty`` divides the positive logits of the tokens of
@@ -45,6 +47,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     structured_output: StructuredOutput | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _MIN_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from handlers.engines.engine import SamplingParams, StructuredOutput
 from handlers.engines.request_fields import (
+    MAX_COUNT,
     PENALTIES,
     STRUCTURED_OUTPUT_FIELDS,
     parse_logit_bias,
@@ -30,6 +31,7 @@ EVENT_STREAM = "text/event-stream"
 
 _MAX_CHOICES = 128  # of one request
 _MAX_STOPS = 16
+_MAX_OUTPUT = 2**20  # tokens of all choices, each counted once and once for each of its top_logprobs
 _MAX_LOGPROBS = {COMPLETIONS: 5, CHAT: 20}  # most likely tokens, reported beside each token
 
 _COMMON_FIELDS = {
@@ -152,7 +154,7 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
         _text(body, "model", ""),
         SamplingParams(
             _number(body, "temperature", float, default.temperature or 1.0, 0, 2),
-            _number(body, "top_k", int, default.top_k, 0, None),
+            _number(body, "top_k", int, default.top_k, 0, MAX_COUNT),
             _number(body, "top_p", float, default.top_p, 0, 1),
             _number(body, "seed", int, default.seed, -(2**63), 2**63 - 1),
             logprobs,
@@ -168,6 +170,19 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
     )
 
 
+def check_output_size(request: CompletionRequest, default_new_tokens: int) -> None:
+    """Raise PredictionException 400 where the response could have too many tokens and logprobs."""
+    choices = request.n * max(1, len(request.prompts))
+    new_tokens = request.max_new_tokens or default_new_tokens
+    top = (request.sampling.logprobs or 0) + 1
+    if choices * new_tokens * top > _MAX_OUTPUT:
+        raise PredictionException(
+            f"{choices} choices of up to {new_tokens} tokens with {top - 1} logprobs each are more than "
+            f"{_MAX_OUTPUT}: lower max_tokens, n or top_logprobs, or send several requests.",
+            400,
+        )
+
+
 def _parse_completion(body: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = _number(body, "logprobs", int, None, 0, _MAX_LOGPROBS[COMPLETIONS])
     echo = _flag(body, "echo")
@@ -175,7 +190,7 @@ def _parse_completion(body: Mapping[str, Any]) -> dict[str, Any]:
         raise PredictionException("echo together with logprobs is not served: ask for one of them.", 400)
     return {
         "prompts": _parse_prompts(body.get("prompt")),
-        "max_new_tokens": _number(body, "max_tokens", int, None, 1, None),
+        "max_new_tokens": _number(body, "max_tokens", int, None, 1, MAX_COUNT),
         "logprobs": logprobs,
         "echo": echo,
     }
@@ -199,7 +214,7 @@ def _parse_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     )
     return {
         "messages": tuple(_parse_message(index, message) for index, message in enumerate(messages)),
-        "max_new_tokens": _number(body, limit_field, int, None, 1, None),
+        "max_new_tokens": _number(body, limit_field, int, None, 1, MAX_COUNT),
         "logprobs": (top_logprobs or 0) if with_logprobs else None,
         "tools": tools,
         "forced_call": forced_call,
@@ -306,16 +321,17 @@ def _number(
     kind: Callable[[Any], Any],
     default: Any,
     minimum: float,
-    maximum: float | None,
+    maximum: float,
 ) -> Any:
     value = body.get(field)
     if value is None:
         return default
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= minimum
-    if not valid or (kind is int and value != value // 1) or (maximum is not None and value > maximum):
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value <= maximum
+    if not valid or (kind is int and value != value // 1):
         expected = "a whole number" if kind is int else "a number"
-        limits = f"from {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise PredictionException(f"{field} is {value!r:.100}; it is {expected} {limits}.", 400)
+        raise PredictionException(
+            f"{field} is {value!r:.100}; it is {expected} from {minimum} to {maximum}.", 400
+        )
     return kind(value)
 
 

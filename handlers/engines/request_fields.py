@@ -6,6 +6,7 @@ The names are those of OpenAI's API and of vLLM's additions to it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +27,10 @@ STRUCTURED_OUTPUT_FIELDS = (
     "guided_choice",
 )
 _KINDS = ("json", "json_object", "regex", "choice")
+MAX_COUNT = 2**31 - 1  # of new tokens and of top_k; engines store them in 32 bits
 _MAX_BIASED_TOKENS = 1024
 _MAX_BIAS = 100
+_TOKEN_ID = re.compile("[0-9]{1,10}")  # int refuses texts of more than 4,300 digits
 
 
 def parse_structured_output(body: Mapping[str, Any]) -> StructuredOutput | None:
@@ -50,15 +53,21 @@ def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise PredictionException(
             f'logit_bias is an object of up to {_MAX_BIASED_TOKENS} token ids: {{"50256": -100}}.', 400
         )
-    for token, bias in value.items():
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        if not str(token).isdecimal() or not is_number or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+        is_token = _TOKEN_ID.fullmatch(str(key)) is not None
+        if not is_token or not is_number or not -_MAX_BIAS <= bias <= _MAX_BIAS:
             raise PredictionException(
-                f"logit_bias has {token!r:.100}: {bias!r:.100}; it is a token id, and a number from "
+                f"logit_bias has {key!r:.100}: {bias!r:.100}; it is a token id, and a number from "
                 f"-{_MAX_BIAS} to {_MAX_BIAS}.",
                 400,
             )
-    return tuple((int(token), float(bias)) for token, bias in value.items())
+        token = int(key)
+        if token in biases:
+            raise PredictionException(f"logit_bias has the token {token} twice: give it once.", 400)
+        biases[token] = float(bias)
+    return tuple(biases.items())
 
 
 def _parse_field(field: str, value: Any) -> StructuredOutput | None:

@@ -9,7 +9,8 @@ import torch
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
 from handlers.engines.engine import Logprob, SamplingParams, StructuredOutput
-from handlers.engines.structured_output import allowed_tokens
+from handlers.engines.structured_output import allowed_tokens, invalid_output
+from handlers.errors import PredictionException
 
 _GREEDY = SamplingParams()
 
@@ -52,14 +53,14 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         self._rows: list[_Row] = []
         self._recorded: dict[str, list[Logprob]] = {}
         self._compile_output = compile_output
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, PredictionException] = {}
 
     def record_logprobs(self, request_id: str) -> list[Logprob]:
         """Return a list that grows by each token's Logprob before the loop outputs the token."""
         return self._recorded.setdefault(request_id, [])
 
-    def find_failure(self, request_id: str) -> str | None:
-        """Return the reason for which a request's text had to end before it matched its format."""
+    def find_failure(self, request_id: str) -> PredictionException | None:
+        """Return the error of a request for which no further token could be chosen."""
         return self._failures.get(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -77,16 +78,25 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        recorded = [self._recorded.get(row.id) for row in self._rows]
+        logprobs = [
+            None if tokens is None else scores[index].float().log_softmax(-1)
+            for index, tokens in enumerate(recorded)
+        ]
         for index, row in enumerate(self._rows):
-            token, sampling = None, row.sampling
-            recorded = self._recorded.get(row.id)
-            logprobs = None if recorded is None else scores[index].float().log_softmax(-1)
             self._adjust(scores[index], row)
-            if sampling.temperature > 0:
-                token = sample_token(scores[index], sampling, row.position)
-            if recorded is not None and logprobs is not None:
+        is_usable = are_usable(scores).tolist()
+        for index, row in enumerate(self._rows):
+            token: torch.Tensor | int | None = None
+            if not is_usable[index]:  # an error here would end the loop of all requests
+                self._failures.setdefault(row.id, unusable_scores())
+                token = 0
+            elif not row.sampling.is_greedy:
+                token = sample_token(scores[index], row.sampling, row.position)
+            tokens, row_logprobs = recorded[index], logprobs[index]
+            if tokens is not None and row_logprobs is not None:
                 chosen = scores[index].argmax() if token is None else token
-                recorded.append(_to_logprob(logprobs, chosen, sampling))
+                tokens.append(_to_logprob(row_logprobs, chosen, row.sampling))
             if token is not None:
                 scores[index] = float("-inf")
                 scores[index, token] = 0.0
@@ -101,7 +111,7 @@ class Sampler(ContinuousBatchingLogitsProcessor):
             matcher = self._advance_matcher(row, row.sampling.structured_output)
             scores.masked_fill_(~allowed_tokens(matcher, len(scores), scores.device), float("-inf"))
             if matcher.is_error():  # it allows the end tokens only
-                self._failures[row.id] = matcher.get_error()
+                self._failures[row.id] = invalid_output(row.sampling.structured_output, matcher.get_error())
 
     def _advance_matcher(self, row: _Row, output: StructuredOutput) -> Any:
         """Return the request's matcher after all generated tokens.
@@ -115,6 +125,23 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         matcher.consume_tokens(generated[consumed:])
         row.state.output_matcher = matcher, len(generated)
         return matcher
+
+
+def are_usable(scores: torch.Tensor) -> torch.Tensor:
+    """Return for each row of ``scores`` (rows x vocabulary) whether a token can be chosen by them.
+
+    Scores of -infinity exclude tokens; the highest must be a finite number.
+    """
+    return scores.amax(-1).isfinite()
+
+
+def unusable_scores() -> PredictionException:
+    """Return the error of a row whose scores are not usable."""
+    return PredictionException(
+        "The model's scores of the next token are not finite numbers: its weights or its adapter are "
+        "damaged, or its dtype is too small for this prompt.",
+        500,
+    )
 
 
 def adjust_scores(
@@ -145,7 +172,7 @@ def _penalize(
         scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
-def _to_logprob(logprobs: torch.Tensor, token: torch.Tensor, sampling: SamplingParams) -> Logprob:
+def _to_logprob(logprobs: torch.Tensor, token: torch.Tensor | int, sampling: SamplingParams) -> Logprob:
     values, tokens = logprobs.topk(min(sampling.logprobs or 0, logprobs.numel()))
     return Logprob(int(token), float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist())))
 
@@ -157,7 +184,8 @@ def sample_token(scores: torch.Tensor, sampling: SamplingParams, position: int) 
     """
     generator = torch.Generator(scores.device)
     generator.manual_seed(hash((sampling.seed, position)))
-    ordered, tokens = (scores / sampling.temperature).sort(descending=True)
+    ordered, tokens = scores.sort(descending=True)
+    ordered = (ordered - ordered[0]) / sampling.temperature  # the highest becomes 0, so none overflows
     if 0 < sampling.top_k < ordered.numel():
         ordered, tokens = ordered[: sampling.top_k], tokens[: sampling.top_k]
     probabilities = ordered.softmax(-1)

@@ -155,13 +155,13 @@ def _convert_sampling(request: GenerationRequest) -> Any:
     sampling = request.sampling
     _check_features(sampling)
     options: dict[str, Any] = {"top_k": 1}
-    if sampling.temperature > 0:
+    if not sampling.is_greedy:
         options = {
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             # TensorRT-LLM's default is a constant.
-            "seed": secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            "seed": secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64,
         }
     ends = list(request.stop_token_ids)
     return TensorRTParams(

@@ -129,7 +129,7 @@ class VLLM:
             prompt["cache_salt"] = request.cache_salt
         try:
             params = SamplingParams(
-                temperature=sampling.temperature,
+                temperature=0.0 if sampling.is_greedy else sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 seed=sampling.seed,

@@ -36,15 +36,27 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-COUNT = TaskParameter("a whole number from 1", lambda value: type(value) is int and value >= 1)
+def count_to(maximum: int) -> TaskParameter:
+    return TaskParameter(
+        f"a whole number from 1 to {maximum}", lambda value: type(value) is int and 1 <= value <= maximum
+    )
+
+
+COUNT = count_to(2**31 - 1)
 NUMBER = TaskParameter("a number", _is_number)
-POSITIVE = TaskParameter("a number above 0", lambda value: _is_number(value) and value > 0)
 FRACTION = TaskParameter("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 FLAG = TaskParameter("true or false", lambda value: isinstance(value, bool))
 TEXT = TaskParameter("a text", lambda value: isinstance(value, str))
 TEXTS = TaskParameter(
     "a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
 )
+
+
+def number_between(minimum: float, maximum: float) -> TaskParameter:
+    return TaskParameter(
+        f"a number from {minimum} to {maximum}",
+        lambda value: _is_number(value) and minimum <= value <= maximum,
+    )
 
 
 def one_of(*names: str) -> TaskParameter:

@@ -16,9 +16,10 @@ import torch
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain import attributions
 from handlers.explain.attributions import ExplanationOptions
-from handlers.tasks.base import COUNT, FLAG, FRACTION, POSITIVE, TEXT, TaskInput, TextTask
+from handlers.tasks.base import COUNT, FLAG, FRACTION, TEXT, TaskInput, TextTask, count_to, number_between
 
 _DEFAULT_NEW_TOKENS = 64  # without a number in the request and in generation_config.json
+_MAX_BEAM_TOKENS = 65_536  # new tokens times beams of a row: each has keys and values in memory
 _MAX_EXPLAINED_TOKENS = 64  # of the generated text
 _EXPLANATION_BATCH_SIZE = 8  # each row has a score for every token of the vocabulary at every position
 
@@ -39,11 +40,11 @@ class _GenerationTask(TextTask):
         "max_new_tokens": COUNT,
         "min_new_tokens": COUNT,
         "do_sample": FLAG,
-        "temperature": POSITIVE,
+        "temperature": number_between(0.00001, 100),  # scores divided by less may overflow
         "top_k": COUNT,
         "top_p": FRACTION,
-        "num_beams": COUNT,
-        "repetition_penalty": POSITIVE,
+        "num_beams": count_to(64),
+        "repetition_penalty": number_between(0.01, 100),
         "no_repeat_ngram_size": COUNT,
     }
     _own_parameters = ("prefix", "return_full_text", "src_lang", "tgt_lang")  # not options of generate
@@ -56,6 +57,17 @@ class _GenerationTask(TextTask):
         self._default_new_tokens = config.max_new_tokens or default
         if config.pad_token_id is None:
             config.pad_token_id = self.tokenizer.pad_token_id
+
+    def parse(self, row: Any) -> TaskInput:
+        example = super().parse(row)
+        default = self._default_new_tokens or 1
+        tokens = example.parameters.get("max_new_tokens", default) * example.parameters.get("num_beams", 1)
+        limit = max(_MAX_BEAM_TOKENS, default)
+        if tokens > limit:
+            raise PredictionException(
+                f"max_new_tokens times num_beams is {tokens}, and at most {limit}.", 400
+            )
+        return example
 
     def encode(self, examples: Sequence[TaskInput]) -> list[GenerationGroup]:
         groups: dict[str, list[int]] = {}

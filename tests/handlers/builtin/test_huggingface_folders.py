@@ -146,7 +146,7 @@ def test_every_task_has_a_class_and_a_description(tmp_path: Path) -> None:
     assert served.entry.instance.describe_handle() == {
         "task": "text-classification",
         "parameters": {
-            "top_k": "a whole number from 1",
+            "top_k": "a whole number from 1 to 2147483647",
             "function_to_apply": "one of softmax, sigmoid, none",
             "tokens": "true or false",
         },

@@ -49,6 +49,26 @@ def test_a_decoder_without_a_padding_token_generates_and_embeds(tmp_path: Path) 
     assert_close(embedded(*TEXTS), [embedded(text)[0] for text in TEXTS])
 
 
+def test_numbers_of_a_request_are_bounded(tmp_path: Path) -> None:
+    save_t5(tmp_path)  # its positions are relative, so its texts have no longest
+    served = ServedFolder(tmp_path, task="summarization")
+    invalid: list[dict[str, Any]] = [
+        {"do_sample": True, "temperature": 1e-40},
+        {"do_sample": True, "repetition_penalty": 1e-40},
+        {"num_beams": 65},
+        {"num_beams": 64, "max_new_tokens": 1025},
+        {"max_new_tokens": 10**400},
+    ]
+    extreme: dict[str, Any] = {"do_sample": True, "temperature": 1e-5, "repetition_penalty": 0.01}
+    rows = [
+        {"text": SHORT, "parameters": parameters}
+        for parameters in (*invalid, {**extreme, "max_new_tokens": 2})
+    ]
+    *refused, served_row = served(*rows)
+    assert [getattr(row, "error_code", 200) for row in refused] == [400] * len(invalid)
+    assert list(served_row) == ["summary_text"]
+
+
 @pytest.mark.parametrize(
     "task, key",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -57,7 +58,9 @@ async def main():
     report("ready")
     while (command := json.loads(await asyncio.to_thread(sys.stdin.readline))):
         if "batch" in command:
-            report(await asyncio.gather(*(generate(engine, item) for item in command["batch"])))
+            runs = [generate(engine, item) for item in command["batch"]]
+            values = await asyncio.gather(*runs, return_exceptions=True)
+            report([value if isinstance(value, list) else str(value) for value in values])
         if "disconnect" in command:
             chunks = engine.generate(make_request(command["disconnect"]))
             first = await chunks.__anext__()
@@ -153,11 +156,11 @@ async def generate_locally(folder: Path, commands: list[dict[str, Any]]) -> list
 
 
 @pytest.fixture
-def ranks(language_model: Path) -> Iterator[Callable[[], Ranks]]:
+def ranks(language_model: Path) -> Iterator[Callable[..., Ranks]]:
     started: list[Ranks] = []
 
-    def start() -> Ranks:
-        started.append(Ranks(language_model))
+    def start(folder: Path = language_model) -> Ranks:
+        started.append(Ranks(folder))
         return started[-1]
 
     yield start
@@ -182,6 +185,24 @@ def test_two_ranks_generate_the_same_as_one(ranks: Callable[[], Ranks], language
     unseeded = [{"prompt": [1], "count": 40, "sampling": {"temperature": 1.0}}] * 2
     first, second = group.call(batch=unseeded)
     assert first != second, "requests without a seed get different ones, the same on all ranks"
+
+
+def test_scores_that_are_not_numbers_fail_their_own_row_on_all_ranks(
+    ranks: Callable[..., Ranks], language_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(language_model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[77] = float("nan")
+    shutil.copytree(language_model, tmp_path / "damaged")
+    model.save_pretrained(tmp_path / "damaged")
+    group = ranks(tmp_path / "damaged")
+    sampled = [{"prompt": [5, 6], "count": 30, "sampling": {"temperature": 1.0, "seed": 3}} for _ in range(2)]
+    failing = {**sampled[0], "prompt": [77]}
+    first, failed, last = group.call(batch=[sampled[0], failing, sampled[1]])
+    assert "not finite numbers" in failed
+    assert [first, last] == group.call(batch=sampled), "the ranks stay in step"
 
 
 def test_a_killed_rank_fails_running_requests(ranks: Callable[[], Ranks]) -> None:
