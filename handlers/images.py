@@ -11,6 +11,9 @@ from PIL import Image
 
 from handlers.errors import PredictionException
 
+_USUAL_SIDE = 256  # pixels of the shorter side after a usual resizing
+_MAX_ENLARGED_PIXELS = 2**24  # 64 MiB in Pillow's RGB
+
 
 def apply_pixel_limit(context: Any) -> None:
     """Disable Pillow's process-wide guard against decompression bombs if the server has no limit."""
@@ -27,15 +30,80 @@ def decode_base64(text: str) -> bytes:
 
 
 def open_image(content: bytes | bytearray | memoryview) -> Image.Image:
-    """Return the decoded image in these bytes. Raises PredictionException (400) if there is none."""
+    """Return the decoded image in these bytes.
+
+    Raises PredictionException (400) if there is none, or if it is too large.
+    """
+    return _read(content, decode=True)
+
+
+def check_image(content: bytes | bytearray | memoryview) -> tuple[int, int]:
+    """Return the (width, height) of the image in these bytes, which is not decoded.
+
+    Raises PredictionException (400) as ``open_image`` does.
+    """
+    return _read(content, decode=False).size
+
+
+def check_resizing(size: tuple[int, int], resized: tuple[int, int]) -> None:
+    """Raise PredictionException (400) where resizing an image to ``resized`` needs too much memory.
+
+    Sizes are (width, height). Pillow resizes the rows first: between, the image has the new width and the old
+    height.
+    """
+    pixels = resized[0] * max(resized[1], size[1])
+    if pixels > max(_MAX_ENLARGED_PIXELS, size[0] * size[1]):
+        raise PredictionException(
+            f"The image is too large after resizing: {size[0]} x {size[1]} pixels become {resized[0]} x "
+            f"{resized[1]}. Send a part of it.",
+            400,
+        )
+
+
+def resize_shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
+    """Return the (width, height) of an image whose shorter side is resized to ``side``.
+
+    The proportions are kept. Raises PredictionException (400) as ``check_resizing`` does.
+    """
+    width, height = size
+    longer = int(side * max(size) / min(size))
+    resized = (side, longer) if width <= height else (longer, side)
+    check_resizing(size, resized)
+    return resized
+
+
+def _read(content: bytes | bytearray | memoryview, decode: bool) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content))
-        image.load()  # Pillow reads lazily; a broken image must fail here
+        _check_size(image.size)
+        if decode:
+            image.load()  # Pillow reads lazily; a broken image must fail here
+    except PredictionException:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        hint = "limit_max_image_pixels: false lifts this limit."
-        raise PredictionException(f"The image is too large: {error} {hint}", 400) from error
+        raise _too_large(str(error)) from error
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise many types of errors for broken bytes
         raise PredictionException(f"The input is not an image that can be read: {error}", 400) from error
     return image
+
+
+def _check_size(size: tuple[int, int]) -> None:
+    """Raise PredictionException (400) for an image above Pillow's limit, of which Pillow itself only warns.
+
+    So is a narrow image that would be above the limit after a usual resizing of its shorter side.
+    """
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is None:
+        return
+    short, long = sorted(size)
+    if short * long > limit:
+        raise _too_large(f"it has {short * long} pixels, and the limit is {limit}.")
+    if short < _USUAL_SIDE and _USUAL_SIDE**2 * long > limit * short:
+        raise _too_large(f"with a shorter side of {_USUAL_SIDE} pixels, it would have more than {limit}.")
+
+
+def _too_large(reason: str) -> PredictionException:
+    hint = "limit_max_image_pixels: false lifts this limit."
+    return PredictionException(f"The image is too large: {reason} {hint}", 400)

@@ -15,6 +15,7 @@ import torch
 from handlers.builtin.image_classifier import ImageClassifier
 from handlers.builtin.vision import VisionHandler
 from handlers.errors import PredictionException
+from handlers.images import check_image, resize_shorter_side
 from handlers.torchserve_compat.timer import timed
 
 
@@ -75,6 +76,7 @@ def _read_image(row: Any) -> np.ndarray:
         raise PredictionException(
             "There is no image: send its bytes as the body, or as the form field data.", 400
         )
+    resize_shorter_side(check_image(value), 256)  # DALI has no limit of its own
     return np.frombuffer(value, dtype=np.uint8)
 
 

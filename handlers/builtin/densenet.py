@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class DenseNetHandler(BaseHandler):
 def _load_tensor(row: Any) -> torch.Tensor:
     value = (row.get("data") or row.get("body")) if isinstance(row, dict) else row
     try:
+        _check_unpacked_size(value or b"")
         tensor = torch.load(io.BytesIO(value or b""), weights_only=True, map_location="cpu")
     except MemoryError:
         raise
@@ -39,4 +41,15 @@ def _load_tensor(row: Any) -> torch.Tensor:
         ) from error
     if not isinstance(tensor, torch.Tensor):
         raise PredictionException(f"The input is a {type(tensor).__name__}, not a tensor.", 400)
+    if tensor.layout == torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise PredictionException(
+            f"The tensor is an expanded view of {tuple(tensor.shape)}: send tensor.contiguous().", 400
+        )
     return tensor
+
+
+def _check_unpacked_size(content: bytes | bytearray | memoryview) -> None:
+    """Raise ValueError for a file whose entries are compressed, which those of torch.save are not."""
+    file = io.BytesIO(content)
+    if zipfile.is_zipfile(file) and any(info.compress_type for info in zipfile.ZipFile(file).infolist()):
+        raise ValueError("its entries are compressed")

@@ -14,7 +14,13 @@ from PIL import Image
 from handlers.base import BaseHandler
 from handlers.errors import PredictionException
 from handlers.explain import attributions
-from handlers.images import apply_pixel_limit, decode_base64, open_image
+from handlers.images import (
+    apply_pixel_limit,
+    check_resizing,
+    decode_base64,
+    open_image,
+    resize_shorter_side,
+)
 from handlers.torchserve_compat.timer import timed
 
 
@@ -46,23 +52,23 @@ class ToRGB:
 class Resize:
     """A resizing of the shorter side to ``size`` pixels, or of both sides to exactly ``(height, width)``.
 
-    The former keeps the proportions. Both are bilinear and antialiased, as in Pillow.
+    The former keeps the proportions. Both are bilinear and antialiased, as in Pillow. Raises
+    PredictionException (400) for an image that would need too much memory.
     """
 
     size: int | tuple[int, int]
 
     def __call__(self, image: Image.Image) -> Image.Image:
+        size = self.output_size(image.size)
+        return image if size == image.size else image.resize(size, Image.Resampling.BILINEAR)
+
+    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the (width, height) of an image of ``size`` after resizing."""
         if isinstance(self.size, int):
-            short, long = sorted(image.size)
-            longer = int(self.size * long / short)
-            width, height = (self.size, longer) if image.width <= image.height else (longer, self.size)
-        else:
-            height, width = self.size
-        return (
-            image
-            if (width, height) == image.size
-            else image.resize((width, height), Image.Resampling.BILINEAR)
-        )
+            return resize_shorter_side(size, self.size)
+        height, width = self.size
+        check_resizing(size, (width, height))
+        return width, height
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from handlers.builtin.vision import ToRGB
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain import attributions
 from handlers.explain.attributions import ExplanationOptions
-from handlers.images import decode_base64, open_image
+from handlers.images import check_resizing, decode_base64, open_image, resize_shorter_side
 
 MAX_EXPLANATIONS = 16  # of one request: each costs as much as a request of its own
 _RGB = ToRGB()
@@ -305,7 +305,19 @@ class ImageTask(Task):
             raise PredictionException(
                 'There is no image: send its bytes, or {"inputs": "its bytes in base64"}.', 400
             )
-        return _RGB(open_image(value)), None
+        image = open_image(value)
+        self._check_resizing(image.size)
+        return _RGB(image), None
+
+    def _check_resizing(self, size: tuple[int, int]) -> None:
+        """Raise PredictionException (400) for an image that the processor would enlarge too much."""
+        target = getattr(self.processor, "size", None) or {}
+        if not getattr(self.processor, "do_resize", False):
+            return
+        if target.get("height") and target.get("width"):
+            check_resizing(size, (target["width"], target["height"]))
+        elif target.get("shortest_edge") and not target.get("longest_edge"):
+            resize_shorter_side(size, target["shortest_edge"])
 
     def encode(self, examples: Sequence[TaskInput]) -> Any:
         return self.processor(images=[example.value for example in examples], return_tensors="pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from handlers.errors import PredictionException
 from handlers.tasks.base import FRACTION, ImageTask, TaskInput, one_of
 
 _SUBTASKS = ("panoptic", "instance", "semantic")
+_MAX_SCORES = 2**28  # 1 GiB of float32: a score of each label or query for each pixel
 
 
 class ImageSegmentation(ImageTask):
     """A task that answers ``[{"score", "label", "mask"}]``.
 
-    A mask is a PNG in base64 of the image's size, white where the label applies. ``subtask`` is panoptic,
+    A mask is a PNG in base64 of the image's size, white where the label applies; those of large images are
+    computed at a lower resolution and enlarged. ``subtask`` is panoptic,
     instance or semantic (whose score is None); the default is the first of them that the model supports.
     ``threshold`` (0.9), ``mask_threshold`` and ``overlap_mask_area_threshold`` (0.5) apply to the first two.
     """
@@ -71,9 +74,10 @@ class ImageSegmentation(ImageTask):
     def _segments(
         self, subtask: str, output: Any, size: tuple[int, int], example: TaskInput
     ) -> list[dict[str, Any]]:
+        target = _computed_size(output, size)
         if subtask == "semantic":
-            [label_map] = self._postprocessor(subtask)(output, target_sizes=[size])
-            return self._classes(label_map)
+            [label_map] = self._postprocessor(subtask)(output, target_sizes=[target])
+            return self._classes(_enlarge(label_map, size))
         thresholds = {
             "threshold": 0.9,
             "mask_threshold": 0.5,
@@ -81,12 +85,13 @@ class ImageSegmentation(ImageTask):
             **example.parameters,
         }
         thresholds.pop("subtask", None)
-        [result] = self._postprocessor(subtask)(output, target_sizes=[size], **thresholds)
+        [result] = self._postprocessor(subtask)(output, target_sizes=[target], **thresholds)
+        segmentation = _enlarge(result["segmentation"], size)
         return [
             {
                 "score": segment["score"],
                 "label": self.config.id2label[segment["label_id"]],
-                "mask": _encode_png(result["segmentation"] == segment["id"]),
+                "mask": _encode_png(segmentation == segment["id"]),
             }
             for segment in result["segments_info"]
         ]
@@ -110,7 +115,27 @@ def _row_output(output: Any, row: int) -> Any:
     return type(output)(**values)
 
 
+def _computed_size(output: Any, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the (height, width) of the computed masks of an image of ``size``."""
+    layers = (output.logits if "logits" in output else output.class_queries_logits).shape[1]
+    scale = min(1.0, math.sqrt(_MAX_SCORES / (layers * math.prod(size))))
+    return max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
+
+
+def _enlarge(label_map: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Return the map (height x width) at ``size``, each pixel with its nearest one's label."""
+    if tuple(label_map.shape) == size:
+        return label_map
+    rows, columns = (
+        (torch.arange(length, device=label_map.device) * label_map.shape[axis]).div(
+            length, rounding_mode="floor"
+        )
+        for axis, length in enumerate(size)
+    )
+    return label_map[rows][:, columns]
+
+
 def _encode_png(mask: torch.Tensor) -> str:
     file = io.BytesIO()
-    Image.fromarray((mask.cpu().numpy() * 255).astype("uint8"), mode="L").save(file, "PNG")
+    Image.fromarray((mask.to(torch.uint8) * 255).cpu().numpy(), mode="L").save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()

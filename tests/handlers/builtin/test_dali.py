@@ -12,7 +12,9 @@ import pytest
 from PIL import Image
 
 import handlers
+from handlers.builtin.dali import DALIHandler, _read_image
 from handlers.context import Context
+from handlers.errors import PredictionException
 
 MODEL = """
 import torch
@@ -45,6 +47,15 @@ def test_a_missing_dali_is_an_error(archive: Any) -> None:
         ImportError, match="nvidia-dali-cuda120 in the archive's requirements, or use image_classifier"
     ):
         entry.initialize(context(archive(), OPTIONS))
+
+
+@pytest.mark.parametrize("size", [(1, 2000), (1, 300), (10_000, 9000)])
+def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(size: tuple[int, int]) -> None:
+    buffer = io.BytesIO()
+    Image.new("1", size).save(buffer, "PNG")
+    with pytest.raises(PredictionException, match="too large") as raised:
+        DALIHandler()._map_rows([{"body": buffer.getvalue()}], _read_image)
+    assert raised.value.error_code == 400
 
 
 @pytest.mark.skipif(not HAVE_DALI, reason="needs nvidia-dali")

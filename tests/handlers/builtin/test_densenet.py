@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from typing import Any
 
 import torch
@@ -36,3 +37,22 @@ def test_each_tensor_has_its_own_output(archive: Any, begin: Any) -> None:
     assert first.untyped_storage().nbytes() == 8, "only the row itself is serialized"
     assert damaged.error_code == 400 and "torch.save" in damaged.message
     assert no_tensor.error_code == 400 and "list" in no_tensor.message
+
+
+def test_tensors_that_are_larger_than_their_bytes_are_refused(archive: Any, begin: Any) -> None:
+    manifest = {"model": {"modelFile": "model.py"}}
+    entry = handlers.load("densenet_handler", archive(model=MODEL), manifest)
+    entry.initialize(Context("m", str(archive()), manifest))
+    expanded = serialize(torch.zeros(1).expand(2, 10**6))
+    compressed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(serialize(torch.zeros(2, 10**6)))) as plain,
+        zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    rows = [{"data": bytes(expanded)}, {"data": compressed.getvalue()}, {"data": serialize(torch.ones(2, 3))}]
+    *refused, answer = entry(rows, begin(entry.instance.context, 3))
+    assert [error.error_code for error in refused] == [400, 400]
+    assert "contiguous" in refused[0].message and "torch.save" in refused[1].message
+    assert torch.equal(answer, torch.tensor([[3.0, 3.0]]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from PIL import Image
 import handlers
 from handlers import PredictionException
 from handlers.context import Context, Row
+from handlers.tasks import segmentation
 from tests.support.hf_folders import (
     ServedFolder,
     assert_close,
@@ -54,6 +57,52 @@ def test_the_pixel_limit_is_the_servers(tmp_path: Path, monkeypatch: pytest.Monk
     context.begin(["1"], [{}], [{}])
     [answer] = entry([Row({"body": bytearray(encode_png(make_image(0)))})], context)
     assert len(answer) == 5
+
+
+@pytest.mark.parametrize(
+    "processor, size",
+    [
+        ({"size": {"shortest_edge": 256}}, (1, 300)),
+        ({"size": {"shortest_edge": 1024}}, (20_000, 20)),
+        ({"size": {"height": 224, "width": 224}}, (1, 2000)),
+        ({"size": {"height": 1024, "width": 1024}}, (100, 100_000)),
+        ({"size": {"shortest_edge": 256, "longest_edge": 512}}, (1, 2000)),
+    ],
+    ids=str,
+)
+def test_a_resize_bomb_fails_its_own_row(tmp_path: Path, processor: Any, size: tuple[int, int]) -> None:
+    save_vit(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    options = {**json.loads(file.read_text()), **processor}
+    file.write_text(json.dumps(options))
+    served = ServedFolder(tmp_path)
+    [refused] = served(bytearray(encode_png(Image.new("1", size))))
+    assert isinstance(refused, PredictionException) and refused.error_code == 400
+    assert "too large" in refused.message
+
+
+def test_masks_of_a_large_image_are_computed_at_a_lower_resolution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_segformer(tmp_path)
+    served = ServedFolder(tmp_path)
+    picture = bytearray(encode_png(make_image(0, 90, 60)))
+    [exact] = served(picture)
+    monkeypatch.setattr(segmentation, "_MAX_SCORES", 3 * 45 * 30)
+    interpolate, sizes = torch.nn.functional.interpolate, []
+
+    def record(*args: Any, size: Any = None, **options: Any) -> torch.Tensor:
+        sizes.append(size)
+        return interpolate(*args, size=size, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "interpolate", record)
+    [reduced] = served(picture)
+    assert max(height * width for height, width in (tuple(size) for size in sizes if size)) <= 45 * 30
+    for segment, expected in zip(reduced, exact, strict=True):
+        masks = [Image.open(io.BytesIO(base64.b64decode(each["mask"]))) for each in (segment, expected)]
+        first, second = (np.asarray(mask) for mask in masks)
+        assert first.shape == second.shape == (60, 90)
+        assert segment["label"] == expected["label"] and (first == second).mean() > 0.9
 
 
 def test_object_detection_equals_the_pipeline(tmp_path: Path) -> None:

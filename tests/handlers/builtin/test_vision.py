@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
@@ -230,11 +234,50 @@ def test_a_subclass_may_set_topk_and_processing(classify: Any, china: Image.Imag
     assert classifier.get_max_result_classes() == 3 and ImageClassifier.topk == 5
 
 
+@pytest.mark.parametrize("size", [(1, 2000), (20_000, 1), (1, 100_000), (300, 410_000), (10_000, 9000)])
+def test_a_resize_bomb_fails_its_own_row(
+    classify: Any, china: Image.Image, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """Resizing its shorter side to 256 pixels, or reading it, would need 300 MB to 25 GB."""
+    allocated: list[int] = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image,
+        "resize",
+        lambda self, to, *rest: allocated.append(math.prod(to)) or resize(self, to, *rest),
+    )
+    bomb = encode_png(Image.new("1", size))
+    (refused, answer), _ = classify([{"body": bomb}, {"body": encode_png(china, "JPEG")}])
+    assert isinstance(refused, PredictionException) and refused.error_code == 400
+    assert "too large" in refused.message
+    assert len(answer) == 5 and max(allocated) < 2**18
+
+
+@given(width=st.integers(1, 10**7), height=st.integers(1, 10**7), side=st.integers(1, 1024))
+def test_resizing_enlarges_no_image_beyond_the_limit(width: int, height: int, side: int) -> None:
+    for resize in (Resize(side), Resize((side, 2 * side))):
+        try:
+            to_width, to_height = resize.output_size((width, height))
+        except PredictionException as error:
+            assert error.error_code == 400 and "too large" in error.message
+        else:
+            # Pillow resizes the rows first, and then the columns.
+            assert to_width * max(to_height, height) <= max(2**24, width * height)
+            assert resize.size == side or (to_height, to_width) == resize.size
+
+
+def test_images_of_usual_proportions_are_resized() -> None:
+    for size in ((4000, 3000), (20_000, 500), (1, 1), (28, 28), (128, 30_000), (1, 64)):
+        assert min(Resize(256).output_size(size)) == 256
+
+
 @pytest.mark.parametrize("limited", [True, False])
+@pytest.mark.parametrize("side", [12, 20])  # above the limit, and above twice the limit
 def test_the_limit_on_pixels(
-    archive: Any, begin: Any, monkeypatch: pytest.MonkeyPatch, limited: bool
+    archive: Any, begin: Any, monkeypatch: pytest.MonkeyPatch, side: int, limited: bool
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    warnings.simplefilter("ignore")  # as in a server; Pillow only warns of sizes up to twice the limit
 
     class Sum(VisionHandler):
         def postprocess(self, data: torch.Tensor) -> list[Any]:
@@ -245,7 +288,7 @@ def test_the_limit_on_pixels(
     context = Context("m", str(directory), manifest, limit_max_image_pixels=limited)
     handler = Sum()
     handler.initialize(context)
-    [answer] = handler.handle([{"body": encode_png(make_noise(20, 20))}], begin(context))
+    [answer] = handler.handle([{"body": encode_png(make_noise(side, side))}], begin(context))
     if limited:
         assert (
             answer.error_code == 400
@@ -253,4 +296,4 @@ def test_the_limit_on_pixels(
             and "limit_max_image_pixels" in answer.message
         )
     else:
-        assert answer == [3, 20, 20]
+        assert answer == [3, side, side]
