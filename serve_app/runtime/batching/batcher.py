@@ -19,7 +19,7 @@ from typing import Any
 
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, Timings
-from serve_app.errors import CannotMeetDeadline, HandlerFailed, RelayError
+from serve_app.errors import CannotMeetDeadline, HandlerFailed, InvalidInput, RelayError
 from serve_app.runtime.batching.admission_control import QueuedAdmissionControl
 from serve_app.runtime.batching.length_bucketing import select_similar
 from serve_app.runtime.batching.pending_request import PendingRequest, with_timings
@@ -304,14 +304,21 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
             results = self._run(requests, emit, [row.prepared for row in rows])
         seconds = self._clock() - started_at
         batch.runs.append((seconds, [started_at - row.arrived for row in rows], requests))
-        if size > 1 and self._retries and _whole_batch_failed(results):
-            retried = [row for row in rows if not row.has_emitted]
+        failure = _batch_failure(results) if self._retries else None
+        if failure is not None:
+            retried = [
+                row
+                for row, result in zip(rows, results, strict=True)
+                if result is failure and not row.has_emitted
+            ]
             if retried:
                 ids = ", ".join(row.request.request_id for row in rows)
                 message = "%s: a batch of %d failed (%s); it runs again in halves (requests %s)"
-                log.warning(message, self._ref.app, size, results[0], ids)
+                log.warning(message, self._ref.app, size, failure, ids)
                 responses.extend(
-                    (row, result) for row, result in zip(rows, results, strict=True) if row.has_emitted
+                    (row, result)
+                    for row, result in zip(rows, results, strict=True)
+                    if result is not failure or row.has_emitted
                 )
                 middle = (len(retried) + 1) // 2
                 self._run_rows(batch, retried[:middle], responses)
@@ -413,7 +420,15 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
         return batches[0].rows if batches else [], [row for batch in batches[1:] for row in batch.rows]
 
 
-def _whole_batch_failed(results: Sequence[InferenceResponse | RelayError]) -> bool:
-    """Return whether the handler failed the whole batch: then one error object stands for all rows."""
-    first = results[0]
-    return isinstance(first, HandlerFailed) and all(result is first for result in results)
+def _batch_failure(results: Sequence[InferenceResponse | RelayError]) -> HandlerFailed | None:
+    """Return the handler's error where it failed all of several rows: one object stands for all of them.
+
+    Rows that were refused before the handler ran have errors of their own.
+    """
+    handled = [result for result in results if not isinstance(result, InvalidInput)]
+    if len(handled) < 2:
+        return None
+    first = handled[0]
+    if not isinstance(first, HandlerFailed) or any(result is not first for result in handled):
+        return None
+    return first

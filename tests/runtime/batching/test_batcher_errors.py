@@ -5,12 +5,13 @@ import threading
 
 import pytest
 
-from serve_app.domain.request import InferenceResponse
+from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
 from serve_app.errors import (
     BatchSizeMismatch,
     HandlerFailed,
     HandlerOutOfMemory,
     HandlerRejected,
+    InvalidInput,
     ModelLoading,
     ReplicaDied,
     UnsupportedOutput,
@@ -66,6 +67,52 @@ def test_failed_batches_are_retried_in_halves_until_only_the_failing_row_fails(e
 
     halves()
     assert "m--1.0: a batch of 8 failed" in caplog.text
+
+
+HANDLER = """
+def handle(data, context):
+    if data is None:
+        return None
+    if any(7 in row["x"] for row in data):
+        raise ValueError("seven")
+    return [{"y": row["x"]} for row in data]
+"""
+
+
+def test_a_refused_row_does_not_prevent_retries_in_halves(make_runner):
+    runner = make_runner(HANDLER, config={"tensors": True})
+    runner.load()
+    batches = []
+
+    def run(requests, emit):
+        batches.append(texts(requests))
+        return runner.run(requests, emit)
+
+    @run_in_event_loop
+    async def halves():
+        batcher = create_batcher(run, max_batch_size=8)
+        refused, poison, last_refused = "no JSON", '{"x": [7]}', "{"
+        good = [f'{{"x": [{number}]}}' for number in range(5)]
+        rows = [refused, *good[:2], poison, *good[2:], last_refused]
+        first, *others, last = await submit_and_gather(batcher, *(make_tensors(row) for row in rows))
+        assert isinstance(first, InvalidInput) and isinstance(last, InvalidInput)
+        failed = others.pop(2)
+        assert isinstance(failed, HandlerFailed) and "seven" in failed.detail
+        assert all(isinstance(each, InferenceResponse) for each in others)
+        assert batches[1] == rows[1:4], "refused rows are not retried"
+        batches.clear()
+        first, failed = await submit_and_gather(batcher, *map(make_tensors, (refused, poison)))
+        assert isinstance(first, InvalidInput) and isinstance(failed, HandlerFailed)
+        assert batches == [[refused, poison]], "the only row that the handler received is not retried"
+        await batcher.close()
+
+    halves()
+
+
+def make_tensors(text):
+    return InferenceRequest(
+        "m", inputs=(InputPart("body", text.encode(), "application/json"),), request_id=text
+    )
 
 
 @run_in_event_loop
