@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from handlers.engines.engine import Engine, GenerationRequest, Logprob, Sampling
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain.unsupported import refuse_explanations
 
+_MAX_INLINE_CHARACTERS = 8192  # of a prompt; the tokens of longer ones take more than some milliseconds
 _DEFAULT_NEW_TOKENS = 256  # where neither the request nor the configuration has max_new_tokens
 
 
@@ -58,6 +60,8 @@ class LanguageModel:
         self.max_new_tokens: int | None = None
         self.default_sampling = SamplingParams()
         self.end_tokens: tuple[int, ...] = ()
+        # One thread, so that long prompts take one core at most from the generation loop.
+        self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
 
     async def initialize(self, context: Any) -> None:
         from transformers import AutoTokenizer
@@ -165,9 +169,9 @@ class LanguageModel:
         adapter = select_adapter(context, index, request.model)
         response = openai_response.CompletionResponse(request, context.model_name, self._decode)
         prompts = (
-            [self._encode_chat(request)]
+            [await self._encode_chat(request)]
             if request.chat
-            else [self._encode(prompt) for prompt in request.prompts]
+            else [await self._encode(prompt) for prompt in request.prompts]
         )
         if request.stream:
             context.set_response_content_type(index, openai.EVENT_STREAM)
@@ -176,17 +180,21 @@ class LanguageModel:
 
         async def generate_choice(number: int) -> GenerationResult:
             prompt = prompts[number // request.n]
-            sampling, echo = request.sampling, self._decode(prompt) if request.echo else ""
+            sampling, is_echo_due = request.sampling, request.echo
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=sampling.seed + number % request.n)
             parsed = ParsedRequest(
                 prompt, request.max_new_tokens, sampling, request.stops, request.stream, adapter
             )
 
+            def take_echo() -> str:  # after the engine has accepted the prompt's tokens
+                nonlocal is_echo_due
+                echo = self._decode(prompt) if is_echo_due else ""
+                is_echo_due = False
+                return echo
+
             def send(text: str, logprobs: Sequence[Logprob]) -> None:
-                nonlocal echo
-                context.emit(index, response.text_event(number, echo + text, logprobs))
-                echo = ""
+                context.emit(index, response.text_event(number, take_echo() + text, logprobs))
 
             # A tool call is recognized once it is complete, so with tools no text is streamed.
             should_stream = request.stream and not request.tools
@@ -197,6 +205,7 @@ class LanguageModel:
                 text, calls[number] = self._parse_tool_calls(prompt, result, request)
                 result = replace(result, text=text, rest=text)
             else:
+                echo = take_echo()
                 result = replace(result, text=echo + result.text, rest=echo + result.rest)
             if request.stream:
                 events = response.finish_events(
@@ -220,8 +229,12 @@ class LanguageModel:
         ]
         return response.build(choices, usage)
 
-    def _encode_chat(self, request: openai.CompletionRequest) -> list[int]:
+    async def _encode_chat(self, request: openai.CompletionRequest) -> list[int]:
         """Return the messages as tokens, formatted by the model's chat template."""
+        length = len(str(request.messages)) + len(str(request.tools))
+        return await self._tokenize(length, self._apply_chat_template, request)
+
+    def _apply_chat_template(self, request: openai.CompletionRequest) -> list[int]:
         from jinja2.exceptions import TemplateError
 
         if not self.tokenizer.chat_template:
@@ -257,8 +270,16 @@ class LanguageModel:
         text, calls = tool_calls.parse_text(self.tokenizer, prompt, output, request.tools)
         return result.text if text is None else text, calls
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    async def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._tokenize(len(prompt), self.tokenizer.encode, prompt)
+
+    async def _tokenize(self, length: int, function: Callable[..., list[int]], *args: Any) -> list[int]:
+        """Call ``function``, in another thread for a long text: the event loop serves all streams."""
+        if length <= _MAX_INLINE_CHARACTERS:
+            return function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function, *args)
 
     async def _generate(
         self,
@@ -271,7 +292,7 @@ class LanguageModel:
         assert self.engine is not None and self.adapters is not None
         if parsed.adapter is not None:
             await self.adapters.wait_for(parsed.adapter)
-        prompt = self._encode(parsed.prompt)
+        prompt = await self._encode(parsed.prompt)
         count = parsed.max_new_tokens
         if count is None:  # a default may be reduced to the remaining capacity
             count = max(

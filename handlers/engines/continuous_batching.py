@@ -165,9 +165,10 @@ class ContinuousBatching:
         if request.id in self._token_queues:
             raise ValueError(f"a request {request.id!r} is under way already: give each an id of its own")
         output_format = request.sampling.structured_output
+        matcher = None
         if output_format is not None:  # invalid ones must not reach the loop
-            await asyncio.to_thread(self._grammars.compile, output_format, request.stop_token_ids)
-        stream = await self._submit(request, adapter)
+            matcher = await asyncio.to_thread(self._grammars.compile, output_format, request.stop_token_ids)
+        stream = await self._submit(request, adapter, matcher)
         try:
             while True:
                 output = await stream.outputs.get()
@@ -222,7 +223,7 @@ class ContinuousBatching:
 
     # The loop of transformers
 
-    async def _submit(self, request: GenerationRequest, adapter: Adapter | None) -> _TokenQueue:
+    async def _submit(self, request: GenerationRequest, adapter: Adapter | None, matcher: Any) -> _TokenQueue:
         sampling = request.sampling
         if sampling.seed is None:  # drawn here, so that all ranks use the same
             sampling = replace(sampling, seed=secrets.randbits(63))
@@ -231,6 +232,8 @@ class ContinuousBatching:
             stream = self._token_queues[request.id] = _TokenQueue(request, manager)
             if request.sampling.logprobs is not None:
                 stream.logprobs = self._sampler.record_logprobs(request.id)
+            if matcher is not None:
+                self._sampler.keep_matcher(request.id, matcher)
             manager.register_result_handler(request.id, stream.outputs.put_nowait)
             accepted = manager.add_request(
                 list(request.prompt),

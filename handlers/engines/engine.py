@@ -164,6 +164,7 @@ def validate_request(request: GenerationRequest, vocab_size: int, capacity: int)
     """Raise PredictionException 400, with the figures and the cure, for a request that no engine can run."""
     if not request.prompt:
         raise PredictionException("The prompt is empty: give it at least one token.", 400)
+    _check_length(request, capacity)  # first, so that the others read no more tokens than the capacity
     invalid = next((t for t in request.prompt if type(t) is not int or not 0 <= t < vocab_size), None)
     if invalid is not None:
         raise PredictionException(
@@ -174,6 +175,9 @@ def validate_request(request: GenerationRequest, vocab_size: int, capacity: int)
         raise PredictionException(
             f"logit_bias: {invalid} is no token of this model: its ids are 0 to {vocab_size - 1}.", 400
         )
+
+
+def _check_length(request: GenerationRequest, capacity: int) -> None:
     if request.max_new_tokens < 1:
         raise PredictionException(f"max_new_tokens is {request.max_new_tokens}; it is 1 or more.", 400)
     total = len(request.prompt) + request.max_new_tokens

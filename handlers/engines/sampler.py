@@ -54,6 +54,7 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         self._recorded: dict[str, list[Logprob]] = {}
         self._compile_output = compile_output
         self._failures: dict[str, PredictionException] = {}
+        self._matchers: dict[str, Any] = {}
 
     def record_logprobs(self, request_id: str) -> list[Logprob]:
         """Return a list that grows by each token's Logprob before the loop outputs the token."""
@@ -63,7 +64,12 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         """Return the error of a request for which no further token could be chosen."""
         return self._failures.get(request_id)
 
+    def keep_matcher(self, request_id: str, matcher: Any) -> None:
+        """Store a request's compiled matcher, so that the loop's thread does not compile it."""
+        self._matchers[request_id] = matcher
+
     def forget(self, request_id: str) -> None:
+        self._matchers.pop(request_id, None)
         self._recorded.pop(request_id, None)
         self._failures.pop(request_id, None)
 
@@ -116,11 +122,15 @@ class Sampler(ContinuousBatchingLogitsProcessor):
     def _advance_matcher(self, row: _Row, output: StructuredOutput) -> Any:
         """Return the request's matcher after all generated tokens.
 
-        The state keeps it, because ranks other than 0 are not informed of the end of a request.
+        The state keeps it, because ranks other than 0 are not informed of the end of a request. They also
+        compile it here; rank 0 has a copy for each state, of which a preempted request has several.
         """
         matcher, consumed = getattr(row.state, "output_matcher", (None, 0))
         if matcher is None:
-            matcher = self._compile_output(output, row.state._eos_token_ids)
+            kept = self._matchers.get(row.id)
+            matcher = (
+                self._compile_output(output, row.state._eos_token_ids) if kept is None else kept.deep_copy()
+            )
         generated = row.generated
         matcher.consume_tokens(generated[consumed:])
         row.state.output_matcher = matcher, len(generated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -360,3 +361,35 @@ def test_a_folders_own_file_does_not_allow_its_code(tmp_path: Path) -> None:
     entry = handlers.load("llm", tmp_path, {}, runs_code=False)
     with pytest.raises(HandlerLoadError, match=r"trust_remote_code: a model's own file.*trusted=true"):
         asyncio.run(entry.initialize(Context("m", str(tmp_path), {}, model_yaml_config=engine)))
+
+
+@pytest.mark.parametrize("path", ["", "v1/completions", "v1/chat/completions"])
+def test_a_long_prompt_is_tokenized_while_others_generate(
+    language_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The tokens of the long prompt wait until another request has its response."""
+    folder = tmp_path / "model"
+    shutil.copytree(language_model, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    other_has_ended = threading.Event()
+
+    async def send(handler: Served) -> None:
+        tokenizer = handler.entry.instance.tokenizer
+        encode = tokenizer.encode
+
+        def wait(text: str, **options: Any) -> list[int]:
+            assert len(text) < 9000 or other_has_ended.wait(30)
+            return encode(text, **options)
+
+        monkeypatch.setattr(tokenizer, "encode", wait)
+        text = "a" * 9000
+        content = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+        headers = {"url_path": path} if path else {}
+        long = asyncio.ensure_future(handler.entry([{"body": content}], handler.context("long", **headers)))
+        other = await handler.json(prompt="b", max_new_tokens=3)
+        other_has_ended.set()
+        assert other["usage"]["completion_tokens"] == 3
+        [refused] = await long
+        assert refused.error_code == 400 and "9000 tokens" in refused.message
+
+    run_served(folder, send)

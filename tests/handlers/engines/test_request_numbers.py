@@ -189,6 +189,17 @@ def test_invalid_biases_are_refused(model: ServedModel, bias: dict[str, float]) 
         assert raised.value.error_code == 400
 
 
+@pytest.mark.parametrize("prompt", [[-1], [2**40], [10**400], [257], [1] * 2000, "a" * 2000], ids=str)
+@pytest.mark.parametrize("echo", [True, False])
+def test_invalid_prompts_are_refused(model: ServedModel, prompt: Any, echo: bool) -> None:
+    with pytest.raises(PredictionException) as raised:
+        model(openai.COMPLETIONS, prompt=prompt, echo=echo, max_tokens=1)
+    assert raised.value.error_code == 400
+    with pytest.raises(PredictionException) as raised:
+        model("", prompt=prompt, max_new_tokens=1)
+    assert raised.value.error_code == 400
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import jsonschema
 import pytest
 import torch
 
-from handlers.engines import openai
+from handlers.engines import openai, structured_output
 from handlers.engines.engine import SamplingParams
 from handlers.errors import PredictionException
 from tests.support.served_llm import HELLO, ServedModel
@@ -264,3 +265,24 @@ def test_definitions_of_the_same_name_must_be_equal() -> None:
     body = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
     with pytest.raises(PredictionException, match=r"tools: \$defs of b has another 'x'"):
         openai.parse_request(openai.CHAT, {"body": body}, SamplingParams())
+
+
+def test_the_loop_compiles_no_format_that_the_cache_has_dropped(
+    language_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests do not fit into the cache of 512 tokens at once, so some of them are preempted."""
+    monkeypatch.setattr(structured_output, "_MAX_CACHED_GRAMMARS", 0)
+    compile_grammar, threads = structured_output.GrammarCompiler._compile, []
+
+    def record(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return compile_grammar(*args)
+
+    monkeypatch.setattr(structured_output.GrammarCompiler, "_compile", record)
+    model = ServedModel(language_model)
+    loop = model.entry.instance.engine._manager._generation_thread
+    response = model(openai.COMPLETIONS, prompt="Hello", n=3, max_tokens=230, guided_regex="[ab]{220}")
+    assert all(re.fullmatch("[ab]{220}", choice["text"]) for choice in response["choices"])
+    assert loop is not None and loop not in threads and len(threads) == 3
+    assert not model.entry.instance.engine._sampler._matchers
+    model.close()
