@@ -174,7 +174,7 @@ class ManagementClient:
                 elif isinstance(answer, bytes):
                     self._reader.update(pickle.loads(answer))
             except Exception:  # without this loop the process would keep its routing table for ever
-                log.exception("An answer of Management could not be applied; asking again")
+                log.exception("An answer of Management could not be applied; requesting it again")
                 samples = None
                 await asyncio.sleep(_RETRY_PERIOD_S)
 
