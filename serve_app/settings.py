@@ -248,6 +248,7 @@ class AuthSettings(_Section):
     default_limits: KeyLimits | None = None  # of every key that does not set its own
     jwt: JwtSettings | None = None  # tokens of an OpenID Connect provider
     metrics: Literal["open", "observe"] = "open"  # observe: /metrics wants a key that may observe every model
+    isolate_prefix_cache: bool = False  # a language model's prompts reuse those of the same key's owner alone
 
 
 @dataclass(frozen=True)

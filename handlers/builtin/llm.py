@@ -298,8 +298,10 @@ class LanguageModel:
             count = max(
                 1, min(self.max_new_tokens or _DEFAULT_NEW_TOKENS, self.engine.capacity - len(prompt))
             )
+        salt = context.get_request_header(index, "cache_salt")  # of the server, by the key's owner
+        salt = salt if isinstance(salt, str) else ""
         request = GenerationRequest(
-            f"{uuid.uuid4()}", prompt, count, parsed.sampling, self.end_tokens, adapter=parsed.adapter
+            f"{uuid.uuid4()}", prompt, count, parsed.sampling, self.end_tokens, salt, parsed.adapter
         )
         detokenizer = Detokenizer(self._decode, parsed.stops)
         timings = _RequestTimings(context, index, self.engine)
@@ -329,16 +331,8 @@ class LanguageModel:
             finish_reason = "stop"
         if ids and ids[-1] in self.end_tokens:
             ids = ids[:-1]
-        return GenerationResult(
-            ids,
-            detokenizer.text,
-            rest,
-            logprobs,
-            len(prompt),
-            cached_tokens,
-            timings.tokens,
-            finish_reason,
-        )
+        text, count = detokenizer.text, timings.tokens
+        return GenerationResult(ids, text, rest, logprobs, len(prompt), cached_tokens, count, finish_reason)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

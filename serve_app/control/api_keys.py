@@ -50,6 +50,7 @@ class ApiKeys:
         self._seconds = settings.auth.token_expiration * 60
         self._jwt = settings.auth.jwt
         self._limits = settings.auth.default_limits or KeyLimits()
+        self._isolates_prefix_cache = settings.auth.isolate_prefix_cache
         self.stored: tuple[StoredKey, ...] = ()  # created through the API, as the database has them
         self.jwk_set = ""  # the public keys of the issuer of auth.jwt, as JSON
         self._own: dict[bytes, KeyGrant] = {}
@@ -97,7 +98,7 @@ class ApiKeys:
             digest = sha256(token["key"].encode()).digest()
             grants[digest] = KeyGrant(_KINDS[kind], ("*",), expires, f"torchserve-{kind.lower()}", default)
         jwt = self._jwt.to_policy(self._limits, self.jwk_set) if self._jwt is not None else None
-        return AccessTable(grants, jwt)
+        return AccessTable(grants, jwt, self._isolates_prefix_cache)
 
     def find_limits(self, limits: KeyLimits) -> KeyLimits | None:
         """Return the limits in force for a key that sets ``limits``."""

@@ -14,6 +14,7 @@ from serve_app.domain.validation import STRICT
 
 Right = Literal["infer", "observe", "manage", "token"]
 Role = Literal["infer", "observe", "manage"]
+CACHE_SALT = "cache_salt"  # the header that the handler llm reads
 JWT_PREFIX = "jwt:"  # of the names of owners that are subjects of JSON Web Tokens
 ROLES: dict[Role, frozenset[Right]] = {
     "infer": frozenset({"infer"}),
@@ -123,11 +124,18 @@ class JwtPolicy:
 class AccessTable:
     """The grants of all keys, by the SHA-256 of the key. An unknown key has no rights.
 
-    With ``jwt`` a key that is not in ``grants`` may be a JSON Web Token.
+    With ``jwt`` a key that is not in ``grants`` may be a JSON Web Token. With ``isolates_prefix_cache``,
+    requests have the name of their key's owner in the header ``cache_salt``.
     """
 
     grants: Mapping[bytes, KeyGrant] = field(repr=False)
     jwt: JwtPolicy | None = field(default=None, repr=False)
+    isolates_prefix_cache: bool = field(default=False, repr=False)
+
+    def add_cache_salt(self, headers: dict[str, str], grant: KeyGrant) -> None:
+        """Add the namespace of cached prefixes to a request's headers, in place of the client's own."""
+        if self.isolates_prefix_cache:
+            headers[CACHE_SALT] = grant.name
 
     @property
     def has_several_owners(self) -> bool:

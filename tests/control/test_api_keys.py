@@ -65,6 +65,13 @@ def test_what_leaves_holds_no_key_and_shows_no_digest(tmp_path: Path) -> None:
     assert repr(access) == "AccessTable()"
 
 
+def test_the_settings_isolate_cached_prefixes(tmp_path: Path) -> None:
+    plain = settings(tmp_path)
+    isolated = replace(plain, auth=replace(plain.auth, isolate_prefix_cache=True))
+    assert not ApiKeys(plain, "run").access.isolates_prefix_cache
+    assert ApiKeys(isolated, "run").access.isolates_prefix_cache
+
+
 @pytest.mark.parametrize("kind", ["inference", "management"])
 def test_a_renewed_key_takes_the_place_of_the_old_one_alone(tmp_path: Path, kind: str) -> None:
     keys = ApiKeys(settings(tmp_path), "run")

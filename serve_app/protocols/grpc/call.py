@@ -332,6 +332,8 @@ class ServiceAdapter:
             call.grant = context.grant
         if call.grant is not None:
             call.headers.pop("authorization", None)
+            if (access := self._access()) is not None:
+                access.add_cache_salt(call.headers, call.grant)
         if "infer" not in rights:  # management
             set_actor(auth.create_actor(call.grant, call.context.peer))
 

@@ -20,6 +20,7 @@ import orjson
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain.access import CACHE_SALT
 from serve_app.domain.async_prediction import (
     MAX_LISTED,
     AsyncPredictionDocument,
@@ -105,8 +106,8 @@ class AsyncInterceptor:
         auth.check_again(self._plane.access, exchange)  # a revoked key owns nothing
         query = scope.get("query_string", b"").decode("latin-1")
         received = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        if exchange.span is not None:
-            received += [(name, headers[name]) for name in (TRACEPARENT, TRACESTATE) if name in headers]
+        added = (CACHE_SALT,) if exchange.span is None else (CACHE_SALT, TRACEPARENT, TRACESTATE)
+        received += [(name, headers[name]) for name in added if name in headers]
         fingerprint = "\n".join((exchange.method, exchange.path, query, headers.get("content-type", ""), ""))
         request = StoredRequest(
             model,

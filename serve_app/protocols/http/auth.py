@@ -69,6 +69,7 @@ def authorize(access: AccessTable | None, exchange: HttpExchange, *rights: Right
     """
     if access is not None:
         exchange.grant = grant = resolve_grant(access, exchange.headers.pop("authorization", None))
+        access.add_cache_salt(exchange.headers, grant)
         check_rights(grant, *rights)
     if "infer" not in rights:  # management
         set_actor(create_actor(exchange.grant, exchange.client))

@@ -393,3 +393,17 @@ def test_a_long_prompt_is_tokenized_while_others_generate(
         assert refused.error_code == 400 and "9000 tokens" in refused.message
 
     run_served(folder, send)
+
+
+def test_a_cache_salt_separates_cached_prefixes(language_model: Path) -> None:
+    async def send(handler: Served) -> list[int]:
+        found = []
+        for salt in ("", "a", "a", "b", ""):
+            headers = {"cache_salt": salt} if salt else {}
+            row = {"body": {"prompt": "c" * 64, "max_new_tokens": 1}}
+            [answer] = await handler.entry([row], handler.context("only", **headers))
+            found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return found
+
+    first, *others = run_served(language_model, send)
+    assert first == 0 and [count > 0 for count in others] == [False, True, False, True]

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,18 @@ def test_a_prediction_does_not_exist_for_another_key(start: Callable[..., Server
         assert server("GET", f"{location}/result", headers=bearer(word)).body == b"x"
     assert server("DELETE", location, headers=bearer("ops")).status == 204
     assert server("GET", location, headers=bearer("a")).status == 404
+
+
+def test_a_later_execution_has_the_cache_salt_of_its_key(start: Callable[..., Server]) -> None:
+    received: list[str] = []
+
+    async def record(request: InferenceRequest) -> InferenceResponse:
+        received.append(request.headers["cache_salt"])
+        return await echo(request)
+
+    server = start(record, table=build_table(access=replace(ACCESS, isolates_prefix_cache=True)))
+    server.wait_for_state(submit(server, "a", cache_salt="b")["location"], "done")
+    assert received == ["a"]
 
 
 def test_idempotency_keys_are_those_of_one_key(start: Callable[..., Server]) -> None:

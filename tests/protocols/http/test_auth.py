@@ -149,6 +149,16 @@ def test_key_is_hidden_from_handlers(locked: Any, inference: Callable[..., Any])
     assert without.backend.requests[0].headers["authorization"] == "Bearer anything"
 
 
+def test_the_owner_of_a_key_is_the_salt_of_cached_prefixes(inference: Callable[..., Any]) -> None:
+    grants = {name: replace(may("infer"), name=name) for name in ("first", "second")}
+    isolated = replace(access_of(**grants), isolates_prefix_cache=True)
+    for access, salts in ((isolated, ["first", "second"]), (access_of(**grants), ["other", None])):
+        server = inference(table=replace(TABLE, access=access))
+        server("POST", "/predictions/m", b"hi", {**bearer("first"), "cache_salt": "other"})
+        server("POST", "/predictions/m", b"hi", bearer("second"))
+        assert [request.headers.get("cache_salt") for request in server.backend.requests] == salts
+
+
 def test_new_table_applies_to_the_next_request(inference: Callable[..., Any]) -> None:
     built = inference(table=TABLE)
     assert built("POST", "/predictions/m", b"hi").status == 200
