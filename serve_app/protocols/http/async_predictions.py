@@ -48,6 +48,7 @@ from serve_app.protocols.http.exchange import (
     parse_deadline,
     parse_priority,
 )
+from serve_app.protocols.http.numbers import parse_limit
 from serve_app.protocols.http.router import ProtocolRouter
 from serve_app.settings import Settings
 from serve_app.telemetry.tracing import TRACEPARENT, TRACESTATE
@@ -185,14 +186,11 @@ class AsyncRoutes:
         if exchange.method not in ("GET", "HEAD"):
             raise MethodNotAllowed()
         query = dict(parse_qsl(exchange.scope.get("query_string", b"").decode("latin-1")))
-        limit, state = query.get("limit", "100"), query.get("state", "")
-        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
-            raise BadRequest(f"limit is {limit[:80]!r}; it must be an integer from 1 to {MAX_LISTED}.")
+        limit, state = parse_limit(query.get("limit", "100"), MAX_LISTED), query.get("state", "")
         if state and state not in get_args(State):
             raise BadRequest(f"state is {state[:80]!r}; it must be one of {', '.join(get_args(State))}.")
-        found = await self._control.api.list_predictions(
-            exchange.grant, int(limit), query.get("model", ""), state
-        )
+        model = query.get("model", "")
+        found = await self._control.api.list_predictions(exchange.grant, limit, model, state)
         await exchange.send_response(200, [JSON], orjson.dumps({"predictions": found}))
 
     async def _send_result(

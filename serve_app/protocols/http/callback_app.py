@@ -26,6 +26,7 @@ from serve_app.protocols.http.exchange import (
     Send,
 )
 from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
+from serve_app.protocols.http.numbers import parse_decimal
 from serve_app.protocols.http.sse import EVENT_STREAM
 
 _log = logging.getLogger("torchrelay.protocols")
@@ -102,8 +103,8 @@ class CallbackApp:
         try:
             exchange = self._accept(scope, head)
             headers = exchange.headers
-            length = headers.get("content-length", "0")
-            if not length.isdecimal() or int(length) > self.max_body_size:
+            length = parse_decimal(headers.get("content-length", "0"))
+            if length is None or length > self.max_body_size:
                 return None
             if "prefer" in headers or EVENT_STREAM in headers.get("accept", ""):
                 return None

@@ -23,6 +23,7 @@ from serve_app.domain.request import InferenceResponse, Priority, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, RelayError, RequestTooLarge, WorkflowStepError, get_reason
 from serve_app.net.client_address import NO_PROXIES, TrustedProxies
+from serve_app.protocols.http.numbers import exceeds
 from serve_app.settings import InferenceSettings
 
 Scope = MutableMapping[str, Any]
@@ -180,8 +181,7 @@ class HttpExchange:
 
         Raises RequestTooLarge as soon as it is known to be over ``limit`` bytes, and ClientDisconnected.
         """
-        content_length = self.headers.get("content-length")
-        if content_length is not None and content_length.isdecimal() and int(content_length) > limit:
+        if exceeds(self.headers.get("content-length"), limit):
             raise RequestTooLarge(limit)
         chunks: list[bytes] = []
         size = 0

@@ -15,6 +15,7 @@ from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, ModelNotAllowed
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.http.numbers import parse_limit
 from serve_app.protocols.management.routing import route
 from serve_app.protocols.torchserve.parameters import parse_query
 from serve_app.settings import Settings
@@ -71,7 +72,8 @@ def build_routes(control: ControlPlane, settings: Settings) -> list[Route]:
 
     async def list_events(exchange: HttpExchange) -> EventPage:
         parameters = parse_query(exchange)
-        query = EventQuery(_parse_limit(parameters), parameters.get("model", ""), parameters.get("stage", ""))
+        limit = parse_limit(parameters.get("limit", "100"), MAX_LOG_RECORDS)
+        query = EventQuery(limit, parameters.get("model", ""), parameters.get("stage", ""))
         events = await control.api.list_events(query, auth.get_allowed_models(exchange))
         return {
             "events": [
@@ -101,12 +103,5 @@ def _parse_log_query(parameters: dict[str, str]) -> LogQuery:
         raise BadRequest(f"level is {level[:80]!r}; it must be one of {', '.join(LEVELS)}.")
     if len(text) > _MAX_TEXT:
         raise BadRequest(f"text has {len(text)} characters; it may have {_MAX_TEXT}.")
-    limit = _parse_limit(parameters)
+    limit = parse_limit(parameters.get("limit", "100"), MAX_LOG_RECORDS)
     return LogQuery(log, limit, level, parameters.get("model", ""), text)
-
-
-def _parse_limit(parameters: dict[str, str]) -> int:
-    text = parameters.get("limit", "100")
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_LOG_RECORDS:
-        raise BadRequest(f"limit is {text[:80]!r}; it must be an integer from 1 to {MAX_LOG_RECORDS}.")
-    return int(text)

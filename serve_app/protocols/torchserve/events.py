@@ -15,10 +15,10 @@ from serve_app.domain.request import InferenceResponse, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
 from serve_app.protocols.http.exchange import ClientDisconnected, HttpExchange
+from serve_app.protocols.http.numbers import parse_decimal
 from serve_app.protocols.http.sse import EVENT_STREAM, HEARTBEAT_INTERVAL_S, KEEP_ALIVE_COMMENT
 from serve_app.protocols.torchserve.parameters import Flag, parse_bool, parse_query
 
-_MAX_ID_LENGTH = 20  # digits of an event's id
 _HEADERS = [(b"content-type", EVENT_STREAM.encode()), (b"x-accel-buffering", b"no")]
 
 
@@ -83,6 +83,6 @@ def _encode(event: ModelEvent) -> bytes:
 def _parse_event_id(text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isdecimal() or len(text) > _MAX_ID_LENGTH:
-        raise BadRequest(f"since is the id of an event, and is {text!r}.")
-    return int(text)
+    if (id := parse_decimal(text)) is None:
+        raise BadRequest(f"since is the id of an event, and is {text[:80]!r}.")
+    return id

@@ -97,7 +97,7 @@ _PARAMETERS = {
     *RegistrationParameters.__annotations__,
     *ScalingParameters.__annotations__,
 }
-_INTEGER = re.compile(r"[+-]?[0-9]+")
+_INTEGER = re.compile(r"(?P<sign>[+-]?)0*(?P<digits>[0-9]+)")
 _MAX_DIGITS = 100  # that are parsed of a number; Python refuses 4,301, and every limit is far below both
 
 
@@ -141,16 +141,15 @@ def parse_registration(parameters: Mapping[str, str]) -> Registration:
 
 def parse_count(text: str | None, default: Any) -> Any:
     """Return the number in ``text``, of any size, so that a limit can refuse it; or ``default``."""
-    if text is None or not _INTEGER.fullmatch(text):
-        return default
-    return int(text[:_MAX_DIGITS])
+    match = _INTEGER.fullmatch(text or "")
+    return int(match["sign"] + match["digits"][:_MAX_DIGITS]) if match is not None else default
 
 
 def parse_integer(text: str | None, default: Any) -> Any:
     """Return the number in ``text``, parsed as Java parses a 32-bit integer, or ``default``."""
-    if text is None or not _INTEGER.fullmatch(text) or len(text) > 11:
+    number = parse_count(text, None)
+    if number is None:
         return default
-    number = int(text)
     return number if -(2**31) <= number < 2**31 else default
 
 

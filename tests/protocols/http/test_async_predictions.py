@@ -232,6 +232,24 @@ def test_api_document_has_the_routes(start: Callable[..., Server]) -> None:
     assert len(paths) == 2
 
 
+@pytest.mark.parametrize(
+    ("limit", "status"),
+    [
+        ("1", 200),
+        ("0" * 5000 + "1", 200),
+        ("1001", 400),
+        ("000000001999999", 400),
+        ("1" * 5000, 400),
+        ("-1", 400),
+        ("%D9%A3", 400),
+    ],
+)
+def test_the_limit_of_a_list_is_the_parsed_number(
+    start: Callable[..., Server], limit: str, status: int
+) -> None:
+    assert start()("GET", f"/async?limit={limit}").status == status
+
+
 # Idempotency
 
 

@@ -69,7 +69,18 @@ def test_logs_need_a_key_that_manages(management: Any, path: str, key: str, stat
 
 
 @pytest.mark.parametrize(
-    "query", ["log=other", "level=loud", "limit=0", "limit=1001", "limit=x", f"text={'x' * 201}"]
+    "query",
+    [
+        "log=other",
+        "level=loud",
+        "limit=0",
+        "limit=1001",
+        "limit=x",
+        "limit=%D9%A3",
+        "limit=000000001999999",
+        f"limit={'1' * 5000}",
+        f"text={'x' * 201}",
+    ],
 )
 def test_invalid_log_queries_are_refused(management: Any, query: str) -> None:
     status, document = get(management(), f"/logs?{query}")

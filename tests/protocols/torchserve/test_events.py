@@ -102,7 +102,9 @@ def test_since_an_event(app, how) -> None:
 
 def test_invalid_queries_are_refused(app) -> None:
     assert app("GET", "/models/none/events").status == 404
-    assert app("GET", "/models/m/events?since=x").status == 400
+    for since in ("x", "-1", "%D9%A3", "1" * 19, "1" * 5000):
+        assert app("GET", f"/models/m/events?since={since}").status == 400
+    assert app("GET", "/models/m/events", headers={"Last-Event-ID": "1" * 5000}).status == 400
     assert app("DELETE", "/models/m/events").status == 404  # the version of that name
 
 

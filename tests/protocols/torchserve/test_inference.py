@@ -428,3 +428,9 @@ def test_access_log_has_the_failed_version(inference) -> None:
     app("POST", "/predictions/m/9", b"x")
     app("POST", "/predictions/none", b"x")
     assert [line[7:9] for line in app.access_log] == [("m", "1.0"), ("m", "2.0"), ("m", "9"), ("none", "")]
+
+
+@pytest.mark.parametrize(("length", "status"), [("1" * 5000, 413), ("0" * 5000 + "1", 200)])
+def test_a_content_length_has_any_number_of_digits(asgi_inference, length: str, status: int) -> None:
+    response = asgi_inference()("POST", "/predictions/m", b"x", {"Content-Length": length})
+    assert response.status == status

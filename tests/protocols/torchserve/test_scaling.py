@@ -34,6 +34,8 @@ from tests.support.torchserve_management import PARTIAL, PROGRESS, make_spec, pa
             (200, "Workers scaled to 0 for model: noop, version: 1.11"),
         ),
         ("/models/noop?synchronous=true", ("noop", None, 1, 1, True), "partial", PARTIAL),
+        (f"/models/noop?min_worker={'0' * 5000}7", ("noop", None, 7, 7, False), "done", PROGRESS),
+        (f"/models/noop?min_worker=%2B{'0' * 200}2", ("noop", None, 2, 2, False), "done", PROGRESS),
         ("/models/noop?min_worker=x&max_worker=y", ("noop", None, 1, 1, False), "done", PROGRESS),
     ],
 )
