@@ -286,7 +286,7 @@ def test_a_suspect_of_a_pool_is_an_archive(tmp_path: Path) -> None:
         database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
         health, publisher = HealthTracker(), TablePublisher(MetricsAggregator())
         policy = AcknowledgementPolicy(find_readers, 0.1)
-        state = StateStore(database, Registry(), publisher, health, None, policy, lambda: None)
+        state = StateStore(database, Registry(), publisher, health, None, policy, lambda *_: None)
         service = PoolService(
             state,
             PoolTracker(),
