@@ -22,6 +22,12 @@ _MAX_MESSAGE = 8 << 10  # characters of a message that are returned
 _TIME = r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3})"
 _LINE = re.compile(rf"{_TIME} \[(?P<level>\w+) *\] (?P<source>.*?) - (?P<message>.*)", re.DOTALL)
 _ACCESS_LINE = re.compile(rf"{_TIME} - (?P<message>.*)", re.DOTALL)
+_JSON_START = '{"time":'
+# The thread of a replica, and the end of a line of the access log; no field of them has a space.
+_THREAD = re.compile(r"W-\w+(\.rank\d+)?-(?P<model>\S+)_[^\s_]+ .*", re.DOTALL)
+_ACCESS_FIELDS = re.compile(
+    r'/\S* "\S* \S* HTTP/\S*" \d+ -?\d+( id=\S*)?( model=(?P<model>\S+) version=\S*)?( key=\S*)?'
+)
 _LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL"}  # TorchServe's names
 
 
@@ -48,9 +54,11 @@ def _filter(query: LogQuery, path: Path) -> Iterator[LogRecordDocument]:
     for raw in _records(path):
         if text and text not in raw.lower():
             continue
-        if query.model and not _names_model(raw, query.model):
+        if query.model not in raw:
             continue
-        record = _parse(raw)
+        model, record = _parse(raw)
+        if query.model and model != query.model:
+            continue
         if not levels or record["level"] in levels:
             yield record
 
@@ -68,41 +76,42 @@ def _records(path: Path) -> Iterator[str]:
         del lines[0]  # a part of a line
     following: list[str] = []
     for line in reversed(lines):
-        if line.startswith("{") or re.match(_TIME, line):
+        if line.startswith(_JSON_START) or re.match(_TIME, line):
             yield "\n".join((line, *reversed(following)))
             following = []
         else:
             following.append(line)
+    if following and size <= _MAX_SEARCHED_BYTES:
+        yield "\n".join(reversed(following))
 
 
-def _names_model(raw: str, model: str) -> bool:
-    """Return whether a record is of a model: its JSON field, its thread's name, or an access-log field."""
-    return f'"model":"{model}"' in raw or f"-{model}_" in raw or f" model={model} " in raw
-
-
-def _parse(raw: str) -> LogRecordDocument:
-    if raw.startswith("{"):
+def _parse(raw: str) -> tuple[str, LogRecordDocument]:
+    """Return a record and its model, which is empty for a record of no model."""
+    if raw.startswith(_JSON_START):
         try:
             return _parse_json(raw)
-        except (orjson.JSONDecodeError, AttributeError):
+        except orjson.JSONDecodeError:
             pass
     match = _LINE.fullmatch(raw) or _ACCESS_LINE.fullmatch(raw)
     if match is None:
-        return {"time": "", "level": "", "source": "", "message": raw[:_MAX_MESSAGE]}
+        return "", {"time": "", "level": "", "source": "", "message": raw[:_MAX_MESSAGE]}
     fields = match.groupdict()
     level = fields.get("level") or ""
-    return {
+    source = fields.get("source") or ""
+    named = _THREAD.fullmatch(source) if source else _ACCESS_FIELDS.fullmatch(fields["message"])
+    return (named["model"] or "") if named is not None else "", {
         "time": fields["time"],
         "level": _LEVELS.get(level, level),
-        "source": fields.get("source") or "",
+        "source": source,
         "message": fields["message"][:_MAX_MESSAGE],
     }
 
 
-def _parse_json(raw: str) -> LogRecordDocument:
+def _parse_json(raw: str) -> tuple[str, LogRecordDocument]:
     fields = orjson.loads(raw)
+    model = str(fields.get("model", ""))
     time, level, message = (fields.pop(name, "") for name in ("time", "level", "message"))
     source = " ".join(str(fields.pop(name, "")) for name in ("process", "replica", "logger"))
     rest = " ".join(f"{name}={value}" for name, value in fields.items())
     message = " ".join(part for part in (message, rest) if part)[:_MAX_MESSAGE]
-    return {"time": time, "level": level, "source": " ".join(source.split()), "message": message}
+    return model, {"time": time, "level": level, "source": " ".join(source.split()), "message": message}

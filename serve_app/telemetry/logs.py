@@ -53,7 +53,8 @@ class ProcessIdentity:
 
     @classmethod
     def of_replica(cls, model: str, version: str, replica: str) -> ProcessIdentity:
-        return cls(f"W-{replica}-{model}_{version}", model, version, replica)
+        # The last underscore ends the model's name, as a reader of the log has to know.
+        return cls(f"W-{replica}-{model}_{version.replace('_', '%5F')}", model, version, replica)
 
 
 _thread = threading.local()

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from serve_app.control.api import ControlPlane
 from serve_app.control.lifecycle_events import EventLog
-from serve_app.domain.access import AccessTable, KeyGrant
+from serve_app.domain.access import ROLES, AccessTable, KeyGrant
 from serve_app.domain.model import EventQuery
+from serve_app.protocols.http_app import management_app
+from serve_app.settings import Settings
 from tests.support.experiment_services import Cluster
 from tests.support.openapi_checks import assert_described
+from tests.support.protocol_fakes import FakeControlAPI, send_request
 
 ACCESS = AccessTable(
     {
@@ -85,6 +89,23 @@ def test_logs_need_a_key_that_manages(management: Any, path: str, key: str, stat
 def test_invalid_log_queries_are_refused(management: Any, query: str) -> None:
     status, document = get(management(), f"/logs?{query}")
     assert (status, document["type"]) == (400, "BadRequestException")
+
+
+def test_the_key_of_one_model_reads_the_records_of_no_other(tmp_path: Path) -> None:
+    line = "2026-11-20T13:24:42,180 [INFO ] W-k3j9x2ab-{}_1.0 authors - hello\n"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/model_log.log").write_text(line.format("spam") + line.format("team-b-spam"))
+    grant = KeyGrant(ROLES["manage"], ("spam",), name="spam")
+    access = AccessTable({sha256(b"spam").digest(): grant})
+    settings = Settings(home=str(tmp_path))
+    app = management_app(ControlPlane(FakeControlAPI(), settings, lambda: access), settings)
+
+    def read(query: str) -> Any:
+        headers = {"Authorization": "Bearer spam"}
+        return json.loads(send_request(app, "GET", f"/logs?log=model{query}", b"", headers).body)
+
+    assert [record["source"] for record in read("&model=spam")["records"]] == ["W-k3j9x2ab-spam_1.0 authors"]
+    assert "records" not in read("&model=team-b-spam")
 
 
 def test_events_are_listed_newest_first_and_filtered() -> None:
