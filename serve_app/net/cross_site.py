@@ -74,18 +74,27 @@ class CrossSitePolicy:
             return
         if method in _SAFE_METHODS and (method == "OPTIONS" or not _is_active(path)):
             return
-        if self._is_foreign(origin, site, host):
+        if self._is_foreign(origin, site, host, headers.get("referer", "")):
             raise CrossSiteRequest(origin or "another site", self._origin_setting)
 
     @property
     def _origin_setting(self) -> str:
         return f"{self._section}.{'allowed_hosts' if self._allowed_origin is None else 'cors_allowed_origin'}"
 
-    def _is_foreign(self, origin: str | None, site: str | None, host: str | None) -> bool:
+    def _is_foreign(self, origin: str | None, site: str | None, host: str | None, referer: str) -> bool:
+        """Return whether a page of another origin sends a request.
+
+        Images and links have no Origin. A page of another port of this host has the same site, so that its
+        Referer decides, which cannot be forged and may be missing.
+        """
         if self._allowed_origin == "*":
             return False
         if origin is None:
-            return site == "cross-site"
+            if site != "same-site":
+                return site == "cross-site"
+            origin, host = _parse_origin(referer), None
+        if not origin:
+            return True
         authority = origin.partition("://")[2]
         if origin == self._allowed_origin or (authority and authority == host):
             return False
@@ -116,6 +125,12 @@ def _is_active(path: str) -> bool:
         or segments[-1] in _ACTIVE_ENDS
         or segments[-1].endswith((":predict", ":explain"))
     )
+
+
+def _parse_origin(url: str) -> str:
+    """Return the origin of a URL; empty for an empty one."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.partition('/')[0]}" if separator else ""
 
 
 def _parse_name(authority: str) -> str:

@@ -18,24 +18,34 @@ from serve_app.settings import Settings
 
 # Patterns of variables, beside those that the settings name with ``env:``.
 SECRET_PATTERNS = (
-    "TORCHRELAY_TOKEN",
-    "TORCHRELAY_*_KEY",
+    "TORCHRELAY_*TOKEN",
+    "TORCHRELAY_*KEY",
+    "TORCHRELAY_*SECRET",
+    "TORCHRELAY_*PASSWORD",
     "RAY_AUTH_TOKEN",
     "RAY_REDIS_USERNAME",
     "RAY_REDIS_PASSWORD",
     "REDIS_PASSWORD",
     "PGPASSWORD",
+    "POSTGRES_PASSWORD",
     "DATABASE_URL",
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN",
     "AZURE_*_KEY",
     "AZURE_*_SECRET",
     "AZURE_*_TOKEN",
+    "AZURE_*PASSWORD",
     "AZURE_*CONNECTION_STRING",
     "GOOGLE_APPLICATION_CREDENTIALS",
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
+    "HUGGINGFACE_HUB_TOKEN",
+    "FSSPEC_*",  # options of fsspec's file systems, such as FSSPEC_S3_SECRET
+    "OTEL_EXPORTER_OTLP_*HEADERS",  # of the collector: an exporter reads them as it is created
+    "PIP_INDEX_URL",  # with the user and password of a package index
+    "PIP_EXTRA_INDEX_URL",
 )
 _RUN_ID = "TORCHRELAY_RUN"  # finds the processes of a server that is to be stopped
 _ENV_START = 47  # index of env_start among the fields of /proc/self/stat behind the command; env_end follows

@@ -17,15 +17,29 @@ block = open("/proc/self/environ", "rb").read().split(b"\\0") if os.path.exists(
 shown = [entry.decode().partition("=")[0] for entry in block if entry]
 print(json.dumps([sorted(os.environ), shown, os.popen("env").read()]))
 """
-SECRET = {
-    "TORCHRELAY_TOKEN": "s3cr3t",
-    "AWS_SECRET_ACCESS_KEY": "s3cr3t",
-    "RAY_AUTH_TOKEN": "s3cr3t",
-    "RAY_REDIS_PASSWORD": "s3cr3t",
-    "MY_KEY": "s3cr3t",
-    "MY_WEBHOOK": "s3cr3t",
-    "HF_TOKEN": "s3cr3t",
-}
+SECRET = dict.fromkeys(
+    (
+        "TORCHRELAY_TOKEN",
+        "TORCHRELAY_INFERENCE_KEY",
+        "TORCHRELAY_WEBHOOK_SECRET",
+        "TORCHRELAY_DB_PASSWORD",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN",
+        "AZURE_CLIENT_CERTIFICATE_PASSWORD",
+        "FSSPEC_S3_SECRET",
+        "HF_TOKEN",
+        "MY_KEY",
+        "MY_WEBHOOK",
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
+        "PIP_EXTRA_INDEX_URL",
+        "PIP_INDEX_URL",
+        "POSTGRES_PASSWORD",
+        "RAY_AUTH_TOKEN",
+        "RAY_REDIS_PASSWORD",
+    ),
+    "s3cr3t",
+)
 SETTINGS = {
     "auth": {"keys": [{"name": "ops", "key": "env:MY_KEY", "role": "manage"}]},
     "async_predictions": {"webhook_secret": "env:MY_WEBHOOK"},

@@ -137,6 +137,33 @@ def test_inference_refuses_requests_of_other_sites(inference: Any, method: str, 
     assert not app.backend.requests
 
 
+SAME_SITE = {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors", "Host": "localhost:8080"}
+OTHER_PORT = {**SAME_SITE, "Referer": "http://localhost:3000/page"}
+
+
+@pytest.mark.parametrize("headers", [SAME_SITE, OTHER_PORT])
+@pytest.mark.parametrize("path", ["/predictions/m?data=1", "/explanations/m", "/m/predict"])
+def test_an_image_of_another_port_of_this_host_runs_no_model(
+    inference: Any, headers: dict[str, str], path: str
+) -> None:
+    """A browser sends no Origin with it, and the ports of a host are one site."""
+    app = inference(echo)
+    assert answer(app("GET", path, b"", headers)) == (403, "cross_site")
+    assert not app.backend.requests
+
+
+def test_an_image_of_another_port_makes_no_key(management: Any) -> None:
+    assert answer(management()("GET", "/token?type=management", b"", OTHER_PORT)) == (403, "cross_site")
+
+
+def test_an_image_of_an_allowed_page_of_this_host_is_served(inference: Any) -> None:
+    app = inference(echo, cors_allowed_origin="http://localhost:3000")
+    assert app("GET", "/predictions/m?data=1", b"", OTHER_PORT).status == 200
+    assert answer(app("GET", "/predictions/m?data=1", b"", SAME_SITE)) == (403, "cross_site")
+    for site in ("same-origin", "none"):
+        assert inference(echo)("GET", "/predictions/m?data=1", b"", {"Sec-Fetch-Site": site}).status == 200
+
+
 def test_inference_accepts_its_own_page_and_the_origin_of_cors(inference: Any) -> None:
     own = {"Origin": "https://models.example", "Host": "models.example", "Sec-Fetch-Site": "same-origin"}
     assert inference(echo)("POST", "/predictions/m", b"x", own).status == 200
