@@ -108,7 +108,7 @@ def test_a_repeated_submission_is_the_same_though_the_first_is_cancelled(run: Ru
         request = stored_request(b"x", key="key")
         with locked(services):
             first = asyncio.ensure_future(services.control.api.submit_prediction(request))
-            await until(lambda: services.predictions._reserved_count)
+            await until(lambda: services.predictions._adding)
             first.cancel()
             second = asyncio.ensure_future(services.control.api.submit_prediction(request))
             for _ in range(10):

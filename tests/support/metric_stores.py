@@ -11,6 +11,7 @@ from serve_app.control.metric_store import MetricStore
 from serve_app.control.persistence.database import Database
 from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
 from serve_app.domain.experiment import Reward
+from serve_app.domain.traffic_policy import shorten_key
 
 
 def seen(
@@ -21,7 +22,7 @@ def seen(
 
 
 def units(trial: str, arm: str, *names: str, bucket: int = 3) -> list[tuple[str, str, str, int]]:
-    return [(trial, name, arm, bucket) for name in names]
+    return [(trial, shorten_key(name), arm, bucket) for name in names]
 
 
 async def reward(

@@ -69,11 +69,14 @@ class ServiceApi:
             self.health,
             None,
             acknowledgements,
-            lambda before, after: None,
+            lambda before, after: self.on_change(before, after),
         )
         self.state.publish()
         self.owner = self.create_service()
         self.open_port(None)
+
+    def on_change(self, before: Registry, after: Registry) -> None:
+        """Do what the service's reconcile loop does with a change."""
 
     def open_port(self, access: AccessTable | None) -> None:
         app = self._management(access=access)

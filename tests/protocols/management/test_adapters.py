@@ -20,6 +20,7 @@ from serve_app.control.adapters import AdapterService
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.reconciler import Reconciler
+from serve_app.control.registry import Registry
 from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.deployments.replica_adapters import ReplicaAdapters
@@ -100,6 +101,9 @@ class Cluster(ServiceApi):
             await self.replicas[0].adapters.load(adapter)
 
         return AdapterService(self.state, self.reconcile_loop, self.ingestor, load)
+
+    def on_change(self, before: Registry, after: Registry) -> None:
+        self.reconcile_loop.on_change(before, after)
 
     def ask(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
         """Send a request; afterwards every replica has the table and has loaded its adapters."""
