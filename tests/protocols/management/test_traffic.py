@@ -288,7 +288,7 @@ class TestWhatCallersMeet:
         cluster.port.compares = False  # the first version is random
         responses = [cluster.infer() for _ in range(100)]
         given = Counter(response["x-model-version"] for response in responses)
-        assert set(given) == {"1.0", "2.0"} and abs(given["2.0"] - 20) <= 1
+        assert set(given) == {"1.0", "2.0"} and abs(given["2.0"] - 20) <= 2  # whatever the random start
         assert all(response.body.decode() == response["x-model-version"] for response in responses)
         assert {line[8] for line in cluster.port.access_log} == {"1.0", "2.0"}
 
