@@ -9,6 +9,8 @@ import pickletools
 import zipfile
 from pathlib import Path
 
+from handlers.loading.zip_directory import open_zip
+
 # Globals that pickles of tensors name, besides torch's own classes of tensors and storages.
 _TENSOR_GLOBALS = frozenset(
     (
@@ -33,6 +35,7 @@ NOT_TRUSTED_HINT = (
     "Save model.state_dict(); or, if you trust the file to run code as it loads, register the model "
     "with trusted=true, or name it in store.trusted."
 )
+_MAX_ENTRIES = 100_000  # of a file of weights, which has one for each tensor
 _MAX_PICKLE_BYTES = 16 * 2**20  # of a scanned pickle; tensors are stored beside it in the archive
 
 
@@ -80,7 +83,7 @@ def _read_pickle(weights: Path) -> tuple[set[str], bytes | None]:
     file.
     """
     try:
-        with zipfile.ZipFile(weights) as file:
+        with weights.open("rb") as source, open_zip(source, _MAX_ENTRIES) as file:
             members = {name.partition("/")[2]: name for name in file.namelist()}
             info = file.getinfo(members["data.pkl"])
             return set(members), file.read(info) if info.file_size <= _MAX_PICKLE_BYTES else None

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO
 
+from handlers.loading.zip_directory import TooManyEntries, open_zip
 from serve_app.errors import InvalidArchive
 from serve_app.model_store.atomic_dir import remove_tree
 from serve_app.settings import MIB, ModelStoreSettings
@@ -122,6 +123,13 @@ class _ExtractedTree:
     def refuse(self, what: str) -> InvalidArchive:
         return InvalidArchive(self.name, what)
 
+    def open_zip(self, file: BinaryIO) -> zipfile.ZipFile:
+        """Open a zip whose directory has at most ``max_files`` entries."""
+        try:
+            return open_zip(file, self._settings.max_files)
+        except TooManyEntries:
+            raise self.refuse(_too_many(self._settings)) from None
+
     def directory(self, name: str) -> None:
         self._create_directory(self._path(name, is_directory=True))
 
@@ -212,7 +220,7 @@ class _ExtractedTree:
 
 
 def _extract_zip(file: BinaryIO, tree: _ExtractedTree) -> None:
-    with zipfile.ZipFile(file) as archive:
+    with tree.open_zip(file) as archive:
         for info in archive.infolist():
             name = info.orig_filename  # filename is cut at a NUL
             mode = info.external_attr >> 16

@@ -243,6 +243,19 @@ def test_unpacked_bytes_are_limited(tmp_path, make):
     )
 
 
+def test_the_directory_of_a_zip_is_counted_before_it_is_parsed(tmp_path, monkeypatch):
+    """An archive of 50 MB can have a million entries, which zipfile keeps in 600 MB."""
+    archive = zipped(tmp_path / "m.mar", {f"f{n}": b"" for n in range(20)})
+    settings, parsed = ModelStoreSettings(max_files=5), []
+    monkeypatch.setattr(zipfile, "ZipInfo", lambda *args: parsed.append(args))
+    refused(archive, tmp_path, "max_files (5)", settings=settings)
+    long_names = ModelStoreSettings(max_files=1)
+    monkeypatch.undo()
+    big = zipped(tmp_path / "n.mar", {"x" * 60_000 + str(n): b"" for n in range(3)})
+    refused(big, tmp_path, "max_files (1)", settings=long_names)
+    assert not parsed
+
+
 @pytest.mark.parametrize("make", [zipped, tarred])
 def test_files_and_the_directories_they_need_are_counted(tmp_path, make):
     settings = ModelStoreSettings(max_files=5)

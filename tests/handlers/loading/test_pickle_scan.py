@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import _weights_only_unpickler
 
+from handlers.loading import pickle_scan
 from handlers.loading.pickle_scan import find_rejection_reason, find_unsafe_globals
 
 
@@ -113,3 +115,17 @@ def test_the_module_does_not_import_torch() -> None:
         [sys.executable, "-c", "import handlers.loading.pickle_scan, sys; assert 'torch' not in sys.modules"]
     )
     assert process.returncode == 0
+
+
+def test_weights_with_too_many_entries_are_not_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Management scans the weights of archives; the entries of a zip take more memory than the file."""
+    weights, parsed = tmp_path / "w.pt", []
+    with zipfile.ZipFile(weights, "w") as file:
+        for n in range(20):
+            file.writestr(f"w/{n}", b"")
+    monkeypatch.setattr(pickle_scan, "_MAX_ENTRIES", 5)
+    monkeypatch.setattr(zipfile, "ZipInfo", lambda *args: parsed.append(args))
+    assert pickle_scan.find_rejection_reason(weights, has_model_file=False, trusted=False) is None
+    assert not parsed
