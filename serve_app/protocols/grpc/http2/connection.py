@@ -7,10 +7,10 @@ Here a frame is parsed in the event loop that receives it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from serve_app.protocols.grpc.http2.frame_rate import BURST, RESET_COST, SETTINGS_COST
-from serve_app.protocols.grpc.http2.frame_receiver import FrameReceiver, PortState
+from serve_app.protocols.grpc.http2.frame_receiver import ConnectionOwner, FrameReceiver, PortState
 from serve_app.protocols.grpc.http2.frames import (
     ACK,
     CONTINUATION,
@@ -68,19 +68,6 @@ _HTTP_1_RESPONSE = (
 _AWAITS_PREFACE, _AWAITS_SETTINGS, _HANDSHAKE_COMPLETE = range(3)
 # After the first GOAWAY the peer may still open streams; after the second they are ignored.
 _RUNNING, _SHUTDOWN_ANNOUNCED, _SHUTDOWN_CONFIRMED = range(3)
-
-
-class ConnectionOwner(Protocol):
-    """A receiver of a connection's events."""
-
-    def on_connected(self, connection: Http2Connection) -> None:
-        """Register the connection."""
-
-    def on_request(self, connection: Http2Connection, stream: Http2Stream, head: RequestHead) -> None:
-        """Set the receiver of ``stream``, or end it."""
-
-    def on_disconnected(self, connection: Http2Connection) -> None:
-        """Unregister the connection."""
 
 
 class Http2Connection(FrameReceiver):
@@ -179,7 +166,7 @@ class Http2Connection(FrameReceiver):
             if kind == DATA:
                 self._on_data(flags, stream, body)
             elif kind == HEADERS:
-                rest -= _HEADERS_WEIGHT
+                rest -= _HEADERS_WEIGHT + (len(body) >> 10 << 5)  # as RequestHead.cost
                 self._on_headers(flags, stream, body)
             else:
                 level = rate.level
@@ -244,6 +231,7 @@ class Http2Connection(FrameReceiver):
 
     def _on_header_block(self, number: int, flags: int, head: RequestHead) -> None:
         """Start a call, or end the peer's side of one; gRPC does not use the fields of request trailers."""
+        self._rate.level += head.cost
         ended = bool(flags & END_STREAM)
         stream = self._streams.get(number)
         if stream is None:
@@ -282,7 +270,10 @@ class Http2Connection(FrameReceiver):
         self._owner.on_request(self, stream, head)
         if number not in self._streams:
             self._rate.level += 1  # it was rejected
-        elif not ended:
+            return
+        stream.accepted, stream.head_cost = True, head.cost
+        self._rate.level = max(0, self._rate.level - head.cost)
+        if not ended:
             self._opened.append(stream)
         elif stream.receiver is not None:
             stream.receiver.on_data(b"", True)
@@ -297,7 +288,7 @@ class Http2Connection(FrameReceiver):
             raise Http2ProtocolError(PROTOCOL_ERROR, f"RST_STREAM of stream {number}, which is idle")
         stream = self._streams.get(number)
         if stream is not None:
-            self._rate.level += RESET_COST
+            self._rate.level += RESET_COST + stream.head_cost
             self._remove_stream(stream, False)
             stream.on_closed()
 
@@ -374,7 +365,7 @@ class Http2Connection(FrameReceiver):
         self._writer.write(encode_frame(HEADERS, END_HEADERS | END_STREAM, stream.id, block))
         if not stream.half_closed:
             self._writer.write(encode_rst_stream(stream.id, NO_ERROR))
-        elif self._rate.level and stream.receiver is not None:
+        elif self._rate.level and stream.accepted and stream.receiver is not None:
             self._rate.add_credit()
         self._remove_stream(stream, not stream.half_closed)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from serve_app.protocols.grpc.http2.buffer_budget import BufferBudget, BufferShare, WaitingQueues
 from serve_app.protocols.grpc.http2.frame_rate import FrameRate
 from serve_app.protocols.grpc.http2.frame_writer import FrameWriter
 from serve_app.protocols.grpc.http2.frames import ENHANCE_YOUR_CALM, Http2ProtocolError
+from serve_app.protocols.grpc.http2.hpack_headers import RequestHead
 from serve_app.protocols.grpc.http2.keepalive import Keepalive
 from serve_app.protocols.grpc.http2.limits import Http2Limits
 from serve_app.protocols.grpc.http2.stream import Http2Stream
+
+if TYPE_CHECKING:
+    from serve_app.protocols.grpc.http2.connection import Http2Connection
 
 _MIN_COUNTED_BUFFER = 4_096  # bytes of an unfinished frame that count in the budget
 _MAX_DEFERRED = 1 << 17  # bytes that wait for the next turn, before the connection is not read
@@ -29,6 +33,19 @@ class PortState:
         # One message at a time that is too large for the budget; a share is half of this one, too.
         self.large_messages = BufferBudget(2 * limits.max_message_size, self.queues)
         self.receive_buffer = memoryview(bytearray(_RECEIVE_BUFFER))
+
+
+class ConnectionOwner(Protocol):
+    """A receiver of a connection's events."""
+
+    def on_connected(self, connection: Http2Connection) -> None:
+        """Register the connection."""
+
+    def on_request(self, connection: Http2Connection, stream: Http2Stream, head: RequestHead) -> None:
+        """Set the receiver of ``stream``, or end it."""
+
+    def on_disconnected(self, connection: Http2Connection) -> None:
+        """Unregister the connection."""
 
 
 class FrameReceiver(asyncio.BufferedProtocol):

@@ -51,8 +51,10 @@ class Http2Stream:
         "_reserved",
         "_trailers",
         "_writer",
+        "accepted",
         "content_length",
         "half_closed",
+        "head_cost",
         "id",
         "receive_window",
         "receiver",
@@ -69,6 +71,8 @@ class Http2Stream:
         self.send_window = send_window  # bytes
         self.receive_window = STREAM_WINDOW  # bytes
         self.content_length: int | None = None  # bytes that the peer announced and has not sent
+        self.accepted = False  # its head has started a call
+        self.head_cost = 0  # of RequestHead
         self.half_closed = False  # the peer has ended its side
         self.receiver: StreamReceiver | None = None
         self.unsent: deque[memoryview | bytes] = deque()

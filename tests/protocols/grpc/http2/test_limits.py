@@ -15,7 +15,6 @@ import pytest
 
 from serve_app.protocols.grpc.http2.connection import Http2Connection
 from serve_app.protocols.grpc.http2.frames import (
-    ACK,
     CANCEL,
     CONTINUATION,
     DATA,
@@ -224,64 +223,6 @@ def test_unfinished_header_blocks_count(start_server: StartServer) -> None:
             time.sleep(0.01)
         assert server.server.budget.used == 32_000
     wait_until_released(server)
-
-
-# Refused streams
-
-
-def malformed_head(stream: int) -> bytes:
-    return encode_frame(HEADERS, END_HEADERS, stream, b"\x83")  # :method POST, and no path
-
-
-def find_connection(server: EchoServer) -> Http2Connection:
-    [connection] = server.server._connections
-    return connection
-
-
-def synchronize(peer: Peer) -> None:
-    """Wait until the server has processed all frames."""
-    peer.send(encode_frame(PING, 0, 0, b"wait for"))
-    while peer.wait_for(PING)[1] != b"wait for":
-        pass
-
-
-@pytest.mark.parametrize("reason", ["malformed", "too many streams", "shutting down"])
-def test_refused_streams_are_forgotten(start_server: StartServer, reason: str) -> None:
-    server = start_server(max_connection_age=0.1 if reason == "shutting down" else 0.0)
-    with Peer(server.address) as peer:
-        count = 128 if reason == "too many streams" else 1
-        peer.send(*[peer.encode_call(2 * i + 1, None) for i in range(count)])
-        if reason == "shutting down":
-            peer.send(encode_frame(PING, ACK, 0, peer.wait_for(PING)[1]))  # no further streams
-            peer.wait_for(GOAWAY)
-        for number in range(2 * count + 1, 2 * count + 3_001, 2):
-            peer.send(malformed_head(number) if reason == "malformed" else peer.encode_call(number, None))
-        synchronize(peer)
-        connection = find_connection(server)
-        assert connection._last_stream >= 3_001
-        assert 0 < len(connection._closed) <= 512
-
-
-def test_refused_streams_do_not_keep_a_connection(start_server: StartServer) -> None:
-    with Peer(start_server(max_connection_idle=0.2, keepalive_interval=0.2).address) as peer:
-        for i in range(1_000):
-            peer.send(malformed_head(2 * i + 1))
-            if next(peer.frames())[0] == GOAWAY:
-                return
-            time.sleep(0.01)
-    pytest.fail("the connection is still open")
-
-
-def test_empty_messages_of_a_stream_of_requests_count(start_server: StartServer) -> None:
-    """Their sender waits as that of large messages, while the method takes none."""
-    server = start_server()
-    with Peer(server.address) as peer:
-        parts = [encode_frame(DATA, 0, 1, encode_message(b"") * 3_200)] * 4
-        peer.send(peer.encode_call(1, None, "Ignore"), *parts)
-        synchronize(peer)
-        call = next(iter(server.server._calls))
-        assert call._stream.receive_window < 65_536 // 2
-        assert server.server.budget.used > 4 * 3_200 * 32
 
 
 # Waiting calls
