@@ -78,7 +78,7 @@ def s3() -> Iterator[tuple[str, Any]]:
         server.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lines_become_results_and_an_interrupted_job_continues(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gate.touch()
@@ -162,6 +162,6 @@ def test_a_model_that_does_not_load_ends_the_job_with_its_traceback(tmp_path: Pa
     assert "0 of 1 rows are done" in failed.stderr
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_missing_package_is_named_with_its_extra() -> None:
     assert extras.install_command("pandas") == "pip install 'torchrelay[batch]'"
