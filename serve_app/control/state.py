@@ -123,7 +123,7 @@ class StateStore:
     async def refresh(self) -> None:
         """Load what another server has changed, and publish it. Raises Unavailable."""
         # A change of this server may be in progress at the first look.
-        if self._is_outdated or await asyncio.to_thread(self._database.has_changed):
+        if self._is_outdated or await run_to_end(asyncio.to_thread(self._database.has_changed)):
             async with self.exclusive():
                 pass
 

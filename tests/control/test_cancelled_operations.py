@@ -328,10 +328,10 @@ def test_every_operation_is_cancelled_here() -> None:
     assert OPERATIONS.keys() == METHODS | validated
 
 
-@pytest.mark.parametrize("executor", [FinishedExecutor, QueuedExecutor])
+@pytest.mark.parametrize(("executor", "repeatedly"), [(FinishedExecutor, False), (QueuedExecutor, True)])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_memory_and_database_are_equal_wherever_an_operation_is_cancelled(
-    copies: Iterator[Path], name: str, executor: type[ThreadPoolExecutor]
+    copies: Iterator[Path], name: str, executor: type[ThreadPoolExecutor], repeatedly: bool
 ) -> None:
     arguments, effect = OPERATIONS[name]
 
@@ -343,7 +343,8 @@ def test_memory_and_database_are_equal_wherever_an_operation_is_cancelled(
                 services = ControlServices(next(copies))
                 await services.start()
                 before = await load(services)
-            operation = asyncio.ensure_future(cancel_at(number, services.operate(name, *arguments(services))))
+            work = services.operate(name, *arguments(services))
+            operation = asyncio.ensure_future(cancel_at(number, work, repeatedly))
             await asyncio.wait([operation], timeout=60)
             assert operation.done(), f"{name} does not end after a cancellation at its await {number}"
             await until_equal(services, f"{name}, cancelled at its await {number}")
@@ -357,6 +358,7 @@ def test_memory_and_database_are_equal_wherever_an_operation_is_cancelled(
                 services = None
         await change_default(services)
         await services.close()
+        print(f"{name}: {number} rounds")
 
     run_with(executor(), cancel_everywhere())
 

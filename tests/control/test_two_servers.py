@@ -37,6 +37,7 @@ def run(tmp_path: Path, url: str) -> Callable[[Test], None]:
         await asyncio.wait_for(test(*servers), 60)
         for task in watch:
             task.cancel()
+        await asyncio.wait(watch)
         for server in servers:
             await server.close()
 

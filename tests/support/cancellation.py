@@ -44,8 +44,13 @@ def _run(future: Future[Any], function: Callable[..., Any], args: Any, options: 
 
 
 @types.coroutine
-def cancel_at(number: int, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """Await ``work``, and cancel the current task when it waits for the ``number``-th time."""
+def cancel_at(
+    number: int, work: Coroutine[Any, Any, Any], repeatedly: bool = False
+) -> Generator[Any, Any, Any]:
+    """Await ``work``, and cancel the current task when it waits for the ``number``-th time.
+
+    ``repeatedly``: and each time after that.
+    """
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
@@ -54,7 +59,7 @@ def cancel_at(number: int, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any
         except StopIteration as end:
             return end.value
         number -= 1
-        if number == 0:
+        if number == 0 or (repeatedly and number < 0):
             task = asyncio.current_task()
             assert task is not None
             task.cancel()  # is delivered as soon as this task waits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -51,6 +50,7 @@ from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import AuthSettings, ControlSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from serve_app.telemetry.metrics_report import MetricsReport
 
 OPERATOR = KeyGrant(ROLES["manage"], name="ops")
 _OWN_KEY = KeySettings("ops", f"sha256:{sha256(b'ops').hexdigest()}", "manage")
@@ -93,21 +93,27 @@ class SimulatedServe:
         return ObservedApp(app, want.route, want.min_replicas, {}, 0, "RUNNING", "", workers)
 
 
+class _Environments:
+    """The package environments, which are opened on demand: that takes 0.3 s."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def build(self, *args: Any) -> Path:
+        folder = self._settings.state_dir / "environments"
+        return PackageEnvs(folder, self._settings.runtime).build(*args)
+
+
 class ControlServices:
     """One start of the control plane, on the running event loop."""
-
-    _environments: PackageEnvs  # of all starts: to list the packages of this process takes 0.3 s
 
     def __init__(self, home: Path, url: str = "") -> None:
         (home / "model_store").mkdir(exist_ok=True)
         self.settings = settings = Settings(
             home=str(home),
-            control=ControlSettings(acknowledge_timeout=0.05, database_url=url),
+            control=ControlSettings(acknowledge_timeout=0.2, database_url=url),
             auth=AuthSettings(keys=(_OWN_KEY,)),
         )
-        if not hasattr(ControlServices, "_environments"):
-            folder = settings.state_dir / "environments"
-            ControlServices._environments = PackageEnvs(folder, settings.runtime)
         self.meters = Meters()
         self.publisher = TablePublisher(aggregator := MetricsAggregator())
         self.health = HealthTracker()
@@ -141,7 +147,7 @@ class ControlServices:
             self.reconcile_loop,
             metrics,
             self.ingestor,
-            self._environments,
+            _Environments(settings),  # type: ignore[arg-type]
             self.events,
             _describe,
             settings,
@@ -188,18 +194,30 @@ class ControlServices:
             trail=self.trail,
         )
         self.control = ControlPlane(dispatcher.api, settings)
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
 
     async def start(self) -> None:
-        """Load what the services have stored, start the reconcile loop, and wait for the replicas."""
+        """Load what the services have stored, start the reconcile loop, and wait for the replicas.
+
+        One reader applies each routing table at once.
+        """
         await self.keys.load()
         await self.shadow.load()
         await self.drift.load()
         await self.predictions.load()
         self.state.publish()
-        self._task = asyncio.create_task(self.reconcile_loop.run())
+        self._tasks += map(asyncio.create_task, (self.reconcile_loop.run(), self._read_tables()))
         wanted = {spec.ref: spec.min_workers for spec in self.state.registry}
         await until(lambda: all(self.reconcile_loop.count_running(r) == n for r, n in wanted.items()))
+
+    async def _read_tables(self) -> None:
+        meters, generation = Meters(), 0
+        samples: MetricsReport | None = None
+        while not self._closed:  # Python 3.11's wait_for may lose a cancellation
+            answer = await self.publisher.poll("gateway", generation, samples)
+            generation = self.publisher.table.generation
+            samples = meters.report() if isinstance(answer, str) else None
 
     async def operate(self, name: str, *args: Any, **options: Any) -> Any:
         """Call an operation by name: the validated one, where there is one."""
@@ -209,10 +227,10 @@ class ControlServices:
     async def close(self) -> None:
         self.models.close()
         self.workflows.close()
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.predictions.close()
         await self.metric_store.close()
         await self.trail.close()
