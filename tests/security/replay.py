@@ -1,7 +1,7 @@
 """Replay the attacks against a real server, and print for each its effect before and after the limits.
 
-``python -m tests.security.replay`` runs all; ``--area grpc`` runs those of one module in ``attacks``. The
-exit code is 1 where an attack was not resisted.
+``python -m tests.security.replay`` runs all; ``--area grpc`` runs those of one module in ``attacks``, and
+``--name refused`` those with this word in their name. The exit code is 1 where an attack was not resisted.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ def main() -> int:
     """Run the selected attacks and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.security.replay", description=__doc__)
     parser.add_argument("--area", action="append", help="only the attacks of this module (repeatable)")
+    parser.add_argument("--name", default="", help="only the attacks with this text in their name")
     parser.add_argument("--output", type=Path, help="the file of the table in Markdown")
     options = parser.parse_args()
     load_attacks()
@@ -131,7 +132,10 @@ def main() -> int:
     if unknown := set(options.area or ()) - known:
         parser.error(f"no such area: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     console = Console()
-    outcomes = replay([a for a in ATTACKS if not options.area or a.area in options.area], console)
+    selected = [a for a in ATTACKS if (not options.area or a.area in options.area) and options.name in a.name]
+    if not selected:
+        parser.error(f"no attack has {options.name!r} in its name")
+    outcomes = replay(selected, console)
     console.print(render(outcomes))
     if options.output is not None:
         options.output.write_text(markdown(outcomes))

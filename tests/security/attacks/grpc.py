@@ -87,19 +87,30 @@ def memory_peak(target: Target) -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def replay(target: Target, name: str, *, key: bool = True, model: str = "echo") -> Outcome:
-    """Run an attack of ``http2_attacker`` in a process of its own while clients call the server."""
+def replay(
+    target: Target,
+    name: str,
+    *,
+    key: bool = True,
+    model: str = "echo",
+    seconds: float = _SECONDS,
+    max_memory: int = _MAX_MEMORY,
+) -> Outcome:
+    """Run an attack of ``http2_attacker`` in a process of its own while clients call the server.
+
+    It may add ``max_memory`` bytes, of which half remain.
+    """
     calm, attacked = Latencies(), Latencies()
     measure(target, 3.0, calm)
     before = target.memory()
     message = prediction(model, data=b"x").hex()
-    arguments = [name, target.grpc, PREDICTIONS, target.keys.get("alpha", "") if key else "", str(_SECONDS)]
+    arguments = [name, target.grpc, PREDICTIONS, target.keys.get("alpha", "") if key else "", str(seconds)]
     command = [sys.executable, "-m", "tests.security.http2_attacker", *arguments, message]
     with memory_peak(target) as peak:
         process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE)
         try:
             time.sleep(1.5)
-            measure(target, _SECONDS - 3.0, attacked)
+            measure(target, seconds - 3.0, attacked)
             output = process.communicate(timeout=60)[0]
         finally:
             process.kill()
@@ -116,7 +127,7 @@ def replay(target: Target, name: str, *, key: bool = True, model: str = "echo") 
         f"{len(attacked.seconds)} calls failed, memory +{added >> 20} MB, then +{left >> 20} MB ({sent})"
     )
     within = attacked.p99 <= max(2 * calm.p99, _MIN_P99)
-    return Outcome(after, within and not failed and added < _MAX_MEMORY and left < _MAX_MEMORY // 2)
+    return Outcome(after, within and not failed and added < max_memory and left < max_memory // 2)
 
 
 @attack("grpc", "10,000 open header blocks", "all calls of others RESOURCE_EXHAUSTED")
@@ -167,3 +178,10 @@ def unread_acknowledgements(target: Target) -> Outcome:
 @attack("grpc", "500 unfinished header blocks of 60 KB", "memory +29 MB, as long as the attacker wants")
 def unfinished_heads(target: Target) -> Outcome:
     return replay(target, "unfinished_heads")
+
+
+@attack(
+    "grpc", "refused streams at the permitted rate, without a key", "memory +24 MB in 23 s, without bound"
+)
+def refused_streams(target: Target) -> Outcome:
+    return replay(target, "refused_streams", key=False, seconds=23.0, max_memory=16 << 20)
