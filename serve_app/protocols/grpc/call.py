@@ -10,7 +10,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -53,10 +53,20 @@ class GrpcCall:
 
     ``headers`` are the call's metadata without binary values; the last of repeated keys wins. ``model`` and
     ``version`` are those that answered, for the log. ``grant`` holds the permissions of the caller's key, or
-    None if no key is required.
+    None if no key is required. ``find_grant`` finds them again.
     """
 
-    __slots__ = ("_trailers", "context", "grant", "headers", "model", "request_id", "span", "version")
+    __slots__ = (
+        "_trailers",
+        "context",
+        "find_grant",
+        "grant",
+        "headers",
+        "model",
+        "request_id",
+        "span",
+        "version",
+    )
 
     def __init__(self, context: RpcContext) -> None:
         self.context = context
@@ -64,14 +74,19 @@ class GrpcCall:
         self.request_id = uuid4()
         self.model = self.version = ""
         self.grant: KeyGrant | None = None
+        self.find_grant: Callable[[], KeyGrant | None] = lambda: None
         self.span: Any = None  # of a traced call
         self._trailers = [("x-request-id", self.request_id)]
         self.finish()  # calls that the server itself ends have the id, too
 
     def start_next_request(self) -> None:
-        """Assign a new request id, for the next request of a stream."""
+        """Assign a new request id, for the next request of a stream.
+
+        Raises AccessDenied: the key may have expired or been revoked since the last request.
+        """
         self.request_id = uuid4()
         self._trailers = [("x-request-id", self.request_id)]
+        self.grant = self.find_grant()
 
     def check_model(self, model: str) -> None:
         """Raise ModelNotAllowed if the caller's key does not cover ``model``."""
@@ -311,6 +326,12 @@ class ServiceAdapter:
             context.send_status(code, mapping.details(error, call)[:MAX_DETAILS])
             self._record_end(path, call, code, started_at)
 
+    def _find_grant(self, context: RpcContext, rights: tuple[Right, ...]) -> KeyGrant | None:
+        access = self._access()
+        if access is None:
+            return None
+        return auth.resolve_grant(access, context.headers.get("authorization"), *rights)
+
     def _resolve_grant(self, context: RpcContext, rights: tuple[Right, ...]) -> None:
         """Store the grant of the call's key, also of one without ``rights``. Raises AccessDenied."""
         access = self._access()
@@ -330,6 +351,7 @@ class ServiceAdapter:
                 self._resolve_grant(context, rights)
         finally:
             call.grant = context.grant
+        call.find_grant = partial(self._find_grant, context, rights)
         if call.grant is not None:
             call.headers.pop("authorization", None)
             if (access := self._access()) is not None:

@@ -12,7 +12,14 @@ from hashlib import sha256
 
 from serve_app.domain.access import AccessTable, KeyGrant, Right
 from serve_app.domain.audit import Actor
-from serve_app.errors import ExpiredToken, InvalidToken, MissingPermission, MissingToken, ModelNotAllowed
+from serve_app.errors import (
+    AccessDenied,
+    ExpiredToken,
+    InvalidToken,
+    MissingPermission,
+    MissingToken,
+    ModelNotAllowed,
+)
 from serve_app.protocols.http import json_web_tokens
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.telemetry.audit_log import set_actor
@@ -83,6 +90,17 @@ def check_again(access: AccessTable | None, exchange: HttpExchange) -> None:
     if access is not None and exchange.grant is not None:
         headers = dict(exchange.scope["headers"])
         resolve_grant(access, headers[b"authorization"].decode("latin-1"))
+
+
+def is_still_allowed(access: AccessTable | None, exchange: HttpExchange, model: str, right: Right) -> bool:
+    """Return whether the key of a request whose response lasts has neither expired nor been revoked."""
+    if access is None:
+        return True
+    values = [value for name, value in exchange.scope["headers"] if name == b"authorization"]
+    try:
+        return resolve_grant(access, values[-1].decode("latin-1") if values else None, right).covers(model)
+    except AccessDenied:
+        return False
 
 
 def create_actor(grant: KeyGrant | None, address: str) -> Actor:

@@ -14,6 +14,7 @@ from serve_app.domain.model import FINAL_STAGES, ModelEvent
 from serve_app.domain.request import InferenceResponse, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
+from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import ClientDisconnected, HttpExchange
 from serve_app.protocols.http.numbers import parse_decimal
 from serve_app.protocols.http.sse import EVENT_STREAM, HEARTBEAT_INTERVAL_S, KEEP_ALIVE_COMMENT
@@ -48,7 +49,7 @@ async def stream(exchange: HttpExchange, control: ControlPlane, model: str) -> N
 
     async def encode_events() -> AsyncIterator[bytes]:
         last_id, events = since, first_events
-        while True:
+        while auth.is_still_allowed(control.access, exchange, model, "observe"):
             for event in events:
                 yield _encode(event)
                 if event.stage in FINAL_STAGES and not follow:

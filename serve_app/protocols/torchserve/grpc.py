@@ -156,8 +156,8 @@ class InferenceService:
 
     async def _process_one(self, request: inference.PredictionsRequest, rpc: GrpcCall, write: Write) -> None:
         sequence_id = request.sequence_id
-        rpc.start_next_request()
         try:
+            rpc.start_next_request()
             if not sequence_id and not self._is_true(request, self._runtime.header_key_sequence_start):
                 raise MissingParameter("sequenceId")
             await self._write_chunks(

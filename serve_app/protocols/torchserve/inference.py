@@ -162,6 +162,7 @@ class InferenceRoutes:
         if len(exchange.segments) < 2:
             raise ResourceNotFound()
         name = exchange.segments[1]
+        auth.require_model(exchange, name)  # before the look-up, which would reveal other workflows
         self._plane.find_workflow(name)
         try:
             await self._infer(exchange, name, None)
