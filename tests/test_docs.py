@@ -150,10 +150,8 @@ def test_a_guide_is_short_and_in_the_index(page: Path) -> None:
 
 
 def test_the_pages_are_short() -> None:
-    pages = [
-        page for page in PAGES if page.name not in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md")
-    ]
-    assert sum(len(page.read_text().split()) for page in pages) <= 29_500
+    pages = [page for page in PAGES if page.name not in ("CHANGELOG.md", "CODE_OF_CONDUCT.md")]
+    assert sum(len(page.read_text().split()) for page in pages) <= 30_000
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 

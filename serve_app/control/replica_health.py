@@ -63,7 +63,7 @@ class _CrashRecord:
 
 @dataclass(frozen=True)
 class _Declaration:
-    """What the handler in an archive declares: inputs and outputs, their media type and schemas."""
+    """The declarations of a handler: inputs and outputs, their media type and schemas."""
 
     digest: str
     signature: Signature | None = None

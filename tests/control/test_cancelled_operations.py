@@ -111,7 +111,7 @@ async def prepare(services: ControlServices) -> None:
 
 @dataclass
 class Stored:
-    """What the next start loads."""
+    """The state that the next start loads."""
 
     registry: Registry
     keys: tuple[StoredKey, ...]

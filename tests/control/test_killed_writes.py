@@ -43,7 +43,7 @@ EXPERIMENT = {
 
 @dataclass
 class Stored:
-    """What is stored: the registry, the digests of keys by name, and the ids of predictions."""
+    """The stored state: the registry, the digests of keys by name, and the ids of predictions."""
 
     registry: Registry
     keys: dict[str, bytes] = field(default_factory=dict)

@@ -105,7 +105,7 @@ class _Environments:
 
 
 class ControlServices:
-    """One start of the control plane, on the running event loop."""
+    """The services of one start of the control plane, on the running event loop."""
 
     def __init__(self, home: Path, url: str = "") -> None:
         (home / "model_store").mkdir(exist_ok=True)
