@@ -291,9 +291,7 @@ class ServerProcess:
         processes = self.processes()
         if not processes:
             haproxy_runtime.remove_folder(self.settings.state_dir)
-            if self._process is not None:  # killed by another process, but still our child to reap
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_STOP_TIMEOUT)
+            self._reap()
             return False
         self._stop_file.touch()
         self._end_processes()
@@ -302,6 +300,7 @@ class ServerProcess:
     def _end_processes(self) -> None:
         """End every process of the server: the first by an interrupt, then the rest by SIGKILL."""
         if not (processes := self.processes()):
+            self._reap()
             return
         first = min(processes, key=lambda process: process.create_time())
         with contextlib.suppress(psutil.Error):
@@ -324,6 +323,12 @@ class ServerProcess:
         if self.settings.key_run_file.exists():  # the keys were made for the server that has just ended
             self.settings.key_file.unlink(missing_ok=True)
             self.settings.key_run_file.unlink()
+
+    def _reap(self) -> None:
+        """Wait for the first process, which another process may have killed; it is this process's child."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_TIMEOUT)
 
     def last_lines(self, count: int = 15) -> str:
         """Return the last lines of the log, for an error message."""

@@ -19,6 +19,7 @@ from ray.util.annotations import RayDeprecationWarning
 from serve_app.batch_prediction.blocks import BatchInputError, Format, InputBlock, read_block
 from serve_app.batch_prediction.predictor import BlockPredictor
 from serve_app.batch_prediction.results import ResultFolder
+from serve_app.deployments.local_node import LocalNode
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import RelayError
 from serve_app.model_store.archive import unpack
@@ -66,16 +67,25 @@ def run_batch_job(job: BatchJob, blocks: Sequence[InputBlock]) -> Iterator[Block
     It runs on the cluster of RAY_ADDRESS, else on this machine alone. Raises BatchJobFailed.
     """
     address = os.environ.get("RAY_ADDRESS")
-    folder = private_files.get_ray_directory() if address is None else None
-    options = {"_temp_dir": str(folder / "ray"), "include_dashboard": False} if folder is not None else {}
+    node = _start_node() if address is None else None
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
-        yield from _report_blocks(job, blocks, is_remote=address is not None)
+        ray.init(address or node.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield from _report_blocks(job, blocks, is_remote=node is None)
     except RayError as error:
         raise BatchJobFailed(str(error).strip()) from error
     finally:
         ray.shutdown()
+        if node is not None:
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+def _start_node() -> LocalNode:
+    folder = private_files.get_ray_directory()
+    try:
+        return LocalNode(temp_dir=str(folder / "ray") if folder is not None else None)
+    except Exception as error:  # Ray raises no narrower one
+        raise BatchJobFailed(f"Ray did not start on this machine: {error}") from error
 
 
 def _report_blocks(job: BatchJob, blocks: Sequence[InputBlock], is_remote: bool) -> Iterator[BlockReport]:

@@ -99,9 +99,9 @@ def test_a_missing_tensorrt_llm_is_named_before_the_start(tmp_path: Path, monkey
     assert code == 1 and "--engine trt_llm needs tensorrt_llm: pip install tensorrt_llm" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.own_server
-@pytest.mark.slow
 def test_a_folder_is_served_with_torchserves_routes(tmp_path: Path) -> None:
     from tests.support.hf_folders import save_byte_llama
 

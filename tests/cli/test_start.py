@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from click.testing import Result
+from typer.testing import CliRunner
 
+from serve_app.cli.app import app
 from serve_app.cli.errors import StartError
 from serve_app.cli.server_process import ServerProcess
 from tests.support.ports import free_port
@@ -27,10 +28,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def start(tmp_path: Path) -> Callable[..., Result]:
     """Provide a function that runs the command with the shipped files, changed by ``args`` and ``line``."""
 
-    def run(port: int | None = None, line: str = "", **args: object) -> subprocess.CompletedProcess[str]:
+    def run(port: int | None = None, line: str = "", **args: object) -> Result:
         document = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
         document["http_options"]["port"] = port or free_port()
         ports = {"port": free_port(), "management_port": free_port()}
@@ -38,15 +39,13 @@ def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         config, env = tmp_path / "app.yaml", tmp_path / "serve.env"
         config.write_text(yaml.safe_dump(document))
         env.write_text((ROOT / "configs/serve.env").read_text() + line)
-        return subprocess.run(
-            [sys.executable, "-m", "serve_app.cli", "start", str(config), "--env", str(env)],
-            env={**os.environ, "COLUMNS": "1000"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        return run_command("start", config, env)
 
     return run
+
+
+def run_command(command: str, config: Path, env: Path = ROOT / "configs/serve.env") -> Result:
+    return CliRunner().invoke(app, [command, str(config), "--env", str(env)], env={"COLUMNS": "1000"})
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def taken() -> Iterator[int]:
 
 def test_inference_port_in_use(start, taken: int, tmp_path: Path) -> None:
     result = start(port=taken, management={"port": free_port(), "metrics_port": free_port()})
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in result.stderr
     assert f"End that process, or change http_options.port in {tmp_path / 'app.yaml'}." in result.stderr
     assert not (tmp_path / "state").exists()
@@ -68,7 +67,7 @@ def test_inference_port_in_use(start, taken: int, tmp_path: Path) -> None:
 def test_management_port_in_use(start, taken: int, setting: str) -> None:
     ports = {"port": free_port(), "metrics_port": free_port(), setting: taken}
     result = start(management=ports)
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in result.stderr
     assert f"change management.{setting} in " in result.stderr
 
@@ -79,7 +78,7 @@ def test_grpc_port_in_use(start, taken: int, setting: str) -> None:
     result = start(
         management=ports, grpc={"port": free_port(), "management_port": free_port(), setting: taken}
     )
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert f"Port {taken}: Address already in use by pid {os.getpid()} (" in result.stderr
     assert f"change grpc.{setting} in " in result.stderr
 
@@ -87,14 +86,14 @@ def test_grpc_port_in_use(start, taken: int, setting: str) -> None:
 def test_ray_port_in_use(start, taken: int, tmp_path: Path) -> None:
     ports = {"port": free_port(), "metrics_port": free_port()}
     result = start(management=ports, line=f"RAY_SERVE_HAPROXY_STATS_PORT={taken}\n")
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert f"Port {taken}: " in result.stderr
     assert f"change RAY_SERVE_HAPROXY_STATS_PORT in {tmp_path / 'serve.env'}." in result.stderr
 
 
 def test_an_unknown_setting(start, tmp_path: Path) -> None:
     result = start(control={"load_model": "none"})
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert (
         f"{tmp_path / 'app.yaml'}: unknown key 'control.load_model'; did you mean 'load_models'?"
         in result.stderr
@@ -103,7 +102,7 @@ def test_an_unknown_setting(start, tmp_path: Path) -> None:
 
 def test_setting_of_the_wrong_type(start, tmp_path: Path) -> None:
     result = start(runtime={"job_queue_size": "many"})
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert f"{tmp_path / 'app.yaml'}: runtime.job_queue_size: " in result.stderr
     assert "(got 'many')" in result.stderr
 
@@ -114,7 +113,7 @@ def test_invalid_key_setting(start, tmp_path: Path) -> None:
     for key, message in wrong.items():
         keys = [{"name": "ops", "key": key}]
         result = start(port=free_port(), management=ports, auth={"mode": "on", "keys": keys})
-        assert result.returncode == 1
+        assert result.exit_code == 1
         assert f"{tmp_path / 'app.yaml'}: auth.keys, the key named 'ops': " in result.stderr
         assert message in result.stderr
         assert "plain-secret" not in result.stderr
@@ -124,7 +123,7 @@ def test_missing_certificate(start, tmp_path: Path) -> None:
     ports = {"port": free_port(), "metrics_port": free_port()}
     pair = {"certificate_file": "no.pem", "private_key_file": "no.key"}
     result = start(port=free_port(), management={**ports, **pair})
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert "management.certificate_file: " in result.stderr
     assert "no.pem: No such file or directory; name a file that the server's user can read" in result.stderr
 
@@ -132,7 +131,7 @@ def test_missing_certificate(start, tmp_path: Path) -> None:
 def test_invalid_line_in_the_environment_file(start, tmp_path: Path) -> None:
     number = len((ROOT / "configs/serve.env").read_text().splitlines()) + 1
     result = start(line="RAY_SERVE_ENABLE_HA_PROXY 1\n")
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert (
         f"{tmp_path / 'serve.env'}, line {number}: 'RAY_SERVE_ENABLE_HA_PROXY 1' is not KEY=VALUE"
         in result.stderr
@@ -147,22 +146,8 @@ def test_invalid_line_in_the_environment_file(start, tmp_path: Path) -> None:
 def test_invalid_configuration(tmp_path: Path, command: str, text: str) -> None:
     config = tmp_path / "app.yaml"
     config.write_text(text)
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "serve_app.cli",
-            command,
-            str(config),
-            "--env",
-            str(ROOT / "configs/serve.env"),
-        ],
-        env={**os.environ, "COLUMNS": "1000"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 1, result.stderr
+    result = run_command(command, config)
+    assert result.exit_code == 1, result.stderr
     assert f"{config}: " in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -170,22 +155,8 @@ def test_invalid_configuration(tmp_path: Path, command: str, text: str) -> None:
 def test_brackets_in_errors_are_printed_literally(tmp_path: Path) -> None:
     """Brackets in messages of HAProxy and in file names are no markup."""
     config = tmp_path / "[" / "b].yaml"
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "serve_app.cli",
-            "start",
-            str(config),
-            "--env",
-            str(ROOT / "configs/serve.env"),
-        ],
-        env={**os.environ, "COLUMNS": "1000"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 1
+    result = run_command("start", config)
+    assert result.exit_code == 1
     assert f"Torchrelay did not start. {config}: No such file or directory" in result.stderr
 
 

@@ -99,7 +99,6 @@ def infer(locked: Server, key: str | None, model: str = "echo") -> list[tuple[in
     return result
 
 
-@pytest.mark.slow
 def test_the_file_is_for_its_owner_alone(locked: Server) -> None:
     assert stat.S_IMODE((locked.home / "key_file.json").stat().st_mode) == 0o600
 
@@ -227,7 +226,7 @@ def test_keys_outlive_a_crash_of_management(locked: Server, tokens: dict[str, st
     assert infer(locked, read(locked)["inference"]) == [(200, "hi")] * len(WAYS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_key_expires(locked: Server, tokens: dict[str, str]) -> None:
     made = time.time()
     locked.wait(lambda: infer(locked, tokens["inference"])[0][0] == 400, description="its end")

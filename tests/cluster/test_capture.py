@@ -67,7 +67,7 @@ def send(server: Server, model: str, count: int, age: float = 40.0) -> None:
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_the_shifted_feature_drifts_and_a_restart_keeps_the_reference(
     capturing: Server, tmp_path: Path
 ) -> None:

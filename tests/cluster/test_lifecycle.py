@@ -76,6 +76,7 @@ def routes(server: Server) -> dict[str, str]:
     return server.http.get("/-/routes").json()
 
 
+@pytest.mark.slow
 def test_set_default_back_and_forth_under_load(server: Server, tmp_path: Path) -> None:
     for version in ("1.0", "2.0"):
         answer = server.register(make_archive(tmp_path, "ab", says(f"version {version}"), version))

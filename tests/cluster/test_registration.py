@@ -101,7 +101,7 @@ def environments(server: Server) -> list[str]:
     return [path.name for path in root.iterdir() if path.name[0] != "."]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_models_with_two_versions_of_one_package(server: Server, tmp_path: Path, wheels: Path) -> None:
     for name, version in (("one", "1.0"), ("two", "2.0")):
         answer = server.register(requiring(tmp_path, name, f"tinypkg=={version}"))

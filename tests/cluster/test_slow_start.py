@@ -19,6 +19,7 @@ if any("dashboard/agent.py" in word or "runtime_env/agent/main.py" in word for w
 """
 
 
+@pytest.mark.nightly
 def test_agents_that_start_slowly_do_not_end_the_raylet(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(_SITE)
     home = tmp_path / "home"

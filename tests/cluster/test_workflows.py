@@ -96,6 +96,7 @@ def war(server: Server, folder: Path, name: str, spec: str, functions: str) -> s
     return made.path.name
 
 
+@pytest.mark.slow
 def test_a_war_of_torchserves(server: Server, tmp_path: Path) -> None:
     for name, handler in (("count", COUNT), ("shout", SHOUT)):
         made = make_archive(tmp_path, name, handler)

@@ -51,6 +51,7 @@ def log_in(visitor: Visitor, key: str) -> Any:
     return page
 
 
+@pytest.mark.slow
 def test_login_keeps_the_key_out_of_the_browser(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
@@ -78,8 +79,8 @@ def test_login_keeps_the_key_out_of_the_browser(
         page.wait_for_url("**/login")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("key", "sees"), [("watcher", True), ("application", False)])
-@pytest.mark.slow
 def test_other_keys_are_read_only(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor], key: str, sees: bool
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_ticket_is_good_once_and_other_sites_cannot_use_it(
         assert response.headers["location"] == "/login"
 
 
+@pytest.mark.slow
 def test_pages_of_other_sites_and_rebound_names_are_refused(
     fake_server: Callable[..., FakeServer],
 ) -> None:
@@ -194,7 +196,7 @@ def test_a_refused_change_is_shown_with_its_reason(
         assert scaled[:5] == ("scale", "m", "1.0", 1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_does_not_respond_is_named_until_it_does(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:
@@ -207,7 +209,7 @@ def test_a_server_that_does_not_respond_is_named_until_it_does(
         assert page.get_by_role("button", name="Try again").is_visible()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_open_page_shows_that_the_console_is_gone_and_connects_again(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:

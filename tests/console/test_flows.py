@@ -98,6 +98,7 @@ def test_a_model_is_registered_scaled_and_removed(server: Server, visitor: Visit
     server.wait(lambda: server.management.get("/models/added").status_code == 404)
 
 
+@pytest.mark.nightly
 def test_an_image_is_tried(visitor: Visitor, tmp_path: Path) -> None:
     image = tmp_path / "image.png"
     image.write_bytes(PNG)
@@ -133,6 +134,7 @@ def test_a_slider_moves_the_traffic(server: Server, visitor: Visitor) -> None:
     server.wait(lambda: not server.client.traffic("scores").get("versions"))
 
 
+@pytest.mark.nightly
 def test_a_disagreement_is_inspected(server: Server, visitor: Visitor) -> None:
     server.client.set_traffic("scores", {"shadow": {"version": "2.0", "compare": {"kind": "label"}}})
     send(server, 5)
@@ -147,6 +149,7 @@ def test_a_disagreement_is_inspected(server: Server, visitor: Visitor) -> None:
     server.client.reset_traffic("scores")
 
 
+@pytest.mark.nightly
 def test_an_experiment_is_followed_and_stopped(server: Server, visitor: Visitor) -> None:
     arms = {"old": {"version": "1.0", "weight": 5000}, "new": {"version": "2.0", "weight": 5000}}
     metrics = [{"name": "latency", "kind": "latency"}]
@@ -185,6 +188,7 @@ def test_a_rollout_that_rolls_back_is_followed(server: Server, visitor: Visitor,
     server.management.delete("/models/scores/3.0")
 
 
+@pytest.mark.nightly
 def test_workflows_async_predictions_events_and_logs(server: Server, visitor: Visitor) -> None:
     steps = {"first": {"model": "scores"}, "second": {"model": "scores", "inputs": "first"}}
     response = server.management.post("/workflows", json={"name": "twice", "steps": steps})

@@ -300,6 +300,7 @@ def test_an_unfinished_head_is_closed(folder: Path, monkeypatch: pytest.MonkeyPa
     running(api, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed")
 def test_a_client_may_wait_longer_than_it_may_pause(folder: Path) -> None:
     """The timeout of a client's pauses does not end a long prediction, nor a quiet WebSocket."""

@@ -129,6 +129,7 @@ def test_two_ranks_answer_as_one_and_are_replaced_together(
         assert server.management.delete(f"/models/{model}").status_code == 200
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_deepspeeds_ranks_answer_as_one_each_on_a_core_of_its_own(
     server: Server, llama: Path, tmp_path: Path

@@ -203,6 +203,7 @@ def test_a_refused_line_is_named(kept, directory, line):
     assert error.value.detail.startswith("requirements.txt, line 2: ")
 
 
+@pytest.mark.nightly
 def test_settings_allow_options_and_hashes(directory, wheels, tmp_path):
     allowed = PackageEnvs(tmp_path / "environments", RuntimeSettings(pip_allow_options=True))
     write(directory, "--no-index", f"--find-links {wheels}", "tinypkg==1.0")
@@ -238,6 +239,7 @@ def process(tmp_path: Path, model: Path, digest: str, wheels: Path) -> subproces
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.nightly
 def test_processes_see_their_own_version_and_share_what_they_can(tmp_path, wheels):
     running = []
     for number, version in enumerate(("1.0", "2.0", "2.0")):
@@ -254,6 +256,7 @@ def test_processes_see_their_own_version_and_share_what_they_can(tmp_path, wheel
             p.communicate("")
 
 
+@pytest.mark.nightly
 def test_an_environment_that_nobody_uses_is_removed_after_a_week(kept, directory, wheels, tmp_path):
     write(directory, "tinypkg==1.0")
     packages = build(kept, directory)

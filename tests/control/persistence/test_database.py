@@ -275,6 +275,7 @@ class TestMigrations:
         database.close()
         assert stored(url) == (registry(spec()), 1)
 
+    @pytest.mark.slow
     def test_of_several_that_start_at_once_are_made_once(self, url: str):
         starts = [process(OPEN_AT_THE_WORD, url) for _ in range(4)]
         for start in starts:

@@ -47,6 +47,7 @@ def start_rank(rank: int, port: int, folder: Path, config: dict[str, Any]) -> su
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
+@pytest.mark.nightly
 def test_two_ranks_generate_the_same_as_one(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=256,

@@ -112,7 +112,7 @@ def test_layers_can_be_offloaded_to_the_disk(
     assert_equal(model.handle(ROWS, None), load_model(llama).handle(ROWS, None))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_deepspeed_ranks_generate_the_same_as_one(llama: Path, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

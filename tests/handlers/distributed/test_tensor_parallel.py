@@ -187,6 +187,7 @@ def test_two_ranks_generate_the_same_as_one(ranks: Callable[[], Ranks], language
     assert first != second, "requests without a seed get different ones, the same on all ranks"
 
 
+@pytest.mark.nightly
 def test_scores_that_are_not_numbers_fail_their_own_row_on_all_ranks(
     ranks: Callable[..., Ranks], language_model: Path, tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ def test_scores_that_are_not_numbers_fail_their_own_row_on_all_ranks(
     assert [first, last] == group.call(batch=sampled), "the ranks stay in step"
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_fails_running_requests(ranks: Callable[[], Ranks]) -> None:
     group = ranks()
     assert group.call(**{"until lost": {"prompt": [1, 2, 3], "count": 250}}) == "generating"

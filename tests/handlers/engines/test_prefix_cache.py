@@ -245,7 +245,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_find_the_same_prefixes(language_model: Path) -> None:
     prompts = [PREFIX + [tail] * 20 for tail in (1, 2, 1)]
     prompts += [[tail] * 180 for tail in (3, 4)]  # evict the prefix

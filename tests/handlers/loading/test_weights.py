@@ -138,7 +138,7 @@ def test_an_exported_program_is_loaded(archive: Any, answers: Any, net: Any) -> 
     assert answers(directory, TRUSTED, serializedFile="model.pt2") == expected(net)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_program("g++")
 def test_an_aotinductor_package_is_loaded(archive: Any, answers: Any, net: Any) -> None:
     directory = archive()

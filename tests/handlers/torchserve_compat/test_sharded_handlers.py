@@ -142,7 +142,7 @@ def generate_whole(folder: Path) -> list[str]:
     return ["Once upon a" + value["text"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_of_deepspeed_answer_as_one(write: Any) -> None:
     config = {"handler": HANDLER, "deepspeed": {"config": "ds-config.json", "checkpoint": "c.json"}}
     folder = write(DEEPSPEED)
@@ -151,7 +151,7 @@ def test_two_ranks_of_deepspeed_answer_as_one(write: Any) -> None:
     assert held + other < 1.4 * count_parameters(folder), "each rank keeps its part of the layers"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_of_a_pipeline_answer_as_one(write: Any) -> None:
     folder = write(PIPPY)
     (first, _), (second, _) = run_ranks(folder, {"handler": HANDLER, "pippy": PIPELINE})

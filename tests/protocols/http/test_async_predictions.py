@@ -287,6 +287,7 @@ def test_submissions_with_different_keys_are_stored_concurrently(
     assert len(server.loop.run_until_complete(asyncio.wait_for(submit_two(), 60))) == 2
 
 
+@pytest.mark.slow
 def test_a_request_whose_client_has_left_is_stored_once(start: Callable[..., Server], tmp_path: Path) -> None:
     server = start()
 

@@ -318,6 +318,7 @@ def use_known_model(value: Any) -> Any:
     return "m" if len(value) % 3 else value
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python 3.11, for its version of schemathesis")
 @pytest.mark.parametrize("port", ["inference", "management", "metrics", "both"])
 def test_responses_match_their_descriptions(asgi_inference: Any, management: Any, port: str) -> None:
