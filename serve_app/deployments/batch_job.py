@@ -70,7 +70,8 @@ def run_batch_job(job: BatchJob, blocks: Sequence[InputBlock]) -> Iterator[Block
     node = _start_node() if address is None else None
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
-        ray.init(node.address if node is not None else address, log_to_driver=False, logging_level=logging.ERROR)
+        cluster = node.address if node is not None else address
+        ray.init(cluster, log_to_driver=False, logging_level=logging.ERROR)
         yield from _report_blocks(job, blocks, is_remote=node is None)
     except RayError as error:
         raise BatchJobFailed(str(error).strip()) from error
