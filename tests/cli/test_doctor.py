@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from serve_app.cli import machine_checks
 from serve_app.cli.app import app
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -45,7 +45,6 @@ def run_doctor(config: Path) -> tuple[int, dict[tuple[str, str], Any], bool]:
     return result.exit_code, checks, document["ready"]
 
 
-@pytest.mark.slow
 def test_it_lists_what_this_machine_can_run(tmp_path: Path) -> None:
     code, checks, ready = run_doctor(write_config(tmp_path, 0))
     assert (code, ready) == (0, True), [check for check in checks.values() if check["state"] == "failed"]

@@ -16,7 +16,7 @@ from tests.support.hf_folders import save_byte_llama
 from tests.support.lora_folders import generate, save_adapter
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PROMPT, COUNT = "Roses are red", 8
 

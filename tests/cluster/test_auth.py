@@ -21,7 +21,7 @@ from tests.support.archives import ECHO, make_archive
 from tests.support.ports import free_port
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
+pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
 
 OWN = {
     "ops": "manage",

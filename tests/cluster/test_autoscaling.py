@@ -14,7 +14,7 @@ from tests.support.archives import make_archive, says
 from tests.support.load import Load
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SLOW = """
 import os, time
@@ -42,7 +42,6 @@ def routes(server: Server) -> dict[str, str]:
     return server.http.get("/-/routes").json()
 
 
-@pytest.mark.slow
 def test_workers_follow_the_load_and_every_call_is_answered(server: Server, tmp_path: Path) -> None:
     assert server.register(make_archive(tmp_path, "tide", SLOW)).status_code == 200
     assert server.register(make_archive(tmp_path, "tide", SLOW, "2.0"), initial_workers=0).status_code == 200

@@ -21,7 +21,7 @@ from tests.support.archives import make_archive
 from tests.support.observed_server import BUCKET, Observed
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster("observed")
+pytestmark = [pytest.mark.cluster("observed"), pytest.mark.slow]
 
 CLASSIFIER = """
 import json
@@ -148,7 +148,6 @@ def test_every_protocol_is_captured_once(capturing: Server, tmp_path: Path) -> N
     assert len({record["request_id"] for record in records}) == 8
 
 
-@pytest.mark.slow
 def test_captured_requests_reach_an_object_store(observed: Observed, tmp_path: Path) -> None:
     server = observed.server
     denied = make_archive(tmp_path, "denied", ECHO, config={"capture": {"destination": "s3://other/x"}})

@@ -15,7 +15,7 @@ from tests.support.archives import make_archive
 from tests.support.observed_server import Observed
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster("observed")
+pytestmark = [pytest.mark.cluster("observed"), pytest.mark.slow]
 
 HOST = socket.gethostname()
 HANDLER = """

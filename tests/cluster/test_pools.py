@@ -17,7 +17,7 @@ from tests.support.archives import make_archive
 from tests.support.load import Trickle
 from tests.support.server import POOL_MIB, Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # Each archive has its own helper of the same name, a counter, and weights of a known size.
 HANDLER = """
@@ -206,7 +206,6 @@ def predict_or_none(server: Server, name: str) -> str | None:
     return response.text.split()[2] if response.status_code == 200 else None
 
 
-@pytest.mark.slow
 def test_a_busy_version_gets_a_second_host(pooled: Server, tmp_path: Path) -> None:
     handler = HANDLER.replace("    COUNT +=", "    import time; time.sleep(0.01)\n    COUNT +=")
     files = {"helper.py": "NAME = 'busy'\nMIB = 1\n", "name.txt": "busy"}

@@ -21,7 +21,7 @@ from tests.support.otlp_receiver import Tree, collect_grpc, collect_http
 from tests.support.ports import free_port
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster("observed")
+pytestmark = [pytest.mark.cluster("observed"), pytest.mark.slow]
 
 # The stages of BaseHandler are spans; the author's code reaches the current one.
 STAGES = """
@@ -240,7 +240,6 @@ def test_otlp_over_http_with_sampling(tmp_path: Path) -> None:
             server.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("collector", ["down", "slow"])
 @pytest.mark.nightly
 def test_a_collector_that_is_down_or_slow_delays_no_request(tmp_path: Path, collector: str) -> None:

@@ -49,7 +49,7 @@ from tests.support.archives import ECHO, make_archive
 from tests.support.cancellation import FinishedExecutor, QueuedExecutor, cancel_at
 from tests.support.control_services import OPERATOR, ControlServices, until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 EVERY = ("*",)
 SHADOW = ShadowPolicy("2.0")

@@ -22,7 +22,7 @@ from serve_app.domain.sequential_statistics import (
     required_growth,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 GROUPS = 500  # half as many as the server deals: quicker, and harder

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from serve_app.loadgen.command import bench
 from tests.support.report_checks import ReportPage
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 app = typer.Typer()

@@ -13,7 +13,7 @@ import pytest
 from serve_app.loadgen import load, wrk
 from serve_app.loadgen.profile import LoadProfile, LoadRequest
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def send(server, path: str, body: bytes = b"[1]", check=None, **how) -> load.LoadResult:
@@ -185,7 +185,6 @@ def test_the_wire_is_one_request_that_a_parser_reads():
     assert seen["headers"] == {**expected, b"authorization": b"Bearer k"}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not wrk.installed(), reason="needs wrk")
 class TestWrk:
     def test_a_real_run_is_read(self, server):

@@ -18,7 +18,7 @@ from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.metrics import MetricCache, updates
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 CONFIG = {"engine": {"num_blocks": 32, "page_size": 16, "max_batch_tokens": 64}}

@@ -18,7 +18,7 @@ from handlers.engines.engine import Engine, GenerationRequest, SamplingParams, S
 from handlers.engines.prefix_cache import iterate_hashes
 from handlers.errors import HandlerLoadError
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 PAGE = 16
 SIZES = {"num_blocks": 24, "page_size": PAGE, "max_batch_tokens": 64}

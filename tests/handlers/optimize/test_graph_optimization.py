@@ -20,7 +20,7 @@ from handlers.onnx_model import OnnxModel
 from handlers.optimize import graph_export
 from handlers.optimize.graph_optimization import optimize_graph
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 CONFIG = BertConfig(
@@ -64,7 +64,6 @@ def operators(file: Path) -> list[str]:
     ("fuse", "number_format", "tolerance"),
     [(False, "float16", 1e-3), (True, None, 1e-5), (True, "float16", 1e-3)],
 )
-@pytest.mark.slow
 def test_outputs_stay_close(
     bert: Any, graphs: Any, tmp_path: Path, fuse: bool, number_format: str | None, tolerance: float
 ) -> None:

@@ -17,10 +17,7 @@ from handlers.errors import HandlerLoadError, PredictionException
 from handlers.torchserve_compat import names
 from tests.support.requirements import needs_no_package
 
-pytestmark = [
-    pytest.mark.integration,
-    needs_no_package("vllm"),
-]
+pytestmark = [pytest.mark.integration, needs_no_package("vllm"), pytest.mark.slow]
 
 PROMPT = "Once upon"
 ENGINE = {"max_model_len": 100, "max_num_seqs": 4, "dtype": "half", "served_model_name": ["a", "b"]}

@@ -42,7 +42,7 @@ from tests.support.http2_peer import (
 )
 from tests.support.requirements import needs_program
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 MIB = 1 << 20
 
