@@ -6,6 +6,7 @@
 # make test-nightly  setup, then the tests that .ci/run leaves out: examples, clean environments, hosts, faults under load
 # make coverage   setup, then the first two tiers with the coverage of every process, by package
 # make bench      setup, then the comparison with other servers
+# make compare-torchserve  TorchServe's answers to the cases of tests/torchserve_cases, recorded again; ARGS="CASE …" selects
 # make screenshots  the pictures of the console in docs/images/console
 # make docs       the site of the documentation, with the generated reference, in build/site; ARGS=--serve shows it
 # make release    wheel, source distribution, bill of materials and changelog section in dist/
@@ -33,7 +34,7 @@ MODEL := model_store/digits.mar
 unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-fast test-slow test-nightly coverage bench screenshots docs release lint lint-workflows system-packages clean
+.PHONY: help setup run test test-fast test-slow test-nightly coverage bench compare-torchserve screenshots docs release lint lint-workflows system-packages clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -89,6 +90,9 @@ coverage: setup
 
 bench: setup
 	@$(BIN)/python -m tests.benchmarks.suite $(ARGS)
+
+compare-torchserve: setup
+	@$(BIN)/python -m tests.torchserve_cases.record $(ARGS)
 
 screenshots: setup
 	@$(BIN)/python -m tests.recorders.screenshots $(ARGS)

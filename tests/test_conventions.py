@@ -22,7 +22,7 @@ PAGES = sorted(
     )
 )
 # Folders in tests/ of helpers and programs.
-NO_TESTS = {"benchmarks", "chaos", "fuzz", "hosts", "recorders", "security", "support"}
+NO_TESTS = {"benchmarks", "chaos", "fuzz", "hosts", "recorders", "security", "support", "torchserve_cases"}
 VAGUE_MODULES = {"helper", "helpers", "utils", "util", "common", "misc", "processor"}
 
 # Words of an earlier private vocabulary, each with a standard term in its place.

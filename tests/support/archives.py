@@ -17,9 +17,13 @@ def make_archive(
     version: str = "1.0",
     files: dict[str, str | bytes] | None = None,
     config: dict[str, Any] | None = None,
+    manifest: dict[str, Any] | None = None,
 ) -> Path:
-    """Create ``name-version.mar`` in ``folder``, whose handler.py is ``handler``."""
-    model = {"modelName": name, "modelVersion": version, "handler": "handler.py"}
+    """Create ``name-version.mar`` in ``folder``, whose handler.py is ``handler``.
+
+    ``manifest`` has further keys of the manifest's model.
+    """
+    model = {"modelName": name, "modelVersion": version, "handler": "handler.py", **(manifest or {})}
     contents: dict[str, str | bytes] = {"handler.py": handler, **(files or {})}
     if config is not None:
         model["configFile"] = "model-config.yaml"
