@@ -224,9 +224,9 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
     def takes_tensors(self) -> bool:
         """Return whether rows of named arrays, with a batch axis, are run unchanged.
 
-        It is False where the author overrides a stage.
+        It is False where the author overrides ``handle`` or a stage.
         """
-        stages = ("preprocess", "inference", "postprocess")
+        stages = ("handle", "preprocess", "inference", "postprocess")
         return all(getattr(type(self), stage) is getattr(BaseHandler, stage) for stage in stages)
 
     def _run_stages(self, data: list[Any], span: Callable[[str], Any]) -> list[Any]:

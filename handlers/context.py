@@ -29,24 +29,59 @@ class Row(dict):
         self.length: int | None = None
 
 
+class RequestHeaders(dict[str, Any]):
+    """Request headers by name, in any case: proxies and HTTP/2 send the names in lower case."""
+
+    __slots__ = ("_folded",)
+
+    def __init__(self, headers: Mapping[str, Any]) -> None:
+        super().__init__(headers)
+        self._folded: dict[str, str] | None = None
+
+    def _find(self, name: object) -> Any:
+        """Return the stored spelling of a name; the name itself where it is not a header's."""
+        if not isinstance(name, str) or dict.__contains__(self, name):
+            return name
+        if self._folded is None:
+            self._folded = {known.lower(): known for known in self}
+        found = self._folded.get(name.lower(), name)
+        return found if dict.__contains__(self, found) else name
+
+    def __missing__(self, name: str) -> Any:
+        if (found := self._find(name)) is name:
+            raise KeyError(name)
+        return dict.__getitem__(self, found)
+
+    def __contains__(self, name: object) -> bool:
+        return dict.__contains__(self, self._find(name))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self, self._find(name), value)
+        self._folded = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return dict.get(self, self._find(name), default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        return dict.pop(self, self._find(name), *default)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        self._folded = None
+        return dict.setdefault(self, self._find(name), default)
+
+
 class RequestProcessor:
     """The request headers of one row, and the status and headers of its response."""
 
-    def __init__(self, request_header: dict[str, Any]) -> None:
-        self._request_header = request_header
-        self._folded: dict[str, Any] | None = None
+    def __init__(self, request_header: Mapping[str, Any]) -> None:
+        self._request_header = RequestHeaders(request_header)
         self._status_code = 200
         self._reason_phrase = ""
         self._response_header: dict[str, str] = {}
 
     def get_request_property(self, key: str) -> Any:
-        """Return the header ``key`` as spelled or, failing that, in any case; None where there is none."""
-        value = self._request_header.get(key)
-        if value is None:
-            if self._folded is None:
-                self._folded = {name.lower(): item for name, item in self._request_header.items()}
-            value = self._folded.get(key.lower())
-        return value
+        """Return the header ``key``, in any case; None where there is none."""
+        return self._request_header.get(key)
 
     def get_request_properties(self) -> dict[str, Any]:
         return self._request_header
@@ -180,7 +215,7 @@ class Context:
         return self._row(idx).get_request_property(key)
 
     def get_all_request_header(self, idx: int) -> dict[str, Any]:
-        """Return the headers of row ``idx`` as the client spelled them, and the content type of each input.
+        """Return the headers of row ``idx``, by names of any case, and the content type of each input.
 
         An input is an entry ``{"content-type": ...}``.
         """

@@ -106,6 +106,12 @@ class OnnxModel:
         batched = [port.shape[0] for port in self.inputs if port.shape]
         self.row_by_row = bool(batched) and all(length == 1 and type(length) is int for length in batched)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the session, as ``run``: TorchServe's ``self.model`` is the session."""
+        if name == "session":  # not yet created, or being unpickled
+            raise AttributeError(name)
+        return getattr(self.session, name)
+
     @property
     def provider(self) -> str:
         """The execution provider of the graph, by ONNX Runtime's name."""

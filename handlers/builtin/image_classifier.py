@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from handlers.builtin.labels import map_class_to_label
-from handlers.builtin.vision import CenterCrop, Compose, Normalize, Resize, ToRGB, ToTensor, VisionHandler
+from handlers.builtin.vision import CenterCrop, Compose, Normalize, RGBResize, ToTensor, VisionHandler
 from handlers.torchserve_compat.timer import timed
 
 
@@ -17,8 +17,7 @@ class ImageClassifier(VisionHandler):
     topk = 5
     image_processing = Compose(
         [
-            ToRGB(),
-            Resize(256),
+            RGBResize(256),
             CenterCrop(224),
             ToTensor(),
             Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),  # ImageNet's

@@ -166,6 +166,8 @@ class LanguageModel:
             return openai_response.list_models(context.model_name, self.engine.adapters)
         request = openai.parse_request(path, row, self.default_sampling)
         openai.check_output_size(request, self.max_new_tokens or _DEFAULT_NEW_TOKENS)
+        if request.ignored:
+            context.set_response_header(index, openai.IGNORED_HEADER, ", ".join(request.ignored)[:1000])
         adapter = select_adapter(context, index, request.model)
         response = openai_response.CompletionResponse(request, context.model_name, self._decode)
         prompts = (
@@ -252,6 +254,7 @@ class LanguageModel:
                 tools=list(request.tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **request.template_variables,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise PredictionException(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from handlers.builtin.labels import map_class_to_label
-from handlers.builtin.vision import Compose, ToRGB, ToTensor, VisionHandler
+from handlers.builtin.vision import Compose, RGBToTensor, VisionHandler
 from handlers.errors import PredictionException
 from handlers.explain import attributions
 from handlers.row_parsing import resolve_target
@@ -23,7 +23,7 @@ class ObjectDetector(VisionHandler):
     differ in size.
     """
 
-    image_processing = Compose([ToRGB(), ToTensor()])
+    image_processing = Compose([RGBToTensor()])
     threshold = 0.5
     prepare_row = VisionHandler.prepare_row
 

@@ -71,6 +71,13 @@ class Resize:
         return width, height
 
 
+class RGBResize(Resize):
+    """A conversion to RGB and a resizing, in one: as in TorchServe, ``Resize`` is the first transform."""
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        return super().__call__(ToRGB()(image))
+
+
 @dataclass(frozen=True)
 class CenterCrop:
     """A crop of the central ``size`` x ``size`` pixels, or ``(height, width)``; smaller images get a black
@@ -102,6 +109,13 @@ class ToTensor:
         tensor = torch.from_numpy(array[:, :, None] if array.ndim == 2 else array).permute(2, 0, 1)
         scaled = tensor.to(torch.float32, memory_format=torch.contiguous_format)
         return scaled.div_(255) if array.dtype == np.uint8 else scaled
+
+
+class RGBToTensor(ToTensor):
+    """A conversion to RGB and to a tensor, in one."""
+
+    def __call__(self, image: Image.Image | np.ndarray) -> torch.Tensor:
+        return super().__call__(ToRGB()(image) if isinstance(image, Image.Image) else image)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from handlers.engines.engine import SamplingParams, StructuredOutput
@@ -28,6 +28,7 @@ COMPLETIONS = "v1/completions"
 CHAT = "v1/chat/completions"
 
 EVENT_STREAM = "text/event-stream"
+IGNORED_HEADER = "x-torchrelay-ignored"  # of a response: unknown fields of the request
 
 _MAX_CHOICES = 128  # of one request
 _MAX_STOPS = 16
@@ -53,9 +54,10 @@ _FIELDS = {
     COMPLETIONS: _COMMON_FIELDS | {"prompt", "logprobs", "echo"},
     CHAT: _COMMON_FIELDS
     | {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice"}
-    | {"parallel_tool_calls"},
+    | {"parallel_tool_calls", "chat_template_kwargs"},
 }
-# Fields without an effect on responses.
+_OTHER_FIELDS = {COMPLETIONS: _FIELDS[CHAT] - _FIELDS[COMPLETIONS], CHAT: {"prompt", "echo"}}
+# Fields of OpenAI's API without an effect on responses.
 _IGNORED_FIELDS = {
     "user",
     "metadata",
@@ -63,24 +65,55 @@ _IGNORED_FIELDS = {
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
+    "reasoning_effort",  # of models that reason
     "safety_identifier",
     "service_tier",
     "store",
 }
-# Unsupported fields, and their values that have no effect; null never has one.
+# Unsupported fields of OpenAI's API and of vLLM's and their values that have no effect; null never has one.
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": ([],),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
     "function_call": (),
     "functions": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": (),
+    "prompt_logprobs": (0,),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {
+    "developer": "system",
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+# Arguments of transformers' apply_chat_template that are no variables of the template.
+_TEMPLATE_ARGUMENTS = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 
 
 @dataclass(frozen=True)
@@ -103,6 +136,8 @@ class CompletionRequest:
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     forced_call: ForcedCall | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
+    ignored: tuple[str, ...] = ()  # unknown fields of the request
 
     @property
     def chat(self) -> bool:
@@ -118,28 +153,28 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
         paths = f"{MODELS}, {COMPLETIONS} and {CHAT}"
         raise PredictionException(f"Unknown API endpoint: {path}. There are {paths}.", 404)
     body = {
-        field: value
-        for field, value in _parse_body(row).items()
-        if value is not None and field not in _IGNORED_FIELDS
+        name: value
+        for name, value in _parse_body(row).items()
+        if value is not None and name not in _IGNORED_FIELDS
     }
-    for field, value in body.items():
-        neutral = _UNSUPPORTED_FIELDS.get(field)
-        if neutral is None and field not in _FIELDS[path]:
-            raise PredictionException(
-                f"{field!r} is not known here: there are {', '.join(sorted(_FIELDS[path]))}.", 400
-            )
+    ignored = body.keys() - _FIELDS[path] - _UNSUPPORTED_FIELDS.keys()
+    for name, value in body.items():
+        if name in _OTHER_FIELDS[path]:
+            there_are = ", ".join(sorted(_FIELDS[path]))
+            raise PredictionException(f"{name!r} is not known here: there are {there_are}.", 400)
+        neutral = _UNSUPPORTED_FIELDS.get(name)
         if (
             neutral is not None
             and value not in neutral
-            and not (field == "best_of" and value == body.get("n"))
+            and not (name == "best_of" and value == body.get("n"))
         ):
-            raise PredictionException(f"{field} is not served: leave it out.", 400)
+            raise PredictionException(f"{name} is not served: leave it out.", 400)
     n = _number(body, "n", int, 1, 1, _MAX_CHOICES)
     parsed = _parse_chat(body) if path == CHAT else _parse_completion(body)
     logprobs = parsed.pop("logprobs")
     penalties = {
-        field: _number(body, field, float, getattr(default, field), *limits)
-        for field, limits in PENALTIES.items()
+        name: _number(body, name, float, getattr(default, name), *limits)
+        for name, limits in PENALTIES.items()
     }
     if n * (1 if path == CHAT else len(parsed["prompts"])) > _MAX_CHOICES:
         raise PredictionException(
@@ -166,6 +201,7 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
         n,
         stream=stream,
         include_usage=_flag(options, "include_usage"),
+        ignored=tuple(sorted(ignored)),
         **parsed,
     )
 
@@ -218,7 +254,18 @@ def _parse_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs": (top_logprobs or 0) if with_logprobs else None,
         "tools": tools,
         "forced_call": forced_call,
+        "template_variables": _parse_template_variables(body.get("chat_template_kwargs")),
     }
+
+
+def _parse_template_variables(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise PredictionException("chat_template_kwargs is an object of the template's variables.", 400)
+    if reserved := sorted(_TEMPLATE_ARGUMENTS & value.keys()):
+        raise PredictionException(f"chat_template_kwargs may not have {', '.join(reserved)}.", 400)
+    return dict(value)
 
 
 def _select_output(body: Mapping[str, Any], parsed: Mapping[str, Any]) -> StructuredOutput | None:
@@ -254,7 +301,7 @@ def _parse_message(index: int, message: Any) -> dict[str, Any]:
             parsed["tool_calls"] = [
                 {
                     **call,
-                    "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])},
+                    "function": {**call["function"], "arguments": _parse_arguments(call["function"])},
                 }
                 for call in message["tool_calls"]
             ]
@@ -263,6 +310,12 @@ def _parse_message(index: int, message: Any) -> dict[str, Any]:
                 f"{where}.tool_calls are not such as a model's answer has.", 400
             ) from None
     return parsed
+
+
+def _parse_arguments(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of an earlier call; some clients send "" or nothing for none, or an object."""
+    arguments = function.get("arguments") or "{}"
+    return arguments if isinstance(arguments, Mapping) else json.loads(arguments)
 
 
 def _parse_text_part(where: str, part: Any) -> str:

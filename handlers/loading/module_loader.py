@@ -25,9 +25,10 @@ def add_archive_to_path(directory: Path) -> None:
     Modules of archives added earlier, this one included, are removed from ``sys.modules``: their names are
     free again. ``archive_packages`` resolves the names that this project has as well.
     """
-    for name, module in list(sys.modules.items()) if _archive_directories else ():
+    earlier = tuple(f"{path}/" for path in _archive_directories)
+    for name, module in list(sys.modules.items()) if earlier else ():
         file = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(file, str) and Path(file).parent in _archive_directories:
+        if isinstance(file, str) and file.startswith(earlier):
             del sys.modules[name]
     _archive_directories.add(directory)
     if str(directory) in sys.path:
@@ -38,11 +39,12 @@ def add_archive_to_path(directory: Path) -> None:
 
 
 def load_module(file: Path) -> ModuleType:
-    """Return the module in ``file``, under a name that no other archive's module has.
+    """Return the module in ``file``, under the file's own name where no other module has it.
 
-    A later ``import`` of the file's own name returns the same module, and a file that is already imported
-    does not run again. One file is one module, so every importer gets the same classes. An error that the
-    file raises is chained to a HandlerLoadError. In a process of several archives the module is private.
+    By this name, spawned processes import it, and pickles of its classes can be read elsewhere. A later
+    ``import`` of the file's own name returns the same module, and a file that is already imported does not
+    run again. One file is one module, so every importer gets the same classes. An error that the file raises
+    is chained to a HandlerLoadError. In a process of several archives the module is private.
     """
     file = file.resolve()
     try:
@@ -61,22 +63,20 @@ def _load_module(file: Path) -> ModuleType:
     imported = sys.modules.get(file.stem)
     if imported is not None and getattr(imported, "__file__", None) == str(file):
         return imported
-    name = f"{file.stem}_{hashlib.sha256(str(file.parent).encode()).hexdigest()[:12]}"
+    name = file.stem
+    if imported is not None:
+        name += f"_{hashlib.sha256(str(file.parent).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise HandlerLoadError(f"{file}: this is not a Python file; a handler or model file ends in .py.")
     module = importlib.util.module_from_spec(spec)
-    # It is registered under both names before it runs: dataclasses look up their own module, and other
-    # files of the archive may import it.
+    # It is registered before it runs: dataclasses look up their own module, and other files of the archive
+    # may import it.
     sys.modules[name] = module
-    if imported is None:
-        sys.modules[file.stem] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
-        if imported is None:
-            sys.modules.pop(file.stem, None)
         raise
     return module
 

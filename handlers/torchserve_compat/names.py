@@ -266,8 +266,8 @@ _PIPPY = (
 # Packages that archives of TorchServe import and that are discontinued -> the replacement.
 REPLACED = {"pippy": _PIPPY}
 
-# TorchServe's module, or "module:name" -> the alternative. The modules can be imported, so that a file that
-# guards its imports loads.
+# TorchServe's module, or "module:name" -> the alternative, which the error of a use has. Both can be
+# imported, so that a file that uses neither loads.
 REPLACEMENT_HINTS: dict[str, str] = {
     "ts.arg_parser": _SERVER,
     "ts.async_service": _SERVER,
@@ -345,10 +345,24 @@ class _TorchServeFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return logging.getLogger(module.__name__)
             if name.startswith("__") or module.__name__ in PACKAGES:  # the import system probes for it
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            if not {module.__name__, f"{module.__name__}:{name}"}.isdisjoint(REPLACEMENT_HINTS):
+                return _Unavailable(name, (), {"_message": _format_missing(module.__name__, name)})
             raise ImportError(_format_missing(module.__name__, name), name=module.__name__)
 
         module.__getattr__ = lookup  # type: ignore[method-assign]
         module.__all__ = sorted(names)  # type: ignore[attr-defined]
+
+
+class _Unavailable(type):
+    """A name of TorchServe's without a counterpart: it may be imported, as for a type hint, and not used."""
+
+    _message = ""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ImportError(cls._message)
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(cls._message if not name.startswith("__") else name)
 
 
 def _format_missing(module: str, name: str) -> str:

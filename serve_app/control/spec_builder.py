@@ -23,6 +23,7 @@ RUNTIMES = ("python", "python3", "LSP")
 
 # A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.
 _ROUTE_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_VERSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _MAX_LENGTH = 100
 
 # Keys of model-config.yaml for which other sources count too; a spec has all others as the file has them.
@@ -248,8 +249,9 @@ def _runtime(runtime: str) -> str:
 
 
 def _ref(name: str, version: str) -> ModelRef:
-    for word in (name, version):
-        check_word(word, "a model's name and version have")
+    check_word(name, "a model's name has")
+    # Semantic versions have build metadata: 1.0+cu118.
+    _check(_VERSION, version, "a version has letters, digits and any of _ . - +")
     ref = ModelRef(name, version)
     if len(ref.app) > _MAX_LENGTH:
         raise BadRequest(
@@ -261,8 +263,9 @@ def _ref(name: str, version: str) -> ModelRef:
 
 def check_word(word: str, such: str) -> None:
     """Raise BadRequest for a word that cannot be part of a route; ``such`` starts the explanation."""
-    if not _ROUTE_SEGMENT.fullmatch(word):
-        raise BadRequest(
-            f"{word!r} cannot be part of a route: {such} letters, digits and any of _ . - "
-            "and begin with none of . and -"
-        )
+    _check(_ROUTE_SEGMENT, word, f"{such} letters, digits and any of _ . -")
+
+
+def _check(valid: re.Pattern[str], word: str, what: str) -> None:
+    if not valid.fullmatch(word):
+        raise BadRequest(f"{word!r} cannot be part of a route: {what} and begin with none of . and -")

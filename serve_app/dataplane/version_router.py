@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import orjson
 
-from serve_app.domain import sequence_ids
+from serve_app.domain import exact_json, sequence_ids
 from serve_app.domain.json_path import find
 from serve_app.domain.request import InferenceRequest
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
@@ -63,11 +63,11 @@ def extract_unit(key: StickyKey, request: InferenceRequest) -> str:
         return ""
     for part in request.inputs:
         try:
-            found = find(orjson.loads(part.value), key.json)
+            found = find(exact_json.loads(part.value), key.json)
         except orjson.JSONDecodeError:
             continue
         if found is not None:
-            return found if isinstance(found, str) else orjson.dumps(found).decode()
+            return found if isinstance(found, str) else exact_json.dumps(found).decode()
     return ""
 
 

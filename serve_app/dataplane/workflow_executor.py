@@ -14,12 +14,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
 from handlers.loading.workflow_functions import FUNCTION_HEADER
 from handlers.multipart import PARTS_CONTENT_TYPE, join_parts
 from serve_app.dataplane import workflow_step_io
 from serve_app.dataplane.workflow_step_io import JSON, Value
+from serve_app.domain import exact_json
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.workflow_graph import DEFAULT_INPUT_NAME, REQUEST, WorkflowGraph, WorkflowStep
@@ -291,13 +290,13 @@ class _WorkflowRun:
                 return ResponseStream(head, answer.__aiter__())
             if answer.content_type == PARTS_CONTENT_TYPE:
                 return self._timed(
-                    replace(answer, body=orjson.dumps(self._plain(leaves[0])), content_type=JSON)
+                    replace(answer, body=exact_json.dumps(self._plain(leaves[0])), content_type=JSON)
                 )
             if answer.content_type is None and self._graph.torchserve:
                 answer = replace(answer, content_type=JSON)
             return self._timed(answer)
         parts = {name: self._plain(name) for name in leaves}
-        return self._timed(InferenceResponse(orjson.dumps(parts), JSON))
+        return self._timed(InferenceResponse(exact_json.dumps(parts), JSON))
 
     def _timed(self, reply: InferenceResponse) -> InferenceResponse:
         """Return the response with the workflow's version, and with the milliseconds of each step."""

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from handlers.multipart import PARTS_CONTENT_TYPE, join_parts, split_parts
-from serve_app.domain import tensors
+from serve_app.domain import exact_json, tensors
 from serve_app.domain.request import InputPart
 from serve_app.domain.tensors import PACKED_MEDIA_TYPE, Tensor
 from serve_app.errors import BadRequest, InvalidBody
@@ -79,7 +79,9 @@ def split_items(value: Value, source: str) -> list[Value]:
     found = _loaded(body)
     if not isinstance(found, list):
         raise BadRequest(f"it runs once for each item of {source}, which is no list.")
-    return [(item.encode(), TEXT) if isinstance(item, str) else (orjson.dumps(item), JSON) for item in found]
+    return [
+        (item.encode(), TEXT) if isinstance(item, str) else (exact_json.dumps(item), JSON) for item in found
+    ]
 
 
 def to_json(value: Value) -> Any:
@@ -91,7 +93,7 @@ def to_json(value: Value) -> Any:
         return {tensor.name: to_json(_value(tensor)) for tensor in tensors.unpack(body)}
     if not (content_type or "").startswith("text/"):
         try:
-            return orjson.loads(body)
+            return exact_json.loads(body)
         except orjson.JSONDecodeError:
             pass
     return body.decode()
@@ -102,7 +104,7 @@ def _without_tensors(value: Value) -> Value:
     if value[1] != PACKED_MEDIA_TYPE:
         return value
     try:
-        return orjson.dumps(to_json(value)), JSON
+        return exact_json.dumps(to_json(value)), JSON
     except ValueError:
         return value
 
@@ -138,6 +140,6 @@ def _slices(tensor: Tensor) -> list[Value]:
 
 def _loaded(value: bytes) -> Any:
     try:
-        return orjson.loads(value)
+        return exact_json.loads(value)
     except orjson.JSONDecodeError:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from serve_app.control.reconciler import ATTEMPT, MEMORY, DeployAction
 from serve_app.deployments import replica_options
-from serve_app.deployments.fork_worker import PRELOAD
+from serve_app.deployments.fork_worker import MODEL_ENVIRONMENT, PRELOAD
 from serve_app.deployments.names import GATEWAY, HEAD_RESOURCE, MANAGEMENT
 from serve_app.deployments.pool_host import PoolHost
 from serve_app.deployments.replica import ModelReplica
@@ -57,8 +57,8 @@ def _actor_options(spec: ModelSpec, memory: int) -> dict[str, Any]:
     A version with packages of its own may need another release of torch or of another preloaded package.
     """
     options = replica_options.actor_resources(spec, memory)
-    if SOCKET in os.environ:
-        options["runtime_env"] = {"env_vars": {PRELOAD: "none" if spec.requirements else "model"}}
+    preload = {PRELOAD: "none"} if spec.requirements or SOCKET not in os.environ else {}
+    options["runtime_env"] = {"env_vars": {**MODEL_ENVIRONMENT, **preload}}
     return options
 
 

@@ -13,6 +13,9 @@ import sys
 from serve_app.net.fork_client import MODEL_SUFFIX, SOCKET, request_fork
 
 PRELOAD = "TORCHRELAY_PRELOAD"  # in a worker's runtime environment: "model" for torch, "none" for no fork
+# Ray's variable with the name of a function that runs before the worker's main loop.
+SETUP_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+MODEL_ENVIRONMENT = {PRELOAD: "model", SETUP_HOOK: "serve_app.deployments.main_thread.install"}
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 
@@ -41,7 +44,7 @@ def _is_plain(context: dict[str, object]) -> bool:
         not context.get("command_prefix")
         and not context.get("override_worker_entrypoint")
         and context.get("py_executable") in (None, sys.executable)
-        and (context.get("env_vars") or {}) in ({}, {PRELOAD: "model"})
+        and (context.get("env_vars") or {}) in ({}, MODEL_ENVIRONMENT)
     )
 
 

@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-import orjson
+from serve_app.domain import exact_json
 
 NO_JSON = object()
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(-?[0-9]{1,9})\]")
@@ -35,7 +35,7 @@ def parse(path: str) -> tuple[str | int, ...]:
 def parse_json(body: bytes) -> Any:
     """Return a JSON document, also in Python's notation with NaN and infinities; ``NO_JSON`` for others."""
     try:
-        return orjson.loads(body)
+        return exact_json.loads(body)
     except ValueError:
         pass
     try:

@@ -23,6 +23,9 @@ _NO_REVISION = ("memory", "min_workers", "max_workers", "autoscaling", "signed_b
 Phase = Literal["stopped", "idle", "loading", "ready", "failed"]
 
 
+CONFIG_SECTION = "torchrelay"  # of model-config.yaml, with our keys alone
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRef:
     """One version of one model."""
@@ -35,11 +38,11 @@ class ModelRef:
         """Return the name of this version's Serve application, and of the deployment in it.
 
         Two versions never share it: the part behind the last ``--`` is the version. A version that contains
-        ``--`` itself is escaped; it then begins with a period, which no version does.
+        ``--`` or ``+`` itself is escaped; it then begins with a period, which no version does.
         """
         version = self.version
-        if "--" in version:
-            version = "." + version.replace(".", ".0").replace("-", ".1")
+        if "--" in version or "+" in version:
+            version = "." + version.replace(".", ".0").replace("-", ".1").replace("+", ".2")
         return f"{self.name}--{version}"
 
 
@@ -126,21 +129,33 @@ class ModelSpec:
         """Return the processes of one replica; each claims ``num_cpus``, ``num_gpus`` and the memory."""
         return self.tensor_parallel * self.pipeline_parallel
 
+    def option(self, key: str) -> Any:
+        """Return the value of one of Torchrelay's keys of model-config.yaml; None where it has none."""
+        section = self.config.get(CONFIG_SECTION)
+        return (section if isinstance(section, Mapping) else self.config).get(key)
+
+    @property
+    def handler_config(self) -> dict[str, Any]:
+        """Return model-config.yaml for the handler: its own keys win over those of our section."""
+        section = self.config.get(CONFIG_SECTION)
+        config = {key: value for key, value in self.config.items() if key != CONFIG_SECTION}
+        return {**section, **config} if isinstance(section, Mapping) else config
+
     @property
     def tensors(self) -> bool:
         """Return whether a row is ``{name: array}``, whatever form its request had."""
-        return self.config.get("tensors") is True
+        return self.option("tensors") is True
 
     @property
     def signature(self) -> Signature | None:
         """Return the declared inputs and outputs; None where its file declares none."""
-        document = self.config.get("signature")
+        document = self.option("signature")
         return signature.read(document) if document is not None else None
 
     @property
     def capture(self) -> CapturePolicy | None:
         """Return which of its requests are captured; None where its file configures no capture."""
-        document = self.config.get("capture")
+        document = self.option("capture")
         return capture.read(document) if document is not None else None
 
     @property

@@ -37,6 +37,6 @@ def to_config(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 def parse(config: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the configuration of a document. Raises ConfigurationError."""
     try:
-        return ModelConfig.parse(yaml.safe_dump(dict(config)), where)
+        return ModelConfig.parse(yaml.safe_dump(dict(config)), where, strict=True)
     except yaml.YAMLError as error:
         raise ConfigurationError(where, f"an option has a value that YAML cannot hold: {error}") from None

@@ -36,6 +36,7 @@ from serve_app.model_store.model_config import ModelConfig
 log = logging.getLogger("torchrelay.model_check")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_VERSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # semantic versions have build metadata: 1.0+cu118
 _SHARDED_HANDLERS = ("causal_lm", "llm")  # built-in handlers that are sharded by configuration alone
 
 
@@ -53,9 +54,13 @@ def check_model(
     handler must exist. To check the names of a registration, put them into the manifest first
     (``dataclasses.replace``). Raises InvalidArchive and ConfigurationError.
     """
-    for what, name in (("model name", manifest.model_name), ("version", manifest.version)):
-        if not _NAME.fullmatch(name):
-            remedy = "use letters, digits, '_', '-' and '.', and begin with none of '-' and '.'"
+    for what, name, valid in (
+        ("model name", manifest.model_name, _NAME),
+        ("version", manifest.version, _VERSION),
+    ):
+        if not valid.fullmatch(name):
+            signs = "'_', '-' and '.'" if valid is _NAME else "'_', '-', '+' and '.'"
+            remedy = f"use letters, digits, {signs}, and begin with a letter, a digit or '_'"
             raise InvalidArchive(manifest.archive, f"the {what} {name!r} cannot be part of a route; {remedy}")
     if manifest.runtime not in ("python", "python3"):
         remedy = "archive the model with --runtime python"
@@ -81,7 +86,8 @@ def check_model(
         own_handler = None  # the built-in handler of that name
     _check_handler(directory, manifest, own_handler, manifest.is_code or trusted)
     built_in = handler_module(manifest.handler) if own_handler is None else ""
-    if manifest.model_file is not None:
+    # To a handler of its own, the model file may be any file, such as the weights.
+    if manifest.model_file is not None and (own_handler is None or manifest.model_file.endswith(".py")):
         _check_compiles(directory / manifest.model_file, manifest)
     if built_in == HUGGING_FACE:
         task = _task(directory, manifest, task, config)
@@ -95,7 +101,7 @@ def check_model(
         config = translate_parallelism(config)
         _check_parallelism(directory, config, where)
     _check_weights(directory, manifest, built_in, config.trusted is True)
-    return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
+    return config if task == config.task else config.with_option("task", task)
 
 
 def _with_trust(config: ModelConfig, trusted: bool, manifest: Manifest) -> ModelConfig:

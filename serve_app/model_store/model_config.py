@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from serve_app.domain import autoscaling, capture, signature, validation
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
+from serve_app.domain.model import CONFIG_SECTION as SECTION
 from serve_app.domain.pool import is_pool_name
 from serve_app.domain.signature import Signature
 from serve_app.domain.validation import did_you_mean
@@ -77,7 +78,10 @@ def _torchserve_key(key: str, type_: _KeyType) -> Any:
 
 
 def _own_key(type_: _KeyType, key: str = "") -> Any:
-    """Declare a key of Torchrelay, by default named as the field: an invalid value is refused."""
+    """Declare a key of Torchrelay, by default named as the field.
+
+    An invalid value is refused in the section ``torchrelay``; elsewhere it may be the author's own key.
+    """
     return field(default=None, metadata={"type": type_, "ours": True, **({"key": key} if key else {})})
 
 
@@ -85,8 +89,10 @@ def _own_key(type_: _KeyType, key: str = "") -> Any:
 class ModelConfig:
     """The contents of ``model-config.yaml``: the keys that the server reads, None where absent.
 
-    ``raw`` is the whole document, for handlers. Times are in seconds by default; ``max_batch_delay``,
-    ``client_timeout`` and the sequence times are in milliseconds.
+    ``raw`` is the whole document, for handlers. Where the file has a section ``torchrelay``, or a value of
+    the author's own under one of our keys, ``raw`` has that section with all of our keys that apply. Times
+    are in seconds by default; ``max_batch_delay``, ``client_timeout`` and the sequence times are in
+    milliseconds.
     """
 
     min_workers: int | None = _torchserve_key("minWorkers", _CLAMPED_INTEGER)
@@ -163,6 +169,11 @@ class ModelConfig:
         }
         return [key for key, is_set in requested.items() if is_set]
 
+    def with_option(self, key: str, value: Any) -> ModelConfig:
+        """Return the configuration with another value of one of our keys."""
+        section = {SECTION: {**self.raw[SECTION], key: value}} if SECTION in self.raw else {}
+        return replace(self, **{key: value}, raw={**self.raw, key: value, **section})
+
     @classmethod
     def read(cls, directory: Path, manifest: Manifest) -> ModelConfig:
         """Return the configuration that the manifest names, by default an empty one.
@@ -176,32 +187,40 @@ class ModelConfig:
         return cls.parse(text, f"{manifest.archive}/{manifest.config_file}")
 
     @classmethod
-    def parse(cls, text: str | bytes, where: str = CONFIG) -> ModelConfig:
-        """Return the configuration in a YAML text; ``where`` is its name in errors."""
+    def parse(cls, text: str | bytes, where: str = CONFIG, strict: bool = False) -> ModelConfig:
+        """Return the configuration in a YAML text; ``where`` is its name in errors.
+
+        ``strict`` refuses wrong values of our keys everywhere: the text has no keys of an author's own.
+        """
         try:
             raw = validation.parse_yaml(text)
         except validation.DocumentError as error:
             raise ConfigurationError(where, str(error)) from None
         known = {f.metadata.get("key", f.name): f for f in fields(cls) if f.metadata}
-        values = {}
+        values: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        has_section = SECTION in raw
         for key, value in raw.items():
             if key not in known:
-                near = (
-                    did_you_mean(key, [*known, *HANDLER_KEYS], cutoff=0.9) if isinstance(key, str) else None
-                )
-                if near is not None and key not in HANDLER_KEYS:
-                    raise ConfigurationError(where, f"unknown key {key!r}; did you mean {near!r}?")
+                _warn_of_resemblance(key, [*known, *HANDLER_KEYS], where)
                 continue
             entry = known[key]
             description, parse_value = entry.metadata["type"]
             try:
                 values[entry.name] = parse_value(value)
             except (ValueError, BadRequest) as error:
-                if "ours" in entry.metadata:
-                    raise ConfigurationError(
-                        where, str(error) or f"{key}: {value!r} must be {description}"
-                    ) from None
-                log.warning("%s: %s: %r is ignored, it must be %s", where, key, value, description)
+                problem = str(error) or f"{key}: {value!r} must be {description}"
+                if "ours" in entry.metadata and (strict or isinstance(value, dict)):
+                    raise ConfigurationError(where, problem) from None
+                log.warning("%s: %s; it is ignored", where, problem)
+                has_section = has_section or "ours" in entry.metadata
+            else:
+                own |= {key: value} if "ours" in entry.metadata else {}
+        for key, (name, value) in _parse_section(raw.get(SECTION), known, where).items():
+            values[name] = value
+            own[key] = raw[SECTION][key]
+        if has_section:
+            raw = {**raw, SECTION: own}
         if values.get("routing") == "prefix" and values.get("sequence_batching"):
             raise ConfigurationError(
                 where, "routing and sequenceBatching: the sequence selects the replica; remove one"
@@ -211,6 +230,33 @@ class ModelConfig:
                 where, "tensors and envelope: a model of tensors needs no envelope; remove one"
             )
         return cls(**values, raw=raw)
+
+
+def _warn_of_resemblance(key: Any, known: list[str], where: str) -> None:
+    near = did_you_mean(key, known, cutoff=0.9) if isinstance(key, str) and key not in HANDLER_KEYS else None
+    if near is not None and key != SECTION:
+        log.warning("%s: %r is left to the handler; did you mean %r?", where, key, near)
+
+
+def _parse_section(section: Any, known: Mapping[str, Field[Any]], where: str) -> dict[str, tuple[str, Any]]:
+    """Return the field and value of each key in the section ``torchrelay``. Raises ConfigurationError."""
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise ConfigurationError(where, f"{SECTION} is a mapping of keys, and not {section!r}")
+    parsed = {}
+    for key, value in section.items():
+        if key not in known:
+            near = did_you_mean(str(key), list(known))
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ConfigurationError(where, f"{SECTION}: unknown key {key!r}{hint}")
+        description, parse_value = known[key].metadata["type"]
+        try:
+            parsed[key] = known[key].name, parse_value(value)
+        except (ValueError, BadRequest) as error:
+            problem = str(error) or f"{key}: {value!r} must be {description}"
+            raise ConfigurationError(where, f"{SECTION}: {problem}") from None
+    return parsed
 
 
 # Keys of TorchServe's handlers, so a near miss of one of these is an error as well.

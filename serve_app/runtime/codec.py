@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
 from handlers.context import Row
+from serve_app.domain import exact_json
 from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.errors import UnsupportedOutput
 from serve_app.runtime import json_encoder
@@ -49,7 +48,7 @@ def loads(value: bytes) -> Any:
     Raises ValueError and RecursionError.
     """
     try:
-        return orjson.loads(value)
+        return exact_json.loads(value)
     except ValueError:  # NaN, Infinity and lone surrogates are JSON to the standard library
         return json.loads(value.decode())
 

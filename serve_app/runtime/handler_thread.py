@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import sys
@@ -17,8 +18,46 @@ log = logging.getLogger("torchrelay.handler_thread")
 IDLE_AFTER_S = 60.0
 
 
+class MainThread:
+    """The main thread of this process, where it may run a handler's code.
+
+    Python's event loops, signal handlers and ``threading.main_thread()`` belong to it, and TorchServe runs
+    handlers there.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._taken = False
+
+    def run_work(self) -> None:
+        """Run the work of the first handler thread until it ends; called in the main thread."""
+        if (work := self.offer().get()) is not None:
+            work()
+
+    def offer(self) -> queue.SimpleQueue[Callable[[], None] | None]:
+        """Let the next handler thread take the main thread, which is going to call ``run_work``."""
+        if self._work is None:
+            self._work = queue.SimpleQueue()
+        return self._work
+
+    def take(self, work: Callable[[], None]) -> bool:
+        """Let the main thread run ``work``; return False where it is not offered, or taken."""
+        if self._work is None or self._taken:
+            return False
+        self._taken = True
+        self._work.put(work)
+        return True
+
+    def end(self) -> None:
+        """End ``run_work`` where nothing took the main thread."""
+        self.offer().put(None)
+
+
+MAIN_THREAD = MainThread()
+
+
 class HandlerThread(Executor):
-    """An executor of one thread, in order.
+    """An executor of one thread, in order: the main thread where it is offered, else one of its own.
 
     It is a daemon: a handler that hangs must not keep its process alive. ``on_idle`` is called in it, once,
     after ``idle_after`` seconds without a task.
@@ -31,8 +70,11 @@ class HandlerThread(Executor):
             queue.SimpleQueue()
         )
         self._ended = False
-        self._thread = threading.Thread(target=self._work, name="handler", daemon=True)
-        self._thread.start()
+        self._stopped = threading.Event()
+        self._thread = threading.main_thread()
+        if not MAIN_THREAD.take(self._work):
+            self._thread = threading.Thread(target=self._work, name="handler", daemon=True)
+            self._thread.start()
 
     @property
     def ident(self) -> int:
@@ -63,15 +105,22 @@ class HandlerThread(Executor):
             self._ended = True
             self._tasks.put(None)
         if wait:
-            self._thread.join()
+            self._stopped.wait()
 
     def _work(self) -> None:
-        while (task := self._next_task()) is not None:
-            try:
-                task[0](*task[1])
-            except BaseException:  # no error of a handler may end the thread
-                log.exception("a task of the author's thread failed")
-            del task  # an idle thread keeps no batch alive
+        # A main thread has an event loop: `asyncio.get_event_loop()` returns it.
+        asyncio.set_event_loop(loop := asyncio.new_event_loop())
+        try:
+            while (task := self._next_task()) is not None:
+                try:
+                    task[0](*task[1])
+                except BaseException:  # no error of a handler may end the thread
+                    log.exception("a task of the author's thread failed")
+                del task  # an idle thread keeps no batch alive
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+            self._stopped.set()
 
     def _next_task(self) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
         if self._on_idle is None:

@@ -26,6 +26,7 @@ import orjson
 import handlers
 from handlers import profiling
 from handlers.context import Context
+from handlers.loading.extension_points import get_extension
 from handlers.metrics import MetricCache, update_sink
 from handlers.torchserve_compat import names as torchserve_names
 from serve_app.domain import signature
@@ -76,7 +77,7 @@ class Runner:
             batch_size=spec.batch_size,
             gpu=gpu_id,
             limit_max_image_pixels=settings.limit_max_image_pixels,
-            model_yaml_config=dict(spec.config),
+            model_yaml_config=spec.handler_config,
             metrics=metrics,
         )
         self._context.header_key_sequence_id = settings.header_key_sequence_id
@@ -124,7 +125,7 @@ class Runner:
             if entry.is_async:
                 self.loop = asyncio.new_event_loop()
                 self.loop.run_until_complete(_initialize(entry, self._context))
-                check = getattr(entry.instance, "check_health", None)
+                check = get_extension(entry.instance, "check_health")
                 self._check = check if inspect.iscoroutinefunction(check) else None
             else:
                 entry.initialize(self._context)
@@ -133,14 +134,14 @@ class Runner:
             raise self._start_failed(format_traceback(error), is_out_of_memory(error)) from None
         self._tensor_codec = self._make_codec(entry.instance)
         if not self._envelope:  # a handler behind one never sees the row as it came
-            self._prepare_row = getattr(entry.instance, "prepare_row", None)
-            length = getattr(entry.instance, "length", None) if self._spec.bucket_by_length else None
+            self._prepare_row = get_extension(entry.instance, "prepare_row")
+            length = get_extension(entry.instance, "length") if self._spec.bucket_by_length else None
             self._measure_length = length if callable(length) else None
-            if callable(allow_arrays := getattr(entry.instance, "allow_array_outputs", None)):
+            if callable(allow_arrays := get_extension(entry.instance, "allow_array_outputs")):
                 allow_arrays()
-        if self.loop is not None and hasattr(entry.instance, "load_adapter"):
+        if self.loop is not None and get_extension(entry.instance, "load_adapter"):
             self.adapters = HandlerAdapters(entry.instance, self.loop)
-        ended = getattr(entry.instance, "sequence_ended", None)
+        ended = get_extension(entry.instance, "sequence_ended")
         self._sequence_ended = ended if callable(ended) else None
         if self.loop is not None:
             self._execution_class = BatchExecution  # an asynchronous handler streams by itself
@@ -152,7 +153,9 @@ class Runner:
         torchserve_names.install()
         if runs_code:  # a child process that runs a module imports from its working directory first
             os.chdir(self._directory)
-        pinned = self._spec.config.get("pin", self._pin and self._gpu is None)
+            os.environ["PYTHONPATH"] = f"{self._directory}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        configured = self._spec.option("pin")
+        pinned = self._pin and self._gpu is None if configured is None else configured
         if (number := thread_limits.intra_op_threads(self._spec, available, pinned)) is not None:
             thread_limits.set_threads(number)
             if pinned:
@@ -303,12 +306,12 @@ class Runner:
 
         The handler's own signature applies where the archive declares none.
         """
-        input_type = getattr(handler, "input_type", "")
+        input_type = get_extension(handler, "input_type")
         self.input_type = input_type if isinstance(input_type, str) else ""
-        self.schemas = _limit_schemas(getattr(handler, "schemas", None))
+        self.schemas = _limit_schemas(get_extension(handler, "schemas"))
         if self.signature is None:
             try:
-                offered = getattr(handler, "signature", None)
+                offered = get_extension(handler, "signature")
                 self.signature = signature.read(offered) if isinstance(offered, Mapping) else None
             except BadRequest as error:
                 raise self._start_failed(f"what the handler offers as its signature: {error}") from None
@@ -316,7 +319,7 @@ class Runner:
         if self._envelope == "kservev2":
             return TensorRowCodec("document", decoded, self.signature)
         arrays = self._spec.tensors or (
-            not self._envelope and getattr(handler, "takes_tensors", None) is True
+            not self._envelope and get_extension(handler, "takes_tensors") is True
         )
         return TensorRowCodec("arrays" if arrays else "values", decoded, self.signature, self._spec.tensors)
 
@@ -341,7 +344,7 @@ class Runner:
     def _profile(self) -> None:
         """Let ``profile:`` in model-config.yaml record the first batches; afterwards nothing of it stays."""
         try:
-            count = profiling.parse_batch_count(self._spec.config.get("profile"))
+            count = profiling.parse_batch_count(self._spec.option("profile"))
         except ValueError as error:
             raise self._start_failed(f"model-config.yaml: {error}") from None
         if not count or self._profiles is None:
@@ -371,7 +374,7 @@ class Runner:
         return warmup_batch_sizes(most)[1:]
 
     def _sample_files(self) -> list[str]:
-        named = self._spec.config.get("samples")
+        named = self._spec.option("samples")
         if named is None:
             folder = self._directory / "samples"
             if not folder.is_dir():

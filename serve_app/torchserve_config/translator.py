@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError
 from serve_app.settings import Settings, VersionSettings, load
+from serve_app.torchserve_config import lenient_json
 from serve_app.torchserve_config.keys import (
     BY_NAME,
     GPU_SHARE,
@@ -185,7 +185,7 @@ class _ConfigTranslator:
         if not text:
             return {}
         try:
-            value = json.loads(text)
+            value = lenient_json.loads(text)
         except (ValueError, RecursionError) as error:
             raise self._refuse(
                 name, f"is not JSON ({error}); end every line of it but the last with a backslash"
@@ -214,14 +214,16 @@ class _ConfigTranslator:
         made: dict[str, Any] = {}
         for key, value in values.items():
             if key in _VERSION_NUMBERS:
-                if type(value) is not int:
-                    raise self._refuse(name, f"{which}: {key}: {value!r} must be a whole number")
-                if value > 0 or (value == 0 and key == "minWorkers" and name == "model_snapshot"):
-                    made[_VERSION_NUMBERS[key]] = value  # other numbers say nothing, as for TorchServe
+                number = lenient_json.to_int(value)
+                if number is None:
+                    self._warn_of_value(name, which, key, value, "a whole number")
+                elif number > 0 or (number == 0 and key == "minWorkers" and name == "model_snapshot"):
+                    made[_VERSION_NUMBERS[key]] = number  # other numbers say nothing, as for TorchServe
             elif key == "defaultVersion":
-                if type(value) is not bool:
-                    raise self._refuse(name, f"{which}: {key}: {value!r} must be true or false")
-                if value:
+                is_default = lenient_json.to_bool(value)
+                if is_default is None:
+                    self._warn_of_value(name, which, key, value, "true or false")
+                elif is_default:
                     made["default_version"] = True
             elif key not in _VERSION_OTHERS:
                 near = did_you_mean(key, [*_VERSION_NUMBERS, *_VERSION_OTHERS])
@@ -235,6 +237,11 @@ class _ConfigTranslator:
                 name, f"{which}: minWorkers {low} is more than maxWorkers {high}; change one of them"
             )
         return made
+
+    def _warn_of_value(self, name: str, which: str, key: str, value: Any, expected: str) -> None:
+        """Warn of a value in whose place the default counts, as for TorchServe."""
+        place = f"{self._where}: {self._place(name)}: {name}: {which}"
+        self._warnings.append(f"{place}: {key}: {value!r} is ignored, it must be {expected}")
 
     # Addresses
 

@@ -73,7 +73,7 @@ class TestSpec:
     )
     def test_a_file_that_is_wrong_is_refused(self, result: str, why: str) -> None:
         with pytest.raises(ConfigurationError, match=why):
-            ModelConfig.parse(f"autoscaling: {result}")
+            ModelConfig.parse(f"torchrelay: {{autoscaling: {result}}}")
 
 
 class TestScale:

@@ -110,7 +110,7 @@ def test_what_is_no_number_of_torchserves_has_no_effect(key: str, value: str) ->
 @pytest.mark.parametrize("key", ["num_cpus", "tensor_parallel", "max_ongoing_requests", "threads"])
 def test_what_is_no_number_of_ours_is_refused(key: str, value: str) -> None:
     with pytest.raises(BadRequest):
-        build(f"{key}: {value}")
+        build(f"torchrelay: {{{key}: {value}}}")
 
 
 def test_the_keys_of_the_author_have_no_limit() -> None:

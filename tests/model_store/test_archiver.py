@@ -164,14 +164,17 @@ def test_a_pattern_without_a_match_is_reported(author: Path, tmp_path: Path) -> 
         ({"handler": "image_clasifier"}, "did you mean the built-in image_classifier?"),
         ({"handler": "code/handlr.py"}, "did you mean code/handler.py?"),
         ({"handler": "broken.py"}, "--handler broken.py, line 1: "),
-        ({"config_file": "broken.yaml"}, "broken.yaml: unknown key 'batchsize'; did you mean 'batchSize'?"),
+        (
+            {"config_file": "broken.yaml"},
+            "broken.yaml: torchrelay: unknown key 'batchsize'; did you mean 'batchSize'?",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_nothing(
     author: Path, tmp_path: Path, more: dict, words: str
 ) -> None:
     (author / "broken.py").write_text("def handle(:\n")
-    (author / "broken.yaml").write_text("batchsize: 3\n")
+    (author / "broken.yaml").write_text("torchrelay: {batchsize: 3}\n")
     with pytest.raises(ArchiverError) as refused:
         make(recipe(tmp_path / "out", **more))
     assert words in str(refused.value)

@@ -388,7 +388,6 @@ LLAMA = {"config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "n
         ("pipeline_parallel: 4", "pipeline_parallel: 4 is more than the model's 3 layers"),
         ("parallelType: tp\nparallelLevel: 4", "tensor_parallel: 4 does not divide"),
         ("device_map: auto\ntensor_parallel: 2", "device_map lays the model out .* Take one of the two away"),
-        ("max_memry: {cpu: 2GB}", "unknown key 'max_memry'; did you mean 'max_memory'"),
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(write, handler, result, words):

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from serve_app.domain.model import ModelSpec
 from serve_app.errors import ConfigurationError
 from serve_app.model_store.model_config import ModelConfig
 
@@ -81,10 +82,36 @@ def test_a_wrong_value_of_torchserves_is_ignored_with_a_warning(line, caplog):
         "routing: random",
     ],
 )  # fmt: skip
-def test_a_wrong_value_of_ours_is_refused(line):
+def test_a_wrong_value_of_ours_is_refused_in_our_section_and_else_the_authors(line, caplog):
     key = line.partition(":")[0]
-    with pytest.raises(ConfigurationError, match=f"^echo.mar/c.yaml: {key}: .* must be "):
-        parse(line)
+    with pytest.raises(ConfigurationError, match=f"^echo.mar/c.yaml: torchrelay: {key}: .* must be "):
+        parse(f"torchrelay: {{{line}}}")
+    if "{" in line:
+        return
+    with caplog.at_level(logging.WARNING):
+        config = parse(line)
+    assert dataclasses.replace(config, raw={}) == ModelConfig()
+    assert config.raw["torchrelay"] == {} and config.raw.keys() == {key, "torchrelay"}
+    assert f"echo.mar/c.yaml: {key}: " in caplog.text
+
+
+def test_a_mapping_with_a_wrong_key_of_ours_is_refused():
+    with pytest.raises(ConfigurationError, match="profile"):
+        parse("profile: {active: 0}")
+
+
+def test_values_of_the_section_win_and_the_handler_has_its_own():
+    config = parse("pin: 1234\nnum_cpus: 1\ntorchrelay: {pin: true, num_cpus: 2, batchSize: 4}")
+    assert (config.pin, config.num_cpus, config.batch_size) == (True, 2.0, 4)
+    spec = ModelSpec("m", "1.0", "m.mar", "", "", config=config.raw)
+    assert (spec.option("pin"), spec.option("num_cpus")) == (True, 2)
+    assert spec.handler_config == {"pin": 1234, "num_cpus": 1, "batchSize": 4}
+
+
+@pytest.mark.parametrize("section", ["3", "[a]", "{batchsize: 4}", "{unknown: 1}"])
+def test_a_section_of_something_else_is_refused(section):
+    with pytest.raises(ConfigurationError, match=r"^echo\.mar/c\.yaml: torchrelay"):
+        parse(f"torchrelay: {section}")
 
 
 @pytest.mark.parametrize(
@@ -96,10 +123,10 @@ def test_a_wrong_value_of_ours_is_refused(line):
         "samples"),
     ],
 )  # fmt: skip
-def test_a_near_miss_is_refused(key, near):
-    with pytest.raises(ConfigurationError) as error:
-        parse(f"{key}: 1")
-    assert str(error.value) == f"echo.mar/c.yaml: unknown key {key!r}; did you mean {near!r}?"
+def test_a_near_miss_is_the_authors_with_a_warning(key, near, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert parse(f"{key}: 1").raw == {key: 1}
+    assert f"echo.mar/c.yaml: {key!r} is left to the handler; did you mean {near!r}?" in caplog.text
 
 
 @pytest.mark.parametrize(

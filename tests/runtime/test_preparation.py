@@ -14,7 +14,7 @@ from serve_app.telemetry.metrics import Meters
 # `prepare_row` of a row begins only when the test's file says so; `handle` tells who prepared which row.
 HANDLER = """
 import threading
-from ts.utils.util import PredictionException
+from torchrelay import PredictionException
 
 class Doubling:
     def initialize(self, context):

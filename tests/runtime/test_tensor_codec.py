@@ -228,6 +228,8 @@ def test_a_stream_is_of_bytes(make_runner) -> None:
 
 
 OFFERS = """
+import torchrelay
+
 class H:
     signature = {}
 
@@ -251,6 +253,12 @@ def test_a_signature_that_is_none_stops_the_start(make_runner) -> None:
     with pytest.raises(StartFailed) as failed:
         make_runner(OFFERS.replace("{}", "{'inputs': []}")).load()
     assert "names no input" in failed.value.detail
+
+
+def test_a_signature_of_an_author_of_torchserve_is_left_alone(make_runner) -> None:
+    runner = make_runner(OFFERS.replace("import torchrelay", "").replace("{}", "{'inputs': []}"))
+    runner.load()
+    assert runner.signature is None
 
 
 def test_another_attribute_of_that_name_is_left_alone(make_runner) -> None:

@@ -83,8 +83,6 @@ class TestModels:
         ("value", "words"),
         [
             ('{"m": {"1.0": {"minWorkers": 3, "maxWorkers": 2}}}', ["m 1.0", "minWorkers 3", "maxWorkers 2"]),
-            ('{"m": {"1.0": {"batchSize": "4"}}}', ["m 1.0", "batchSize", "'4'", "whole number"]),
-            ('{"m": {"1.0": {"defaultVersion": 1}}}', ["m 1.0", "defaultVersion", "true or false"]),
             ('{"m": {"1.0": 3}}', ["'m'", "'1.0'", "object"]),
             ('{"m": []}', ["'m'", "object of versions"]),
             ("[]", ["list", "object of models"]),
@@ -95,6 +93,35 @@ class TestModels:
         with pytest.raises(ConfigurationError) as refused:
             read(f"models={value}", "c")
         assert [word for word in ["c: line 1: models: ", *words] if word not in str(refused.value)] == []
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            '{"m": {"1.0": {"batchSize": "4", "defaultVersion": "true"}}}',
+            '{"m": {"1.0": {"batchSize": 4.0, "defaultVersion": true}}}',
+            "{'m': {'1.0': {'batchSize': 4, 'defaultVersion': 'TRUE'}}}",
+            "{m: {1.0: {batchSize: 4; defaultVersion = true}}} # as it was",
+            '{m:{"1.0":{batchSize:"4",defaultVersion:true}}}',
+        ],
+    )
+    def test_json_and_numbers_are_read_as_by_gson(self, value: str) -> None:
+        assert read(f"models={value}", "c").settings.control.models["m"]["1.0"] == VersionSettings(
+            True, batch_size=4
+        )
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            ('{"batchSize": "four"}', "batchSize: 'four'"),
+            ('{"batchSize": [4]}', "batchSize: [4]"),
+            ('{"defaultVersion": []}', "defaultVersion: []"),
+            ('{"maxWorkers": true}', "maxWorkers: True"),
+        ],
+    )
+    def test_a_wrong_value_is_ignored_with_a_warning(self, value: str, expected: str) -> None:
+        reading = read(f'models={{"m": {{"1.0": {value}}}}}', "c")
+        assert reading.settings.control.models["m"]["1.0"] == VersionSettings()
+        assert f"c: line 1: models: m 1.0: {expected} is ignored" in reading.warnings[0]
 
     def test_an_unknown_value_is_named(self) -> None:
         [warning] = read('models={"m":{"1.0":{"minWorker":1}}}', "c").warnings

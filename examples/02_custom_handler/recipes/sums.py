@@ -2,9 +2,11 @@
 
 import json
 
+from handlers.context import Row
+
 
 class Sums:
-    def prepare_row(self, row):
+    def prepare_row(self, row: Row):
         return json.loads(row["body"])
 
     def handle(self, data, context):

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from serve_app.domain import exact_json
 from serve_app.errors import InvalidBody
 from serve_app.protocols.http import large_body
 from serve_app.protocols.http.exchange import HttpExchange
@@ -25,7 +26,7 @@ async def read(exchange: HttpExchange, limit: int) -> Any:
 def parse(body: bytes, error_class: type[InvalidBody] = InvalidBody) -> Any:
     """Return the JSON document in ``body``. Raises ``error_class``."""
     try:
-        return orjson.loads(body)
+        return exact_json.loads(body)
     except orjson.JSONDecodeError as error:
         raise error_class(f"The body is not JSON: {error}") from None
 

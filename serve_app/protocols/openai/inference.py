@@ -13,6 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.dataplane.key_limits import count_tokens
+from serve_app.domain import exact_json
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import InvalidBody, MethodNotAllowed, NoReplica, RelayError
@@ -301,7 +302,7 @@ class OpenAIRoutes:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     try:
-        document = orjson.loads(body)
+        document = exact_json.loads(body)
     except ValueError as error:
         raise InvalidBody(f"The body is no JSON: {error}.") from None
     if not isinstance(document, dict):

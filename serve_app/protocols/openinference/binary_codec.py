@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
-from serve_app.domain import tensors
+from serve_app.domain import exact_json, tensors
 from serve_app.domain.request import InferenceResponse, InputPart
 from serve_app.domain.signature import ANY, DATATYPES, Signature, abbreviate
 from serve_app.domain.tensors import TensorLayout
@@ -268,7 +268,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     Raises InvalidBody.
     """
     try:
-        document = orjson.loads(body)
+        document = exact_json.loads(body)
     except orjson.JSONDecodeError as error:
         try:
             document = json.loads(body)
@@ -308,6 +308,9 @@ def _parse_parameters(document: Mapping[str, Any]) -> Mapping[str, Parameter]:
     parameters = document.get("parameters")
     if parameters is None:
         return {}
+    if isinstance(parameters, dict) and None in parameters.values():
+        # MLServer's and pydantic's clients write fields without a value as null.
+        parameters = {name: value for name, value in parameters.items() if value is not None}
     if not isinstance(parameters, dict) or not _SCALAR_TYPES.issuperset(map(type, parameters.values())):
         raise InvalidBody(
             f"parameters is {abbreviate(parameters)}; it is an object of texts, numbers, true and false."

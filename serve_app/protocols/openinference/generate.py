@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
+from serve_app.domain import exact_json
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, Priority, ResponseStream
 from serve_app.domain.signature import abbreviate
 from serve_app.domain.validation import documented
@@ -91,7 +92,7 @@ def build_request(
         "stream": generate_request.stream,
         **{key: parameters[key] for key in _SAMPLING_PARAMETERS if parameters.get(key) is not None},
     }
-    inputs = (InputPart("body", orjson.dumps(body), "application/json"),)
+    inputs = (InputPart("body", exact_json.dumps(body), "application/json"),)
     request_headers = {**headers, "url_path": COMPLETIONS_PATH, "explain": "False"}
     return InferenceRequest(
         generate_request.model,
@@ -158,7 +159,7 @@ def _encode_event(document: Mapping[str, Any]) -> bytes:
 
 def _parse_json(body: bytes) -> dict[str, Any]:
     try:
-        document = orjson.loads(body)
+        document = exact_json.loads(body)
     except orjson.JSONDecodeError:
         document = None
     if not isinstance(document, dict):

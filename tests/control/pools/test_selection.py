@@ -87,7 +87,7 @@ def test_at_startup_versions_wait_for_their_first_request() -> None:
 
 def test_a_pools_name_is_checked() -> None:
     with pytest.raises(ConfigurationError, match=r"pool.*a pool's name"):
-        build({"pool": "a--b"})
+        build({"torchrelay": {"pool": "a--b"}})
     with pytest.raises(BadRequest, match=r"runtime\.pool: 'a/b' cannot be a pool's name"):
         build({}, default="a/b")
 

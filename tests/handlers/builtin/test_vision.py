@@ -181,7 +181,8 @@ def test_every_encoding_of_an_image_gives_the_same_values(classify: Any, china: 
     content = encode_png(china)
     text = base64.encodebytes(content).decode()
     tensor = ImageClassifier.image_processing(china).tolist()
-    answers, _ = classify([{"data": content}, {"body": bytearray(content)}, {"body": text}, {"body": tensor}])
+    rows = [{"data": content}, {"body": bytearray(content)}, {"body": text}, {"body": tensor}]
+    answers, _ = classify([*rows, {"x": bytearray(text.encode()), "data": bytearray(text.encode())}])
     for answer in answers[1:]:
         assert list(answer) == list(answers[0])
         assert list(answer.values()) == pytest.approx(list(answers[0].values()), abs=1e-6)
@@ -192,6 +193,14 @@ def test_grey_and_transparent_images_are_converted_to_rgb(classify: Any, mode: s
     image = make_noise(300, 260, mode)
     [answer], conv = classify([{"body": encode_png(image)}], classes=2)
     assert [answer["0"], answer["1"]] == pytest.approx(list(expected(image, conv)), abs=1e-5)
+
+
+def test_transforms_are_those_of_torchserve_in_their_order() -> None:
+    transforms = ImageClassifier.image_processing.transforms
+    kinds = (Resize, CenterCrop, ToTensor, Normalize)
+    assert all(isinstance(transform, kind) for transform, kind in zip(transforms, kinds, strict=True))
+    rest = type(ImageClassifier.image_processing)(transforms[2:])
+    assert rest(make_noise(8, 6, "RGB")).shape == (3, 6, 8)
 
 
 def test_an_invalid_image_fails_alone(classify: Any, china: Image.Image) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from handlers.engines import openai
+from handlers.engines.engine import SamplingParams
 from handlers.errors import PredictionException
 from tests.support.served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 
@@ -243,6 +244,34 @@ def test_fields_without_effect_are_accepted(model: ServedModel) -> None:
     assert len(chosen["choices"]) == 2
 
 
+def test_unknown_fields_are_named_and_template_variables_reach_the_template() -> None:
+    body = {
+        "messages": [
+            *HELLO,
+            *(
+                {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": arguments}}]}
+                for arguments in ("", None, "{}", {})
+            ),
+            {"role": "function", "name": "now", "content": "12:00", "opts": {}},
+        ],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "stop_token_ids": [],
+        "min_p": 0.0,
+        "zzz": 1,
+        "a_field": None,
+        "another": {},
+    }
+    request = openai.parse_request(openai.CHAT, {"body": body}, SamplingParams())
+    assert request.ignored == ("another", "zzz")
+    assert request.template_variables == {"enable_thinking": False}
+    calls = [message["tool_calls"][0]["function"]["arguments"] for message in request.messages[1:5]]
+    assert calls == [{}] * 4
+    assert request.messages[-1] == {"role": "tool", "name": "now", "content": "12:00"}
+    for wrong in ({"min_p": 0.1}, {"chat_template_kwargs": 3}, {"chat_template_kwargs": {"tokenize": True}}):
+        with pytest.raises(PredictionException):
+            openai.parse_request(openai.CHAT, {"body": {"messages": HELLO, **wrong}}, SamplingParams())
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -324,7 +353,7 @@ def test_fields_without_effect_are_accepted(model: ServedModel) -> None:
             {"messages": HELLO, "logit_bias": {"999": 1}},
             "logit_bias: 999 is no token of this mod",
         ),
-        (openai.CHAT, {"messages": HELLO, "prompt": "a"}, "'prompt' is not known here: there are fre"),
+        (openai.CHAT, {"messages": HELLO, "prompt": "a"}, "'prompt' is not known here: there are chat"),
         (openai.CHAT, {"messages": HELLO, "model": 5}, "model is 5; it is a text"),
         (openai.CHAT, {"messages": HELLO, "max_tokens": 999}, "the limit is 256"),
         (

@@ -183,8 +183,8 @@ def test_missing_names_raise_import_errors_with_alternatives(run: Any, foreign_t
             "from ts import nowhere",
             "from ts.utils.timeit_decorator import nothing",
             "import ts.version.x",
-            "from ts.launcher import start",
-            "from ts.llm_launcher import get_model_config",
+            "from ts.launcher import start; start()",
+            "from ts.llm_launcher import get_model_config; get_model_config(1)",
         ):
             try:
                 exec(line)
@@ -195,6 +195,8 @@ def test_missing_names_raise_import_errors_with_alternatives(run: Any, foreign_t
         print(ts.metrics.unit.__name__, ts.torch_handler.base_handler.logger.name)
         try:
             from ts.handler_utils.distributed.pt_pippy import initialize_rpc_workers
+            assert "__wrapped__" not in dir(initialize_rpc_workers)
+            initialize_rpc_workers()
         except ImportError as error:
             print(error)
         """,

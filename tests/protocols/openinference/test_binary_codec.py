@@ -52,6 +52,11 @@ def test_a_generated_clients_numbers(send_request: Any) -> None:
     response = send_request("POST", "/v2/models/identity/infer", body)
     assert response.status_code == 200
     assert response.json()["outputs"][0]["data"] == [1, 2, -3]
+    nulls = {"content_type": "fp32", "x": None}
+    with_nulls = {"inputs": [{**item, "parameters": nulls}], "parameters": {"headers": None, "n": 1}}
+    assert send_request("POST", "/v2/models/identity/infer", with_nulls).status_code == 200
+    nested = {"inputs": [{**item, "parameters": {"x": {}}}]}
+    assert send_request("POST", "/v2/models/identity/infer", nested).status_code == 400
     for wrong in (1.5, 1e30):
         refused = send_request(
             "POST", "/v2/models/identity/infer", {"inputs": [{**item, "shape": [1], "data": [wrong]}]}

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 ENGINE = """
 import asyncio, threading, time
 from ts.handler_utils.utils import send_intermediate_predict_response
-from ts.utils.util import PredictionException
+from torchrelay import PredictionException
 
 class Engine:
     async def check_health(self):

@@ -26,6 +26,8 @@ REF = ModelRef("m", "1.0")
 # Counts down from what the request says, a number a step: "0" is answered whole, "boom" fails, "raise" fails
 # all.
 COUNTDOWN = """
+import torchrelay
+
 class Handler:
     def initialize(self, context):
         context.cache = {}
@@ -312,7 +314,7 @@ def test_samples_run_until_they_stop(make_runner):
 
 def test_what_a_handler_raises_at_the_end_of_a_sequence_is_logged(make_runner, caplog):
     runner = make_runner(
-        "class Handler:\n"
+        "import torchrelay\n\nclass Handler:\n"
         "    def handle(self, data, context):\n        return [1] * len(data)\n"
         "    def sequence_ended(self, name, why):\n        raise KeyError(name)\n"
     )

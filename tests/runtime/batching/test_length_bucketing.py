@@ -221,8 +221,10 @@ def test_a_new_batch_size_moves_the_window():
 
 
 HANDLER = """
+from handlers.context import Row
+
 class Words:
-    def length(self, row):
+    def length(self, row: Row):
         return len(row["body"].split())
 
     def handle(self, data, context):

@@ -1,0 +1,44 @@
+"""JSON with integers beyond 64 bits, as Python's json reads it."""
+
+from __future__ import annotations
+
+import json
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.domain import exact_json
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(VALUES)
+def test_values_are_those_of_json(value: object) -> None:
+    try:
+        text = json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return
+    found = exact_json.loads(text)
+    assert found == json.loads(text)
+    assert exact_json.loads(exact_json.dumps(found)) == found
+
+
+@pytest.mark.parametrize("number", ["18446744073709551616", "-9223372036854775809", "1" * 4000])
+def test_integers_beyond_64_bits_are_exact(number: str) -> None:
+    assert exact_json.loads(b'{"a": [%b, 1]}' % number.encode()) == {"a": [int(number), 1]}
+    assert exact_json.dumps({"ä": int(number)}) == f'{{"ä":{number}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"{", b"[NaN]", b"[NaN, %d]" % 10**20, b"1" * 5000, b"[" * 900 + b"9" * 20 + b"]" * 900 + b"x", b""],
+)
+def test_what_is_no_json_raises_the_error_of_orjson(text: bytes) -> None:
+    with pytest.raises(orjson.JSONDecodeError):
+        exact_json.loads(text)
