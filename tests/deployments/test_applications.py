@@ -13,6 +13,7 @@ from serve_app import main
 from serve_app.control.reconciler import DeployAction
 from serve_app.control.registry import DesiredState
 from serve_app.deployments.applications import model_application
+from serve_app.deployments.fork_worker import MODEL_ENVIRONMENT, PRELOAD
 from serve_app.deployments.replica_options import (
     TUNABLE_FIELDS,
     autoscaling_config,
@@ -53,8 +54,11 @@ def deployment(spec: ModelSpec = SPEC, before: bool = False, memory: int = 0):
 def test_a_version_claims_its_fractions_and_rolls_without_a_hole() -> None:
     found = deployment()
     assert found.name == "m--1.0"
-    assert found.ray_actor_options == {"num_cpus": 0.5, "num_gpus": 0.25}
-    assert deployment(memory=300).ray_actor_options == {"num_cpus": 0.5, "num_gpus": 0.25, "memory": 300}
+    options = found.ray_actor_options
+    assert (options["num_cpus"], options["num_gpus"], "memory" in options) == (0.5, 0.25, False)
+    environment = {**MODEL_ENVIRONMENT, PRELOAD: "none"}  # there is no fork server here
+    assert options["runtime_env"] == {"env_vars": environment}
+    assert deployment(memory=300).ray_actor_options == {**options, "memory": 300}
     assert found.num_replicas == 2
     config = found._deployment_config
     assert (config.max_surge_percent, config.max_queued_requests) == (100, -1)
