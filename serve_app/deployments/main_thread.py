@@ -27,11 +27,17 @@ def _main_loop(worker: Any) -> None:
     """Run Ray's loop of tasks in a thread, and the handler in this one."""
     from ray._private.utils import set_sigterm_handler
 
-    set_sigterm_handler(lambda *_: sys.exit(1))
+    set_sigterm_handler(_terminate)
     MAIN_THREAD.offer()
     threading.Thread(target=_run_tasks, args=(worker,), name="ray-tasks", daemon=True).start()
     MAIN_THREAD.run_work()
     sys.exit(0)
+
+
+def _terminate(*_: object) -> None:
+    """End this process: an exception, as Ray raises one, could be caught by the handler's code."""
+    os.write(2, b"The process received SIGTERM.\n")
+    os._exit(1)
 
 
 def _run_tasks(worker: Any) -> None:

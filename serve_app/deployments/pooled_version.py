@@ -51,7 +51,7 @@ class PooledVersion:
         self._meters = meters
         self._slot = slot
         self._on_hung = on_hung
-        self._thread = HandlerThread()
+        self._thread = HandlerThread(own=True)
 
     async def open(self, management: Any, replica: str) -> None:
         """Open the archive, load the model and warm it up. Raises StartFailed."""

@@ -26,31 +26,34 @@ class MainThread:
     """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        self._taken = False
+        self._offered: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._stop: Callable[[], None] | None = None  # of the work in progress
+
+    def offer(self) -> None:
+        """Let handler threads take the main thread, which is going to call ``run_work``."""
+        self._offered = queue.SimpleQueue()
 
     def run_work(self) -> None:
-        """Run the work of the first handler thread until it ends; called in the main thread."""
-        if (work := self.offer().get()) is not None:
+        """Run the work of one handler thread after the other; return after ``end``."""
+        assert self._offered is not None, "offer() comes first"
+        while (work := self._offered.get()) is not None:
             work()
+            self._stop = None
 
-    def offer(self) -> queue.SimpleQueue[Callable[[], None] | None]:
-        """Let the next handler thread take the main thread, which is going to call ``run_work``."""
-        if self._work is None:
-            self._work = queue.SimpleQueue()
-        return self._work
-
-    def take(self, work: Callable[[], None]) -> bool:
+    def take(self, work: Callable[[], None], stop: Callable[[], None]) -> bool:
         """Let the main thread run ``work``; return False where it is not offered, or taken."""
-        if self._work is None or self._taken:
+        if self._offered is None or self._stop is not None:
             return False
-        self._taken = True
-        self._work.put(work)
+        self._stop = stop
+        self._offered.put(work)
         return True
 
     def end(self) -> None:
-        """End ``run_work`` where nothing took the main thread."""
-        self.offer().put(None)
+        """Stop the work in progress, and let ``run_work`` return."""
+        if self._offered is not None:
+            self._offered.put(None)
+        if (stop := self._stop) is not None:
+            stop()
 
 
 MAIN_THREAD = MainThread()
@@ -60,10 +63,15 @@ class HandlerThread(Executor):
     """An executor of one thread, in order: the main thread where it is offered, else one of its own.
 
     It is a daemon: a handler that hangs must not keep its process alive. ``on_idle`` is called in it, once,
-    after ``idle_after`` seconds without a task.
+    after ``idle_after`` seconds without a task. ``own`` leaves the main thread to others.
     """
 
-    def __init__(self, on_idle: Callable[[], object] | None = None, idle_after: float = IDLE_AFTER_S) -> None:
+    def __init__(
+        self,
+        on_idle: Callable[[], object] | None = None,
+        idle_after: float = IDLE_AFTER_S,
+        own: bool = False,
+    ) -> None:
         self._on_idle = on_idle
         self._idle_after = idle_after
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = (
@@ -72,7 +80,7 @@ class HandlerThread(Executor):
         self._ended = False
         self._stopped = threading.Event()
         self._thread = threading.main_thread()
-        if not MAIN_THREAD.take(self._work):
+        if own or not MAIN_THREAD.take(self._work, lambda: self._tasks.put(None)):
             self._thread = threading.Thread(target=self._work, name="handler", daemon=True)
             self._thread.start()
 

@@ -152,7 +152,7 @@ def test_what_cannot_be_pooled_is_refused(pooled: Server, tmp_path: Path) -> Non
     for name, config, status, message in (
         ("sharded", {"tensor_parallel": 2}, 400, "shards are processes of their own"),
         ("stateful", {"sequenceBatching": True}, 400, "sequences keep state"),
-        ("badname", {"pool": "a--b"}, 400, "a pool's name"),
+        ("badname", {"torchrelay": {"pool": "a--b"}}, 400, "a pool's name"),
         ("wide", {"minWorkers": 2}, 400, "2 workers are hosts of the pool p, which has 1"),
     ):
         answer = pooled.register(make(tmp_path, name, **{"pool": "p", **config}))

@@ -1,9 +1,10 @@
+import asyncio
 import queue
 import threading
 
 import pytest
 
-from serve_app.runtime.handler_thread import HandlerThread
+from serve_app.runtime.handler_thread import HandlerThread, MainThread
 
 
 @pytest.fixture
@@ -57,3 +58,26 @@ def test_the_idle_callback_runs_once_after_each_pause() -> None:
         with pytest.raises(queue.Empty):
             calls.get(timeout=0.05)
     handler_thread.shutdown()
+
+
+def test_the_main_thread_runs_one_handler_thread_after_the_other(monkeypatch):
+    main, done = MainThread(), []
+    monkeypatch.setattr("serve_app.runtime.handler_thread.MAIN_THREAD", main)
+    main.offer()
+
+    def use_threads():
+        for _ in range(2):
+            first = HandlerThread()
+            second, own = HandlerThread(), HandlerThread(own=True)
+            threads = [made.submit(threading.current_thread).result(60) for made in (first, second, own)]
+            done.append([thread is threading.main_thread() for thread in threads])
+            for made in (own, second, first):
+                made.shutdown()
+        HandlerThread().submit(asyncio.get_event_loop).result(60)
+        main.end()
+
+    user = threading.Thread(target=use_threads)
+    user.start()
+    main.run_work()
+    user.join()
+    assert done[0] == [True, False, False]
