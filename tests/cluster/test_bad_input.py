@@ -128,11 +128,15 @@ WRONG_ARCHIVES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "no such handler": (packed(handler="other.py"), "InvalidModelException", "other.py"),
     "no such sample": (packed(config={"samples": ["no.json"]}), "InvalidModelException", "no.json"),
     "an unknown key": (
-        packed(config={"batchsize": 8}),
+        packed(config={"torchrelay": {"batchsize": 8}}),
         "BadRequestException",
-        "model-config.yaml: unknown key 'batchsize'; did you mean 'batchSize'?",
+        "model-config.yaml: torchrelay: unknown key 'batchsize'; did you mean 'batchSize'?",
     ),
-    "a wrong value": (packed(config={"batcher": "none"}), "BadRequestException", "batcher: 'none' must be"),
+    "a wrong value": (
+        packed(config={"torchrelay": {"batcher": "none"}}),
+        "BadRequestException",
+        "batcher: 'none' must be",
+    ),
 }
 
 
