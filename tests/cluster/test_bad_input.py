@@ -343,6 +343,7 @@ FAILING: dict[str, tuple[str, dict[str, Any], int, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FAILING)
 def test_a_handler_that_does_not_start(server: Server, tmp_path: Path, what: str) -> None:
     handler, more, status, says_ = FAILING[what]

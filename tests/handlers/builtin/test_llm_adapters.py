@@ -16,7 +16,7 @@ from handlers.errors import HandlerLoadError, PredictionException
 from tests.support.hf_folders import save_byte_llama
 from tests.support.lora_folders import generate, save_adapter
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ENGINE = {"num_blocks": 32, "page_size": 16, "max_batch_tokens": 64}
 PROMPT, COUNT = "Roses are red", 12
