@@ -18,6 +18,16 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.parametrize("before", ["", "[", "[1,", '{"a":', "-"])
+@pytest.mark.parametrize("length", [0, 2000, 2050, 5000])
+def test_long_numbers_are_found_anywhere(before: str, length: int) -> None:
+    filler = "[" + "1.2345678901234567, " * (length // 20)
+    closing = "}" * before.count("{") + "]" * before.count("[")
+    number = f"{before}18446744073709551616{closing}"
+    assert exact_json.loads(f"{filler}{number}]".encode())[-1] == json.loads(number)
+    assert exact_json.loads(number.encode()) == json.loads(number)
+
+
 @given(VALUES)
 def test_values_are_those_of_json(value: object) -> None:
     try:
