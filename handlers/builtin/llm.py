@@ -167,7 +167,7 @@ class LanguageModel:
         request = openai.parse_request(path, row, self.default_sampling)
         openai.check_output_size(request, self.max_new_tokens or _DEFAULT_NEW_TOKENS)
         if request.ignored:
-            context.set_response_header(index, openai.IGNORED_HEADER, ", ".join(request.ignored)[:1000])
+            context.set_response_header(index, openai.IGNORED_HEADER, openai.format_ignored(request.ignored))
         adapter = select_adapter(context, index, request.model)
         response = openai_response.CompletionResponse(request, context.model_name, self._decode)
         prompts = (
