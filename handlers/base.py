@@ -229,6 +229,12 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
         stages = ("handle", "preprocess", "inference", "postprocess")
         return all(getattr(type(self), stage) is getattr(BaseHandler, stage) for stage in stages)
 
+    @property
+    def declared_signature(self) -> Mapping[str, Any]:
+        """Return ``signature`` of model-config.yaml; an author may have another value under this key."""
+        signature = self.model_yaml_config.get("signature")
+        return signature if isinstance(signature, Mapping) else {}
+
     def _run_stages(self, data: list[Any], span: Callable[[str], Any]) -> list[Any]:
         if tensor_batch.is_tensor_batch(data) and self.takes_tensors and not self._is_explain():
             with span("inference"):
@@ -249,7 +255,7 @@ class BaseHandler(ABC):  # noqa: B024  (as TorchServe has it)
 
         Inputs are passed in the order of ``signature:``, else in the order of ``arrays``.
         """
-        signature = self.model_yaml_config.get("signature") or {}
+        signature = self.declared_signature
         input_names = [port["name"] for port in signature.get("inputs", ())] or list(arrays)
         if text := next((name for name in input_names if arrays[name].dtype == np.object_), None):
             raise PredictionException(f"The input {text} is BYTES, and this model takes numbers.", 400)

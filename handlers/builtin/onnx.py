@@ -44,7 +44,7 @@ class OnnxHandler(BaseHandler):
                     "onnx cannot tell its rows apart. Export the graph with a dynamic first axis, or write "
                     "a handler that calls self.model as the graph wants it."
                 )
-        self.model.check_signature((self.model_yaml_config.get("signature") or {}).get("inputs") or ())
+        self.model.check_signature(self.declared_signature.get("inputs") or ())
 
     @property
     def signature(self) -> dict[str, Any]:

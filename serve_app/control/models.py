@@ -402,7 +402,7 @@ class ModelService:
 
 def _advice(spec: ModelSpec) -> str:
     """Return a hint where most callers of such a model need another handler than a folder's default."""
-    if spec.handler == HUGGING_FACE and spec.option("task") == "text-generation":
+    if spec.handler == HUGGING_FACE and spec.config.get("task") == "text-generation":
         return (
             "It answers as transformers' pipeline; registered with handler=llm it streams, and "
             "has OpenAI's API"

@@ -168,7 +168,7 @@ def scale(
         raise BadRequest(
             f"{name} is a workflow without functions of its own, so it has no workers; scale its models."
         )
-    policy = spec.autoscaling or autoscaling_policy.read(spec.option("autoscaling") or {})
+    policy = spec.autoscaling or autoscaling_policy.read(spec.config.get("autoscaling") or {})
     if autoscaling:
         if low == high:
             raise BadRequest(

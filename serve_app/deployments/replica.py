@@ -77,7 +77,7 @@ class ModelReplica:
         logs.configure(
             settings,
             ProcessIdentity.of_replica(spec.name, spec.version, replica),
-            spec.option("log_level"),
+            spec.config.get("log_level"),
         )
         tracing.configure(settings, "replica", model=spec.name, version=spec.version, replica=replica)
         self._spec = spec

@@ -50,7 +50,7 @@ class ShardRank:
     def __init__(self, spec: ModelSpec, settings: Settings, management: Any, replica: str, rank: int) -> None:
         restrict_umask()
         identity = ProcessIdentity.of_replica(spec.name, spec.version, f"{replica}.rank{rank}")
-        logs.configure(settings, identity, spec.option("log_level"))
+        logs.configure(settings, identity, spec.config.get("log_level"))
         self._spec = spec
         self._archive = NodeArchive(spec, settings, management)
         # The handler's metrics, which nothing reads.

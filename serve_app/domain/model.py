@@ -23,7 +23,7 @@ _NO_REVISION = ("memory", "min_workers", "max_workers", "autoscaling", "signed_b
 Phase = Literal["stopped", "idle", "loading", "ready", "failed"]
 
 
-CONFIG_SECTION = "torchrelay"  # of model-config.yaml, with our keys alone
+AUTHORS_KEYS = "torchrelay"  # of a configuration: values of the author's own under keys that are ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,33 +129,28 @@ class ModelSpec:
         """Return the processes of one replica; each claims ``num_cpus``, ``num_gpus`` and the memory."""
         return self.tensor_parallel * self.pipeline_parallel
 
-    def option(self, key: str) -> Any:
-        """Return the value of one of Torchrelay's keys of model-config.yaml; None where it has none."""
-        section = self.config.get(CONFIG_SECTION)
-        return (section if isinstance(section, Mapping) else self.config).get(key)
-
     @property
     def handler_config(self) -> dict[str, Any]:
-        """Return model-config.yaml for the handler: its own keys win over those of our section."""
-        section = self.config.get(CONFIG_SECTION)
-        config = {key: value for key, value in self.config.items() if key != CONFIG_SECTION}
-        return {**section, **config} if isinstance(section, Mapping) else config
+        """Return model-config.yaml for the handler, with the author's values of keys that are ours, too."""
+        config = dict(self.config)
+        authors: Mapping[str, Any] = config.pop(AUTHORS_KEYS, {})
+        return {**config, **authors}
 
     @property
     def tensors(self) -> bool:
         """Return whether a row is ``{name: array}``, whatever form its request had."""
-        return self.option("tensors") is True
+        return self.config.get("tensors") is True
 
     @property
     def signature(self) -> Signature | None:
         """Return the declared inputs and outputs; None where its file declares none."""
-        document = self.option("signature")
+        document = self.config.get("signature")
         return signature.read(document) if document is not None else None
 
     @property
     def capture(self) -> CapturePolicy | None:
         """Return which of its requests are captured; None where its file configures no capture."""
-        document = self.option("capture")
+        document = self.config.get("capture")
         return capture.read(document) if document is not None else None
 
     @property

@@ -101,7 +101,7 @@ def check_model(
         config = translate_parallelism(config)
         _check_parallelism(directory, config, where)
     _check_weights(directory, manifest, built_in, config.trusted is True)
-    return config if task == config.task else config.with_option("task", task)
+    return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
 
 
 def _with_trust(config: ModelConfig, trusted: bool, manifest: Manifest) -> ModelConfig:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from serve_app.domain import autoscaling, capture, signature, validation
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
-from serve_app.domain.model import CONFIG_SECTION as SECTION
+from serve_app.domain.model import AUTHORS_KEYS
 from serve_app.domain.pool import is_pool_name
 from serve_app.domain.signature import Signature
 from serve_app.domain.validation import did_you_mean
@@ -21,6 +21,8 @@ from serve_app.model_store.manifest import CONFIG, Manifest, read_document, reso
 from serve_app.telemetry.logs import LEVELS
 
 log = logging.getLogger("torchrelay.manifest")
+
+SECTION = "torchrelay"  # of a file, with our keys alone; they win
 
 
 class _KeyType(NamedTuple):
@@ -89,10 +91,9 @@ def _own_key(type_: _KeyType, key: str = "") -> Any:
 class ModelConfig:
     """The contents of ``model-config.yaml``: the keys that the server reads, None where absent.
 
-    ``raw`` is the whole document, for handlers. Where the file has a section ``torchrelay``, or a value of
-    the author's own under one of our keys, ``raw`` has that section with all of our keys that apply. Times
-    are in seconds by default; ``max_batch_delay``, ``client_timeout`` and the sequence times are in
-    milliseconds.
+    ``raw`` is the whole document; those of its section ``torchrelay`` replace other values. The values of an
+    author's own under our keys are in ``raw`` under AUTHORS_KEYS, for the handler. Times are in seconds by
+    default; ``max_batch_delay``, ``client_timeout`` and the sequence times are in milliseconds.
     """
 
     min_workers: int | None = _torchserve_key("minWorkers", _CLAMPED_INTEGER)
@@ -169,11 +170,6 @@ class ModelConfig:
         }
         return [key for key, is_set in requested.items() if is_set]
 
-    def with_option(self, key: str, value: Any) -> ModelConfig:
-        """Return the configuration with another value of one of our keys."""
-        section = {SECTION: {**self.raw[SECTION], key: value}} if SECTION in self.raw else {}
-        return replace(self, **{key: value}, raw={**self.raw, key: value, **section})
-
     @classmethod
     def read(cls, directory: Path, manifest: Manifest) -> ModelConfig:
         """Return the configuration that the manifest names, by default an empty one.
@@ -197,12 +193,15 @@ class ModelConfig:
         except validation.DocumentError as error:
             raise ConfigurationError(where, str(error)) from None
         known = {f.metadata.get("key", f.name): f for f in fields(cls) if f.metadata}
+        section = _parse_section(raw.pop(SECTION, None), known, where)
         values: dict[str, Any] = {}
-        own: dict[str, Any] = {}
-        has_section = SECTION in raw
-        for key, value in raw.items():
+        authors: dict[str, Any] = {}
+        for key, value in list(raw.items()):
             if key not in known:
                 _warn_of_resemblance(key, [*known, *HANDLER_KEYS], where)
+                continue
+            if key in section:
+                authors[key] = value
                 continue
             entry = known[key]
             description, parse_value = entry.metadata["type"]
@@ -213,14 +212,13 @@ class ModelConfig:
                 if "ours" in entry.metadata and (strict or isinstance(value, dict)):
                     raise ConfigurationError(where, problem) from None
                 log.warning("%s: %s; it is ignored", where, problem)
-                has_section = has_section or "ours" in entry.metadata
-            else:
-                own |= {key: value} if "ours" in entry.metadata else {}
-        for key, (name, value) in _parse_section(raw.get(SECTION), known, where).items():
-            values[name] = value
-            own[key] = raw[SECTION][key]
-        if has_section:
-            raw = {**raw, SECTION: own}
+                if "ours" in entry.metadata:
+                    authors[key] = raw.pop(key)
+        for key, (value, parsed) in section.items():
+            raw[key], values[known[key].name] = value, parsed
+        authors.pop("trusted", None)  # no file decides about its own trust, whatever reads it
+        if authors:
+            raw[AUTHORS_KEYS] = authors
         if values.get("routing") == "prefix" and values.get("sequence_batching"):
             raise ConfigurationError(
                 where, "routing and sequenceBatching: the sequence selects the replica; remove one"
@@ -238,8 +236,8 @@ def _warn_of_resemblance(key: Any, known: list[str], where: str) -> None:
         log.warning("%s: %r is left to the handler; did you mean %r?", where, key, near)
 
 
-def _parse_section(section: Any, known: Mapping[str, Field[Any]], where: str) -> dict[str, tuple[str, Any]]:
-    """Return the field and value of each key in the section ``torchrelay``. Raises ConfigurationError."""
+def _parse_section(section: Any, known: Mapping[str, Field[Any]], where: str) -> dict[str, tuple[Any, Any]]:
+    """Return each key of the section with its value and the parsed one. Raises ConfigurationError."""
     if section is None:
         return {}
     if not isinstance(section, dict):
@@ -252,7 +250,7 @@ def _parse_section(section: Any, known: Mapping[str, Field[Any]], where: str) ->
             raise ConfigurationError(where, f"{SECTION}: unknown key {key!r}{hint}")
         description, parse_value = known[key].metadata["type"]
         try:
-            parsed[key] = known[key].name, parse_value(value)
+            parsed[key] = value, parse_value(value)
         except (ValueError, BadRequest) as error:
             problem = str(error) or f"{key}: {value!r} must be {description}"
             raise ConfigurationError(where, f"{SECTION}: {problem}") from None

@@ -154,8 +154,7 @@ class Runner:
         if runs_code:  # a child process that runs a module imports from its working directory first
             os.chdir(self._directory)
             os.environ["PYTHONPATH"] = f"{self._directory}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        configured = self._spec.option("pin")
-        pinned = self._pin and self._gpu is None if configured is None else configured
+        pinned = self._spec.config.get("pin", self._pin and self._gpu is None)
         if (number := thread_limits.intra_op_threads(self._spec, available, pinned)) is not None:
             thread_limits.set_threads(number)
             if pinned:
@@ -344,7 +343,7 @@ class Runner:
     def _profile(self) -> None:
         """Let ``profile:`` in model-config.yaml record the first batches; afterwards nothing of it stays."""
         try:
-            count = profiling.parse_batch_count(self._spec.option("profile"))
+            count = profiling.parse_batch_count(self._spec.config.get("profile"))
         except ValueError as error:
             raise self._start_failed(f"model-config.yaml: {error}") from None
         if not count or self._profiles is None:
@@ -374,7 +373,7 @@ class Runner:
         return warmup_batch_sizes(most)[1:]
 
     def _sample_files(self) -> list[str]:
-        named = self._spec.option("samples")
+        named = self._spec.config.get("samples")
         if named is None:
             folder = self._directory / "samples"
             if not folder.is_dir():

@@ -2,12 +2,19 @@
 
 import dataclasses
 import logging
+import zipfile
 
 import pytest
+import yaml
 
+from serve_app.domain import limits
 from serve_app.domain.model import ModelSpec
-from serve_app.errors import ConfigurationError
+from serve_app.errors import ConfigurationError, LimitExceeded
+from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.model_check import check_model
 from serve_app.model_store.model_config import ModelConfig
+from serve_app.settings import Settings
+from tests.support.archives import ECHO, make_archive
 
 
 def parse(text: str) -> ModelConfig:
@@ -91,7 +98,10 @@ def test_a_wrong_value_of_ours_is_refused_in_our_section_and_else_the_authors(li
     with caplog.at_level(logging.WARNING):
         config = parse(line)
     assert dataclasses.replace(config, raw={}) == ModelConfig()
-    assert config.raw["torchrelay"] == {} and config.raw.keys() == {key, "torchrelay"}
+    value = yaml.safe_load(line)[key]
+    assert repr(config.raw) == repr({} if key == "trusted" else {"torchrelay": {key: value}})  # NaN, too
+    spec = ModelSpec("m", "1.0", "m.mar", "", "", config=config.raw)
+    assert repr(spec.handler_config) == repr({} if key == "trusted" else {key: value})
     assert f"echo.mar/c.yaml: {key}: " in caplog.text
 
 
@@ -104,8 +114,27 @@ def test_values_of_the_section_win_and_the_handler_has_its_own():
     config = parse("pin: 1234\nnum_cpus: 1\ntorchrelay: {pin: true, num_cpus: 2, batchSize: 4}")
     assert (config.pin, config.num_cpus, config.batch_size) == (True, 2.0, 4)
     spec = ModelSpec("m", "1.0", "m.mar", "", "", config=config.raw)
-    assert (spec.option("pin"), spec.option("num_cpus")) == (True, 2)
+    assert (spec.config["pin"], spec.config["num_cpus"]) == (True, 2)
     assert spec.handler_config == {"pin": 1234, "num_cpus": 1, "batchSize": 4}
+
+
+@pytest.mark.parametrize(
+    "text", ["torchrelay: {trusted: true}", "{torchrelay: {trusted: false}, trusted: true}"]
+)
+def test_no_file_decides_about_its_own_trust(text, tmp_path):
+    archive = make_archive(tmp_path, "m", ECHO, config=yaml.safe_load(text))
+    with zipfile.ZipFile(archive) as file:
+        file.extractall(tmp_path / "m")
+    config = check_model(tmp_path / "m", Manifest.read(tmp_path / "m", "m.mar"))
+    assert config.trusted is None
+    assert "trusted" not in ModelSpec("m", "1.0", "m.mar", "", "", config=config.raw).handler_config
+
+
+def test_numbers_of_the_section_have_limits_and_count_everywhere():
+    config = parse("torchrelay: {minWorkers: 5000000, tensor_parallel: 2}")
+    assert config.sharded and config.raw == {"minWorkers": 5000000, "tensor_parallel": 2}
+    with pytest.raises(LimitExceeded):
+        limits.check(config.raw, Settings().limits, "c.yaml")
 
 
 @pytest.mark.parametrize("section", ["3", "[a]", "{batchsize: 4}", "{unknown: 1}"])

@@ -214,7 +214,7 @@ def describe_version(description: VersionDescription) -> ModelDescription:
         document["schemas"] = dict(status.schemas)
     if spec.handler:
         document["handler"] = spec.handler
-    if task := spec.option("task"):
+    if task := spec.config.get("task"):
         document["task"] = task
     if adapters := spec.all_adapters:
         document["adapters"] = sorted(adapter.name for adapter in adapters)

@@ -21,7 +21,7 @@ def intra_op_threads(spec: ModelSpec, cores: int, pinned: bool = False) -> int |
     ``pinned`` replica. With autoscaling the maximum number of replicas counts, so that none takes a core from
     another.
     """
-    configured: Any = spec.option("threads") or ("auto" if pinned else None)
+    configured: Any = spec.config.get("threads") or ("auto" if pinned else None)
     if configured != "auto":
         threads: int | None = configured
         return threads
