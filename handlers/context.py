@@ -59,6 +59,9 @@ class RequestHeaders(dict[str, Any]):
         dict.__setitem__(self, self._find(name), value)
         self._folded = None
 
+    def __delitem__(self, name: str) -> None:
+        dict.__delitem__(self, self._find(name))
+
     def get(self, name: str, default: Any = None) -> Any:
         return dict.get(self, self._find(name), default)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from serve_app.control.pools.selection import select_pool
 from serve_app.domain import limits
-from serve_app.domain.model import ModelRef, ModelSpec, Registration
+from serve_app.domain.model import NAME, VERSION, ModelRef, ModelSpec, Registration
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import BadRequest, ConfigurationError
 from serve_app.model_store.manifest import Manifest, handler_module
@@ -22,8 +22,6 @@ _PREFIX_CACHING_HANDLERS = ("llm", "vllm_handler", "trt_llm_handler")
 RUNTIMES = ("python", "python3", "LSP")
 
 # A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.
-_ROUTE_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_VERSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _MAX_LENGTH = 100
 
 # Keys of model-config.yaml for which other sources count too; a spec has all others as the file has them.
@@ -250,8 +248,7 @@ def _runtime(runtime: str) -> str:
 
 def _ref(name: str, version: str) -> ModelRef:
     check_word(name, "a model's name has")
-    # Semantic versions have build metadata: 1.0+cu118.
-    _check(_VERSION, version, "a version has letters, digits and any of _ . - +")
+    _check(VERSION, version, "a version has letters, digits and any of _ . - +")
     ref = ModelRef(name, version)
     if len(ref.app) > _MAX_LENGTH:
         raise BadRequest(
@@ -263,7 +260,7 @@ def _ref(name: str, version: str) -> ModelRef:
 
 def check_word(word: str, such: str) -> None:
     """Raise BadRequest for a word that cannot be part of a route; ``such`` starts the explanation."""
-    _check(_ROUTE_SEGMENT, word, f"{such} letters, digits and any of _ . -")
+    _check(NAME, word, f"{such} letters, digits and any of _ . -")
 
 
 def _check(valid: re.Pattern[str], word: str, what: str) -> None:

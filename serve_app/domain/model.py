@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +24,8 @@ _NO_REVISION = ("memory", "min_workers", "max_workers", "autoscaling", "signed_b
 Phase = Literal["stopped", "idle", "loading", "ready", "failed"]
 
 
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of a model, which is part of a route
+VERSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # semantic versions have build metadata: 1.0+cu118
 AUTHORS_KEYS = "torchrelay"  # of a configuration: values of the author's own under keys that are ours
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from handlers import FOLDER_HANDLERS, HANDLERS, HandlerLoadError, extras, tasks
 from handlers.distributed.degrees import check_divisible, degrees, layout
 from handlers.loading import pickle_scan
+from serve_app.domain.model import NAME, VERSION
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError, InvalidArchive
 from serve_app.model_store.large_model_config import (
@@ -35,8 +35,6 @@ from serve_app.model_store.model_config import ModelConfig
 
 log = logging.getLogger("torchrelay.model_check")
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_VERSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # semantic versions have build metadata: 1.0+cu118
 _SHARDED_HANDLERS = ("causal_lm", "llm")  # built-in handlers that are sharded by configuration alone
 
 
@@ -55,11 +53,11 @@ def check_model(
     (``dataclasses.replace``). Raises InvalidArchive and ConfigurationError.
     """
     for what, name, valid in (
-        ("model name", manifest.model_name, _NAME),
-        ("version", manifest.version, _VERSION),
+        ("model name", manifest.model_name, NAME),
+        ("version", manifest.version, VERSION),
     ):
         if not valid.fullmatch(name):
-            signs = "'_', '-' and '.'" if valid is _NAME else "'_', '-', '+' and '.'"
+            signs = "'_', '-' and '.'" if valid is NAME else "'_', '-', '+' and '.'"
             remedy = f"use letters, digits, {signs}, and begin with a letter, a digit or '_'"
             raise InvalidArchive(manifest.archive, f"the {what} {name!r} cannot be part of a route; {remedy}")
     if manifest.runtime not in ("python", "python3"):

@@ -28,6 +28,7 @@ class MainThread:
     def __init__(self) -> None:
         self._offered: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._stop: Callable[[], None] | None = None  # of the work in progress
+        self._lock = threading.Lock()
 
     def offer(self) -> None:
         """Let handler threads take the main thread, which is going to call ``run_work``."""
@@ -42,9 +43,10 @@ class MainThread:
 
     def take(self, work: Callable[[], None], stop: Callable[[], None]) -> bool:
         """Let the main thread run ``work``; return False where it is not offered, or taken."""
-        if self._offered is None or self._stop is not None:
-            return False
-        self._stop = stop
+        with self._lock:
+            if self._offered is None or self._stop is not None:
+                return False
+            self._stop = stop
         self._offered.put(work)
         return True
 

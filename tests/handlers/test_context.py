@@ -73,6 +73,8 @@ def test_all_headers_are_found_in_any_case_and_include_the_inputs(context: Conte
     headers["x-USER"] = "bob"
     assert dict(headers)["X-User"] == headers.pop("x-user") == "bob" and "X-User" not in headers
     assert context.get_request_header(0, "data") == {"content-type": "image/png"}
+    del headers["DATA"]
+    assert "data" not in headers
 
 
 def test_sequence_headers_are_configurable(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

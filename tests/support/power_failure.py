@@ -1,4 +1,4 @@
-"""What a power failure leaves of a folder: the writes that were synced, by a record of system calls (strace).
+"""The state of a folder after a power failure, by a record of system calls (strace).
 
 The record starts while the folder is empty. A file that is written and not synced loses these bytes; a
 rename that is not synced loses the name. The sync of a file keeps its own name and those of the folders
@@ -46,7 +46,7 @@ def permit_strace() -> None:
 
 @dataclass
 class _File:
-    """What of a file is lost: bytes by their range, all of them, or its name."""
+    """The loss of a file: bytes by their range, all of them, or its name."""
 
     ranges: list[tuple[int, int]] = field(default_factory=list)
     all: bool = False

@@ -30,7 +30,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """What an author wrote; ``difference`` is the reason why the answers of the two servers differ."""
+    """An author's archive and its requests.
+
+    ``difference`` is the reason why the answers of the two servers differ.
+    """
 
     name: str
     handler: str
