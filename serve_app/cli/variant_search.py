@@ -23,6 +23,7 @@ VARIANTS = (
     "onnx-fp16", "onnx-fused", "onnx-fused-fp16",
     "torchscript", "export", "aotinductor",
 )  # fmt: skip
+SEARCH_COMMAND = (sys.executable, "-m", "handlers.optimize.search")
 _NOISE = 1.05  # two medians of the same model differ by so much
 
 
@@ -48,9 +49,8 @@ def run_variant_search(job: dict[str, Any]) -> dict[str, Any]:
         transient=True,
     ) as bars:  # fmt: skip
         bar = bars.add_task("Loading the model", total=None)
-        command = [sys.executable, "-m", "handlers.optimize.search"]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            SEARCH_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         ) as process:
             try:
                 assert process.stdin is not None and process.stdout is not None

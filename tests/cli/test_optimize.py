@@ -32,6 +32,7 @@ from serve_app.cli import variant_search
 from serve_app.cli.app import app
 from tests.support.archives import make_archive
 from tests.support.requirements import needs_program
+from tests.support.variant_timings import fix_timings
 
 MODEL = """
 import torch
@@ -119,8 +120,11 @@ def test_variant_names_match() -> None:
 
 
 @pytest.mark.slow
-def test_fastest_variant_within_the_tolerance_is_the_next_version(archive: Path, tmp_path: Path) -> None:
-    result = run(str(archive), "--output", str(tmp_path), "--try", "int8", "--rounds", "5")
+def test_fastest_variant_within_the_tolerance_is_the_next_version(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix_timings(monkeypatch)
+    result = run(str(archive), "--output", str(tmp_path), "--try", "int8", "--rounds", "1")
     assert result.exit_code == 0, result.output
     for word in ("plain", "int8", "batch 1", "batch 4", "3 samples, 1 threads", "net-1.1.mar: net 1.1, int8"):
         assert word in result.output, result.output
@@ -135,12 +139,15 @@ def test_fastest_variant_within_the_tolerance_is_the_next_version(archive: Path,
 
 
 @pytest.mark.nightly
-def test_graph_replaces_the_model_class(archive: Path, tmp_path: Path) -> None:
+def test_graph_replaces_the_model_class(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix_timings(monkeypatch, {"onnx-int8": 0.002})
     arguments = (
         "--try",
         "onnx,onnx-int8",
         "--rounds",
-        "5",
+        "1",
         "--version",
         "2.0-graph",
         "--rtol",
@@ -292,10 +299,13 @@ def sentences(tmp_path: Path) -> Iterator[tuple[list[dict[str, Any]], list[str]]
 
 
 @pytest.mark.slow
-def test_model_of_the_server_keeps_name_task_and_versions(tmp_path: Path, sentences: Any) -> None:
+def test_model_of_the_server_keeps_name_task_and_versions(
+    tmp_path: Path, sentences: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix_timings(monkeypatch)
     versions, arguments = sentences
     (tmp_path / "a.txt").write_text("A kitten hunts mice in the tall grass behind the barn.")
-    arguments += ["--sample", str(tmp_path / "a.txt"), "--try", "int8", "--rounds", "5", "--batch-size", "4"]
+    arguments += ["--sample", str(tmp_path / "a.txt"), "--try", "int8", "--rounds", "1", "--batch-size", "4"]
     alone = run("sentences", *arguments)
     assert alone.exit_code == 1 and "sentences was registered with its own handler. Pass its" in alone.output
     versions[0]["task"] = "feature-extraction"
