@@ -13,12 +13,19 @@ from coverage import Coverage
 
 PERIOD_S = 1.0
 _IMPORTED_IN = os.getpid()
+_saving_in: set[int] = set()  # process ids
 
 
 def coverage_init(registry: Any, options: dict[str, Any]) -> None:
-    """Start the thread, which the fork server must not have: only its forks do."""
-    is_fork_server = any("fork_server" in argument for argument in sys.orig_argv)
-    if os.getpid() != _IMPORTED_IN or not is_fork_server:
+    """Start the thread in a worker of Ray, and in a fork of the fork server, which itself must have none.
+
+    A second thread in a process would end SQLite with a segmentation fault. Other processes save their data
+    when they end.
+    """
+    arguments = " ".join(sys.orig_argv)
+    is_worker = "default_worker" in arguments or ("fork_server" in arguments and os.getpid() != _IMPORTED_IN)
+    if is_worker and os.getpid() not in _saving_in:
+        _saving_in.add(os.getpid())
         threading.Thread(target=_save_repeatedly, name="coverage", daemon=True).start()
 
 
