@@ -175,6 +175,7 @@ class LanguageModel:
             if request.chat
             else [await self._encode(prompt) for prompt in request.prompts]
         )
+        openai.check_prompt_logprobs(request, prompts)
         if request.stream:
             context.set_response_content_type(index, openai.EVENT_STREAM)
 
@@ -185,9 +186,8 @@ class LanguageModel:
             sampling, is_echo_due = request.sampling, request.echo
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=sampling.seed + number % request.n)
-            parsed = ParsedRequest(
-                prompt, request.max_new_tokens, sampling, request.stops, request.stream, adapter
-            )
+            limits = request.max_new_tokens, sampling, request.stops, request.stream
+            parsed = ParsedRequest(prompt, *limits, adapter, request.prompt_logprobs)
 
             def take_echo() -> str:  # after the engine has accepted the prompt's tokens
                 nonlocal is_echo_due
@@ -303,9 +303,8 @@ class LanguageModel:
             )
         salt = context.get_request_header(index, "cache_salt")  # of the server, by the key's owner
         salt = salt if isinstance(salt, str) else ""
-        request = GenerationRequest(
-            f"{uuid.uuid4()}", prompt, count, parsed.sampling, self.end_tokens, salt, parsed.adapter
-        )
+        options = parsed.sampling, self.end_tokens, salt, parsed.adapter, parsed.prompt_logprobs
+        request = GenerationRequest(f"{uuid.uuid4()}", prompt, count, *options)
         detokenizer = Detokenizer(self._decode, parsed.stops)
         timings = _RequestTimings(context, index, self.engine)
         finish_reason: str | None = None
@@ -319,6 +318,7 @@ class LanguageModel:
                 cached_tokens = chunk.cached_tokens
                 ids += chunk.tokens
                 text = detokenizer.push(chunk.tokens)
+                logprobs += chunk.prompt_logprobs
                 logprobs += [logprob for logprob in chunk.logprobs if logprob.token not in self.end_tokens]
                 if send is not None and text:
                     send(text, logprobs)

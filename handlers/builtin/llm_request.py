@@ -41,6 +41,7 @@ class ParsedRequest:
     stops: tuple[str, ...]
     stream: bool
     adapter: str | None = None
+    prompt_logprobs: int | None = None
 
 
 def parse_request(row: Mapping[str, Any], default: SamplingParams) -> ParsedRequest:

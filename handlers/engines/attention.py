@@ -138,14 +138,25 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    cache: Any,
+    cache: Any = None,
     scaling: float | None = None,
     **step_args: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute a layer's attention: (1, heads, tokens, width) to (1, tokens, heads, width).
 
     transformers calls it with the engine's ``cache``; ``step_args`` describe the rows (PagedAttentionArgs).
+    Without a cache, the forward pass is not the engine's and has a mask.
     """
+    if cache is None:
+        attended = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return attended.transpose(1, 2).contiguous(), None
     step: _AttentionStep | None = getattr(_thread_state, "step", None)
     if step is None or step.source is not step_args["read_index"]:
         [key_offsets] = step_args["cu_seq_lens_k"].values()

@@ -37,6 +37,7 @@ from handlers.engines.engine import (
     validate_request,
 )
 from handlers.engines.lora import Adapter, AdapterTable
+from handlers.engines.prompt_logprobs import PromptScorer
 from handlers.engines.structured_output import GrammarCompiler
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import device
@@ -94,6 +95,7 @@ class ContinuousBatching:
     ) -> None:
         self.model = model
         self._adapters = AdapterTable(model, adapter_options or AdapterOptions())
+        self._prompt_scorer = PromptScorer(model, self._adapters)
         self.sharded = sharded
         self.sizes = dict(sizes)
         self.prefix_caching = prefix_caching
@@ -165,6 +167,11 @@ class ContinuousBatching:
         if request.id in self._token_queues:
             raise ValueError(f"a request {request.id!r} is under way already: give each an id of its own")
         output_format = request.sampling.structured_output
+        if request.prompt_logprobs is not None:
+            scored = await self._score_prompt(request.prompt, request.prompt_logprobs, adapter)
+            yield GenerationChunk([], None if request.max_new_tokens else "length", prompt_logprobs=scored)
+            if not request.max_new_tokens:
+                return
         matcher = None
         if output_format is not None:  # invalid ones must not reach the loop
             matcher = await asyncio.to_thread(self._grammars.compile, output_format, request.stop_token_ids)
@@ -199,6 +206,16 @@ class ContinuousBatching:
         finally:
             self._cancel(stream)
 
+    async def _score_prompt(
+        self, prompt: Sequence[int], count: int, adapter: Adapter | None
+    ) -> list[Logprob]:
+        if self.sharded:
+            raise PredictionException(
+                "echo together with logprobs is not served with tensor_parallel by the engine transformers.",
+                400,
+            )
+        return await self._prompt_scorer.score(prompt, count, adapter)
+
     async def abort(self, id: str) -> None:
         stream = self._token_queues.get(id)
         if stream is not None:
@@ -215,6 +232,7 @@ class ContinuousBatching:
 
     async def shutdown(self) -> None:
         self._closed = True
+        self._prompt_scorer.close()
         manager, self._manager = self._manager, None
         for id in list(self._token_queues):
             await self.abort(id)

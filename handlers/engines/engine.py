@@ -61,11 +61,12 @@ class SamplingParams:
 class Logprob:
     """The natural log-probability of ``token`` before temperature, top k and top p.
 
-    ``top_tokens`` holds (token, log-probability) pairs, the most likely first.
+    The first token of a prompt has none. ``top_tokens`` holds (token, log-probability) pairs, the most likely
+    first.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top_tokens: tuple[tuple[int, float], ...] = ()
 
 
@@ -74,7 +75,9 @@ class GenerationRequest:
     """A request with a unique ``id``; generation stops after any of ``stop_token_ids``.
 
     Requests share cached prefixes only with requests of the same ``cache_salt`` and the same adapter.
-    ``adapter`` is the name of a loaded adapter; without one, the base model generates.
+    ``adapter`` is the name of a loaded adapter; without one, the base model generates. ``prompt_logprobs``
+    requests the log-probability of each token of the prompt and of that many most likely tokens; with it,
+    ``max_new_tokens`` may be 0.
     """
 
     id: str
@@ -84,6 +87,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     adapter: str | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ class GenerationChunk:
     """A chunk of new ``tokens``.
 
     Only the last chunk has a ``finish_reason``: ``stop``, ``length`` or ``abort``. ``logprobs`` has one entry
-    per token where the request has ``logprobs``. ``cached_tokens`` is how many tokens of the prompt were in
+    per token where the request has ``logprobs``. The first chunk has ``prompt_logprobs`` where the request
+    has; the others have none. ``cached_tokens`` is how many tokens of the prompt were in
     the cache, or None where the engine does not report it.
     """
 
@@ -99,6 +104,7 @@ class GenerationChunk:
     finish_reason: str | None = None
     logprobs: Sequence[Logprob] = ()
     cached_tokens: int | None = None
+    prompt_logprobs: Sequence[Logprob] = ()
 
 
 class Engine(Protocol):
@@ -178,7 +184,7 @@ def validate_request(request: GenerationRequest, vocab_size: int, capacity: int)
 
 
 def _check_length(request: GenerationRequest, capacity: int) -> None:
-    if request.max_new_tokens < 1:
+    if request.max_new_tokens < (0 if request.prompt_logprobs is not None else 1):
         raise PredictionException(f"max_new_tokens is {request.max_new_tokens}; it is 1 or more.", 400)
     total = len(request.prompt) + request.max_new_tokens
     if total > capacity:

@@ -7,8 +7,10 @@ the tokens of its own requests, so rows of different adapters and of the base mo
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,15 @@ class Adapter:
         return self  # transformers copies a request's arguments when it preempts the request
 
 
+class _Step(threading.local):
+    """The adapters of the tokens in the step that runs on a thread."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[Adapter, slice | torch.Tensor]] = []
+        self.token_count = 0
+        self.is_fixed = False  # by ``AdapterTable.apply``
+
+
 class AdapterTable:
     """The adapters of a transformers model, and the hooks that apply them."""
 
@@ -48,8 +59,7 @@ class AdapterTable:
         self._adapters: dict[str, Adapter] = {}
         self._hooked: set[str] = set()
         self._inputs_and_outputs: Any = None
-        self._spans: list[tuple[Adapter, slice | torch.Tensor]] = []
-        self._token_count = 0
+        self._step = _Step()
         model.register_forward_pre_hook(self._begin_step)
 
     @property
@@ -94,9 +104,22 @@ class AdapterTable:
         """Forget the loop's batch processor, which holds its cache."""
         self._inputs_and_outputs = None
 
+    @contextlib.contextmanager
+    def apply(self, adapter: Adapter | None, token_count: int) -> Iterator[None]:
+        """Apply an adapter to all of so many tokens in this thread's forward passes."""
+        step = self._step
+        step.is_fixed, step.token_count = True, token_count
+        step.spans = [] if adapter is None else [(adapter, slice(0, token_count))]
+        try:
+            yield
+        finally:
+            step.is_fixed, step.spans = False, []
+
     def _begin_step(self, module: torch.nn.Module, args: Any) -> None:
         """Find the tokens of each adapter in the step that begins."""
-        self._spans = []
+        if self._step.is_fixed:
+            return
+        self._step.spans = []
         if self._inputs_and_outputs is None:
             return
         tokens: dict[Adapter, list[int]] = {}
@@ -106,8 +129,8 @@ class AdapterTable:
             if adapter is not None:
                 tokens.setdefault(adapter, []).extend(range(start, start + row.query_length))
             start += row.query_length
-        self._token_count = start
-        self._spans = [(adapter, self._to_index(indices)) for adapter, indices in tokens.items()]
+        self._step.token_count = start
+        self._step.spans = [(adapter, self._to_index(indices)) for adapter, indices in tokens.items()]
 
     def _to_index(self, indices: list[int]) -> slice | torch.Tensor:
         """Return a slice of contiguous tokens, which needs no copy, or else a tensor."""
@@ -119,15 +142,16 @@ class AdapterTable:
         def add_adapters(
             module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
         ) -> None:
-            if not self._spans:
+            step = self._step
+            if not step.spans:
                 return
             inputs, outputs = args[0].flatten(0, -2), output.view(-1, output.shape[-1])
-            if len(inputs) != self._token_count:
+            if len(inputs) != step.token_count:
                 raise RuntimeError(
-                    f"{path} has {len(inputs)} tokens in a step of {self._token_count}: adapters cannot be "
+                    f"{path} has {len(inputs)} tokens in a step of {step.token_count}: adapters cannot be "
                     "applied to this layer"
                 )
-            for adapter, index in self._spans:
+            for adapter, index in step.spans:
                 weights = adapter.weights.get(path)
                 if weights is not None:
                     outputs[index] += linear(linear(inputs[index], weights[0]), weights[1])

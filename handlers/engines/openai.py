@@ -133,6 +133,7 @@ class CompletionRequest:
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    prompt_logprobs: int | None = None  # of the echoed prompts
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
@@ -218,7 +219,7 @@ def format_ignored(names: Sequence[str]) -> str:
 def check_output_size(request: CompletionRequest, default_new_tokens: int) -> None:
     """Raise PredictionException 400 where the response could have too many tokens and logprobs."""
     choices = request.n * max(1, len(request.prompts))
-    new_tokens = request.max_new_tokens or default_new_tokens
+    new_tokens = default_new_tokens if request.max_new_tokens is None else request.max_new_tokens
     top = (request.sampling.logprobs or 0) + 1
     if choices * new_tokens * top > _MAX_OUTPUT:
         raise PredictionException(
@@ -228,14 +229,28 @@ def check_output_size(request: CompletionRequest, default_new_tokens: int) -> No
         )
 
 
+def check_prompt_logprobs(request: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise PredictionException 400 where the response would have too many logprobs of prompts."""
+    if request.prompt_logprobs is None:
+        return
+    if sum(map(len, prompts)) * (request.prompt_logprobs + 1) > _MAX_OUTPUT:
+        raise PredictionException(
+            f"{len(prompts)} prompts with {request.prompt_logprobs} logprobs of each token are more than "
+            f"{_MAX_OUTPUT}: send several requests.",
+            400,
+        )
+
+
 def _parse_completion(body: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = _number(body, "logprobs", int, None, 0, _MAX_LOGPROBS[COMPLETIONS])
     echo = _flag(body, "echo")
-    if echo and logprobs is not None:
-        raise PredictionException("echo together with logprobs is not served: ask for one of them.", 400)
+    with_prompt = echo and logprobs is not None
+    if with_prompt and body.get("n", 1) != 1:
+        raise PredictionException("echo together with logprobs goes with n: 1.", 400)
     return {
         "prompts": _parse_prompts(body.get("prompt")),
-        "max_new_tokens": _number(body, "max_tokens", int, None, 1, MAX_COUNT),
+        "max_new_tokens": _number(body, "max_tokens", int, None, 0 if with_prompt else 1, MAX_COUNT),
+        "prompt_logprobs": logprobs if with_prompt else None,
         "logprobs": logprobs,
         "echo": echo,
     }

@@ -120,7 +120,10 @@ class CompletionResponse:
             offsets.append(self._offsets.setdefault(index, 0))
             self._offsets[index] += len(token)
         top_logprobs = [
-            {self._decode([token]): value for token, value in logprob.top_tokens} for logprob in logprobs
+            None
+            if logprob.logprob is None
+            else {self._decode([token]): value for token, value in logprob.top_tokens}
+            for logprob in logprobs
         ]
         return {
             "tokens": tokens,
@@ -134,5 +137,5 @@ class CompletionResponse:
         return {**_entry(text, logprob.logprob), "top_logprobs": top_logprobs}
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
+def _entry(token: str, logprob: float | None) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}

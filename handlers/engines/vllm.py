@@ -134,12 +134,13 @@ class VLLM:
                 top_p=sampling.top_p,
                 seed=sampling.seed,
                 logprobs=sampling.logprobs,
+                prompt_logprobs=request.prompt_logprobs,
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 repetition_penalty=sampling.repetition_penalty,
                 logit_bias=dict(sampling.logit_bias) or None,
                 structured_outputs=_convert_structured_output(sampling.structured_output),
-                max_tokens=request.max_new_tokens,
+                max_tokens=max(1, request.max_new_tokens),
                 stop_token_ids=list(request.stop_token_ids),
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
@@ -149,11 +150,16 @@ class VLLM:
             async with contextlib.aclosing(generated) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
+                    scored = _convert_prompt_logprobs(request, output.prompt_logprobs)
+                    if not request.max_new_tokens:  # vLLM generates one token at least
+                        yield GenerationChunk([], "length", (), output.num_cached_tokens, scored)
+                        return
                     yield GenerationChunk(
                         list(completion.token_ids),
                         completion.finish_reason,
                         _convert_logprobs(completion, sampling.logprobs),
                         output.num_cached_tokens,
+                        scored,
                     )
         except Exception as error:  # vLLM's own error classes are not RuntimeErrors
             if self._engine.errored:
@@ -212,9 +218,24 @@ def _convert_logprobs(completion: Any, count: int | None) -> list[Logprob]:
     """Convert vLLM's log-probabilities: its mappings hold the token beside the most likely ones."""
     if count is None:
         return []
-    converted = []
-    for token, candidates in zip(completion.token_ids, completion.logprobs):
-        ordered = sorted(candidates.items(), key=lambda item: -item[1].logprob)[:count]
-        top_tokens = tuple((candidate, entry.logprob) for candidate, entry in ordered)
-        converted.append(Logprob(token, candidates[token].logprob, top_tokens))
-    return converted
+    return [
+        _convert_logprob(token, candidates, count)
+        for token, candidates in zip(completion.token_ids, completion.logprobs)
+    ]
+
+
+def _convert_prompt_logprobs(request: GenerationRequest, logprobs: Any) -> list[Logprob]:
+    """Convert those of a prompt, whose first token has none. vLLM sends them once."""
+    if request.prompt_logprobs is None or not logprobs:
+        return []
+    return [
+        _convert_logprob(token, candidates, request.prompt_logprobs)
+        for token, candidates in zip(request.prompt, logprobs)
+    ]
+
+
+def _convert_logprob(token: int, candidates: Mapping[int, Any] | None, count: int) -> Logprob:
+    if candidates is None:
+        return Logprob(token, None)
+    ordered = sorted(candidates.items(), key=lambda item: -item[1].logprob)[:count]
+    return Logprob(token, candidates[token].logprob, tuple((each, entry.logprob) for each, entry in ordered))

@@ -21,6 +21,7 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
     data = bytes(text)
     if not _has_long_number(data):
         return orjson.loads(data)
+    orjson.loads(data)  # Python's json reads any number of levels from 3.12 on
     try:
         return json.loads(data, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:

@@ -185,8 +185,14 @@ class _ExtractedTree:
         for link in links:
             if not _resolve(link, self.name).is_relative_to(home.resolve()):
                 raise self.refuse(f"the link {link.name!r} {_LEAVES}")
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a link may dangle
+            try:
                 link.stat()  # a target whose name is too long fails here, and not at each later use
+            except (FileNotFoundError, NotADirectoryError):  # a link may dangle
+                pass
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise _link_loop(link, self.name) from None
         return home
 
     def _new_path(self, name: str) -> PurePosixPath:
@@ -335,8 +341,12 @@ def _link_target(path: Path, home: Path, name: str) -> bytes:
 def _resolve(path: Path, name: str) -> Path:
     try:
         return path.resolve()
-    except (OSError, RuntimeError):  # which of them depends on Python's version
-        raise InvalidArchive(name, f"the link {path.name!r} is part of a loop; remove it") from None
+    except (OSError, RuntimeError):  # which of them, and whether any, depends on Python's version
+        raise _link_loop(path, name) from None
+
+
+def _link_loop(link: Path, archive: str) -> InvalidArchive:
+    return InvalidArchive(archive, f"the link {link.name!r} is part of a loop; remove it")
 
 
 def too_deep(settings: ModelStoreSettings) -> str:

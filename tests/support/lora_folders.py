@@ -36,8 +36,8 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, strength: float = 0.3,
     return folder
 
 
-def generate(base: Path, adapter: Path | None, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """Return the greedy tokens of transformers' ``generate`` with peft's adapter."""
+def load_model(base: Path, adapter: Path | None) -> Any:
+    """Return transformers' model of a folder, with peft's adapter."""
     import peft
     import transformers
 
@@ -45,6 +45,12 @@ def generate(base: Path, adapter: Path | None, prompt: list[int], count: int, **
     if adapter is not None:
         with _ignore_warnings():
             model = peft.PeftModel.from_pretrained(model, adapter)
+    return model
+
+
+def generate(base: Path, adapter: Path | None, prompt: list[int], count: int, **options: Any) -> list[int]:
+    """Return the greedy tokens of transformers' ``generate`` with peft's adapter."""
+    model = load_model(base, adapter)
     ids = torch.tensor([prompt])
     generated = model.generate(
         input_ids=ids,

@@ -271,6 +271,8 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         document = exact_json.loads(body)
     except orjson.JSONDecodeError as error:
         try:
+            if "depth" in error.msg:  # Python's json has no limit from 3.12 on
+                raise ValueError from error
             document = json.loads(body)
         except (ValueError, RecursionError):
             raise InvalidBody(f"The body is not JSON: {error}.") from None

@@ -43,6 +43,7 @@ VLLM_SOURCES = {
                 assert output_kind is RequestOutputKind.DELTA and detokenize is False
                 self.params = (temperature, top_k, top_p, seed, stop_token_ids)
                 self.max_tokens, self.logprobs, self.others = max_tokens, logprobs, others
+                self.prompt_logprobs = others.pop("prompt_logprobs")
 
         class StructuredOutputsParams:
             def __init__(self, **fields):
@@ -105,7 +106,13 @@ VLLM_SOURCES = {
                     if sampling_params.logprobs is not None:
                         values = {token: SimpleNamespace(logprob=-2.0), 3: SimpleNamespace(logprob=-0.5)}
                         completion.logprobs = [values]
-                    yield SimpleNamespace(outputs=[completion], num_cached_tokens=16)
+                    output = SimpleNamespace(outputs=[completion], num_cached_tokens=16, prompt_logprobs=None)
+                    if sampling_params.prompt_logprobs is not None and not count:
+                        tokens = prompt["prompt_token_ids"]
+                        likely = SimpleNamespace(logprob=-0.5)
+                        values = [{t: SimpleNamespace(logprob=-t), 3: likely} for t in tokens]
+                        output.prompt_logprobs = [None, *values[1:]]
+                    yield output
 
             async def abort(self, request_id):
                 self.aborted.append(request_id)
@@ -156,6 +163,13 @@ def test_requests_are_converted_for_vllm(tmp_path: Path) -> None:
         [chunk] = [chunk async for chunk in engine.generate(with_logprobs)]
         assert list(chunk.logprobs) == [Logprob(6, -2.0, ((3, -0.5),))]
         assert (chunk.cached_tokens, own.cache_salt) == (16, None)
+        prompt = [Logprob(5, None), Logprob(9, -9, ((3, -0.5),))]
+        for count in (0, 2):
+            rated = GenerationRequest("rated", [5, 9], count, prompt_logprobs=1)
+            chunks = [chunk async for chunk in engine.generate(rated)]
+            assert list(chunks[0].prompt_logprobs) == prompt
+            assert [chunk.tokens for chunk in chunks] == ([[10], [11]] if count else [[]])
+            assert chunks[-1].finish_reason == "length"
         await collect(engine, GenerationRequest("adapter", [5], 1, cache_salt="poet"))
         assert own.cache_salt == "poet"
         await engine.abort("one")

@@ -289,6 +289,7 @@ async def test_responses_of_long_batches_are_sent_once_the_next_batch_runs():
     await batcher.close()
     assert [row.done() for row in rows] == [True, True]
     assert bodies(await asyncio.gather(*rows)) == ["a", "b"]
+    await asyncio.sleep(0)  # the callbacks of a done future run afterwards
     assert reported == ["b", "a"]
 
 
