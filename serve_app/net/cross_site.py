@@ -21,7 +21,7 @@ from serve_app.settings import is_loopback
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 # TorchServe's routes that run a model or make a key with every method, by their first and last segment.
 _ACTIVE_ROUTES = frozenset(("predictions", "explanations", "invocations", "wfpredict", "token"))
-_ACTIVE_ENDS = frozenset(("predict", "explain", "infer", "invoke"))
+_ACTIVE_ENDS = frozenset(("predict", "explain", "infer", "invoke", "invocations"))
 _MAX_REMEMBERED_HOSTS = 256
 
 

@@ -92,6 +92,7 @@ def test_one_answer_by_every_way(ways: dict[str, str]) -> None:
         "/v1/models/ways:predict",
         "/invocations?model_name=ways",
         "/models/ways/invoke",
+        "/endpoints/ways/invocations",
         "/ways/predict",
         "/ways/1.0/predict?model=input",
     ],

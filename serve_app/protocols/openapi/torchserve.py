@@ -106,6 +106,9 @@ INFERENCE = API(
         "/v1/models/{model_name}:explain": _inference("v1_explain", f"{_EXPLAIN} KServe's version 1."),
         "/v2/models/{model_name}/explain": _inference("v2_explain", _EXPLAIN),
         "/models/{model_name}/invoke": _inference("invoke", f"{_PREDICT} {_QUERY_IS_INPUT}"),
+        "/endpoints/{model_name}/invocations": _inference(
+            "invoke_endpoint", f"{_PREDICT} The client of SageMaker's runtime calls it. {_QUERY_IS_INPUT}"
+        ),
         "/{model_name}/predict": _inference("legacy_predict", f"{_PREDICT} {_QUERY_IS_INPUT}"),
         f"/{_VERSION}/predict": _inference("legacy_predict_version", f"{_PREDICT_VERSION} {_QUERY_IS_INPUT}"),
         "/invocations": _inference(

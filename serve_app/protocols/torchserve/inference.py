@@ -127,7 +127,7 @@ class InferenceRoutes:
                 return self._explain_v2
             case ["experiments", _, "events"] if self._control is not None:
                 return self._record_rewards
-            case ["models", _, "invoke"]:
+            case ["models", _, "invoke"] | ["endpoints", _, "invocations"]:
                 return self._model_in_path
             case ["models", *_]:
                 return None
@@ -180,12 +180,16 @@ class InferenceRoutes:
         await self._infer(exchange, exchange.segments[2], None, "explain")
 
     async def _model_in_path(self, exchange: HttpExchange) -> None:
-        """Handle ``/models/{model}/invoke``, ``/{model}/predict`` and ``/{model}/{version}/predict``.
+        """Handle ``/{model}/predict``, ``/{model}/{version}/predict`` and SageMaker's routes.
 
-        The parameters of the query are inputs.
+        These are ``/models/{model}/invoke`` and ``/endpoints/{model}/invocations``. The parameters of the
+        query are inputs.
         """
         first, second, *rest = exchange.segments
-        model, version = (second, None) if first == "models" else (first, second if rest else None)
+        if rest in ([], ["predict"]):
+            model, version = first, second if rest else None
+        else:
+            model, version = second, None
         await self._infer(exchange, model, version, query=_query_inputs(exchange))
 
     async def _invocations(self, exchange: HttpExchange) -> None:

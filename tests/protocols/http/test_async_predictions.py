@@ -71,6 +71,7 @@ def test_result_equals_the_synchronous_response(start: Callable[..., Server]) ->
         ("/explanations/m", b"x"),
         ("/v1/models/m:predict", b'{"instances": [1]}'),
         ("/models/m/invoke?a=1", b"x"),
+        ("/endpoints/m/invocations", b"x"),
         ("/m/predict", b"x"),
         ("/invocations?model_name=m", b"x"),
         ("/v2/models/m/versions/2.0/infer", TENSORS),
@@ -201,7 +202,6 @@ def test_queued_prediction_is_cancelled_and_never_runs(start: Callable[..., Serv
 def test_response_expires(start: Callable[..., Server]) -> None:
     server = start(async_predictions={"retention_s": 0.05})
     location = server.submit()
-    server.wait_for_state(location, "done")
 
     async def is_swept() -> bool:
         return await server.service._store.load() == []

@@ -277,6 +277,7 @@ ASKS = [
     "/explanations/m/1.0",
     "/invocations?model_name=m",
     "/models/m/invoke",
+    "/endpoints/m/invocations",
     "/m/predict",
 ]
 

@@ -120,6 +120,7 @@ def test_inference_port_elsewhere_accepts_any_host_or_the_allowed_ones(inference
         ("POST", "/invocations"),
         ("POST", "/explanations/m"),
         ("POST", "/models/m/invoke"),
+        ("GET", "/endpoints/m/invocations"),
         ("POST", "/v1/models/m:predict"),
         ("GET", "/m/predict"),
         ("POST", "/v2/models/m/infer"),

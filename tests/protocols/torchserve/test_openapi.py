@@ -200,6 +200,7 @@ ASK = [
     "/v1/models/m:predict",
     "/invocations?model_name=m",
     "/models/m/invoke",
+    "/endpoints/m/invocations",
     "/m/predict",
     "/m/2.0/predict",
 ]

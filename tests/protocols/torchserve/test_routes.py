@@ -35,6 +35,7 @@ NO_NAME = (400, "BadRequestException", "Parameter model_name is required.")
         ("/v1/models/m:explain/", None, "explain"),
         ("/v2/models/m/explain", None, "explain"),
         ("/models/m/invoke", None, "predict"),
+        ("/endpoints/m/invocations", None, "predict"),
         ("/m/predict", None, "predict"),
         ("/m/2.0/predict/", "2.0", "predict"),
         ("/invocations?model_name=m", None, "predict"),
@@ -60,7 +61,9 @@ def test_query_is_ignored_where_torchserve_ignores_it(inference, path: str) -> N
     assert app.backend.requests[0].inputs == (InputPart("body", b"x"),)
 
 
-@pytest.mark.parametrize("path", ["/models/m/invoke", "/m/predict", "/m/1.0/predict"])
+@pytest.mark.parametrize(
+    "path", ["/models/m/invoke", "/endpoints/m/invocations", "/m/predict", "/m/1.0/predict"]
+)
 def test_the_query_comes_before_the_body(inference, path: str) -> None:
     app = inference()
     app("POST", f"{path}?a=1&b=%20c+d&a=2&e", b"x")
@@ -125,6 +128,8 @@ def test_an_invocation_that_could_be_for_any_model(inference, loaded: dict[str, 
         "/models/m/predict",
         "/models/predict",
         "/models/m/1.0/invoke",
+        "/endpoints/m",
+        "/endpoints/m/1.0/invocations",
         "/v1/models/m:predict/1.0",
         "/m/1.0/2.0/predict",
         "//m",
@@ -146,6 +151,7 @@ def test_unknown_routes_are_404(inference, path: str) -> None:
         ("/predictions/x/../m", "x"),
         ("/predictions/a+b", "a+b"),
         ("/models/none/invoke", "none"),
+        ("/endpoints/none/invocations", "none"),
         ("/none/predict", "none"),
         ("/invocations?model_name=none", "none"),
     ],
@@ -188,6 +194,7 @@ def test_the_first_segment_decides(inference, path: str) -> None:
         ("/models", False, None),
         ("/models/m", False, "model_not_found"),  # by management, which has none here
         ("/models/m/invoke", True, None),
+        ("/endpoints/m/invocations", True, None),
         ("/v1/models/m", False, "model_not_found"),
         ("/v1/models/m:predict", True, None),
         ("/m/predict", True, None),
