@@ -1,4 +1,4 @@
-"""A plugin of coverage that saves the data of a process every second: Ray ends its workers with SIGKILL."""
+"""A plugin of coverage that saves the data of a process every two seconds: Ray ends its workers with SIGKILL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from coverage import Coverage
 
-PERIOD_S = 1.0
+PERIOD_S = 2.0
 _IMPORTED_IN = os.getpid()
 _saving_in: set[int] = set()  # process ids
 
