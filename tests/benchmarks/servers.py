@@ -331,6 +331,7 @@ def torchserve(folder: Path, model_store: Path, cache: Path = CACHE) -> Iterator
         "enable_model_api": "true",
         "job_queue_size": 1000,
         "disable_system_metrics": "true",
+        "install_py_dep_per_model": "true",
         "model_store": model_store.resolve(),
     }
     (run / "config.properties").write_text("".join(f"{k}={v}\n" for k, v in config.items()))

@@ -1,4 +1,4 @@
-"""A plugin of coverage that saves the data of a process every two seconds: Ray ends its workers with SIGKILL."""
+"""A plugin of coverage that saves a process's data every two seconds: Ray ends its workers with SIGKILL."""
 
 from __future__ import annotations
 

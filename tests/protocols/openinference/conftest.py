@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
-import shutil
-import subprocess
-import sys
 import threading
-import venv
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +39,8 @@ from serve_app.runtime.tensor_codec import TensorRowCodec
 from serve_app.settings import InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.client_environments import client_python
 from tests.support.ports import free_port
-from tests.support.server import ROOT
 
 Handle = Callable[[list[Any], Context], Any]
 
@@ -180,39 +174,8 @@ class Models:
 
 @pytest.fixture(scope="session")
 def kserve_python() -> Path:
-    """Create an environment with KServe's clients, once for each list of them; return its interpreter.
-
-    Skips the test if pip reaches no index.
-    """
-    requirements = ROOT / "tests/support/client_programs/kserve.txt"
-    digest = sha256(requirements.read_bytes()).hexdigest()[:8]
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    environment = ROOT / f".venv/clients/kserve-{python}-{digest}"
-    environment.parent.mkdir(parents=True, exist_ok=True)
-    with (environment.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes
-        if not (environment / "ready").exists():
-            shutil.rmtree(environment, ignore_errors=True)
-            venv.create(environment)
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "--python",
-                environment,
-                "--disable-pip-version-check",
-                "install",
-                "-q",
-            ]
-            retries = ["--retries", "10", "--timeout", "60"]
-            process = subprocess.run(
-                [*pip, *retries, "-r", requirements], capture_output=True, text=True, check=False
-            )
-            if process.returncode and "from versions: none" in process.stderr:
-                pytest.skip(f"needs a package index: {process.stderr[-500:]}")
-            assert process.returncode == 0, process.stderr
-            (environment / "ready").touch()
-    return environment / "bin/python"
+    """Return the interpreter of an environment with KServe's clients."""
+    return client_python("kserve")
 
 
 @pytest.fixture
