@@ -150,7 +150,10 @@ def test_a_guide_is_short_and_in_the_index(page: Path) -> None:
 
 
 def test_the_pages_are_short() -> None:
-    pages = [page for page in PAGES if page.name not in ("CHANGELOG.md", "CODE_OF_CONDUCT.md")]
+    logs = {
+        ROOT / name for name in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "tests/torchserve_cases/README.md")
+    }
+    pages = [page for page in PAGES if page not in logs]
     assert sum(len(page.read_text().split()) for page in pages) <= 30_000
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 

@@ -19,7 +19,7 @@ from handlers.metrics.errors import (
     MetricsCacheTypeError,
     MetricsCacheValueError,
 )
-from handlers.metrics.metric import CachingMetric
+from handlers.metrics.metric import CachingMetric, Metric
 from handlers.metrics.types import MetricTypes
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class MetricCache:
 
     def __init__(self, model_name: str | None = None) -> None:
         self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
+        self.store: list[Metric] = []  # stays empty, as TorchServe's does; handlers pass it to emit_metrics
         self.model_name = model_name
         self._request_ids: Mapping[int, str] | str | None = None
         self._all_request_ids: str | None = None  # the ids of all rows, joined on first use

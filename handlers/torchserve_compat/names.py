@@ -43,6 +43,7 @@ NAMES: dict[str, dict[str, str]] = {
         **_CONTEXT,
         **_EXCEPTION,
         "RequestProcessor": "handlers.context:RequestProcessor",
+        "emit_metrics": "handlers.metrics:emit_metrics",
         "get_yaml_config": "handlers.torchserve_compat.model_config:get_yaml_config",
     },
     "ts.utils.hf_utils": {"download_model": "handlers.torchserve_compat.hub:download_model"},

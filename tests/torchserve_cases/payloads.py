@@ -8,6 +8,8 @@ import wave
 import zipfile
 from collections.abc import Mapping
 
+import numpy as np
+
 
 def make_zip(files: Mapping[str, str]) -> bytes:
     """Return a zip file with these texts."""
@@ -41,4 +43,11 @@ def make_wave() -> bytes:
         file.setsampwidth(2)
         file.setframerate(8000)
         file.writeframes(b"\x10\x27" * 100)
+    return buffer.getvalue()
+
+
+def make_array() -> bytes:
+    """Return a file of numpy.save."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(6, dtype=np.float32).reshape(2, 3))
     return buffer.getvalue()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.torchserve_cases.case import Case, Request, form
+import gzip
+
+from tests.torchserve_cases.case import Case, Request, ask, form
+from tests.torchserve_cases.payloads import make_array
 from tests.torchserve_cases.python_cases import each
 
 JSON = {"Content-Type": "application/json"}
@@ -133,6 +136,47 @@ GIVEN_CASES = (
         each("'plus'"),
         (Request(), Request(suffix="/1.0%2Bcu118"), Request(suffix="/1.0+cu118")),
         version="1.0+cu118",
+    ),
+    Case(
+        "body_of_two_lists", each("[len(row['body']), row['body'][1]]"), (ask([[1], [2]]), ask([1.5, None]))
+    ),
+    Case("percent_in_the_body", each("row['body'].decode()"), (Request(b"100%25 a+b&c=d"),)),
+    Case(
+        "url_encoded_form",
+        each("{k: v.decode() if hasattr(v, 'decode') else v for k, v in row.items()}"),
+        (Request(b"data=a%20b&n=1", {"Content-Type": "application/x-www-form-urlencoded"}),),
+    ),
+    Case("query_beside_a_body", each("sorted(row)"), (Request(suffix="?data=x&k=2"),)),
+    Case(
+        "empty_body", each("{k: str(v) for k, v in row.items()}"), (Request(b""), Request(b"", method="GET"))
+    ),
+    Case(
+        "thousand_lines",
+        each("len(row['body'].decode().splitlines())"),
+        (Request(b"line\n" * 1000, {"Content-Type": "application/octet-stream"}),),
+    ),
+    Case(
+        "text_of_a_python_literal",
+        each("sum(ast.literal_eval(row['body'].decode())['values'])", "import ast"),
+        (Request(b"{'keys': ('a', 'b'), 'values': [1, 2]}"),),
+    ),
+    Case(
+        "samples_in_json",
+        each(
+            "np.asarray(row['body']['samples'], np.int16).astype(np.float32).mean().item()",
+            "import numpy as np",
+        ),
+        (ask({"samples": [1, -2, 32767, -32768]}),),
+    ),
+    Case(
+        "array_file",
+        each("np.load(io.BytesIO(row['body'])).sum(0).tolist()", "import io\nimport numpy as np"),
+        (Request(make_array(), {"Content-Type": "application/x-npy"}),),
+    ),
+    Case(
+        "compressed_body",
+        each("gzip.decompress(row['body']).decode()", "import gzip"),
+        (Request(gzip.compress(b"hello", mtime=0), {"Content-Type": "application/octet-stream"}),),
     ),
 )
 

@@ -27,6 +27,7 @@ from handlers.builtin.image_classifier import ImageClassifier
 from handlers.builtin.vision import CenterCrop, Compose, Normalize, Resize, ToRGB, ToTensor, VisionHandler
 from handlers.context import Context
 from handlers.errors import PredictionException
+from handlers.images import check_image
 
 MODEL = """
 import torch
@@ -285,6 +286,14 @@ def test_resizing_enlarges_no_image_beyond_the_limit(width: int, height: int, si
 def test_images_of_usual_proportions_are_resized() -> None:
     for size in ((4000, 3000), (20_000, 500), (1, 1), (28, 28), (128, 30_000), (1, 64)):
         assert min(Resize(256).output_size(size)) == 256
+
+
+def test_the_limit_holds_for_images_that_are_not_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow only warns of them."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 300 - 1)
+    warnings.simplefilter("ignore")
+    with pytest.raises(PredictionException, match="it has 90000 pixels, and the limit is 89999"):
+        check_image(encode_png(make_noise(300, 300)))
 
 
 @pytest.mark.parametrize("limited", [True, False])

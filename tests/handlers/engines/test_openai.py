@@ -218,38 +218,6 @@ def test_echo_returns_the_prompt(model: ServedModel) -> None:
         assert "".join(event["text"] for event in response if event["index"] == index) == choice["text"]
 
 
-def test_echo_with_logprobs_rates_the_prompt(model: ServedModel) -> None:
-    """As lm-eval sends it, whole and streamed; ``max_tokens`` 0 generates nothing."""
-    params = {"prompt": [model.tokens("Roses are"), model.tokens("Violets")], "logprobs": 1, "temperature": 0}
-    plain = model(openai.COMPLETIONS, **params, max_tokens=4)
-    echoed = model(openai.COMPLETIONS, **params, max_tokens=4, echo=True)
-    rated = model(openai.COMPLETIONS, **params, max_tokens=0, echo=True)
-    assert rated["usage"]["completion_tokens"] == 0
-    for prompt, without, both, only in zip(
-        params["prompt"], plain["choices"], echoed["choices"], rated["choices"]
-    ):
-        logprobs, count = both["logprobs"], len(prompt)
-        assert "".join(logprobs["tokens"]) == both["text"] == only["text"] + without["text"]
-        for name in ("token_logprobs", "tokens"):
-            parts = [*only["logprobs"][name][1:], *without["logprobs"][name]]
-            assert logprobs[name][1:] == (parts if name == "tokens" else pytest.approx(parts, abs=1e-5))
-        assert logprobs["text_offset"] == list(range(count + 4))
-        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
-        assert all(-40 < value < 0 for value in logprobs["token_logprobs"][1:])
-        assert only["finish_reason"] == "length"
-    events = model.events(openai.COMPLETIONS, **params, max_tokens=4, echo=True)
-    for index, choice in enumerate(echoed["choices"]):
-        parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
-        assert "".join(part["text"] for part in parts) == choice["text"]
-        values = [value for part in parts if part["logprobs"] for value in part["logprobs"]["token_logprobs"]]
-        assert values[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
-    with pytest.raises(PredictionException, match="more than 1048576: send several requests"):
-        request = openai.parse_request(
-            openai.COMPLETIONS, {"body": {**params, "echo": True}}, SamplingParams()
-        )
-        openai.check_prompt_logprobs(request, [range(2**19)] * 2)
-
-
 def test_the_model_is_listed(model: ServedModel) -> None:
     response = model(openai.MODELS, body=b"")
     assert response["object"] == "list"

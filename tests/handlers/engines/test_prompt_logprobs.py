@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 import transformers
 
 from handlers import engines
-from handlers.engines.engine import GenerationRequest, Logprob
+from handlers.engines import openai
+from handlers.engines.engine import GenerationRequest, Logprob, SamplingParams
 from handlers.errors import PredictionException
 from tests.support.hf_folders import save_llama
 from tests.support.lora_folders import load_model, save_adapter
+from tests.support.served_llm import ServedModel
 
 pytestmark = pytest.mark.integration
 
@@ -26,6 +28,13 @@ PROMPT = [(7 * i * i + 3 * i) % 251 for i in range(300)]  # three chunks, of whi
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"), max_position_embeddings=512, initializer_range=0.2)
+
+
+@pytest.fixture
+def model(language_model: Path) -> Iterator[ServedModel]:
+    made = ServedModel(language_model)
+    yield made
+    made.close()
 
 
 def run_with_engine(folder: Path, function: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
@@ -120,3 +129,35 @@ def test_scores_that_are_not_numbers_fail_their_request_only(folder: Path) -> No
         assert len(await rate(engine, [1, 2], new=2)) == 2
 
     run_with_engine(folder, run)
+
+
+def test_echo_with_logprobs_rates_the_prompt(model: ServedModel) -> None:
+    """As lm-eval sends it, whole and streamed; ``max_tokens`` 0 generates nothing."""
+    params = {"prompt": [model.tokens("Roses are"), model.tokens("Violets")], "logprobs": 1, "temperature": 0}
+    plain = model(openai.COMPLETIONS, **params, max_tokens=4)
+    echoed = model(openai.COMPLETIONS, **params, max_tokens=4, echo=True)
+    rated = model(openai.COMPLETIONS, **params, max_tokens=0, echo=True)
+    assert rated["usage"]["completion_tokens"] == 0
+    for prompt, without, both, only in zip(
+        params["prompt"], plain["choices"], echoed["choices"], rated["choices"]
+    ):
+        logprobs, count = both["logprobs"], len(prompt)
+        assert "".join(logprobs["tokens"]) == both["text"] == only["text"] + without["text"]
+        for name in ("token_logprobs", "tokens"):
+            parts = [*only["logprobs"][name][1:], *without["logprobs"][name]]
+            assert logprobs[name][1:] == (parts if name == "tokens" else pytest.approx(parts, abs=1e-5))
+        assert logprobs["text_offset"] == list(range(count + 4))
+        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+        assert all(-40 < value < 0 for value in logprobs["token_logprobs"][1:])
+        assert only["finish_reason"] == "length"
+    events = model.events(openai.COMPLETIONS, **params, max_tokens=4, echo=True)
+    for index, choice in enumerate(echoed["choices"]):
+        parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        values = [value for part in parts if part["logprobs"] for value in part["logprobs"]["token_logprobs"]]
+        assert values[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
+    with pytest.raises(PredictionException, match="more than 1048576: send several requests"):
+        request = openai.parse_request(
+            openai.COMPLETIONS, {"body": {**params, "echo": True}}, SamplingParams()
+        )
+        openai.check_prompt_logprobs(request, [range(2**19)] * 2)
