@@ -66,7 +66,7 @@ def own_server(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Iterato
         for archive_name, parameters in (
             ("chat.mar", {}),
             ("simple.mar", {}),
-            ("minilm", {"task": "feature-extraction"}),
+            ("minilm", {}),
         ):
             query = {"url": archive_name, "initial_workers": 1, "synchronous": "true", **parameters}
             response = server.management.post("/models", params=query)
@@ -85,11 +85,12 @@ def test_lm_eval_has_the_log_probabilities_of_the_model(own_server: Server, llam
 
     output = run_client(client_python("clients"), "lm_eval_client.py", own_server.url, str(llama))
     found = json.loads(output.splitlines()[-2])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     model = transformers.AutoModelForCausalLM.from_pretrained(llama).eval()
-    for index, values in enumerate(found):
+    for question, values in found.items():
         for answer, value in zip(("yes", "no"), values):
-            context = list(f"Is {index} odd?".encode())
-            tokens = [*context, *f" {answer}".encode()]
+            context = tokenizer.encode(question)
+            tokens = [*context, *tokenizer.encode(f" {answer}")]
             with torch.no_grad():
                 logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             positions = range(len(context), len(tokens))

@@ -53,7 +53,9 @@ assert 0 <= results["results"]["choice"]["acc,none"] <= 1
 logprobs = [answer for sample in results["samples"]["choice"] for answer in sample["filtered_resps"]]
 assert len(logprobs) == 12 and all(value < 0 for value, _ in logprobs), logprobs
 assert len(results["samples"]["text"]) == 6
-print(
-    json.dumps([[value for value, _ in sample["filtered_resps"]] for sample in results["samples"]["choice"]])
-)
+answers = {
+    sample["doc"]["question"]: [value for value, _ in sample["filtered_resps"]]
+    for sample in results["samples"]["choice"]
+}
+print(json.dumps(answers))
 print("every call was answered")

@@ -35,7 +35,7 @@ frame = pd.DataFrame({"a": [1, 2], "b": [3.5, 4.5]})
 mlflow = ScoringServerClient(host, port)
 mlflow.ping()
 mlflow.wait_server_ready()
-assert list(mlflow.invoke(frame)) == [4.5, 6.5]
+assert mlflow.invoke(frame)["predictions"] == [4.5, 6.5]
 
 runtime = boto3.client(
     "sagemaker-runtime", endpoint_url=base, region_name="eu-west-1",
