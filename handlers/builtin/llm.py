@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from handlers import engines
+from handlers import engines, ignored_fields
 from handlers.builtin.llm_adapters import LoadedAdapters, select_adapter
 from handlers.builtin.llm_request import PARAMETERS, ParsedRequest, parse_request
 from handlers.distributed.degrees import degrees, layout
@@ -21,6 +21,7 @@ from handlers.engines.detokenizer import Detokenizer
 from handlers.engines.engine import Engine, GenerationRequest, Logprob, SamplingParams
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain.unsupported import refuse_explanations
+from handlers.ignored_fields import format_ignored
 
 _MAX_INLINE_CHARACTERS = 8192  # of a prompt; the tokens of longer ones take more than some milliseconds
 _DEFAULT_NEW_TOKENS = 256  # where neither the request nor the configuration has max_new_tokens
@@ -167,7 +168,7 @@ class LanguageModel:
         request = openai.parse_request(path, row, self.default_sampling)
         openai.check_output_size(request, self.max_new_tokens or _DEFAULT_NEW_TOKENS)
         if request.ignored:
-            context.set_response_header(index, openai.IGNORED_HEADER, openai.format_ignored(request.ignored))
+            context.set_response_header(index, ignored_fields.HEADER, format_ignored(request.ignored))
         adapter = select_adapter(context, index, request.model)
         response = openai_response.CompletionResponse(request, context.model_name, self._decode)
         prompts = (

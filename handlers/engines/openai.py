@@ -28,11 +28,9 @@ COMPLETIONS = "v1/completions"
 CHAT = "v1/chat/completions"
 
 EVENT_STREAM = "text/event-stream"
-IGNORED_HEADER = "x-torchrelay-ignored"  # of a response: unknown fields of the request
 
 _MAX_CHOICES = 128  # of one request
 _MAX_STOPS = 16
-_MAX_IGNORED = 20  # names of unknown fields in the response header
 _MAX_OUTPUT = 2**20  # tokens of all choices, each counted once and once for each of its top_logprobs
 _MAX_LOGPROBS = {COMPLETIONS: 5, CHAT: 20}  # most likely tokens, reported beside each token
 
@@ -206,14 +204,6 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
         ignored=tuple(sorted(ignored)),
         **parsed,
     )
-
-
-def format_ignored(names: Sequence[str]) -> str:
-    """Return unknown fields for a response header, in which any client's text must be safe."""
-    plain = [name[:64] for name in names if name.isascii() and name.replace("-", "_").isidentifier()]
-    shown = plain[:_MAX_IGNORED]
-    others = [f"{len(names) - len(shown)} others"] if len(shown) < len(names) else []
-    return ", ".join([*shown, *others])
 
 
 def check_output_size(request: CompletionRequest, default_new_tokens: int) -> None:

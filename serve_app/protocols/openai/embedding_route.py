@@ -7,6 +7,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, Respon
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, version_headers
 from serve_app.protocols.openai import embeddings, errors
+from serve_app.protocols.openai.fields import build_ignored_header
 from serve_app.protocols.openai.inference import OpenAIRoutes, parse_object
 from serve_app.settings import Settings
 
@@ -44,7 +45,8 @@ class EmbeddingRoute:
         embeddings.check_response(response)
         request, model = exchange.parsed
         body = embeddings.encode_response(request, model, [response])
-        return 200, [JSON, *version_headers(response)], body
+        headers = [JSON, *version_headers(response), *build_ignored_header(request.ignored)]
+        return 200, headers, body
 
     def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
         return errors.render_error(exchange, error, self._shown)

@@ -12,9 +12,10 @@ import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain.request import InferenceResponse, InputPart, ResponseStream
-from serve_app.domain.validation import STRICT, documented
+from serve_app.domain.validation import documented
 from serve_app.errors import HandlerRejected
 from serve_app.protocols.openai.errors import InvalidField
+from serve_app.protocols.openai.fields import find_ignored
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 _FORMATS = ("float", "base64")
@@ -28,7 +29,6 @@ _Text = Annotated[str, documented(minLength=1)]
 class EmbeddingsBody(TypedDict):
     """The body of a request."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     model: Annotated[str, documented("name, or name:version", minLength=1)]
     input: _Text | Annotated[list[_Text], documented(minItems=1, maxItems=MAX_INPUTS)]
     encoding_format: NotRequired[Literal["float", "base64"]]
@@ -53,9 +53,6 @@ class EmbeddingList(TypedDict):
     usage: EmbeddingUsage
 
 
-_FIELDS = tuple(EmbeddingsBody.__annotations__)
-
-
 @dataclass(frozen=True)
 class EmbeddingRequest:
     """A parsed request.
@@ -65,6 +62,7 @@ class EmbeddingRequest:
 
     inputs: tuple[str, ...]
     base64: bool
+    ignored: tuple[str, ...] = ()
 
     @property
     def rows(self) -> list[tuple[InputPart, ...]]:
@@ -76,6 +74,7 @@ class EmbeddingRequest:
 
 def parse_request(body: Mapping[str, Any]) -> EmbeddingRequest:
     """Parse a body. Raises InvalidField."""
+    ignored = find_ignored(body, EmbeddingsBody)
     inputs = body.get("input")
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
@@ -93,10 +92,7 @@ def parse_request(body: Mapping[str, Any]) -> EmbeddingRequest:
     encoding_format = body.get("encoding_format")
     if encoding_format not in (None, *_FORMATS):
         raise InvalidField(f"encoding_format is one of {', '.join(_FORMATS)}.", "encoding_format")
-    for field, value in body.items():
-        if field not in _FIELDS and value is not None:
-            raise InvalidField(f"{field!r} is not known here: there are {', '.join(_FIELDS)}.", field)
-    return EmbeddingRequest(tuple(texts), encoding_format == "base64")
+    return EmbeddingRequest(tuple(texts), encoding_format == "base64", ignored)
 
 
 def build_inputs(text: str) -> tuple[InputPart, ...]:

@@ -31,6 +31,7 @@ from serve_app.protocols.http.exchange import (
 from serve_app.protocols.http.sse import EVENT_STREAM, KeepAlive
 from serve_app.protocols.openai import embeddings, errors, ranking
 from serve_app.protocols.openai.errors import InvalidField
+from serve_app.protocols.openai.fields import build_ignored_header
 from serve_app.protocols.openai.model_ids import (
     OpenAIModel,
     describe_model,
@@ -74,7 +75,10 @@ class OpenAIModelList(TypedDict):
 
 
 class RowsRequest(Protocol):
-    """A parsed request of several rows, whose responses become one."""
+    """A parsed request of several rows, whose responses become one; ``ignored`` are its unknown fields."""
+
+    @property
+    def ignored(self) -> Sequence[str]: ...
 
     @property
     def rows(self) -> list[tuple[InputPart, ...]]: ...
@@ -228,7 +232,7 @@ class OpenAIRoutes:
             if admission is not None:
                 admission.release()
         exchange.version = responses[0].version
-        headers = [JSON, *version_headers(responses[0])]
+        headers = [JSON, *version_headers(responses[0]), *build_ignored_header(rows_request.ignored)]
         await exchange.send_response(200, headers, body)
 
     async def _infer_rows(

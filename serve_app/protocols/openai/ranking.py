@@ -18,6 +18,7 @@ from serve_app.domain.request import InferenceResponse, InputPart
 from serve_app.domain.validation import STRICT, documented
 from serve_app.protocols.openai.embeddings import MAX_INPUTS
 from serve_app.protocols.openai.errors import InvalidField
+from serve_app.protocols.openai.fields import find_ignored
 
 # A model of several labels returns two, and is refused. Other models ignore the parameters.
 _PARAMETERS = {"top_k": 2, "tokens": True}
@@ -30,7 +31,6 @@ _Model = Annotated[str, documented("name, or name:version", minLength=1)]
 class ScoreBody(TypedDict):
     """Two texts, or lists of as many texts; a single ``text_1`` is compared with each of ``text_2``."""
 
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     model: _Model
     text_1: _Texts
     text_2: _Texts
@@ -63,7 +63,6 @@ class RerankDocument(TypedDict):
 
 
 class RerankBody(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
     model: _Model
     query: _Text
     documents: Annotated[list[_Text | RerankDocument], documented(minItems=1, maxItems=MAX_INPUTS)]
@@ -96,6 +95,7 @@ class RankingRequest:
     """The pairs of a request; each is a row."""
 
     pairs: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
 
     @property
     def rows(self) -> list[tuple[InputPart, ...]]:
@@ -146,7 +146,6 @@ class RerankRequest(RankingRequest):
 
 def parse_score(body: Mapping[str, Any]) -> ScoreRequest:
     """Parse a body of ``/v1/score``. Raises InvalidField."""
-    _check_fields(body, ScoreBody)
     first, second = _parse_texts(body, "text_1"), _parse_texts(body, "text_2")
     if len(first) == 1:
         first *= len(second)
@@ -154,12 +153,11 @@ def parse_score(body: Mapping[str, Any]) -> ScoreRequest:
         raise InvalidField(
             f"text_1 has {len(first)} texts, and text_2 {len(second)}: give as many, or one text_1.", "text_1"
         )
-    return ScoreRequest(tuple(zip(first, second)))
+    return ScoreRequest(tuple(zip(first, second)), find_ignored(body, ScoreBody))
 
 
 def parse_rerank(body: Mapping[str, Any]) -> RerankRequest:
     """Parse a body of ``/v1/rerank``. Raises InvalidField."""
-    _check_fields(body, RerankBody)
     query, documents = body.get("query"), body.get("documents")
     if not isinstance(query, str) or not query:
         raise InvalidField("query is a text that is not empty.", "query")
@@ -172,15 +170,7 @@ def parse_rerank(body: Mapping[str, Any]) -> RerankRequest:
     if return_documents is not None and not isinstance(return_documents, bool):
         raise InvalidField("return_documents is true or false.", "return_documents")
     pairs = tuple((query, text) for text in _parse_texts({"documents": texts}, "documents"))
-    return RerankRequest(pairs, top_n, return_documents is not False)
-
-
-def _check_fields(body: Mapping[str, Any], allowed: type) -> None:
-    for field, value in body.items():
-        if field not in allowed.__annotations__ and value is not None:
-            raise InvalidField(
-                f"{field!r} is not known here: there are {', '.join(allowed.__annotations__)}.", field
-            )
+    return RerankRequest(pairs, find_ignored(body, RerankBody), top_n, return_documents is not False)
 
 
 def _parse_texts(body: Mapping[str, Any], field: str) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from handlers.engines import openai
 from handlers.engines.engine import SamplingParams
 from handlers.errors import PredictionException
+from handlers.ignored_fields import format_ignored
 from tests.support.served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
 
 pytestmark = pytest.mark.integration
@@ -263,9 +264,9 @@ def test_unknown_fields_are_named_and_template_variables_reach_the_template() ->
     }
     request = openai.parse_request(openai.CHAT, {"body": body}, SamplingParams())
     assert request.ignored == ("another", "zzz")
-    assert openai.format_ignored(request.ignored) == "another, zzz"
+    assert format_ignored(request.ignored) == "another, zzz"
     hostile = ("a\r\nset-cookie: b", "größe", *(f"f{number}" for number in range(25)))
-    assert openai.format_ignored(hostile) == ", ".join(f"f{number}" for number in range(20)) + ", 7 others"
+    assert format_ignored(hostile) == ", ".join(f"f{number}" for number in range(20)) + ", 7 others"
     assert request.template_variables == {"enable_thinking": False}
     calls = [message["tool_calls"][0]["function"]["arguments"] for message in request.messages[1:5]]
     assert calls == [{}] * 4

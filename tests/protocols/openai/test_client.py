@@ -340,6 +340,11 @@ def test_invalid_requests_are_rejected(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="dimensions is not served") as raised:
         client.embeddings.create(model="sentences", input="a", dimensions=3)
     assert raised.value.param == "dimensions"
+    for texts in ("a", ["a", "b"]):
+        raw = client.embeddings.with_raw_response.create(
+            model="sentences", input=texts, extra_body={"zz": 1, "user": "me"}
+        )
+        assert raw.headers["x-torchrelay-ignored"] == "zz"
 
 
 def test_a_closed_stream_frees_its_place(server: Any, client: openai.OpenAI) -> None:

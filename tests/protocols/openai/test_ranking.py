@@ -64,6 +64,17 @@ def test_documents_are_ranked(inference: Any) -> None:
     assert document["results"] == [{"index": 1, "relevance_score": 0.4}]
 
 
+def test_unknown_fields_are_ignored_and_named(inference: Any) -> None:
+    app = inference(score)
+    app.compares = False  # ids are random
+    for path, body in (
+        ("score", {"text_1": "a", "text_2": "b"}),
+        ("rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        response = app("POST", f"/v1/{path}", json.dumps({"model": "m", **body, "zz": 1, "a": None}).encode())
+        assert (response.status, response["x-torchrelay-ignored"]) == (200, "zz"), response.body
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
